@@ -1,0 +1,1 @@
+"""Block managers and their eviction policies."""

@@ -1,0 +1,1 @@
+"""Eviction policies: which of the inactive blocks goes next."""

@@ -1,0 +1,283 @@
+"""What engines say and routers hear: Stored, Removed, Cleared, and the two envelopes around them.
+
+The shapes, names and JSON are those of Dynamo's `kv-router` protocols. Blocks travel as parallel tuples, not as an
+object each; `Stored.blocks` makes pairs when somebody asks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, NamedTuple, TypeAlias
+
+_U32: Final = 2**32 - 1
+_U64: Final = 2**64 - 1
+
+BlockTokens: TypeAlias = Sequence[Sequence[int]]
+"""Token ids that travel with a Stored: one sequence of `block_size` ids a block."""
+
+
+class StorageTier(StrEnum):
+    """Where a block lives: G1 device, G2 host pinned, G3 disk, G4 external. The value is its name in JSON."""
+
+    DEVICE = "device"
+    HOST_PINNED = "host_pinned"
+    DISK = "disk"
+    EXTERNAL = "external"
+
+
+class StoredBlock(NamedTuple):
+    """One block of a Stored, as `Stored.blocks` shows it."""
+
+    block_hash: int
+    tokens_hash: int
+    mm_extra_info: Any = None
+
+
+# Not frozen: a frozen dataclass costs three times as much to make, and one is made for every move. They are values all
+# the same; every listener of a stream gets the same object.
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Stored:
+    """Blocks became cached, in order, each the child of the one before.
+
+    Attributes:
+        parent_hash: sequence hash of the block before the first; None when the first is a root.
+        block_hashes: sequence hash of each block, u64.
+        tokens_hashes: local hash of each block, u64.
+        start_position: position of the first block in its sequence, if the engine says it.
+        mm_extra_info: per block, what the engine says of multimodal objects in it; None when it says nothing.
+
+    Raises:
+        ValueError: the tuples differ in length.
+    """
+
+    parent_hash: int | None
+    block_hashes: tuple[int, ...]
+    tokens_hashes: tuple[int, ...]
+    start_position: int | None = None
+    mm_extra_info: tuple[Any, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.block_hashes) != len(self.tokens_hashes):
+            raise ValueError(
+                f"Stored: {len(self.block_hashes)} block_hashes and {len(self.tokens_hashes)} tokens_hashes; "
+                "one of each a block is expected"
+            )
+        if self.mm_extra_info is not None and len(self.mm_extra_info) != len(self.block_hashes):
+            raise ValueError(
+                f"Stored: {len(self.block_hashes)} block_hashes and {len(self.mm_extra_info)} entries of "
+                "mm_extra_info; one a block, or None for all, is expected"
+            )
+
+    @property
+    def blocks(self) -> tuple[StoredBlock, ...]:
+        """The blocks, one object each."""
+        infos = self.mm_extra_info or (None,) * len(self.block_hashes)
+        return tuple(map(StoredBlock, self.block_hashes, self.tokens_hashes, infos))
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Removed:
+    """Blocks are cached no more, in the order in which they were evicted."""
+
+    block_hashes: tuple[int, ...]
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Cleared:
+    """Nothing is cached any more."""
+
+
+EventData: TypeAlias = Stored | Removed | Cleared
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class KvCacheEvent:
+    """What one rank of an engine publishes.
+
+    Attributes:
+        event_id: 0, 1, 2 ... for each rank by itself, over all tiers.
+        data: the Stored, Removed or Cleared.
+        dp_rank: data-parallel rank of the engine that says it.
+    """
+
+    event_id: int
+    data: EventData
+    dp_rank: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dynamo's JSON form, as Python objects."""
+        return {"event_id": self.event_id, "data": _data_to_json(self.data), "dp_rank": self.dp_rank}
+
+    def to_json(self) -> str:
+        """Dynamo's JSON form."""
+        return json.dumps(self.to_dict(), separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, value: object) -> KvCacheEvent:
+        """Read Dynamo's JSON form: what is absent has its default, unknown keys are ignored.
+
+        Raises:
+            ValueError: a key is missing or of the wrong type, or a hash is no u64 (a signed engine hash must be
+                reinterpreted before this layer). The message says where.
+        """
+        return _event_from_json(value, "KvCacheEvent")
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> KvCacheEvent:
+        """Read Dynamo's JSON form from text; raises as `from_dict` does, and for what is no JSON."""
+        return _event_from_json(_loads(text, "KvCacheEvent"), "KvCacheEvent")
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class RouterEvent:
+    """An event as a router receives it: with the worker that said it.
+
+    Attributes:
+        worker_id: which worker.
+        event: what it said.
+        storage_tier: where the blocks are.
+        token_ids: for a Stored, the token ids of each block, where they are known. They travel beside the event:
+            no part of equality, nor of Dynamo's JSON.
+    """
+
+    worker_id: int
+    event: KvCacheEvent
+    storage_tier: StorageTier = StorageTier.DEVICE
+    token_ids: BlockTokens | None = field(default=None, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dynamo's JSON form, as Python objects."""
+        return {
+            "worker_id": self.worker_id,
+            "storage_tier": self.storage_tier.value,
+            "event": self.event.to_dict(),
+        }
+
+    def to_json(self) -> str:
+        """Dynamo's JSON form."""
+        return json.dumps(self.to_dict(), separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, value: object) -> RouterEvent:
+        """Read Dynamo's JSON form; raises as `KvCacheEvent.from_dict` does."""
+        where = "RouterEvent"
+        fields = _object(value, where)
+        tier = fields.get("storage_tier", "device")
+        try:
+            storage_tier = StorageTier(tier)
+        except ValueError:
+            known = ", ".join(StorageTier)
+            raise ValueError(f"{where}.storage_tier: expected one of {known}, got {tier!r}") from None
+        return cls(
+            _unsigned(fields, "worker_id", where),
+            _event_from_json(_required(fields, "event", where), f"{where}.event"),
+            storage_tier,
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RouterEvent:
+        """Read Dynamo's JSON form from text; raises as `from_dict` does, and for what is no JSON."""
+        return cls.from_dict(_loads(text, "RouterEvent"))
+
+
+# ------------------------------------------------------------------------------------------------ Dynamo's JSON
+
+
+def _data_to_json(data: EventData) -> Any:
+    if isinstance(data, Stored):
+        blocks = [
+            {"block_hash": block_hash, "tokens_hash": tokens_hash, "mm_extra_info": info}
+            for block_hash, tokens_hash, info in data.blocks
+        ]
+        return {"stored": {"parent_hash": data.parent_hash, "start_position": data.start_position, "blocks": blocks}}
+    if isinstance(data, Removed):
+        return {"removed": {"block_hashes": list(data.block_hashes)}}
+    return "cleared"
+
+
+def _event_from_json(value: object, where: str) -> KvCacheEvent:
+    fields = _object(value, where)
+    return KvCacheEvent(
+        _unsigned(fields, "event_id", where),
+        _data_from_json(_required(fields, "data", where), f"{where}.data"),
+        _unsigned(fields, "dp_rank", where, _U32) if "dp_rank" in fields else 0,
+    )
+
+
+def _data_from_json(value: object, where: str) -> EventData:
+    if value == "cleared":
+        return Cleared()
+    if isinstance(value, Mapping) and len(value) == 1:
+        kind, body = next(iter(value.items()))
+        if kind == "stored":
+            return _stored_from_json(body, f"{where}.stored")
+        if kind == "removed":
+            fields = _object(body, f"{where}.removed")
+            hashes = _array(fields, "block_hashes", f"{where}.removed")
+            place = f"{where}.removed.block_hashes"
+            return Removed(tuple(_number(h, f"{place}[{i}]") for i, h in enumerate(hashes)))
+        if kind == "cleared" and body is None:
+            return Cleared()
+    raise ValueError(
+        f'{where}: expected {{"stored": ...}}, {{"removed": ...}} or "cleared", got {json.dumps(value, default=repr)[:80]}'
+    )
+
+
+def _stored_from_json(body: object, where: str) -> Stored:
+    fields = _object(body, where)
+    hashes, locals_, infos = [], [], []
+    for i, block in enumerate(_array(fields, "blocks", where)):
+        place = f"{where}.blocks[{i}]"
+        entry = _object(block, place)
+        hashes.append(_unsigned(entry, "block_hash", place))
+        locals_.append(_unsigned(entry, "tokens_hash", place))
+        infos.append(entry.get("mm_extra_info"))
+    parent, start = fields.get("parent_hash"), fields.get("start_position")
+    return Stored(
+        None if parent is None else _number(parent, f"{where}.parent_hash"),
+        tuple(hashes),
+        tuple(locals_),
+        None if start is None else _number(start, f"{where}.start_position", _U32),
+        tuple(infos) if any(info is not None for info in infos) else None,
+    )
+
+
+def _loads(text: str | bytes, where: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+
+
+def _object(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: expected an object, got {value!r:.80}")  # noqa: TRY004 - one error for bad JSON
+    return value
+
+
+def _required(fields: Mapping[str, Any], key: str, where: str) -> Any:
+    if key not in fields:
+        raise ValueError(f"{where}: missing field {key!r}")
+    return fields[key]
+
+
+def _array(fields: Mapping[str, Any], key: str, where: str) -> list[Any]:
+    value = _required(fields, key, where)
+    if not isinstance(value, list):
+        raise ValueError(f"{where}.{key}: expected an array, got {value!r:.80}")  # noqa: TRY004 - as above
+    return value
+
+
+def _unsigned(fields: Mapping[str, Any], key: str, where: str, top: int = _U64) -> int:
+    return _number(_required(fields, key, where), f"{where}.{key}", top)
+
+
+def _number(value: object, where: str, top: int = _U64) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= top:
+        raise ValueError(f"{where}: expected an integer from 0 to {top} (u{top.bit_length()}), got {value!r:.80}")
+    return value

@@ -1,0 +1,79 @@
+"""What a scheduler asks of a block manager: Use, Deref, Destroy, Promote.
+
+A block is named by its sequence hash (`int`) once it is full, and by a `uuid.UUID` while it is partial. The moves and
+their rules are those of `MoveBlock` in Dynamo's mocker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+from uuid import UUID
+
+Block: TypeAlias = int | UUID
+"""A full block (its sequence hash, u64) or a partial one (a UUID)."""
+
+
+class MoveError(ValueError):
+    """A move breaks a rule of the manager it was sent to; nothing has changed. The message names block and rule."""
+
+
+# As in events.py: not frozen, because one is made for every step of every request.
+
+
+@dataclass(slots=True)
+class Use:
+    """Make these blocks active, in order.
+
+    Attributes:
+        blocks: the blocks; full ones that are not cached are stored, partial ones get an empty block.
+        local_hashes: local hash of each *full* block of `blocks`; or none at all, then events say 0.
+        plhs: lineage hash of each full block.
+        token_ids: token ids of each full block, to travel with the event; None for none.
+        parent: the block before the first; None when the first is a root.
+    """
+
+    blocks: Sequence[Block]
+    local_hashes: Sequence[int] = ()
+    plhs: Sequence[int] = ()
+    token_ids: Sequence[Sequence[int]] | None = None
+    parent: Block | None = None
+
+
+@dataclass(slots=True)
+class Deref:
+    """Drop one reference to each of these blocks."""
+
+    blocks: Sequence[Block]
+
+
+@dataclass(slots=True)
+class Destroy:
+    """Delete these blocks whatever their references; dynamo-mocker 1.0.2 alone has this move."""
+
+    blocks: Sequence[Block]
+
+
+@dataclass(slots=True)
+class Promote:
+    """A partial block became full.
+
+    Attributes:
+        partial: the partial block's name.
+        block: its sequence hash from now on.
+        parent: sequence hash of the block before it; None for a root.
+        local_hash: its local hash.
+        plh: its lineage hash.
+        token_ids: its token ids, to travel with the event.
+    """
+
+    partial: UUID
+    block: int
+    parent: int | None = None
+    local_hash: int = 0
+    plh: int | None = None
+    token_ids: Sequence[int] | None = None
+
+
+Move: TypeAlias = Use | Deref | Destroy | Promote

@@ -1,0 +1,1 @@
+"""The router's side: the index of who holds what."""

@@ -1,0 +1,113 @@
+"""Who may listen to a block manager.
+
+A manager calls its sink for every event and never looks back: what the sink raises is logged, the event id stays
+consumed, and the manager goes on (Dynamo, `KvEventPublishers`).
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Protocol
+
+from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Sink(Protocol):
+    """What a manager publishes to."""
+
+    def publish(
+        self, event: KvCacheEvent, storage_tier: StorageTier = ..., token_ids: BlockTokens | None = ..., /
+    ) -> None:
+        """Take one event.
+
+        Args:
+            event: what happened.
+            storage_tier: where.
+            token_ids: for a Stored, the token ids of each block, if the manager was given them.
+        """
+
+
+class CapturingSink:
+    """Keeps everything it is told, in order.
+
+    Args:
+        worker_id: the worker that `router_events` names.
+    """
+
+    def __init__(self, worker_id: int = 0) -> None:
+        self.worker_id = worker_id
+        self.events: list[KvCacheEvent] = []
+        self._beside: list[tuple[StorageTier, BlockTokens | None]] = []
+
+    def publish(
+        self,
+        event: KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+    ) -> None:
+        """Keep the event."""
+        self.events.append(event)
+        self._beside.append((storage_tier, token_ids))
+
+    @property
+    def router_events(self) -> list[RouterEvent]:
+        """The same events with tier and token ids, as a router would receive them."""
+        return [RouterEvent(self.worker_id, e, *beside) for e, beside in zip(self.events, self._beside, strict=True)]
+
+    def take(self) -> list[KvCacheEvent]:
+        """Return what was captured, and forget it."""
+        events, self.events, self._beside = self.events, [], []
+        return events
+
+
+class FanOutSink:
+    """Tells several sinks, in the order given; the first that raises keeps the event from those after it.
+
+    Dynamo has two, the event sink before the raw sink that carries token ids, and this same rule.
+    """
+
+    def __init__(self, *sinks: Sink) -> None:
+        self.sinks = sinks
+
+    def publish(
+        self,
+        event: KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+    ) -> None:
+        """Publish to each sink in turn."""
+        for sink in self.sinks:
+            sink.publish(event, storage_tier, token_ids)
+
+
+class JsonlRecorder:
+    """Writes each event as one line of Dynamo's JSON (a `RouterEvent`), without token ids.
+
+    Args:
+        target: where to write.
+        worker_id: the worker that the lines name.
+    """
+
+    def __init__(self, target: IO[str], worker_id: int = 0) -> None:
+        self._target = target
+        self.worker_id = worker_id
+
+    @classmethod
+    @contextmanager
+    def to_file(cls, path: str | Path, worker_id: int = 0) -> Iterator[JsonlRecorder]:
+        """Record to a file of this name, as a context manager; a file that is there is replaced."""
+        with Path(path).open("w", encoding="utf-8") as target:
+            yield cls(target, worker_id)
+
+    def publish(
+        self,
+        event: KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,  # noqa: ARG002 - Dynamo's JSON has no place for them
+    ) -> None:
+        """Write one line."""
+        self._target.write(RouterEvent(self.worker_id, event, storage_tier).to_json() + "\n")

@@ -1,0 +1,419 @@
+"""Tokens to hashes: local block hashes, sequence hashes, positional lineage hashes, and prompts that carry them.
+
+Three names for one block, each with its own use (Dynamo, `lib/tokens`):
+
+* the *local hash* is of the block's tokens alone; a router's query is a list of them;
+* the *sequence hash* chains it to all blocks before it; events name blocks by it;
+* the *positional lineage hash* (PLH) is 128 bits of position, parent and own fragment; block managers key on it.
+
+All hashing is XXH3-64 with seed 1337, the seed that Dynamo's mocker and router share.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import repeat
+from typing import Final, TypeAlias
+
+from xxhash import xxh3_64_intdigest
+
+TokenIds: TypeAlias = Sequence[int]
+"""Token ids, each an integer from 0 to 2**32 - 1: a list, tuple, range, bytes or array of them."""
+
+SEED: Final = 1337
+"""Salt of block hashes and seed of their chain, in the mocker and in the router alike."""
+
+MAX_POSITION: Final = 2**24 - 1
+"""The last position that a lineage hash can name."""
+
+_U64: Final = 2**64 - 1
+_pack_pair: Final = struct.Struct("<QQ").pack
+
+
+# ----------------------------------------------------------------------------------------------- tokens to bytes
+
+
+def check_block_size(block_size: int) -> int:
+    """Return `block_size`, or say what is wrong with it.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is below 1.
+    """
+    if not isinstance(block_size, int) or isinstance(block_size, bool):
+        raise TypeError(f"block_size must be an integer of at least 1 (tokens a block), got {block_size!r}")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1 (tokens a block), got {block_size}")
+    return block_size
+
+
+def _token_bytes(tokens: TokenIds) -> bytes:
+    """Little-endian u32s of `tokens`; the error names the first token that is none."""
+    if isinstance(tokens, (bytes, bytearray)):  # array() would read these as raw memory
+        tokens = list(tokens)
+    try:
+        words = array("I", tokens)
+    except (TypeError, OverflowError, ValueError):
+        _raise_for_token(tokens)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def _raise_for_token(tokens: TokenIds) -> None:
+    allowed = "a token id is an integer from 0 to 4294967295"
+    if isinstance(tokens, str):
+        raise TypeError(f"tokens are token ids, not text: {allowed}, got the string {tokens[:40]!r}")
+    if not isinstance(tokens, Iterable):
+        raise TypeError(f"tokens must be a sequence of token ids: {allowed}, got {tokens!r}")
+    for position, token in enumerate(tokens):
+        try:
+            array("I", (token,))
+        except OverflowError:
+            raise ValueError(f"token {position} is {token!r}: {allowed}") from None
+        except TypeError:
+            raise TypeError(f"token {position} is {token!r} ({type(token).__name__}): {allowed}") from None
+    raise TypeError(f"tokens cannot be read as a sequence of token ids: {allowed}")  # pragma: no cover
+
+
+# ---------------------------------------------------------------------------------------------------- hashes
+
+
+@lru_cache(maxsize=256)
+def _splitter(width: int, count: int) -> struct.Struct:
+    return struct.Struct(f"{width}s" * count)
+
+
+def hash_seed(lora_name: str | None = None, cache_namespace: str | None = None) -> int:
+    """Seed of the local hashes under a LoRA adapter or a cache namespace; 1337 without either.
+
+    Both are *added* to the seed, as XXH3-64 of the name with seed 0 and 1 (Dynamo, `compute_block_hash_for_seq`);
+    an empty name is none.
+    """
+    seed = SEED
+    if lora_name:
+        seed += xxh3_64_intdigest(lora_name.encode(), 0)
+    if cache_namespace:
+        seed += xxh3_64_intdigest(cache_namespace.encode(), 1)
+    return seed & _U64
+
+
+def block_hashes(
+    tokens: TokenIds,
+    block_size: int,
+    *,
+    lora_name: str | None = None,
+    cache_namespace: str | None = None,
+    mm_hashes: Sequence[Sequence[int] | None] | None = None,
+    eagle: bool = False,
+) -> list[int]:
+    """Local hashes of the complete blocks of `tokens`, one u64 a block; a tail shorter than a block has none.
+
+    Bit-exact with `compute_block_hash_for_seq` of ai-dynamo-runtime 1.1.1 to 1.6.1.
+
+    Args:
+        tokens: token ids.
+        block_size: tokens a block, at least 1.
+        lora_name: name of the adapter; it changes the seed. None or empty for none.
+        cache_namespace: a tenant's namespace; it changes the seed too.
+        mm_hashes: per block, the u64 hashes of the multimodal objects in it (None or empty for none), in any order.
+            May be shorter or longer than the blocks.
+        eagle: hash windows of `block_size + 1` tokens, one every `block_size`, as EAGLE's bigram caches do.
+
+    Raises:
+        TypeError: a token, or the block size, is not an integer.
+        ValueError: a token is below 0 or above 2**32 - 1, the block size below 1, a multimodal hash no u64.
+    """
+    check_block_size(block_size)
+    seed = hash_seed(lora_name, cache_namespace)
+    data = _token_bytes(tokens)
+    width = 4 * block_size
+    if eagle:
+        chunks: Sequence[bytes] = [data[i : i + width + 4] for i in range(0, len(data) - width, width)]
+    else:
+        count = len(data) // width
+        chunks = _splitter(width, count).unpack_from(data)
+    if mm_hashes:
+        chunks = [*map(_with_objects, chunks, mm_hashes), *chunks[len(mm_hashes) :]]
+    return list(map(xxh3_64_intdigest, chunks, repeat(seed)))
+
+
+def _with_objects(chunk: bytes, hashes: Sequence[int] | None) -> bytes:
+    if not hashes:
+        return chunk
+    try:
+        return chunk + struct.pack(f"<{len(hashes)}Q", *sorted(hashes))
+    except (struct.error, TypeError):
+        raise ValueError(f"mm_hashes are integers from 0 to 2**64 - 1, got {list(hashes)!r}") from None
+
+
+def sequence_hashes(block_hashes: Iterable[int], *, parent: int | None = None) -> list[int]:
+    """Chain local hashes to sequence hashes: the first is the local hash itself, each other is of (parent, own).
+
+    Args:
+        block_hashes: local hashes, u64, in order from the root; or from the block after `parent`.
+        parent: sequence hash of the block before the first one.
+    """
+    digest, pack, seed = xxh3_64_intdigest, _pack_pair, SEED
+    out: list[int] = []
+    append = out.append
+    for local in block_hashes:
+        parent = local if parent is None else digest(pack(parent, local), seed)
+        append(parent)
+    return out
+
+
+def chained_hash(parent: int | None, local: int) -> int:
+    """Sequence hash of one block whose local hash is `local`, after the block `parent` (None: it is a root)."""
+    return local if parent is None else xxh3_64_intdigest(_pack_pair(parent, local), SEED)
+
+
+# ---------------------------------------------------------------------------------- positional lineage hashes
+#
+# Layout A of dynamo-tokens (1.2.1 and before), from the most significant bit: mode (2 bits), position, parent
+# fragment, own fragment. The mode is chosen by position, and decides how wide the fragments are. An own fragment is
+# cut to the width that the *next* position has for its parent, so that a child's parent fragment always equals its
+# parent's own, across the borders at 256 and 65,536 too.
+
+_FRAGMENT_BITS: Final = (59, 55, 51)  # by mode; the position has 8, 16 and 24 bits
+_MASK59: Final = 2**59 - 1
+
+
+def _mode(position: int) -> int:
+    return 0 if position < 2**8 else 1 if position < 2**16 else 2
+
+
+def lineage_hash(current: int, parent: int | None, position: int) -> int:
+    """Positional lineage hash of a block, as a plain 128-bit integer.
+
+    Args:
+        current: the block's sequence hash, u64.
+        parent: sequence hash of the block before it; None for a root.
+        position: how many blocks stand before it, from 0 to 2**24 - 1.
+
+    Raises:
+        ValueError: the position is out of range.
+    """
+    if 0 <= position < 255:  # nearly every block, and no border near
+        return (position << 118) | (((parent or 0) & _MASK59) << 59) | (current & _MASK59)
+    if not 0 <= position <= MAX_POSITION:
+        raise ValueError(f"position must be from 0 to {MAX_POSITION}, got {position}")
+    mode = _mode(position)
+    bits = _FRAGMENT_BITS[mode]
+    own_bits = _FRAGMENT_BITS[_mode(position + 1)]
+    own = current & ((1 << own_bits) - 1)
+    above = (parent or 0) & ((1 << bits) - 1)
+    return (mode << 126) | (position << (2 * bits)) | (above << bits) | own
+
+
+def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None, start: int = 0) -> list[int]:
+    """Lineage hashes of consecutive blocks, of which the first stands at position `start` after block `parent`."""
+    out: list[int] = []
+    for position, current in enumerate(sequence_hashes, start):
+        out.append(lineage_hash(current, parent, position))
+        parent = current
+    return out
+
+
+def lineage_position(plh: int) -> int:
+    """Position of the block in its sequence, from 0."""
+    bits = _FRAGMENT_BITS[plh >> 126]
+    return (plh >> (2 * bits)) & ((1 << (126 - 2 * bits)) - 1)
+
+
+def lineage_fragment(plh: int) -> int:
+    """The low bits of the block's own sequence hash that the lineage hash keeps."""
+    return plh & ((1 << _FRAGMENT_BITS[plh >> 126]) - 1)
+
+
+def lineage_parent_fragment(plh: int) -> int:
+    """The low bits of the parent's sequence hash that the lineage hash keeps; 0 for a root."""
+    bits = _FRAGMENT_BITS[plh >> 126]
+    return (plh >> bits) & ((1 << bits) - 1)
+
+
+# ------------------------------------------------------------------------------------------ growing sequences
+
+
+class TokenBlockSequence:
+    """Tokens that grow at the end, with the hashes of their complete blocks kept in step.
+
+    A block is complete, and has its hashes, the moment its last token arrives; `pop` takes that back
+    (dynamo-tokens, `TokenBlockSequence`).
+
+    Attributes:
+        tokens: all tokens so far.
+        block_hashes: local hash of each complete block.
+        sequence_hashes: sequence hash of each complete block.
+        plhs: lineage hash of each complete block.
+    """
+
+    __slots__ = ("block_hashes", "block_size", "plhs", "sequence_hashes", "tokens")
+
+    def __init__(self, tokens: TokenIds, block_size: int) -> None:
+        self.block_size = check_block_size(block_size)
+        self.tokens: list[int] = list(tokens)
+        self.block_hashes = block_hashes(self.tokens, block_size)
+        self.sequence_hashes = sequence_hashes(self.block_hashes)
+        self.plhs = lineage_hashes(self.sequence_hashes)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def append(self, token: int) -> None:
+        """Add one token.
+
+        Raises:
+            TypeError: the token is not an integer.
+            ValueError: it is below 0 or above 2**32 - 1.
+        """
+        if not isinstance(token, int) or not 0 <= token <= 0xFFFFFFFF:
+            _raise_for_token((token,))
+        self.tokens.append(token)
+        if len(self.tokens) % self.block_size == 0:
+            local = block_hashes(self.tokens[-self.block_size :], self.block_size)[0]
+            parent = self.sequence_hashes[-1] if self.sequence_hashes else None
+            own = chained_hash(parent, local)
+            self.plhs.append(lineage_hash(own, parent, len(self.plhs)))
+            self.block_hashes.append(local)
+            self.sequence_hashes.append(own)
+
+    def pop(self) -> int:
+        """Take the last token back and return it; a block that was complete is not any more.
+
+        Raises:
+            IndexError: there is no token.
+        """
+        if not self.tokens:
+            raise IndexError("pop from a token sequence that is empty")
+        if len(self.tokens) % self.block_size == 0:
+            self.plhs.pop()
+            self.block_hashes.pop()
+            self.sequence_hashes.pop()
+        return self.tokens.pop()
+
+    def block_tokens(self, index: int) -> tuple[int, ...]:
+        """The tokens of complete block `index`."""
+        start = index * self.block_size
+        return tuple(self.tokens[start : start + self.block_size])
+
+
+# ---------------------------------------------------------------------------------------------------- prompts
+
+
+class Prompt:
+    """A prompt that hashes its tokens once, for worker, index and router alike.
+
+    Accepted wherever tokens are. `Prompt(hashes=...)` has no tokens: request traces carry one id a block, which
+    serves as its local hash.
+
+    Args:
+        tokens: token ids.
+        hashes: instead of tokens, one local hash (u64) a complete block.
+        num_tokens: with `hashes`, the prompt's length in tokens; more than the blocks hold is a partial tail of less
+            than a block. By default the blocks and no tail.
+
+    Raises:
+        TypeError: both or neither of `tokens` and `hashes` are given, or a token is not an integer.
+        ValueError: a token or hash out of range.
+    """
+
+    __slots__ = ("_by_size", "_given", "num_tokens", "tokens")
+
+    tokens: tuple[int, ...] | None
+    """The token ids; None where only hashes are known."""
+
+    num_tokens: int | None
+    """Length in tokens; None for hashes without a stated length, which are whole blocks of any size."""
+
+    def __init__(
+        self, tokens: TokenIds | None = None, *, hashes: Iterable[int] | None = None, num_tokens: int | None = None
+    ) -> None:
+        if (tokens is None) == (hashes is None):
+            raise TypeError("Prompt takes either tokens or hashes=, one local hash a block")
+        self._by_size: dict[int, _Hashes] = {}
+        self._given: list[int] | None = None
+        if tokens is not None:
+            if num_tokens is not None:
+                raise TypeError("num_tokens goes with hashes=; tokens have a length of their own")
+            _token_bytes(tokens)
+            self.tokens = tuple(tokens)
+            self.num_tokens = len(self.tokens)
+            return
+        assert hashes is not None
+        self._given = list(hashes)
+        for position, value in enumerate(self._given):
+            if not isinstance(value, int) or not 0 <= value <= _U64:
+                raise ValueError(f"hash {position} is {value!r}: a local hash is an integer from 0 to 2**64 - 1")
+        if num_tokens is not None and num_tokens < len(self._given):
+            raise ValueError(f"num_tokens={num_tokens} is less than the {len(self._given)} blocks given by hashes=")
+        self.tokens = None
+        self.num_tokens = num_tokens
+
+    @classmethod
+    def of(cls, tokens: TokenIds | Prompt) -> Prompt:
+        """Return `tokens` itself if it is a prompt, else a prompt of it."""
+        return tokens if isinstance(tokens, Prompt) else cls(tokens)
+
+    def __repr__(self) -> str:
+        if self._given is not None:
+            return f"<Prompt of {len(self._given)} block hashes>"
+        return f"<Prompt of {self.num_tokens} tokens>"
+
+    def length(self, block_size: int) -> int:
+        """Tokens in the prompt when a block has `block_size` of them.
+
+        Raises:
+            ValueError: a prompt of hashes whose `num_tokens` does not end in or right after its last block.
+        """
+        if self._given is None:
+            assert self.num_tokens is not None
+            return self.num_tokens
+        whole = len(self._given) * block_size
+        if self.num_tokens is None:
+            return whole
+        if not whole <= self.num_tokens < whole + block_size:
+            raise ValueError(
+                f"a prompt of {len(self._given)} block hashes and num_tokens={self.num_tokens} does not fit "
+                f"block_size={block_size}: expected {whole} to {whole + block_size - 1} tokens"
+            )
+        return self.num_tokens
+
+    def block_hashes(self, block_size: int) -> list[int]:
+        """Local hashes of the complete blocks. Hashed once; do not change the list."""
+        return self._hashes(block_size).local
+
+    def sequence_hashes(self, block_size: int) -> list[int]:
+        """Sequence hashes of the complete blocks. Hashed once; do not change the list."""
+        return self._hashes(block_size).sequence
+
+    def lineage_hashes(self, block_size: int) -> list[int]:
+        """Lineage hashes of the complete blocks. Hashed once; do not change the list."""
+        return self._hashes(block_size).lineage
+
+    def _hashes(self, block_size: int) -> _Hashes:
+        found = self._by_size.get(block_size)
+        if found is None:
+            local = self._given
+            if local is None:
+                assert self.tokens is not None
+                local = block_hashes(self.tokens, block_size)
+            else:
+                check_block_size(block_size)
+            found = self._by_size[block_size] = _Hashes(local)
+        return found
+
+
+class _Hashes:
+    """The three parallel lists of one prompt at one block size."""
+
+    __slots__ = ("lineage", "local", "sequence")
+
+    def __init__(self, local: list[int]) -> None:
+        self.local = local
+        self.sequence = sequence_hashes(local)
+        self.lineage = lineage_hashes(self.sequence)
