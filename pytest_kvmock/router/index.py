@@ -19,8 +19,8 @@ said it (`semantics="e1"` brings the older rule back). Its dump does not end on 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NoReturn, TypeAlias
 
 from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
@@ -104,7 +104,7 @@ class OverlapScores:
         scores: leading blocks of the query that are cached, by `(worker_id, dp_rank)`; who has none is absent.
     """
 
-    scores: dict[WorkerRank, int] = field(default_factory=dict)
+    scores: dict[WorkerRank, int]
 
 
 class _Node:
@@ -194,11 +194,16 @@ class _Tree:
             found = self.ranks[key] = _Rank(key, bit)
         return found
 
-    def holders(self, bits: int) -> Iterator[WorkerRank]:
+    def who(self, bits: int) -> Sequence[WorkerRank]:
+        """The ranks of these bits, in the order in which they came."""
+        if bits in self.keys:  # one alone, which is most often so
+            return (self.keys[bits],)
+        found = []
         while bits:
             lowest = bits & -bits
-            yield self.keys[lowest]
+            found.append(self.keys[lowest])
             bits ^= lowest
+        return found
 
     def store(self, rank: _Rank, parent: _Node, data: Stored) -> int | None:
         """Store the blocks under `parent`; return the sequence hash of a block that is its own parent, if there is one."""
@@ -256,7 +261,7 @@ class _Tree:
             if node.holders != active:
                 still = node.holders & active
                 if depth:
-                    for key in self.holders(active & ~still):
+                    for key in self.who(active & ~still):
                         scores[key] = depth
                 active = still
                 if not active:
@@ -266,7 +271,7 @@ class _Tree:
                     break
             depth += 1
         if depth:
-            for key in self.holders(active):
+            for key in self.who(active):
                 scores[key] = depth
         return scores
 
@@ -287,7 +292,7 @@ class _Tree:
                 walking = child.holders & bits
                 if child is node or not walking:
                     continue
-                for key in self.holders(walking):
+                for key in self.who(walking):
                     yield key, parent_hash, local, child
                 new = walking & ~reached.get(child, 0)
                 if new:
