@@ -404,6 +404,10 @@ class LogicalManager:
         self._publisher.publish(Cleared())
         return True
 
+    def take_event_id(self) -> int:
+        """Use up the next event id, for an event that somebody else publishes in the manager's name."""
+        return self._publisher.take_id()
+
     def use(
         self,
         blocks: Iterable[Block],

@@ -124,6 +124,9 @@ class KvManager(Protocol):
     def clear(self) -> bool:
         """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""
 
+    def take_event_id(self) -> int:
+        """Use up the next event id, for an event that somebody else publishes in the manager's name."""
+
     @property
     def num_active_blocks(self) -> int:
         """Physical blocks in use."""
@@ -168,14 +171,19 @@ class Publisher:
         self.dp_rank = dp_rank
         self.next_event_id = 0
 
+    def take_id(self) -> int:
+        """Use up the next event id."""
+        event_id = self.next_event_id
+        self.next_event_id += 1
+        return event_id
+
     def publish(
         self, data: EventData, token_ids: BlockTokens | None = None, tier: StorageTier = StorageTier.DEVICE
     ) -> None:
         """Publish one event."""
         if self.sink is None:
             return
-        event = KvCacheEvent(self.next_event_id, data, self.dp_rank)
-        self.next_event_id += 1
+        event = KvCacheEvent(self.take_id(), data, self.dp_rank)
         try:
             self.sink.publish(event, tier, token_ids)
         except Exception as error:  # noqa: BLE001 - whatever a listener does, the engine goes on

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.moves import Deref
-from pytest_kvmock.tokens import block_hashes, chained_hash
+from pytest_kvmock.tokens import Prompt, block_hashes, chained_hash
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.moves import Block
-    from pytest_kvmock.tokens import Prompt
 
 _NO_LIMIT = 2**62  # a worker decodes for as long as the test asks it to
 
@@ -94,14 +94,14 @@ class MoveDriver:
         sequence = request.sequence
         if isinstance(tokens, int):
             if isinstance(tokens, bool) or tokens < 0:
-                raise ValueError(f"decode: a count of tokens is at least 0, got {tokens!r}")
+                raise ValueError(f"decode: a count of tokens is an integer of at least 0, got {tokens!r}")
             steps: Sequence[int] = [self._rng.getrandbits(32) for _ in range(tokens)]
         else:
             steps = Prompt.of(tokens).tokens or ()
         room = self._free()
         opened = 0
-        for filled in sequence.plan(steps):
-            if self._prefix_caching and filled is not None and filled in self.manager.active_blocks:
+        for filled in _openings(sequence, steps):
+            if filled is not None and filled in self.manager.active_blocks:
                 room += 1
             opened += 1
             if opened > room:
@@ -130,3 +130,28 @@ class MoveDriver:
     def clear(self) -> bool:
         """Drop all that is cached."""
         return self.manager.clear()
+
+
+def _openings(sequence: ActiveSequence, steps: Sequence[int]) -> Iterator[int | None]:
+    """For each block that these tokens would open: the name that the block before it is promoted to.
+
+    None where nothing is promoted, or where the name cannot be known or shared (no tokens, no prefix caching).
+    """
+    size, length = sequence.block_size, len(sequence)
+    count = -(-(length + len(steps)) // size) - -(-length // size)
+    if not count:
+        return
+    tokens = sequence.tokens if sequence.enable_prefix_caching else None
+    if tokens is None:
+        yield from [None] * count
+        return
+    full = len(sequence.block_hashes)
+    parent = sequence.unique_blocks[full - 1] if full else None
+    assert not isinstance(parent, UUID)
+    tail = [*tokens[full * size :], *steps]
+    if not length % size and len(sequence.unique_blocks) == full:
+        count -= 1  # the first opens a block right after a full one: there is no partial block to promote
+        yield None
+    for start in range(0, count * size, size):
+        parent = chained_hash(parent, block_hashes(tail[start : start + size], size)[0])
+        yield parent

@@ -248,7 +248,7 @@ class KvWorker:
         self._make_manager = make_manager
         self._outlet = _Outlet(sink)
         self._rng = rng or Random()  # noqa: S311 - mock data
-        self._driver: Driver = self._start()
+        self._driver = self._start()
 
     def _start(self) -> Driver:
         outlet = self._outlet if self.prefix_caching else None
@@ -266,6 +266,11 @@ class KvWorker:
     def backend(self) -> str:
         """Name of the manager's backend."""
         return self.manager.backend
+
+    @property
+    def has_published(self) -> bool:
+        """Whether a manager of it ever published anything, before a restart too."""
+        return self._outlet.published
 
     def prefill(self, prompt: Prompt | TokenIds) -> Request:
         """Admit a request: blocks for its whole prompt, cached ones reused.
@@ -302,12 +307,8 @@ class KvWorker:
         """Drop all that is cached, and publish Cleared. False, and no event, while requests are open."""
         return not self.requests and self._driver.clear()
 
-    def restart(self, *, announced: bool = False) -> None:
-        """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
-
-        Args:
-            announced: whether the router is told; here nobody is listening for that (see `RouterHarness`).
-        """
+    def restart(self) -> None:
+        """Begin anew, as after a crash: empty, open requests lost, event ids from 0."""
         for request in list(self.requests):
             request._end("lost")
         self._driver = self._start()
@@ -319,10 +320,11 @@ class KvWorker:
 class _Outlet:
     """Where the manager publishes: notes what is stored while somebody asks, and passes everything on."""
 
-    __slots__ = ("sink", "stored")
+    __slots__ = ("published", "sink", "stored")
 
     def __init__(self, sink: Sink | None) -> None:
         self.sink = sink
+        self.published = False
         self.stored: list[int] | None = None
 
     def publish(
@@ -331,6 +333,7 @@ class _Outlet:
         storage_tier: StorageTier = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
     ) -> None:
+        self.published = True
         if self.stored is not None and isinstance(event.data, Stored):
             self.stored += event.data.block_hashes
         if self.sink is not None:

@@ -9,7 +9,7 @@ All of it is written once, for sync and async indexes: generators yield the call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from inspect import isawaitable
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
@@ -283,10 +283,8 @@ class Comparison:
         """The index under test raised, or answered what cannot be read."""
         event = heard.event if heard else None
         worker, rank = (event.worker_id, event.event.dp_rank) if event else (-1, 0)
-        if isinstance(error, UnreadableAnswer):
-            known = str(error)
-        else:
-            known = f"{what} raised {type(error).__name__}: {error}"
+        unreadable = isinstance(error, UnreadableAnswer)
+        known = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}"
         problem = Problem(
             "index_failure",
             worker,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from random import Random
 from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile, backend_spec
-from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import (
-    BlockTokens,
     Cleared,
     EventData,
     KvCacheEvent,
@@ -22,10 +21,12 @@ from pytest_kvmock.events import (
     Stored,
 )
 from pytest_kvmock.harness.comparison import SYNC, Comparison, Sync, arun, run
+from pytest_kvmock.harness.delivery import Delivery, Drop
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, question
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
+from pytest_kvmock.harness.worker import HarnessWorker
 from pytest_kvmock.hygiene.ledger import Ledger, StreamKey
-from pytest_kvmock.hygiene.log import STATUSES, EventLog, KvEventsError
+from pytest_kvmock.hygiene.log import KINDS, STATUSES, EventLog, KvEventsError
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.report import errors_text, failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
@@ -36,13 +37,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.backends import BackendSpec
+    from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.sinks import Sink
 
 WorkerKey: TypeAlias = int | tuple[int, int]
 """A worker id; (worker_id, dp_rank) where the worker has more ranks than one."""
-
-Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
-"""What becomes of an event on its way from a worker to the router: the events that arrive for it."""
 
 
 class Verdict(NamedTuple):
@@ -81,7 +80,6 @@ class RouterHarness:
         events: every event that arrived, with its verdict.
         profile: the profile in force.
         reference: the reference index.
-        transport: what becomes of events on their way; None: they arrive. Faults are put here.
     """
 
     def __init__(
@@ -99,7 +97,6 @@ class RouterHarness:
         self.profile = profile or EngineProfile()
         self.events = EventLog(self.flush)
         self.reference = RadixIndex()
-        self.transport: Transport | None = None
         self._allow = frozenset(map(check_rule, allow))
         self._rng = Random(f"{self.profile.seed}:{name}")  # noqa: S311 - mock data
         self._ledger = Ledger()
@@ -110,10 +107,8 @@ class RouterHarness:
             rng = Random(self._rng.getrandbits(64))  # noqa: S311 - its own, so that traffic is the same without it
             self._comparison = Comparison(self._under_test, self.reference, self._ledger, rng, sync)
         self._workers: dict[WorkerKey, KvWorker] = {}
-        self._published: dict[StreamKey, int] = {}
+        self._delivery = Delivery(self._arrive, self._lost)
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
-        self._sinks: list[tuple[Sink, bool]] = []
-        self._drops: list[_Drop] = []
         self._judged = 0
         self._spec: BackendSpec | None = None
         if backend is not None:
@@ -184,33 +179,10 @@ class RouterHarness:
         spec = self._spec if backend is None else backend_spec(backend)
         if spec is None:
             raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
-        profile = self.profile
-
-        def make(sink: Sink | None) -> Any:
-            manager = spec.make(
-                num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink
-            )
-            if manager.backend != spec.name:
-                raise ValueError(
-                    f"backend {spec.name!r} made a manager that calls itself {manager.backend!r}; "
-                    "a test would run on another backend than its id says"
-                )
-            return manager
-
-        heard = _WorkerSink(self, worker_id)
-        worker = HarnessWorker(
-            make,
-            worker_id,
-            dp_rank,
-            sink=heard,
-            prefix_caching=profile.prefix_caching,
-            chunk=profile.chunk,
-            rng=Random(self._rng.getrandbits(64)),  # noqa: S311 - mock data
-        )
-        worker.harness, heard.worker = self, worker
+        worker = HarnessWorker(self, spec, worker_id, dp_rank, Random(self._rng.getrandbits(64)))  # noqa: S311 - mock data
         self._workers[self._key(worker_id, dp_rank)] = worker
         self._ledger.open(
-            (worker_id, dp_rank), first_id=0, block_size=profile.block_size, prefix_closed=spec.prefix_closed
+            (worker_id, dp_rank), first_id=0, block_size=self.profile.block_size, prefix_closed=spec.prefix_closed
         )
         return worker
 
@@ -235,7 +207,7 @@ class RouterHarness:
             before: tell it before the router; what it raises then keeps the event from the router, as the first of
                 Dynamo's publishers does.
         """
-        self._sinks.append((sink, before))
+        self._delivery.add_sink(sink, before=before)
 
     def prompt(self, blocks: int = 4, after: Prompt | TokenIds | None = None, *, tail: int = 0) -> Prompt:
         """A prompt of fresh tokens.
@@ -264,8 +236,7 @@ class RouterHarness:
         worker = self._workers.get(self._key(worker_id, dp_rank))
         if worker is not None:
             return worker.manager.take_event_id()
-        key = (worker_id, dp_rank)
-        return self._published.get(key, 0)
+        return self._delivery.published.get((worker_id, dp_rank), 0)
 
     def apply(
         self,
@@ -298,60 +269,29 @@ class RouterHarness:
             self.hear(event)
 
     def hear(self, event: RouterEvent, *, chained: bool = False) -> None:
-        """An event is published: it passes the transport and arrives.
+        """An event is published; it arrives if nothing is in the way.
 
         Args:
             event: what is said, and by whom.
             chained: whether its hashes must be Dynamo's chain.
         """
         with self._lock:
-            inner = event.event
-            key = (event.worker_id, inner.dp_rank)
-            self._published[key] = inner.event_id + 1
-            if self._sinks and not self._tell_sinks(event, before=True):
-                return
-            if self._drops and self._dropped(event):
-                return
-            if self.transport is None:
-                self._arrive(event, chained=chained)
-            else:
-                for arriving in self.transport(event):
-                    self._arrive(arriving, chained=chained)
-            if self._sinks:
-                self._tell_sinks(event, before=False)
+            self._delivery.publish(event, chained=chained)
 
-    def _tell_sinks(self, event: RouterEvent, *, before: bool) -> bool:
-        for sink, comes_before in self._sinks:
-            if comes_before is not before:
-                continue
-            try:
-                sink.publish(event.event, event.storage_tier, event.token_ids)
-            except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
-                missed = "; the router never got the event" if before else ""
-                problem = Problem(
-                    "sink_failure",
-                    event.worker_id,
-                    event.event.dp_rank,
-                    f"{type(sink).__name__}.publish raised {type(error).__name__}: {error}{missed}",
-                    "a sink takes every event",
-                    event,
-                    self.events.total - 1,
-                )
-                self.events.note([problem])
-                if before:
-                    self._ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
-                    return False
-        return True
+    def _lost(self, problem: Problem, event: RouterEvent, missed: bool) -> None:
+        """A sink raised; the event is missed where it stood between worker and router."""
+        problem.position = self.events.total - 1
+        self.events.note([problem])
+        if missed:
+            self._ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
 
-    def _arrive(self, event: RouterEvent, *, chained: bool) -> None:
+    def _arrive(self, event: RouterEvent, chained: bool) -> None:
         entry = self.events.append(event)
         problems = self._ledger.observe(event, entry.position, chained=chained)
         if problems:
             self.events.note(problems, entry)
-        try:
+        with suppress(KvEventError):  # the ledger has said so already, with what was known
             self.reference.apply(event)
-        except KvEventError:
-            pass  # the ledger has said so already, with what was known
         comparison = self._comparison
         if comparison is not None:
             comparison.heard(event, entry.position, problems)
@@ -362,7 +302,7 @@ class RouterHarness:
 
     # ----------------------------------------------------------------------------------------------- faults
 
-    def drop_next(self, n: int = 1, *, kind: str | None = None) -> _Drop:
+    def drop_next(self, n: int = 1, *, kind: str | None = None) -> Drop:
         """Lose the next events on their way to the router.
 
         As a context manager it stops losing events when it is left.
@@ -374,22 +314,7 @@ class RouterHarness:
         Raises:
             ValueError: a count below 1, or an unknown kind.
         """
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ValueError(f"drop_next: n must be an integer of at least 1, got {n!r}")
-        if kind not in (None, *_KINDS):
-            raise ValueError(f"drop_next: unknown kind {kind!r}; known: {', '.join(_KINDS)}")
-        drop = _Drop(self, n, kind)
-        self._drops.append(drop)
-        return drop
-
-    def _dropped(self, event: RouterEvent) -> bool:
-        for drop in self._drops:
-            if drop.kind in (None, type(event.event.data).__name__.lower()):
-                drop.left -= 1
-                if not drop.left:
-                    self._drops.remove(drop)
-                return True
-        return False
+        return self._delivery.drop_next(n, kind)
 
     def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
         """The router forgets a worker, all ranks; it may come back with any event id.
@@ -410,7 +335,7 @@ class RouterHarness:
         """A worker has begun anew; called by `KvWorker.restart`."""
         key = (worker.worker_id, worker.dp_rank)
         with self._lock:
-            self._published[key] = 0
+            self._delivery.published[key] = 0
             if announced:
                 self._tell_index_gone(*key)
                 self._forget(key, first_id=0)
@@ -438,7 +363,7 @@ class RouterHarness:
 
     def _forget(self, key: StreamKey, *, first_id: int | None) -> None:
         self._ledger.restarted(key, first_id=first_id)
-        self._published.pop(key, None)
+        self._delivery.published.pop(key, None)
         if self._comparison is not None:
             self._comparison.forget(key)
 
@@ -457,7 +382,7 @@ class RouterHarness:
             position = self.events.total - 1
             if self._comparison is not None and not self._is_async:
                 self.events.note(run(self._comparison.flush()))
-            for key, next_id in self._published.items():
+            for key, next_id in self._delivery.published.items():
                 self.events.note(self._ledger.published(key, next_id, position))
             for (key, tier), resident in self._residents():
                 self.events.note(self._ledger.drift(key, list(resident()), position, tier))
@@ -475,11 +400,9 @@ class RouterHarness:
         out = list(self._resident.items())
         for worker in self._workers.values():
             key = (worker.worker_id, worker.dp_rank)
-            manager = worker.manager
-            # A worker whose manager never moved is a name for events made by hand; caching off publishes nothing.
-            if worker.prefix_caching and (manager.num_inactive_blocks or manager.num_active_blocks or worker.used):
-                tier = StorageTier.DEVICE
-                out.append(((key, tier), lambda manager=manager, tier=tier: manager.resident(tier)))  # type: ignore[misc]
+            # A worker that never published is only a name for events made by hand. (Caching off publishes nothing.)
+            if worker.has_published:
+                out.append(((key, StorageTier.DEVICE), worker.manager.resident))
         return out
 
     def compare_with(
@@ -556,15 +479,15 @@ class RouterHarness:
         Raises:
             ValueError: an unknown kind or status.
         """
-        if kind not in _KINDS:
-            raise ValueError(f"unknown kind {kind!r}; known: {', '.join(_KINDS)}")
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
         if status not in ("ok", *STATUSES):
             raise ValueError(f"unknown status {status!r}; known: ok, {', '.join(STATUSES)}")
-        return self.events.statuses[kind, status]
+        return self.events.status_count(kind, status)
 
     def invalid_counts(self) -> dict[tuple[str, str], int]:
         """The six counters of upstream's harness: (kind, error) for Stored and Removed."""
-        return {(kind, status): self.events.statuses[kind, status] for kind in _KINDS[:2] for status in STATUSES}
+        return {(kind, status): self.events.status_count(kind, status) for kind in KINDS[:2] for status in STATUSES}
 
     def warning_counts(self) -> dict[str, int]:
         """How often each warning came, consequences of another fault counted."""
@@ -650,62 +573,6 @@ class RouterHarness:
         errors = [problem for problem in verdict.errors if problem.rule not in self._allow]
         if kind is None and (errors or verdict.unmet):
             raise KvEventsError(failure_text(errors, verdict.unmet))
-
-
-_KINDS = ("stored", "removed", "cleared")
-
-
-class HarnessWorker(KvWorker):
-    """A worker of a harness: what it does at a restart, the router may be told."""
-
-    harness: RouterHarness
-
-    def restart(self, *, announced: bool = False) -> None:
-        """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
-
-        Args:
-            announced: whether the router is told, as by a discovery service: it then drops what it knew of the worker.
-        """
-        super().restart()
-        self.harness.restarted(self, announced=announced)
-
-
-class _WorkerSink:
-    """What a worker's manager publishes to."""
-
-    __slots__ = ("harness", "worker", "worker_id")
-
-    worker: KvWorker
-
-    def __init__(self, harness: RouterHarness, worker_id: int) -> None:
-        self.harness = harness
-        self.worker_id = worker_id
-
-    def publish(
-        self,
-        event: KvCacheEvent,
-        storage_tier: StorageTier = StorageTier.DEVICE,
-        token_ids: BlockTokens | None = None,
-    ) -> None:
-        self.harness.hear(
-            RouterEvent(self.worker_id, event, storage_tier, token_ids), chained=self.worker.serving
-        )
-
-
-class _Drop:
-    """Events that are to be lost yet."""
-
-    def __init__(self, harness: RouterHarness, left: int, kind: str | None) -> None:
-        self.left = left
-        self.kind = kind
-        self._harness = harness
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self in self._harness._drops:
-            self._harness._drops.remove(self)
 
 
 def _not_flushed(event: RouterEvent, position: int, count: int) -> Problem:

@@ -47,7 +47,8 @@ class IndexUnderTest:
             )
         self.takes_tokens = not callable(find)
         self.apply: Callable[[RouterEvent], Any] = apply
-        self.ask: Callable[[Any], Any] = match if self.takes_tokens else find
+        ask: Any = match if self.takes_tokens else find
+        self.ask: Callable[[Any], Any] = ask
         self.flush = self._method("flush")
         self.remove_worker = self._method("remove_worker")
         self.remove_rank = self._method("remove_worker_dp_rank")

@@ -256,7 +256,9 @@ class Ledger:
             problems.append(problem)
         if hashes and not problems and all(map(held.__contains__, hashes)):
             known = f"{blocks_text(hashes)} {'is' if len(hashes) == 1 else 'are'} held already"
-            problem = self._problem("duplicate_store", stream, known, "a block that is held is not stored again", hashes)
+            problem = self._problem(
+                "duplicate_store", stream, known, "a block that is held is not stored again", hashes
+            )
             problems.append(self.fold(stream, problem, every=True))
         if parent is not None and parent not in held and not stream.holds(parent):
             stream.implied.add(parent)

@@ -51,7 +51,7 @@ class LogEntry:
     @property
     def kind(self) -> str:
         """The event's kind: "stored", "removed" or "cleared"."""
-        return type(self.event.event.data).__name__.lower()
+        return kind_of(self.event)
 
     @property
     def token_ids(self) -> BlockTokens | None:
@@ -63,6 +63,9 @@ class LogEntry:
         """Where the blocks are."""
         return self.event.storage_tier
 
+
+KINDS = ("stored", "removed", "cleared")
+"""Kinds of events."""
 
 STATUSES = ("parent_block_not_found", "block_not_found", "invalid_block")
 """The errors that Dynamo's index counts."""
@@ -123,6 +126,7 @@ class EventLog:
         self.problems: list[Problem] = []
         self.expectations: list[Expectation] = []
         self.total = 0
+        self._kinds = dict.fromkeys(KINDS, 0)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -143,6 +147,7 @@ class EventLog:
         entry = LogEntry(self.total, event)
         self.total += 1
         self._entries.append(entry)
+        self._kinds[entry.kind] += 1
         return entry
 
     def note(self, problems: list[Problem], entry: LogEntry | None = None) -> None:
@@ -192,6 +197,16 @@ class EventLog:
     def warnings(self) -> list[Problem]:
         """Warnings that stand by themselves."""
         return [p for p in self.problems if not p.is_error and p.cause is None]
+
+    def status_count(self, kind: str, status: str) -> int:
+        """How many events of a kind had a status (see `LogEntry.status`), those cleared away too."""
+        wrong: dict[int, str] = {}
+        for problem in self.problems:
+            if problem.rule in STATUSES and problem.event is not None and kind_of(problem.event) == kind:
+                wrong.setdefault(problem.position, problem.rule)
+        if status == "ok":
+            return self._kinds[kind] - len(wrong)
+        return sum(rule == status for rule in wrong.values())
 
     def for_worker(self, worker_id: int, dp_rank: int | None = None) -> EventLog:
         """The part of the log that is about one worker, or about one rank of it."""
@@ -246,6 +261,11 @@ class EventLog:
         expectation = Expectation(self, rule, times)
         self.expectations.append(expectation)
         return expectation
+
+
+def kind_of(event: RouterEvent) -> str:
+    """An event's kind: "stored", "removed" or "cleared"."""
+    return type(event.event.data).__name__.lower()
 
 
 def _blocks(events: list[KvCacheEvent]) -> list[int]:
