@@ -98,18 +98,19 @@ def _finish(case: Case, found: _Findings, phase: str) -> None:
     case.errors += len(found.errors)
     if not late or found.errors:
         record_properties(case)
-    log = case.policy.log
-    if (log == "all" and not late) or (log != "none" and found.is_failure):
-        add_log(case, phase)
+    failure = failure_text(found.fatal, found.unmet, late=late) if found.is_failure else None
     if found.told:
         text = failure_text(found.told, late=late)
         try:
             case.item.warn(KvEventWarning(text))
         except KvEventWarning:
-            # -W error; not from here on, so that it shows the message and not these frames
-            pytest.fail(f"KvEventWarning: {text}", pytrace=False)
-    if found.is_failure:
-        pytest.fail(failure_text(found.fatal, found.unmet, late=late), pytrace=False)
+            # -W error. Failed here, and not by what was raised, so that it shows the message and not these frames.
+            failure = failure or f"KvEventWarning: {text}"
+    log = case.policy.log
+    if (log == "all" and not late) or (log != "none" and failure):
+        add_log(case, phase)
+    if failure:
+        pytest.fail(failure, pytrace=False)
 
 
 def _note(found: _Findings, failure: BaseException) -> None:
@@ -118,7 +119,8 @@ def _note(found: _Findings, failure: BaseException) -> None:
     problems = found.fatal + found.told
     if problems:
         first_line = failure_text(problems).partition("\n")[0]
-        failure.add_note(f"kvmock: also {first_line}")
+        if first_line not in str(failure):  # kv_events.check() may have said it
+            failure.add_note(f"kvmock: also {first_line}")
 
 
 def _keeps_its_outcome(failure: BaseException) -> bool:
