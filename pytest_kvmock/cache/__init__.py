@@ -1,1 +1,1 @@
-"""Block managers and their eviction policies."""
+"""Block managers, and the policies by which they evict."""

@@ -1,1 +1,1 @@
-"""Requests and workers: what stands between a prompt and a block manager."""
+"""Engines: requests as moves."""

@@ -1,1 +1,1 @@
-"""Eviction policies: which of the inactive blocks goes next."""
+"""Which cached block goes next: one policy a module."""

@@ -1,0 +1,238 @@
+"""What every block manager that takes moves can do, and what they share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+from uuid import UUID
+
+from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, StorageTier
+from pytest_kvmock.moves import Block, Move, MoveError
+from pytest_kvmock.sinks import Sink
+
+_log = logging.getLogger("pytest_kvmock.cache")
+
+_U64 = 2**64 - 1
+
+
+class PrefillCost(NamedTuple):
+    """What it would cost to prefill a sequence now.
+
+    Attributes:
+        new_blocks: blocks of the sequence, the partial one included, that are not cached.
+        new_tokens: prompt tokens to compute.
+        cached_tokens: prompt tokens that are cached; with `new_tokens` the whole prompt.
+    """
+
+    new_blocks: int
+    new_tokens: int
+    cached_tokens: int
+
+
+class SequenceBlocks(Protocol):
+    """What `prefill_cost` reads of a sequence; `ActiveSequence` is one."""
+
+    @property
+    def unique_blocks(self) -> Sequence[Block]:
+        """All blocks, in order."""
+
+    @property
+    def positional_lineage_hashes(self) -> Sequence[int]:
+        """Lineage hash of each full block."""
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        """Whether it may share blocks."""
+
+
+class KvManager(Protocol):
+    """A block manager that takes moves and publishes what became of them.
+
+    Attributes:
+        backend: name of the behaviour, as tests and options call it.
+        max_capacity: blocks that it has.
+        block_size: tokens a block.
+        dp_rank: data-parallel rank that its events name.
+        sink: who hears the events; None for nobody, then no event id is consumed.
+    """
+
+    backend: str
+    max_capacity: int
+    block_size: int
+    dp_rank: int
+    sink: Sink | None
+
+    def process(self, move: Move) -> int:
+        """Do what the move says.
+
+        Returns:
+            For a Use, the number of leading blocks served; for other moves 1.
+
+        Raises:
+            MoveError: the move breaks a rule; nothing has changed.
+        """
+
+    def use(
+        self,
+        blocks: Iterable[Block],
+        *,
+        local_hashes: Sequence[int] | None = None,
+        plhs: Sequence[int] | None = None,
+        token_ids: Sequence[Sequence[int]] | None = None,
+        parent: Block | None = None,
+    ) -> int:
+        """Short form of Use: what is not given is filled in so that the stream stays sound.
+
+        A missing local hash is the block itself. A block that is cached keeps its lineage; another one's parent is
+        the nearest full block before it in the call, else `parent`, else it is a root.
+
+        Returns:
+            The number of leading blocks served.
+
+        Raises:
+            MoveError: as `process` does, and for a `parent` that is not cached.
+        """
+
+    def deref(self, *blocks: Block | Iterable[Block]) -> None:
+        """Short form of Deref: drop one reference to each block, given one by one or as a list.
+
+        Raises:
+            MoveError: as `process` does.
+        """
+
+    def promote(
+        self,
+        partial: UUID,
+        block: int,
+        *,
+        parent: int | None = None,
+        local_hash: int | None = None,
+        plh: int | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Short form of Promote; fills in what is missing as `use` does.
+
+        Raises:
+            MoveError: as `process` does, and for a `parent` that is not cached.
+        """
+
+    def clear(self) -> bool:
+        """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""
+
+    def take_event_id(self) -> int:
+        """Use up the next event id, for an event that somebody else publishes in the manager's name."""
+
+    @property
+    def num_active_blocks(self) -> int:
+        """Physical blocks in use."""
+
+    @property
+    def num_active_block_refs(self) -> int:
+        """References to blocks in use; a partial block has one."""
+
+    @property
+    def num_inactive_blocks(self) -> int:
+        """Cached blocks that nobody uses."""
+
+    @property
+    def active_perc(self) -> float:
+        """Share of the capacity that is in use, from 0 to 1."""
+
+    @property
+    def active_blocks(self) -> Mapping[Block, int]:
+        """References to each block in use, partial ones included."""
+
+    def inactive_blocks(self) -> list[int]:
+        """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
+
+    def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
+        """What it would cost to prefill this sequence now. Looks, and does not touch."""
+
+    def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
+        """Sequence hashes of what is physically cached in a tier, in use or not; copies repeated."""
+
+
+class Publisher:
+    """Gives events their ids and tells the sink.
+
+    One counter a manager, for all tiers, from 0 (Dynamo, `KvManager::next_event_id`). Without a sink there is no event
+    and no id is consumed; a sink that raises costs its id, is logged as a warning, and nothing else happens.
+    """
+
+    __slots__ = ("dp_rank", "next_event_id", "sink")
+
+    def __init__(self, sink: Sink | None, dp_rank: int) -> None:
+        self.sink = sink
+        self.dp_rank = dp_rank
+        self.next_event_id = 0
+
+    def take_id(self) -> int:
+        """Use up the next event id."""
+        event_id = self.next_event_id
+        self.next_event_id += 1
+        return event_id
+
+    def publish(
+        self, data: EventData, token_ids: BlockTokens | None = None, tier: StorageTier = StorageTier.DEVICE
+    ) -> None:
+        """Publish one event."""
+        if self.sink is None:
+            return
+        event = KvCacheEvent(self.take_id(), data, self.dp_rank)
+        try:
+            self.sink.publish(event, tier, token_ids)
+        except Exception as error:  # noqa: BLE001 - whatever a listener does, the engine goes on
+            _log.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=True)
+
+
+def check_num_blocks(num_blocks: int) -> int:
+    """Return `num_blocks`, or raise a ValueError that says what it must be."""
+    if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1:
+        raise ValueError(f"num_blocks must be an integer of at least 1, got {num_blocks!r}")
+    return num_blocks
+
+
+def check_logical_block_size(block_size: int) -> int:
+    """Return `block_size`, or raise a ValueError: kvbm-logical takes powers of two, and a sequence two tokens or more."""
+    if (
+        not isinstance(block_size, int)
+        or isinstance(block_size, bool)
+        or not 2 <= block_size <= 1024
+        or block_size & (block_size - 1)
+    ):
+        raise ValueError(f"block_size must be a power of two from 2 to 1024 (tokens a block), got {block_size!r}")
+    return block_size
+
+
+def check_dp_rank(dp_rank: int) -> int:
+    """Return `dp_rank`, or raise a ValueError that says what it must be."""
+    if not isinstance(dp_rank, int) or isinstance(dp_rank, bool) or not 0 <= dp_rank < 2**32:
+        raise ValueError(f"dp_rank must be an integer from 0 to 4294967295, got {dp_rank!r}")
+    return dp_rank
+
+
+def is_full(block: object) -> bool:
+    """Whether this names a full block: a u64."""
+    return isinstance(block, int) and not isinstance(block, bool) and 0 <= block <= _U64
+
+
+def check_full(block: object, what: str) -> None:
+    """Raise a MoveError unless this names a full block."""
+    if not is_full(block):
+        raise MoveError(f"{what} {block!r}: expected a sequence hash, an integer from 0 to 2**64 - 1")
+
+
+def flatten(blocks: tuple[Block | Iterable[Block], ...]) -> list[Block]:
+    """Blocks given one by one, as a list, or both."""
+    flat: list[Block] = []
+    for block in blocks:
+        if isinstance(block, Iterable) and not isinstance(block, (str, bytes)):
+            flat.extend(block)
+        else:
+            flat.append(block)  # type: ignore[arg-type]  # what is no block is refused by process
+    return flat

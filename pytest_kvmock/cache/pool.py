@@ -1,0 +1,212 @@
+"""The physical blocks of a manager: slots, the registry of what is cached, and the protocol of eviction policies.
+
+kvbm-logical, `BlockManager`. A slot is in one of four states: *reset* (empty), *mutable* (held by a partial block),
+*active* (registered under a lineage hash, and held) or *inactive* (registered, held by nobody, evictable). Only
+inactive slots are known to the eviction policy's order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Slot:
+    """One physical block, and what is known of the block registered in it.
+
+    Attributes:
+        block_id: number of the slot, from 0.
+        plh: lineage hash under which it is registered.
+        name: sequence hash under which it was stored; other names may hold it later.
+        parent: sequence hash of the block before it in the move that stored it; None for a root.
+        local_hash: local hash that it was stored with.
+        token_ids: token ids that it was stored with, or None.
+        known: whether the manager still has the entry from which it publishes the Removed.
+        holders: by how many names it is held; 0 when it is inactive.
+        place: for the policy's own use, from `register` to the eviction.
+        above: the same.
+    """
+
+    __slots__ = ("above", "block_id", "holders", "known", "local_hash", "name", "parent", "place", "plh", "token_ids")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.plh = 0
+        self.name = 0
+        self.parent: int | None = None
+        self.local_hash = 0
+        self.token_ids: Sequence[int] | None = None
+        self.known = False
+        self.holders = 0
+        self.place: Any = None
+        self.above: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Slot {self.block_id}: block {self.name}, {self.holders} holders>"
+
+
+class EvictionPolicy(Protocol):
+    """In which order inactive blocks are evicted.
+
+    The manager tells a policy of a slot's life, in this order: `register` once, then `insert` and `remove` (or
+    `evict`, which ends it) in turns. A policy sees slots, and may keep what it likes in their `place` and `above`.
+
+    Attributes:
+        finds_by_place: whether `find` is to be asked about a lineage hash that is not registered.
+        collisions: how many registered slots are at odds with another one; while it is 0, `refused` is not asked.
+    """
+
+    finds_by_place: bool
+    collisions: int
+
+    def register(self, slot: Slot) -> None:
+        """Take note of a slot that was just registered, and is active."""
+
+    def touch(self, slot: Slot) -> None:
+        """Take note that an active slot was matched by its lineage hash, by a name that did not hold it yet."""
+
+    def insert(self, slot: Slot) -> None:
+        """Make the slot evictable: nobody holds it any more."""
+
+    def remove(self, slot: Slot) -> None:
+        """Make an inactive slot active: a look-up matched it."""
+
+    def evict(self) -> Slot | None:
+        """Choose the next inactive slot and forget it; None when none can go."""
+
+    def find(self, plh: int) -> Slot | None:
+        """Return the inactive slot that answers to a lineage hash that is not its own, if there is one."""
+
+    def refused(self, slots: Iterable[Slot]) -> Slot | None:
+        """Return the first of `slots` that could not be inserted, were they inserted in this order."""
+
+    def order(self) -> list[Slot]:
+        """Return the inactive slots in the order in which they would be evicted. May cost a sort."""
+
+    def __len__(self) -> int:
+        """Count the inactive slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMetrics:
+    """A snapshot of a pool's counters and gauges, by kvbm-logical's names.
+
+    The first eleven count since the start; the last four are what is there now. What a mock never does (scans,
+    duplicates) is 0.
+    """
+
+    allocations: int
+    allocations_from_reset: int
+    evictions: int
+    registrations: int
+    registration_dedup: int
+    duplicate_blocks: int
+    stagings: int
+    match_hashes_requested: int
+    match_blocks_returned: int
+    scan_hashes_requested: int
+    scan_blocks_returned: int
+    inflight_mutable: int
+    inflight_immutable: int
+    reset_pool_size: int
+    inactive_pool_size: int
+
+
+class BlockPool:
+    """All slots of one manager.
+
+    Attributes:
+        total: how many slots there are.
+        registered: the slot of each registered lineage hash, active or inactive.
+        inactive: the policy, which holds the inactive ones.
+    """
+
+    __slots__ = (
+        "_fresh",
+        "_reset",
+        "allocations_from_reset",
+        "evictions",
+        "inactive",
+        "match_blocks_returned",
+        "match_hashes_requested",
+        "registered",
+        "registrations",
+        "total",
+    )
+
+    def __init__(self, total: int, inactive: EvictionPolicy) -> None:
+        self.total = total
+        self.inactive = inactive
+        self.registered: dict[int, Slot] = {}
+        # The reset pool is one queue, 0 to total - 1 at first. Slots that were never used stand at its front and are
+        # made when they are taken, so that an idle manager costs nothing.
+        self._fresh = 0
+        self._reset: deque[Slot] = deque()
+        self.allocations_from_reset = 0
+        self.evictions = 0
+        self.registrations = 0
+        self.match_hashes_requested = 0
+        self.match_blocks_returned = 0
+
+    @property
+    def reset_len(self) -> int:
+        """Empty slots."""
+        return self.total - self._fresh + len(self._reset)
+
+    @property
+    def active_len(self) -> int:
+        """Slots that somebody holds, registered or not."""
+        return self.total - self.reset_len - len(self.inactive)
+
+    def take_reset(self) -> Slot | None:
+        """Take the empty slot that has waited longest."""
+        if self._fresh < self.total:
+            slot = Slot(self._fresh)
+            self._fresh += 1
+        elif self._reset:
+            slot = self._reset.popleft()
+        else:
+            return None
+        self.allocations_from_reset += 1
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Put an emptied slot at the tail of the reset pool."""
+        self._reset.append(slot)
+
+    def match(self, plh: int) -> Slot | None:
+        """Return the slot that a lineage hash is found in, active or inactive; it is not touched."""
+        slot = self.registered.get(plh)
+        if slot is None and self.inactive.finds_by_place:
+            return self.inactive.find(plh)
+        return slot
+
+    def drain(self) -> None:
+        """Empty every inactive slot, in the order of eviction."""
+        slot = self.inactive.evict()
+        while slot is not None:
+            del self.registered[slot.plh]
+            self._reset.append(slot)
+            slot = self.inactive.evict()
+
+    def metrics(self, *, mutable: int, immutable: int) -> PoolMetrics:
+        """Take a snapshot; how many handles are out is the manager's to say."""
+        return PoolMetrics(
+            allocations=self.allocations_from_reset + self.evictions,
+            allocations_from_reset=self.allocations_from_reset,
+            evictions=self.evictions,
+            registrations=self.registrations,
+            registration_dedup=0,
+            duplicate_blocks=0,
+            stagings=self.registrations,
+            match_hashes_requested=self.match_hashes_requested,
+            match_blocks_returned=self.match_blocks_returned,
+            scan_hashes_requested=0,
+            scan_blocks_returned=0,
+            inflight_mutable=mutable,
+            inflight_immutable=immutable,
+            reset_pool_size=self.reset_len,
+            inactive_pool_size=len(self.inactive),
+        )

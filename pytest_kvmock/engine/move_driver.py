@@ -1,0 +1,157 @@
+"""Drives the managers that take moves, as Dynamo's vLLM-like scheduler does with an `ActiveSequence`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.moves import Deref
+from pytest_kvmock.tokens import Prompt, block_hashes, chained_hash
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.moves import Block
+
+_NO_LIMIT = 2**62  # a worker decodes for as long as the test asks it to
+
+
+class _MoveRequest:
+    """A request as the worker knows it: a view of its sequence."""
+
+    __slots__ = ("sequence",)
+
+    def __init__(self, sequence: ActiveSequence) -> None:
+        self.sequence = sequence
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return self.sequence.unique_blocks
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+
+class MoveDriver:
+    """Turns requests into Use, Promote and Deref.
+
+    Args:
+        manager: takes moves.
+        prefix_caching: whether its requests may reuse blocks.
+        rng: source of generated tokens and of the names of partial blocks.
+    """
+
+    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        self.manager = manager
+        self._prefix_caching = prefix_caching
+        self._rng = rng
+
+    def _sequence(self, prompt: Prompt) -> ActiveSequence:
+        return ActiveSequence(
+            prompt,
+            _NO_LIMIT,
+            self.manager.block_size,
+            self._prefix_caching,
+            prompt.tokens is not None,
+            rng=self._rng,
+        )
+
+    def look(self, prompt: Prompt) -> int:
+        """Tokens of the prompt that are cached."""
+        return self.manager.prefill_cost(self._sequence(prompt)).cached_tokens
+
+    def open(self, prompt: Prompt) -> _MoveRequest:
+        """A request that has no block yet."""
+        return _MoveRequest(self._sequence(prompt))
+
+    def cached(self, request: _MoveRequest) -> int:
+        """Tokens of its prompt that are cached."""
+        return self.manager.prefill_cost(request.sequence).cached_tokens
+
+    def shortage(self, request: _MoveRequest) -> tuple[int, int]:
+        """(needed, free): every block that no request holds takes a slot, whether it is cached or new."""
+        active = self.manager.active_blocks
+        needed = sum(block not in active for block in request.sequence.unique_blocks)
+        return needed, self._free()
+
+    def _free(self) -> int:
+        return self.manager.max_capacity - self.manager.num_active_blocks
+
+    def admit(self, request: _MoveRequest, upto: int) -> None:
+        """Use the blocks of the first `upto` tokens that it does not hold yet."""
+        move = request.sequence.allocate_blocks_for_chunk(upto)
+        if move is not None:
+            self.manager.process(move)
+
+    def plan(self, request: _MoveRequest, tokens: int | Sequence[int]) -> tuple[Sequence[int], int, int]:
+        """The tokens of the steps, the blocks that they open, and how many there is room for.
+
+        A partial block that fills up as one that another request holds gives its own back (Promote), so the steps
+        are walked through, not only counted.
+        """
+        sequence = request.sequence
+        if isinstance(tokens, int):
+            if isinstance(tokens, bool) or tokens < 0:
+                raise ValueError(f"decode: a count of tokens is an integer of at least 0, got {tokens!r}")
+            steps: Sequence[int] = [self._rng.getrandbits(32) for _ in range(tokens)]
+        else:
+            steps = Prompt.of(tokens).tokens or ()
+        room = self._free()
+        opened = 0
+        for filled in _openings(sequence, steps):
+            if filled is not None and filled in self.manager.active_blocks:
+                room += 1
+            opened += 1
+            if opened > room:
+                break
+        return steps, opened, room
+
+    def extend(self, request: _MoveRequest, token: int) -> None:
+        """One decode step."""
+        sequence = request.sequence
+        for move in sequence.push(token):
+            self.manager.process(move)
+        sequence.commit_allocation(len(sequence))
+
+    def release(self, request: _MoveRequest) -> None:
+        """Free all blocks, tail first."""
+        self._free_blocks(request.sequence.free_signal())
+
+    def preempt(self, request: _MoveRequest) -> None:
+        """Free all blocks, tail first; the sequence keeps what it generated."""
+        self._free_blocks(request.sequence.reset_with_signal())
+
+    def _free_blocks(self, moves: Sequence[Deref]) -> None:
+        # One move instead of one a block: a Deref says nothing, so nobody can tell.
+        self.manager.process(Deref([block for move in moves for block in move.blocks]))
+
+    def clear(self) -> bool:
+        """Drop all that is cached."""
+        return self.manager.clear()
+
+
+def _openings(sequence: ActiveSequence, steps: Sequence[int]) -> Iterator[int | None]:
+    """For each block that these tokens would open: the name that the block before it is promoted to.
+
+    None where nothing is promoted, or where the name cannot be known or shared (no tokens, no prefix caching).
+    """
+    size, length = sequence.block_size, len(sequence)
+    count = -(-(length + len(steps)) // size) - -(-length // size)
+    if not count:
+        return
+    tokens = sequence.tokens if sequence.enable_prefix_caching else None
+    if tokens is None:
+        yield from [None] * count
+        return
+    full = len(sequence.block_hashes)
+    parent = sequence.unique_blocks[full - 1] if full else None
+    assert not isinstance(parent, UUID)
+    tail = [*tokens[full * size :], *steps]
+    if not length % size and len(sequence.unique_blocks) == full:
+        count -= 1  # the first opens a block right after a full one: there is no partial block to promote
+        yield None
+    for start in range(0, count * size, size):
+        parent = chained_hash(parent, block_hashes(tail[start : start + size], size)[0])
+        yield parent

@@ -1,0 +1,304 @@
+"""One request's tokens as blocks, and the moves that they make."""
+
+from __future__ import annotations
+
+from random import Random
+from uuid import UUID
+
+from pytest_kvmock.moves import Block, Deref, Move, Promote, Use
+from pytest_kvmock.tokens import Prompt, TokenIds, block_hashes, chained_hash, lineage_hash
+
+
+class ActiveSequence:
+    """A request from its prompt to its last token (Dynamo's mocker, `ActiveSequence` of 1.2.1).
+
+    Nothing is sent anywhere: methods return moves, and the caller processes them and says by `commit_allocation` what
+    was served.
+
+    A block that the prompt fills is full from the start. A generated one becomes full, by a Promote, when the first
+    token of the *next* block is pushed; so a block that the last token fills stays partial for ever, and is never
+    cached.
+
+    Args:
+        tokens: the prompt, at least one token: token ids, or a `Prompt`. Of a prompt of hashes the token values are
+            unknown; what is pushed is counted then, and a generated block has a random local hash of its own.
+        max_output_tokens: how many tokens `generate` makes.
+        block_size: tokens a block, at least 2.
+        enable_prefix_caching: False gives every block a random name, so that no two requests share any. The names stay
+            the sequence's own: after a preemption it finds its own blocks again.
+        emit_token_ids: put token ids into the moves; without prefix caching or token values there are none.
+        rng: where everything random comes from: names of partial blocks, generated tokens, hashes without caching.
+            By default a fresh, unseeded one.
+
+    Attributes:
+        unique_blocks: all blocks in order: sequence hashes, and at most one UUID, at the end.
+        block_hashes: local hash of each full block.
+        positional_lineage_hashes: lineage hash of each full block.
+        num_input_tokens: length of the prompt.
+        generated_tokens: tokens pushed since.
+        num_allocated_tokens: tokens for which blocks were committed.
+
+    Raises:
+        ValueError: the prompt is empty, a token or number out of range, or a hash prompt does not fit the block size.
+        TypeError: a token is not an integer.
+    """
+
+    __slots__ = (
+        "_rng",
+        "_tokens",
+        "block_hashes",
+        "block_size",
+        "emit_token_ids",
+        "enable_prefix_caching",
+        "generated_tokens",
+        "max_output_tokens",
+        "num_allocated_tokens",
+        "num_input_tokens",
+        "positional_lineage_hashes",
+        "unique_blocks",
+    )
+
+    def __init__(
+        self,
+        tokens: TokenIds | Prompt,
+        max_output_tokens: int,
+        block_size: int = 64,
+        enable_prefix_caching: bool = True,
+        emit_token_ids: bool = False,
+        *,
+        rng: Random | None = None,
+    ) -> None:
+        if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 2:
+            raise ValueError(f"block_size must be an integer of at least 2 (tokens a block), got {block_size!r}")
+        if not isinstance(max_output_tokens, int) or max_output_tokens < 0:
+            raise ValueError(f"max_output_tokens must be an integer of at least 0, got {max_output_tokens!r}")
+        prompt = Prompt.of(tokens)
+        self.num_input_tokens = prompt.length(block_size)
+        if not self.num_input_tokens:
+            raise ValueError("the prompt is empty; a sequence needs at least one token")
+        self.max_output_tokens = max_output_tokens
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._tokens: list[int] | None = None if prompt.tokens is None else list(prompt.tokens)
+        self.emit_token_ids = emit_token_ids and enable_prefix_caching and self._tokens is not None
+        self.generated_tokens = 0
+        self.num_allocated_tokens = 0
+        self._rng = Random() if rng is None else rng  # noqa: S311 - names, not secrets
+
+        self.block_hashes = list(prompt.block_hashes(block_size))
+        self.unique_blocks: list[Block]
+        self.positional_lineage_hashes: list[int]
+        if enable_prefix_caching:
+            self.unique_blocks = list(prompt.sequence_hashes(block_size))
+            self.positional_lineage_hashes = list(prompt.lineage_hashes(block_size))
+        else:
+            full = range(len(self.block_hashes))
+            self.unique_blocks = [self._random_u64() for _ in full]
+            self.positional_lineage_hashes = [lineage_hash(self._random_u64(), None, i) for i in full]
+        if self.num_input_tokens % block_size:
+            self.unique_blocks.append(self._new_partial())
+
+    @classmethod
+    def new_with_signal(
+        cls,
+        tokens: TokenIds | Prompt,
+        max_output_tokens: int,
+        block_size: int = 64,
+        enable_prefix_caching: bool = True,
+        *,
+        rng: Random | None = None,
+    ) -> tuple[ActiveSequence, Use | None]:
+        """Make a sequence, and the Use of its whole prompt; both as the constructor and `take_creation_signal` do."""
+        sequence = cls(tokens, max_output_tokens, block_size, enable_prefix_caching, rng=rng)
+        return sequence, sequence.take_creation_signal()
+
+    def __len__(self) -> int:
+        return self.num_input_tokens + self.generated_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"<ActiveSequence of {self.num_input_tokens} + {self.generated_tokens} tokens, "
+            f"{len(self.unique_blocks)} blocks>"
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no tokens; never, as the prompt has some."""
+        return len(self) == 0
+
+    @property
+    def extra_tokens(self) -> int:
+        """Tokens in the last block when it is not filled."""
+        return len(self) % self.block_size
+
+    @property
+    def to_completion_blocks(self) -> int:
+        """Blocks that prompt and all output will need."""
+        return -(-(self.num_input_tokens + self.max_output_tokens) // self.block_size)
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """All token ids so far; None where only the prompt's hashes are known."""
+        return None if self._tokens is None else tuple(self._tokens)
+
+    # --------------------------------------------------------------------------------------------- allocation
+
+    def prepare_allocation(self, cumulative_tokens: int) -> Use | None:
+        """Make the Use of the blocks that are still missing for this many tokens, counted from the start.
+
+        Changes nothing, and gives the same move until `commit_allocation`.
+
+        Returns:
+            None when no block is missing.
+        """
+        blocks = self.unique_blocks
+        start = min(self._blocks_for(self.num_allocated_tokens), len(blocks))
+        end = min(self._blocks_for(cumulative_tokens), len(blocks))
+        if end <= start:
+            return None
+        return Use(
+            blocks[start:end],
+            self.block_hashes[start:end],
+            self.positional_lineage_hashes[start:end],
+            self._token_ids(start, end),
+            blocks[start - 1] if start else None,
+        )
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _token_ids(self, start: int, end: int) -> list[tuple[int, ...]] | None:
+        end = min(end, len(self.block_hashes))
+        if not self.emit_token_ids or start >= end:
+            return None
+        assert self._tokens is not None
+        size = self.block_size
+        return [tuple(self._tokens[i * size : (i + 1) * size]) for i in range(start, end)]
+
+    def commit_allocation(self, cumulative_tokens: int) -> None:
+        """Take note that blocks for this many tokens, counted from the start, are allocated."""
+        self.num_allocated_tokens = cumulative_tokens
+
+    def allocate_blocks_for_chunk(self, cumulative_tokens: int) -> Use | None:
+        """`prepare_allocation` and `commit_allocation` in one."""
+        use = self.prepare_allocation(cumulative_tokens)
+        self.commit_allocation(cumulative_tokens)
+        return use
+
+    def take_creation_signal(self) -> Use | None:
+        """Allocate for all tokens so far; None when nothing is missing."""
+        return self.allocate_blocks_for_chunk(len(self))
+
+    # ----------------------------------------------------------------------------------------------- decoding
+
+    def push(self, token: int) -> list[Move]:
+        """Add one token.
+
+        Returns:
+            Empty, unless the token opens a new block: then the Promote of the block before it, if that was partial,
+            and the Use of a new partial one. `num_allocated_tokens` does not move: commit when both are done; when
+            the Use found no room, `pop` (the Promote stays).
+
+        Raises:
+            TypeError: the token is not an integer.
+            ValueError: it is below 0 or above 2**32 - 1.
+        """
+        if self._tokens is not None:
+            self._tokens.append(_checked(token))
+        self.generated_tokens += 1
+        if len(self) % self.block_size != 1:
+            return []
+        moves: list[Move] = []
+        if self.unique_blocks and isinstance(self.unique_blocks[-1], UUID):
+            moves.append(self._promote_last())
+        partial = self._new_partial()
+        self.unique_blocks.append(partial)
+        moves.append(Use([partial]))
+        return moves
+
+    def _promote_last(self) -> Promote:
+        """The block before the token just pushed is full: give it its hashes."""
+        partial = self.unique_blocks.pop()
+        assert isinstance(partial, UUID)
+        index = len(self.unique_blocks)
+        parent = self.unique_blocks[-1] if self.unique_blocks else None
+        assert not isinstance(parent, UUID)
+        tokens = None
+        if self._tokens is None:
+            local = self._random_u64()
+        else:
+            tokens = tuple(self._tokens[index * self.block_size : (index + 1) * self.block_size])
+            local = block_hashes(tokens, self.block_size)[0]
+        if self.enable_prefix_caching:
+            block = chained_hash(parent, local)
+            plh = lineage_hash(block, parent, index)
+        else:
+            block = self._random_u64()
+            plh = lineage_hash(self._random_u64(), None, index)
+        self.unique_blocks.append(block)
+        self.block_hashes.append(local)
+        self.positional_lineage_hashes.append(plh)
+        return Promote(partial, block, parent, local, plh, tokens if self.emit_token_ids else None)
+
+    def generate(self) -> list[Move]:
+        """Push a random token; with the last one, free everything.
+
+        Returns:
+            The moves of `push`, and after the last token the Derefs of all blocks.
+
+        Raises:
+            ValueError: all output tokens were generated before.
+        """
+        if self.generated_tokens >= self.max_output_tokens:
+            raise ValueError(f"all {self.max_output_tokens} output tokens were generated; there is nothing to generate")
+        moves = self.push(self._rng.getrandbits(32))
+        if self.generated_tokens == self.max_output_tokens:
+            moves.extend(self._frees(len(self)))
+        return moves
+
+    def pop(self) -> None:
+        """Take back the token that was pushed last, because its block found no room.
+
+        Raises:
+            ValueError: there is no generated token, or it filled a block that was promoted since.
+        """
+        if not self.generated_tokens:
+            raise ValueError("pop takes a generated token back, and there is none")
+        if not len(self) % self.block_size and not isinstance(self.unique_blocks[-1], UUID):
+            raise ValueError("the last token belongs to a block that was promoted; pop takes back a token just pushed")
+        if self._tokens is not None:
+            self._tokens.pop()
+        self.generated_tokens -= 1
+        if not len(self) % self.block_size:
+            self.unique_blocks.pop()
+
+    # ------------------------------------------------------------------------------------------------- freeing
+
+    def free_signal(self) -> list[Deref]:
+        """Make one Deref for each allocated block, tail first."""
+        return self._frees(self.num_allocated_tokens)
+
+    def reset_with_signal(self) -> list[Deref]:
+        """Preempt: `free_signal`, and nothing is allocated any more. Generated tokens stay, to be recomputed."""
+        frees = self.free_signal()
+        self.num_allocated_tokens = 0
+        return frees
+
+    def _frees(self, tokens: int) -> list[Deref]:
+        return [Deref([block]) for block in reversed(self.unique_blocks[: self._blocks_for(tokens)])]
+
+    # -------------------------------------------------------------------------------------------------- random
+
+    def _random_u64(self) -> int:
+        return self._rng.getrandbits(64)
+
+    def _new_partial(self) -> UUID:
+        return UUID(int=self._rng.getrandbits(128), version=4)
+
+
+def _checked(token: int) -> int:
+    if not isinstance(token, int):
+        raise TypeError(f"a token id is an integer from 0 to 4294967295, got {token!r} ({type(token).__name__})")
+    if not 0 <= token <= 0xFFFFFFFF:
+        raise ValueError(f"a token id is an integer from 0 to 4294967295, got {token!r}")
+    return token

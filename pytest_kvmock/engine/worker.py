@@ -1,0 +1,356 @@
+"""One engine as the router sees it, without time: requests in, events out.
+
+A worker thinks in requests; block managers do in moves or in requests of their own. Between them stands a `Driver`,
+one for each kind of manager, and nothing else knows the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+
+from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
+from pytest_kvmock.tokens import Prompt, TokenIds
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.moves import Block
+    from pytest_kvmock.sinks import Sink
+
+
+class OutOfBlocks(RuntimeError):  # noqa: N818 - the name that engines use
+    """A request does not fit; nothing has changed.
+
+    Attributes:
+        requested: blocks that it needs and that no running request holds.
+        available: blocks that no running request holds.
+    """
+
+    def __init__(self, requested: int, available: int) -> None:
+        super().__init__(requested, available)
+        self.requested = requested
+        self.available = available
+
+    def __str__(self) -> str:
+        return f"{self.requested} blocks are needed and {self.available} are available"
+
+
+class RequestError(RuntimeError):
+    """A request was asked for what its state does not allow."""
+
+
+class Served(NamedTuple):
+    """What `KvWorker.serve` did.
+
+    Attributes:
+        cached_tokens: tokens of the prompt that were cached already.
+        stored_blocks: hashes of the blocks that became cached, in order.
+    """
+
+    cached_tokens: int
+    stored_blocks: tuple[int, ...]
+
+
+class Driver(Protocol):
+    """How a worker reaches a block manager of one kind.
+
+    What `open` returns is the driver's own: it has `blocks` (in order; a partial one is a UUID) and a length (tokens of
+    prompt and output so far).
+    """
+
+    manager: KvManager
+
+    def look(self, prompt: Prompt) -> int:
+        """Tokens of the prompt that are cached now. Changes nothing, recency included."""
+
+    def open(self, prompt: Prompt) -> Any:
+        """Begin a request, without a block yet; what it returns is handed back to the calls below."""
+
+    def cached(self, request: Any) -> int:
+        """Tokens of the request's prompt that are cached now."""
+
+    def shortage(self, request: Any) -> tuple[int, int]:
+        """Blocks that the whole request needs and that nobody holds, and how many nobody holds."""
+
+    def admit(self, request: Any, upto: int) -> None:
+        """Get blocks for the first `upto` tokens; it is known that they fit."""
+
+    def plan(self, request: Any, tokens: int | Sequence[int]) -> tuple[Sequence[int], int, int]:
+        """The tokens of that many decode steps, and as `shortage` what they need."""
+
+    def extend(self, request: Any, token: int) -> None:
+        """One decode step; it is known to fit."""
+
+    def release(self, request: Any) -> None:
+        """The request is done: let its blocks go."""
+
+    def preempt(self, request: Any) -> None:
+        """Let the request's blocks go, and keep what it has generated."""
+
+    def clear(self) -> bool:
+        """Drop all that is cached; False, and nothing changed, while a block is in use."""
+
+
+class Request:
+    """One request on a worker, from prefill to finish. As a context manager it finishes when it is left.
+
+    Attributes:
+        prompt: what was asked.
+        cached_tokens: tokens of the prompt that were cached when it was admitted (or resumed).
+    """
+
+    def __init__(self, worker: KvWorker, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self._worker = worker
+        self._driver = worker._driver
+        self._state = self._driver.open(prompt)
+        self.cached_tokens = 0
+        self._status = "preempted"  # until its blocks are there
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._status in ("running", "preempted"):
+            self.finish()
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __repr__(self) -> str:
+        return f"<Request of {len(self)} tokens, {self._status}>"
+
+    @property
+    def status(self) -> str:
+        """ "running", "preempted", "finished", or "lost" when its worker restarted."""  # noqa: D210
+        return self._status
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Its blocks in order: sequence hashes, and the UUID of a last one that is not full."""
+        return list(self._state.blocks)
+
+    def decode(self, tokens: int | Sequence[int] = 1) -> None:
+        """Generate: so many one-token steps, or these tokens.
+
+        A block is published when the first token of the *next* one comes, as in Dynamo: one that the last token fills
+        is not.
+
+        Raises:
+            OutOfBlocks: not all of them fit; none was generated.
+            RequestError: the request is not running.
+            ValueError: a token, or the count, out of range.
+        """
+        self._need("decode", "running")
+        steps, requested, available = self._driver.plan(self._state, tokens)
+        if requested > available:
+            raise OutOfBlocks(requested, available)
+        with self._worker._serving():
+            for token in steps:
+                self._driver.extend(self._state, token)
+
+    def finish(self) -> None:
+        """Let the blocks go. Full ones stay cached, evictable once nobody else holds them.
+
+        Raises:
+            RequestError: it is finished, or its worker restarted.
+        """
+        self._need("finish", "running", "preempted")
+        with self._worker._serving():
+            self._driver.release(self._state)
+        self._end("finished")
+
+    def preempt(self) -> None:
+        """Let the blocks go, and keep what was generated.
+
+        Raises:
+            RequestError: the request is not running.
+        """
+        self._need("preempt", "running")
+        with self._worker._serving():
+            self._driver.preempt(self._state)
+        self._status = "preempted"
+
+    def resume(self) -> None:
+        """Get blocks again for all tokens so far, from the cache where they still are.
+
+        Raises:
+            OutOfBlocks: they do not fit; it stays preempted.
+            RequestError: the request is not preempted.
+        """
+        self._need("resume", "preempted")
+        self._admit()
+
+    def _admit(self) -> None:
+        requested, available = self._driver.shortage(self._state)
+        if requested > available:
+            raise OutOfBlocks(requested, available)
+        self.cached_tokens = self._driver.cached(self._state)
+        chunk = self._worker.chunk or len(self)
+        with self._worker._serving():
+            for upto in range(chunk, len(self) + chunk, chunk):
+                self._driver.admit(self._state, min(upto, len(self)))
+        self._status = "running"
+
+    def _end(self, status: str) -> None:
+        self._status = status
+        self._worker.requests.remove(self)
+
+    def _need(self, what: str, *allowed: str) -> None:
+        if self._status not in allowed:
+            raise RequestError(
+                f"{what} on a request that is {self._status}; it must be {' or '.join(allowed)} "
+                f"(worker {self._worker.worker_id})"
+            )
+
+
+class KvWorker:
+    """One engine without time, the same for every backend.
+
+    Args:
+        make_manager: makes a block manager that publishes to the sink it is given; called again at each restart.
+        worker_id: the worker's name.
+        dp_rank: its data-parallel rank.
+        sink: who hears its events; None for nobody.
+        prefix_caching: False: nothing is reused and nothing is published.
+        chunk: prefill in chunks of this many tokens; None: in one go.
+        rng: source of generated tokens and of the names of partial blocks.
+
+    Attributes:
+        manager: its block manager; another one after a restart.
+        requests: the requests that are open, oldest first.
+        serving: True while a request makes the manager move; what is published then has real hashes.
+    """
+
+    def __init__(
+        self,
+        make_manager: Callable[[Sink | None], KvManager],
+        worker_id: int = 0,
+        dp_rank: int = 0,
+        *,
+        sink: Sink | None = None,
+        prefix_caching: bool = True,
+        chunk: int | None = None,
+        rng: Random | None = None,
+    ) -> None:
+        self.worker_id = worker_id
+        self.dp_rank = dp_rank
+        self.prefix_caching = prefix_caching
+        self.chunk = chunk
+        self.requests: list[Request] = []
+        self.serving = False
+        self._make_manager = make_manager
+        self._outlet = _Outlet(sink)
+        self._rng = rng or Random()  # noqa: S311 - mock data
+        self._driver = self._start()
+
+    def _start(self) -> Driver:
+        outlet = self._outlet if self.prefix_caching else None
+        return MoveDriver(self._make_manager(outlet), self.prefix_caching, self._rng)
+
+    def __repr__(self) -> str:
+        return f"<KvWorker {self.worker_id} rank {self.dp_rank} {self.manager.backend}>"
+
+    @property
+    def manager(self) -> KvManager:
+        """The block manager."""
+        return self._driver.manager
+
+    @property
+    def backend(self) -> str:
+        """Name of the manager's backend."""
+        return self.manager.backend
+
+    @property
+    def has_published(self) -> bool:
+        """Whether a manager of it ever published anything, before a restart too."""
+        return self._outlet.published
+
+    def prefill(self, prompt: Prompt | TokenIds) -> Request:
+        """Admit a request: blocks for its whole prompt, cached ones reused.
+
+        Raises:
+            OutOfBlocks: it does not fit; nothing has changed.
+            ValueError: an empty prompt, or a token out of range.
+        """
+        request = Request(self, Prompt.of(prompt))
+        request._admit()
+        self.requests.append(request)
+        return request
+
+    def serve(self, prompt: Prompt | TokenIds, output_tokens: int = 0) -> Served:
+        """Prefill, decode and finish one request.
+
+        Raises:
+            OutOfBlocks: it does not fit. The prompt's blocks are let go again; they may be cached by then.
+        """
+        stored = self._outlet.stored = []
+        try:
+            with self.prefill(prompt) as request:
+                if output_tokens:
+                    request.decode(output_tokens)
+        finally:
+            self._outlet.stored = None
+        return Served(request.cached_tokens, tuple(stored))
+
+    def cached_tokens(self, prompt: Prompt | TokenIds) -> int:
+        """Tokens of the prompt that are cached now. Looks, and touches nothing."""
+        return self._driver.look(Prompt.of(prompt))
+
+    def clear(self) -> bool:
+        """Drop all that is cached, and publish Cleared. False, and no event, while requests are open."""
+        return not self.requests and self._driver.clear()
+
+    def restart(self) -> None:
+        """Begin anew, as after a crash: empty, open requests lost, event ids from 0."""
+        for request in list(self.requests):
+            request._end("lost")
+        self._driver = self._start()
+
+    def _serving(self) -> _Serving:
+        return _Serving(self)
+
+
+class _Outlet:
+    """Where the manager publishes: notes what is stored while somebody asks, and passes everything on."""
+
+    __slots__ = ("published", "sink", "stored")
+
+    def __init__(self, sink: Sink | None) -> None:
+        self.sink = sink
+        self.published = False
+        self.stored: list[int] | None = None
+
+    def publish(
+        self,
+        event: KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+    ) -> None:
+        self.published = True
+        if self.stored is not None and isinstance(event.data, Stored):
+            self.stored += event.data.block_hashes
+        if self.sink is not None:
+            self.sink.publish(event, storage_tier, token_ids)
+
+
+class _Serving:
+    """Marks what a manager publishes meanwhile as said for a request."""
+
+    __slots__ = ("_before", "_worker")
+
+    def __init__(self, worker: KvWorker) -> None:
+        self._worker = worker
+
+    def __enter__(self) -> None:
+        self._before = self._worker.serving
+        self._worker.serving = True
+
+    def __exit__(self, *raised: object) -> None:
+        self._worker.serving = self._before

@@ -1,0 +1,319 @@
+"""Index against reference: after each event, what does the index under test answer, and what should it?
+
+Which chains are asked comes from the history of the stream, not from what is resident: a stale block stands on no
+resident chain, and a comparison of those at the end alone would miss every Removed that an index forgot.
+
+All of it is written once, for sync and async indexes: generators yield the calls to make and are sent what came back.
+`run` makes the calls, `arun` awaits them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from inspect import isawaitable
+from random import Random
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
+from pytest_kvmock.harness.under_test import IndexUnderTest, UnreadableAnswer, agree, first_difference, question
+from pytest_kvmock.hygiene.ledger import Ledger, Stream, StreamKey, Wound
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.text import block_text, worker_text
+
+if TYPE_CHECKING:
+    from pytest_kvmock.router.index import RadixIndex
+
+Sync: TypeAlias = Literal["every", "auto", "end"]
+SYNC: Final = ("every", "auto", "end")
+
+ALWAYS_UPTO: Final = 2000
+"""With sync="auto", this many events are each followed by a comparison, then one in `THEN_ONE_IN`."""
+THEN_ONE_IN: Final = 16
+
+Call: TypeAlias = tuple[Callable[..., Any], Any]
+"""A function of the index under test, and the argument to call it with."""
+
+Findings: TypeAlias = Generator[Call, Any, list[Problem]]
+
+
+def run(findings: Findings) -> list[Problem]:
+    """Make the calls that a generator asks for; return what it found."""
+    try:
+        function, argument = next(findings)
+        while True:
+            try:
+                answer = function(argument)
+            except Exception as error:  # noqa: BLE001 - whatever a user's index raises is a finding
+                function, argument = findings.throw(error)
+            else:
+                function, argument = findings.send(answer)
+    except StopIteration as stop:
+        return list(stop.value)
+
+
+async def arun(findings: Findings) -> list[Problem]:
+    """As `run`, awaiting what is awaitable."""
+    try:
+        function, argument = next(findings)
+        while True:
+            try:
+                answer = function(argument)
+                if isawaitable(answer):
+                    answer = await answer
+            except Exception as error:  # noqa: BLE001 - as above
+                function, argument = findings.throw(error)
+            else:
+                function, argument = findings.send(answer)
+    except StopIteration as stop:
+        return list(stop.value)
+
+
+class Chain(NamedTuple):
+    """A chain to ask for: local hashes and block hashes from the first to the last, and the tokens where known."""
+
+    local: tuple[int, ...]
+    blocks: tuple[int, ...]
+    tokens: tuple[int, ...] | None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block; 0 where they are not known."""
+        return len(self.tokens) // len(self.local) if self.tokens and self.local else 0
+
+    def part(self, start: int, stop: int) -> Chain:
+        """Its blocks from `start` up to `stop`."""
+        size = self.block_size
+        tokens = None if self.tokens is None else self.tokens[start * size : stop * size]
+        return Chain(self.local[start:stop], self.blocks[start:stop], tokens)
+
+
+class _Heard(NamedTuple):
+    """An event that the index under test has not been given yet."""
+
+    event: RouterEvent
+    position: int
+    problems: list[Problem]
+
+
+class Comparison:
+    """Asks an index under test what the reference is asked, and reports where they differ.
+
+    Args:
+        under_test: the user's index.
+        reference: the reference index; it has every event before the index under test.
+        ledger: whose history the chains come from.
+        rng: picks foreign blocks, and events in long tests.
+        sync: after every event, after some of many, or at the end alone.
+
+    Attributes:
+        waiting: events that the index has not been given yet: an async one's, until it is flushed.
+    """
+
+    def __init__(
+        self, under_test: IndexUnderTest, reference: RadixIndex, ledger: Ledger, rng: Random, sync: Sync
+    ) -> None:
+        self.waiting: list[_Heard] = []
+        self._under_test = under_test
+        self._reference = reference
+        self._ledger = ledger
+        self._rng = rng
+        self._sync = sync
+        self._wounds: dict[StreamKey, Wound] = {}
+        self._told: set[tuple[int, int, int]] = set()
+
+    # ---------------------------------------------------------------------------------------------- events
+
+    def heard(self, event: RouterEvent, position: int, problems: list[Problem]) -> None:
+        """Queue an event that ledger and reference have taken, with what the ledger found wrong with it."""
+        self.waiting.append(_Heard(event, position, problems))
+
+    def catch_up(self) -> Findings:
+        """Give the index what is waiting, in order; then compare with where the reference is now."""
+        found: list[Problem] = []
+        questions: list[tuple[_Heard, list[Chain]]] = []
+        naming: list[tuple[Wound, tuple[int, ...]]] = []
+        while self.waiting:
+            heard = self.waiting.pop(0)
+            data = heard.event.event.data
+            key = (heard.event.worker_id, heard.event.event.dp_rank)
+            wound = self._wounds.get(key)
+            try:
+                yield self._under_test.apply, heard.event
+            except Exception as error:  # noqa: BLE001 - as in run
+                found.append(self._failure("apply", error, heard))
+            if self._due(heard.position):
+                questions.append((heard, list(self._touched(heard.event))))
+            if isinstance(data, Cleared):
+                self._wounds.pop(key, None)
+            elif wound is not None:
+                naming.append((wound, data.block_hashes))
+        if questions:
+            found += yield from self.flush()
+        for heard, chains in questions:
+            for chain in chains:
+                found += yield from self._differences(chain, heard)
+        for wound, blocks in naming:  # last, so that an event's own names do not count for itself
+            wound.named.update(blocks)
+        return found
+
+    def flush(self) -> Findings:
+        """Have the index catch up with itself, where it has a `flush`."""
+        flush = self._under_test.flush
+        if flush is None:
+            return []
+        try:
+            yield lambda _: flush(), None
+        except Exception as error:  # noqa: BLE001 - as in run
+            return [self._failure("flush", error, None)]
+        return []
+
+    def everything(self, position: int) -> Findings:
+        """Compare all chains ever stored; for the end of a test.
+
+        Args:
+            position: number of the last event.
+        """
+        found: list[Problem] = []
+        for key, stream in list(self._ledger.streams.items()):
+            for block in self._leaves(key):
+                found += yield from self._differences(self._chain(stream, block), None, position)
+        return found
+
+    def _due(self, position: int) -> bool:
+        if self._sync == "auto":
+            return position < ALWAYS_UPTO or self._rng.randrange(THEN_ONE_IN) == 0
+        return self._sync == "every"
+
+    # ---------------------------------------------------------------------------------------------- chains
+
+    def _touched(self, event: RouterEvent) -> Iterator[Chain]:
+        """The chains whose answers an event changes: of the last block stored, of each first block removed, and of
+        three that were cleared; and once more with the first block exchanged and without it, which must match nothing
+        that the chain matched.
+        """
+        key = (event.worker_id, event.event.dp_rank)
+        stream = self._ledger.streams[key]
+        data = event.event.data
+        if isinstance(data, Stored):
+            touched = list(data.block_hashes[-1:])
+        elif isinstance(data, Removed):
+            removed = set(data.block_hashes)
+            touched = [b for b in data.block_hashes if b in stream.origin and stream.parent(b) not in removed]
+        else:
+            touched = self._leaves(key)[-3:]
+        for block in touched:
+            yield self._chain(stream, block)
+        if not touched:
+            return
+        chain = self._chain(stream, touched[-1])
+        if len(chain.local) > 1:
+            foreign, size, rest = self._rng.getrandbits(64), chain.block_size, chain.part(1, len(chain.local))
+            tokens = None
+            if rest.tokens is not None:
+                tokens = (*(self._rng.getrandbits(32) for _ in range(size)), *rest.tokens)
+            yield Chain((foreign, *rest.local), chain.blocks, tokens)
+            yield rest
+
+    def _leaves(self, key: StreamKey) -> list[int]:
+        """Last blocks of all chains that a worker and rank ever stored, oldest first."""
+        events = {id(event): event.event.data for event in self._ledger.streams[key].origin.values()}
+        stored = [data for data in events.values() if isinstance(data, Stored)]
+        parents = {data.parent_hash for data in stored}
+        return [data.block_hashes[-1] for data in stored if data.block_hashes[-1] not in parents]
+
+    def _chain(self, stream: Stream, block: int) -> Chain:
+        blocks = tuple(stream.chain(block))
+        tokens: tuple[int, ...] | None = None
+        if self._under_test.takes_tokens:
+            parts = [stream.tokens(b) for b in blocks]
+            if all(part is not None for part in parts):
+                tokens = tuple(token for part in parts for token in part or ())
+        return Chain(tuple(map(stream.local_hash, blocks)), blocks, tokens)
+
+    # --------------------------------------------------------------------------------------------- answers
+
+    def _differences(self, chain: Chain, heard: _Heard | None, position: int = -1) -> Findings:
+        """Ask for a chain; where the answer is not the reference's, find the shortest part of it that shows so."""
+        try:
+            if (yield from self._agrees(chain)):
+                return []
+            for count in range(1, len(chain.local) + 1):
+                shortest = chain.part(0, count)
+                if not (yield from self._agrees(shortest)):
+                    break
+            answer = self._under_test.read((yield self._question(shortest)))
+        except Exception as error:  # noqa: BLE001 - as in run
+            return [self._failure("a question", error, heard, position)]
+        expected = self._reference.find_matches(shortest.local).scores
+        if agree(answer, expected):
+            return []  # an index that changes its mind between two questions: the next question shows it again
+        worker, rank, got, due = first_difference(answer, expected)
+        block = shortest.blocks[-1]
+        if (worker, rank, block) in self._told:
+            return []
+        self._told.add((worker, rank, block))
+        stream = self._ledger.streams.get((worker, rank))
+        if stream is None or block not in stream.origin:
+            story = "it never stored it; was the index empty at the start?"
+        else:
+            story = stream.history(block)
+        problem = Problem(
+            "index_drift",
+            worker,
+            rank,
+            f"the index under test answers {got} blocks of {worker_text(worker, rank)} for the chain of "
+            f"{len(shortest.local)} that ends in block {block_text(block)}; {story}",
+            f"{due} blocks, as the reference index says",
+            heard.event if heard else None,
+            heard.position if heard else position,
+            (block,),
+        )
+        return [self._fold(problem, heard)]
+
+    def _agrees(self, chain: Chain) -> Generator[Call, Any, bool]:
+        answer = self._under_test.read((yield self._question(chain)))
+        return agree(answer, self._reference.find_matches(chain.local).scores)
+
+    def _question(self, chain: Chain) -> Call:
+        return self._under_test.ask, question(
+            list(chain.local), chain.tokens, takes_tokens=self._under_test.takes_tokens
+        )
+
+    def _failure(self, what: str, error: Exception, heard: _Heard | None, position: int = -1) -> Problem:
+        """The index under test raised, or answered what cannot be read."""
+        event = heard.event if heard else None
+        worker, rank = (event.worker_id, event.event.dp_rank) if event else (-1, 0)
+        unreadable = isinstance(error, UnreadableAnswer)
+        known = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}"
+        problem = Problem(
+            "index_failure",
+            worker,
+            rank,
+            known,
+            "an index takes every sound event, and answers every question",
+            event,
+            heard.position if heard else position,
+        )
+        self._fold(problem, heard)
+        if event is not None:
+            self._wounds[worker, rank] = Wound(problem.cause or problem)
+        return problem
+
+    # ---------------------------------------------------------------------------------------------- wounds
+
+    def _fold(self, problem: Problem, heard: _Heard | None) -> Problem:
+        """List a problem under the fault of the event itself, or under a wound of the index or of the stream."""
+        own = next((p for p in heard.problems if p.is_error), None) if heard else None
+        key = (problem.worker_id, problem.dp_rank)
+        wound = self._wounds.get(key)
+        if own is not None:
+            problem.follows_from(own)
+        elif wound is not None and problem.block not in wound.named:
+            problem.follows_from(wound.cause)
+        elif key in self._ledger.streams:
+            Ledger.fold(self._ledger.streams[key], problem)
+        return problem
+
+    def forget(self, key: StreamKey) -> None:
+        """The worker and rank begin anew, and the index knows."""
+        self._wounds.pop(key, None)

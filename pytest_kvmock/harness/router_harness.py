@@ -1,0 +1,594 @@
+"""The whole world of a test: workers, ledger, reference index, and the index under test."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from random import Random
+from threading import RLock
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+
+from pytest_kvmock.backends import EngineProfile, backend_spec
+from pytest_kvmock.events import (
+    Cleared,
+    EventData,
+    KvCacheEvent,
+    Removed,
+    RouterEvent,
+    StorageTier,
+    Stored,
+)
+from pytest_kvmock.harness.comparison import SYNC, Comparison, Sync, arun, run
+from pytest_kvmock.harness.delivery import Delivery, Drop
+from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, question
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
+from pytest_kvmock.harness.worker import HarnessWorker
+from pytest_kvmock.hygiene.ledger import Ledger, StreamKey
+from pytest_kvmock.hygiene.log import KINDS, STATUSES, EventLog, KvEventsError
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.report import errors_text, failure_text, problems_text
+from pytest_kvmock.hygiene.rules import check_rule
+from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.tokens import Prompt, TokenIds
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pytest_kvmock.backends import BackendSpec
+    from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.sinks import Sink
+
+WorkerKey: TypeAlias = int | tuple[int, int]
+"""A worker id; (worker_id, dp_rank) where the worker has more ranks than one."""
+
+
+class Verdict(NamedTuple):
+    """What `RouterHarness.judge` found since it was last asked.
+
+    Attributes:
+        errors: errors that stand by themselves and that the test did not expect.
+        warnings: warnings, likewise.
+        unmet: a sentence for each error that the test expected and that did not come as often as it said.
+    """
+
+    errors: list[Problem]
+    warnings: list[Problem]
+    unmet: list[str]
+
+
+class RouterHarness:
+    """Workers that speak, a router index that hears them, and a ledger that judges what is said.
+
+    As a context manager it judges on leaving. `RouterIndexerHarness` of dynamo-mocker is its model.
+
+    Args:
+        profile: size and kind of the workers; the default profile if None.
+        backend: name of the workers' backend; None if no worker is wanted yet (see `use_backend`).
+        index: the index under test (see `IndexUnderTest` for what it offers); None for the reference index alone.
+        sync: when an index under test is compared: after "every" event, "auto" (after every event up to the 2,000th,
+            then after one in 16) or at the "end".
+        allow: rules whose breach is no failure when the harness judges on leaving.
+        name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
+
+    Raises:
+        ValueError: an unknown backend, rule or `sync`; an index that says it is not empty.
+        TypeError: an index that lacks a method.
+
+    Attributes:
+        events: every event that arrived, with its verdict.
+        profile: the profile in force.
+        reference: the reference index.
+    """
+
+    def __init__(
+        self,
+        profile: EngineProfile | None = None,
+        backend: str | None = "lineage",
+        index: Any = None,
+        *,
+        sync: Sync = "auto",
+        allow: Collection[str] = (),
+        name: str = "",
+    ) -> None:
+        if sync not in SYNC:
+            raise ValueError(f"unknown sync {sync!r}; known: {', '.join(SYNC)}")
+        self.profile = profile or EngineProfile()
+        self.events = EventLog(self.flush)
+        self.reference = RadixIndex()
+        self._allow = frozenset(map(check_rule, allow))
+        self._rng = Random(f"{self.profile.seed}:{name}")  # noqa: S311 - mock data
+        self._ledger = Ledger()
+        self._lock = RLock()
+        self._under_test = None if index is None else IndexUnderTest(index)
+        self._comparison = None
+        if self._under_test is not None:
+            rng = Random(self._rng.getrandbits(64))  # noqa: S311 - its own, so that traffic is the same without it
+            self._comparison = Comparison(self._under_test, self.reference, self._ledger, rng, sync)
+        self._workers: dict[WorkerKey, KvWorker] = {}
+        self._delivery = Delivery(self._arrive, self._lost)
+        self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
+        self._judged = 0
+        self._spec: BackendSpec | None = None
+        if backend is not None:
+            self.use_backend(backend)
+
+    # ---------------------------------------------------------------------------------------------- workers
+
+    @property
+    def backend(self) -> str | None:
+        """Name of the workers' backend; None while there is none."""
+        return None if self._spec is None else self._spec.name
+
+    @property
+    def index(self) -> Any:
+        """The index that answers: the one under test, or the reference."""
+        return self.reference if self._under_test is None else self._under_test.index
+
+    @property
+    def workers(self) -> Mapping[WorkerKey, KvWorker]:
+        """The workers by id, or by (id, dp_rank) where a worker has more ranks than one."""
+        return MappingProxyType(self._workers)
+
+    def use_backend(self, backend: str) -> None:
+        """Say which backend the workers have, once, and make those that exist from the start.
+
+        Raises:
+            ValueError: an unknown backend, or another one than before.
+        """
+        spec = backend_spec(backend)
+        if self._spec is not None:
+            if spec is not self._spec:
+                raise ValueError(f"the harness has backend {self._spec.name!r} already; it cannot become {backend!r}")
+            return
+        self._spec = spec
+        for worker_id in range(self.profile.workers):
+            for dp_rank in range(self.profile.dp_size):
+                self.worker(worker_id, dp_rank)
+
+    def worker(self, id: int, dp_rank: int = 0, backend: str | None = None) -> KvWorker:  # noqa: A002 - upstream's word
+        """The worker of this id and rank; made now if there is none.
+
+        Args:
+            id: its id, from 0 to 2**16 - 1.
+            dp_rank: its data-parallel rank.
+            backend: a backend of its own; the harness's if None.
+
+        Raises:
+            ValueError: an id out of range, an unknown backend, another backend than the worker has, or none at all.
+        """
+        key = self._key(id, dp_rank)
+        found = self._workers.get(key)
+        if found is None:
+            return self._add_worker(id, dp_rank, backend)
+        if backend is not None and found.backend != backend:
+            raise ValueError(f"worker {id} has backend {found.backend!r}, not {backend!r}")
+        return found
+
+    def next_worker(self, backend: str | None = None) -> KvWorker:
+        """Make one more worker, with the lowest id that is free."""
+        taken = {worker.worker_id for worker in self._workers.values()}
+        return self._add_worker(next(i for i in range(len(taken) + 1) if i not in taken), 0, backend)
+
+    def _add_worker(self, worker_id: int, dp_rank: int, backend: str | None) -> KvWorker:
+        if not isinstance(worker_id, int) or not 0 <= worker_id < FIRST_SINK_WORKER:
+            raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1}, got {worker_id!r}")
+        if not isinstance(dp_rank, int) or dp_rank < 0:
+            raise ValueError(f"a dp_rank is an integer of at least 0, got {dp_rank!r}")
+        spec = self._spec if backend is None else backend_spec(backend)
+        if spec is None:
+            raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
+        worker = HarnessWorker(self, spec, worker_id, dp_rank, Random(self._rng.getrandbits(64)))  # noqa: S311 - mock data
+        self._workers[self._key(worker_id, dp_rank)] = worker
+        self._ledger.open(
+            (worker_id, dp_rank), first_id=0, block_size=self.profile.block_size, prefix_closed=spec.prefix_closed
+        )
+        return worker
+
+    def _key(self, worker_id: int, dp_rank: int) -> WorkerKey:
+        return (worker_id, dp_rank) if self.profile.dp_size > 1 or dp_rank else worker_id
+
+    def make_sink(self, *, chained: bool = False) -> KvSink:
+        """Where a block manager of the user's own may publish; each is a worker of its own.
+
+        Args:
+            chained: whether its hashes must be Dynamo's chain (`wrong_hash`).
+        """
+        worker_id = FIRST_SINK_WORKER + sum(key[0] >= FIRST_SINK_WORKER for key in self._ledger.streams)
+        self._ledger.open((worker_id, 0), first_id=None, block_size=self.profile.block_size)
+        return KvSink(self, worker_id, chained=chained)
+
+    def add_sink(self, sink: Sink, *, before: bool = False) -> None:
+        """Have one more sink hear what workers publish.
+
+        Args:
+            sink: told of each event, with tier and token ids.
+            before: tell it before the router; what it raises then keeps the event from the router, as the first of
+                Dynamo's publishers does.
+        """
+        self._delivery.add_sink(sink, before=before)
+
+    def prompt(self, blocks: int = 4, after: Prompt | TokenIds | None = None, *, tail: int = 0) -> Prompt:
+        """A prompt of fresh tokens.
+
+        Args:
+            blocks: how many whole blocks of fresh tokens.
+            after: what it begins with: tokens that it shares with another prompt.
+            tail: further tokens, less than a block.
+
+        Raises:
+            ValueError: `after` has no tokens.
+        """
+        shared: tuple[int, ...] = ()
+        if after is not None:
+            tokens = Prompt.of(after).tokens
+            if tokens is None:
+                raise ValueError("prompt(after=...) needs a prompt of tokens; this one has only hashes")
+            shared = tokens
+        fresh = blocks * self.profile.block_size + tail
+        return Prompt((*shared, *(self._rng.randrange(100_000) for _ in range(fresh))))
+
+    # ----------------------------------------------------------------------------------------------- events
+
+    def next_id(self, worker_id: int, dp_rank: int) -> int:
+        """The id that the next event of a worker without one gets; it is used up."""
+        worker = self._workers.get(self._key(worker_id, dp_rank))
+        if worker is not None:
+            return worker.manager.take_event_id()
+        return self._delivery.published.get((worker_id, dp_rank), 0)
+
+    def apply(
+        self,
+        events: EventData | KvCacheEvent | RouterEvent | Iterable[EventData | KvCacheEvent | RouterEvent],
+        worker_id: int = 0,
+        dp_rank: int = 0,
+    ) -> None:
+        """Let the router hear events made by hand.
+
+        Args:
+            events: one or more, each a Stored, Removed or Cleared, which gets its worker's next id, a KvCacheEvent or
+                a RouterEvent.
+            worker_id: whose events they are, where they do not say it.
+            dp_rank: and of which rank.
+
+        Raises:
+            TypeError: something else. The events before it have been heard.
+        """
+        if isinstance(events, (Stored, Removed, Cleared, KvCacheEvent, RouterEvent)):
+            events = (events,)
+        elif not isinstance(events, Iterable) or isinstance(events, (str, bytes, Mapping)):
+            _refuse(events)
+        for event in events:
+            if isinstance(event, (Stored, Removed, Cleared)):
+                event = KvCacheEvent(self.next_id(worker_id, dp_rank), event, dp_rank)  # noqa: PLW2901
+            if isinstance(event, KvCacheEvent):
+                event = RouterEvent(worker_id, event)  # noqa: PLW2901
+            if not isinstance(event, RouterEvent):
+                _refuse(event)
+            self.hear(event)
+
+    def hear(self, event: RouterEvent, *, chained: bool = False) -> None:
+        """An event is published; it arrives if nothing is in the way.
+
+        Args:
+            event: what is said, and by whom.
+            chained: whether its hashes must be Dynamo's chain.
+        """
+        with self._lock:
+            self._delivery.publish(event, chained=chained)
+
+    def _lost(self, problem: Problem, event: RouterEvent, missed: bool) -> None:
+        """A sink raised; the event is missed where it stood between worker and router."""
+        problem.position = self.events.total - 1
+        self.events.note([problem])
+        if missed:
+            self._ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
+
+    def _arrive(self, event: RouterEvent, chained: bool) -> None:
+        entry = self.events.append(event)
+        problems = self._ledger.observe(event, entry.position, chained=chained)
+        if problems:
+            self.events.note(problems, entry)
+        with suppress(KvEventError):  # the ledger has said so already, with what was known
+            self.reference.apply(event)
+        comparison = self._comparison
+        if comparison is not None:
+            comparison.heard(event, entry.position, problems)
+            if not self._is_async:
+                found = run(comparison.catch_up())
+                if found:
+                    self.events.note(found, entry)
+
+    # ----------------------------------------------------------------------------------------------- faults
+
+    def drop_next(self, n: int = 1, *, kind: str | None = None) -> Drop:
+        """Lose the next events on their way to the router.
+
+        As a context manager it stops losing events when it is left.
+
+        Args:
+            n: how many.
+            kind: only "stored", "removed" or "cleared" ones; any if None.
+
+        Raises:
+            ValueError: a count below 1, or an unknown kind.
+        """
+        return self._delivery.drop_next(n, kind)
+
+    def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
+        """The router forgets a worker, all ranks; it may come back with any event id.
+
+        The worker itself goes on; `worker(id)` makes a new one.
+
+        Raises:
+            ValueError: the index under test has no `remove_worker`.
+        """
+        with self._lock:
+            keys = [key for key in self._ledger.streams if key[0] == id]
+            self._tell_index_gone(id, None)
+            for key in keys:
+                self._forget(key, first_id=None)
+                self._workers.pop(self._key(*key), None)
+
+    def restarted(self, worker: KvWorker, *, announced: bool) -> None:
+        """A worker has begun anew; called by `KvWorker.restart`."""
+        key = (worker.worker_id, worker.dp_rank)
+        with self._lock:
+            self._delivery.published[key] = 0
+            if announced:
+                self._tell_index_gone(*key)
+                self._forget(key, first_id=0)
+
+    def _tell_index_gone(self, worker_id: int, dp_rank: int | None) -> None:
+        """Tell the indexes that a worker (all ranks) or one rank of it holds nothing any more."""
+        ranks = [key[1] for key in self._ledger.streams if key[0] == worker_id]
+        whole = dp_rank is None or ranks in ([], [dp_rank])
+        under_test = self._under_test
+        if under_test is not None:
+            if under_test.remove_rank is not None and dp_rank is not None:
+                under_test.remove_rank(worker_id, dp_rank)
+            elif under_test.remove_worker is not None and whole:
+                under_test.remove_worker(worker_id)
+            else:
+                need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
+                raise ValueError(
+                    f"the index under test ({type(under_test.index).__name__}) cannot be told that worker "
+                    f"{worker_id} is gone: it has no {need}"
+                )
+        if dp_rank is None:
+            self.reference.remove_worker(worker_id)
+        else:
+            self.reference.remove_worker_dp_rank(worker_id, dp_rank)
+
+    def _forget(self, key: StreamKey, *, first_id: int | None) -> None:
+        self._ledger.restarted(key, first_id=first_id)
+        self._delivery.published.pop(key, None)
+        if self._comparison is not None:
+            self._comparison.forget(key)
+
+    # ------------------------------------------------------------------------------------------ comparisons
+
+    @property
+    def _is_async(self) -> bool:
+        return self._under_test is not None and self._under_test.is_async
+
+    def flush(self) -> None:
+        """Compare what can be compared by now: ids with what was published, the stream with the engines.
+
+        An async index is flushed by `aflush`, in the test's own loop.
+        """
+        with self._lock:
+            position = self.events.total - 1
+            if self._comparison is not None and not self._is_async:
+                self.events.note(run(self._comparison.flush()))
+            for key, next_id in self._delivery.published.items():
+                self.events.note(self._ledger.published(key, next_id, position))
+            for (key, tier), resident in self._residents():
+                self.events.note(self._ledger.drift(key, list(resident()), position, tier))
+
+    async def aflush(self) -> None:
+        """As `flush`, for an async index: give it the events that wait, and compare it with the reference."""
+        self._need_index("aflush")
+        assert self._comparison is not None
+        self.events.note(await arun(self._comparison.catch_up()))
+        self.events.note(await arun(self._comparison.everything(self.events.total - 1)))
+        self.flush()
+
+    def _residents(self) -> list[tuple[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]]]:
+        """Who can tell what is resident: workers that have published, and sinks that were given a callable."""
+        out = list(self._resident.items())
+        for worker in self._workers.values():
+            key = (worker.worker_id, worker.dp_rank)
+            # A worker that never published is only a name for events made by hand. (Caching off publishes nothing.)
+            if worker.has_published:
+                out.append(((key, StorageTier.DEVICE), worker.manager.resident))
+        return out
+
+    def compare_with(
+        self, worker_id: int, dp_rank: int, storage_tier: StorageTier, resident: Callable[[], Iterable[int]]
+    ) -> None:
+        """Compare the stream of a worker, at each flush and at the end, with what a callable says is resident."""
+        self._resident[(worker_id, dp_rank), storage_tier] = resident
+
+    # -------------------------------------------------------------------------------------------- questions
+
+    def overlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+        """How many leading blocks of a prompt each worker holds, as the index says; who holds none is absent.
+
+        Raises:
+            TypeError: the index is async: `await kv_router.aoverlap(prompt)`.
+            ValueError: the index takes tokens, and the prompt has none.
+        """
+        self._need_sync("overlap", "aoverlap")
+        return self._named(self._ask(self._question(prompt)))
+
+    async def aoverlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+        """As `overlap`, for an async index, as far as it was flushed."""
+        under_test = self._need_index("aoverlap")
+        answer = under_test.ask(self._question(prompt))
+        if hasattr(answer, "__await__"):
+            answer = await answer
+        return self._named(under_test.read(answer))
+
+    def overlap_for_hashes(self, local_hashes: Iterable[int]) -> dict[WorkerKey, int]:
+        """As `overlap`, for a prompt known by its local hashes."""
+        return self.overlap(Prompt(hashes=local_hashes))
+
+    def _question(self, prompt: Prompt | TokenIds) -> Any:
+        prompt = Prompt.of(prompt)
+        takes_tokens = self._under_test is not None and self._under_test.takes_tokens
+        hashes = [] if takes_tokens else list(prompt.block_hashes(self.profile.block_size))
+        return question(hashes, prompt.tokens, takes_tokens=takes_tokens)
+
+    def _ask(self, asked: Any) -> Scores | WorkerScores:
+        under_test = self._under_test
+        if under_test is None:
+            return self.reference.find_matches(asked).scores
+        if under_test.flush is not None:
+            under_test.flush()
+        return under_test.read(under_test.ask(asked))
+
+    def _named(self, scores: Scores | WorkerScores) -> dict[WorkerKey, int]:
+        out: dict[WorkerKey, int] = {}
+        for key, blocks in scores.items():
+            out[self._key(*key) if isinstance(key, tuple) else key] = blocks
+        return out
+
+    def _need_sync(self, what: str, instead: str) -> None:
+        if self._is_async:
+            raise TypeError(
+                f"{what} cannot ask an async index ({type(self.index).__name__}): "
+                f"use `await kv_router.{instead}(...)`, after `await kv_router.aflush()`"
+            )
+
+    def _need_index(self, what: str) -> IndexUnderTest:
+        if self._under_test is None or not self._is_async:
+            raise TypeError(f"{what} is for an async index under test; this one is asked without await")
+        return self._under_test
+
+    # ---------------------------------------------------------------------------------------------- judging
+
+    def ok_count(self, kind: str) -> int:
+        """How many events of a kind ("stored", "removed", "cleared") were sound."""
+        return self.status_count(kind, "ok")
+
+    def status_count(self, kind: str, status: str) -> int:
+        """How many events of a kind had a status: "ok", or one of the errors that an index counts.
+
+        Raises:
+            ValueError: an unknown kind or status.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
+        if status not in ("ok", *STATUSES):
+            raise ValueError(f"unknown status {status!r}; known: ok, {', '.join(STATUSES)}")
+        return self.events.status_count(kind, status)
+
+    def invalid_counts(self) -> dict[tuple[str, str], int]:
+        """The six counters of upstream's harness: (kind, error) for Stored and Removed."""
+        return {(kind, status): self.events.status_count(kind, status) for kind in KINDS[:2] for status in STATUSES}
+
+    def warning_counts(self) -> dict[str, int]:
+        """How often each warning came, consequences of another fault counted."""
+        return dict(Counter(problem.rule for problem in self.events.problems if not problem.is_error))
+
+    def assert_no_event_errors(self) -> None:
+        """Flush, and raise if there was any error that the test did not expect.
+
+        Raises:
+            KvEventsError: with the report.
+        """
+        self.events.check()
+
+    def assert_no_event_warnings(self) -> None:
+        """Flush, and raise if there was any warning.
+
+        Raises:
+            KvEventsError: with the report.
+        """
+        self.flush()
+        warnings = [problem for problem in self.events.warnings if not problem.covered()]
+        if warnings:
+            raise KvEventsError(problems_text(warnings, "warning"))
+
+    def assert_in_sync(self) -> None:
+        """Flush, and raise if stream and engines, or index and reference, differ now, for whatever reason.
+
+        Raises:
+            KvEventsError: with the report.
+            TypeError: the index is async: `await kv_router.aassert_in_sync()`.
+        """
+        self._need_sync("assert_in_sync", "aassert_in_sync")
+        with self._lock:
+            found = run(self._comparison.everything(self.events.total - 1)) if self._comparison else []
+            self._assert_in_sync(found)
+
+    async def aassert_in_sync(self) -> None:
+        """As `assert_in_sync`, for an async index, which is flushed first."""
+        self._need_index("aassert_in_sync")
+        before = len(self.events.problems)
+        await self.aflush()
+        self._assert_in_sync([p for p in self.events.problems[before:] if p.rule == "index_drift"], noted=True)
+
+    def _assert_in_sync(self, found: list[Problem], *, noted: bool = False) -> None:
+        if not noted:
+            self.events.note(found)
+        self.flush()
+        drifts = list(found)
+        for (key, tier), resident in self._residents():
+            stream = self._ledger.streams[key]
+            for blocks, right, had in self._ledger.differences(stream, list(resident()), tier):
+                if blocks:
+                    known = f"{len(blocks)} {had}, of which the events say otherwise: {stream.history(blocks[0])}"
+                    drifts.append(Problem("engine_drift", *key, known, right, blocks=tuple(blocks)))
+        if drifts:
+            raise KvEventsError(errors_text(drifts))
+
+    def judge(self) -> Verdict:
+        """Flush, compare everything there is to compare, and say what is new since the last time."""
+        with self._lock:
+            comparison = self._comparison
+            position = self.events.total - 1
+            if comparison is not None and self._is_async and comparison.waiting:
+                first = comparison.waiting[0]
+                self.events.note([_not_flushed(first.event, first.position, len(comparison.waiting))])
+                comparison.waiting.clear()
+            elif comparison is not None and not self._is_async:
+                self.events.note(run(comparison.everything(position)))
+            self.flush()
+            unmet = [text for text in (e.settle() for e in self.events.expectations) if text is not None]
+            self.events.expectations.clear()
+            new, self._judged = self.events.problems[self._judged :], len(self.events.problems)
+            standing = [p for p in new if p.cause is None and not p.expected]
+            return Verdict([p for p in standing if p.is_error], [p for p in standing if not p.is_error], unmet)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        verdict = self.judge()
+        errors = [problem for problem in verdict.errors if problem.rule not in self._allow]
+        if kind is None and (errors or verdict.unmet):
+            raise KvEventsError(failure_text(errors, verdict.unmet))
+
+
+def _not_flushed(event: RouterEvent, position: int, count: int) -> Problem:
+    return Problem(
+        "not_flushed",
+        event.worker_id,
+        event.event.dp_rank,
+        f"{count} event{'s' * (count != 1)} waited for the async index when the test body ended, this one first",
+        "`await kv_router.aflush()` comes after the last event",
+        event,
+        position,
+    )
+
+
+def _refuse(event: object) -> None:
+    raise TypeError(
+        "apply takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, one or more, "
+        f"got {event!r:.80} ({type(event).__name__})"
+    )

@@ -1,0 +1,142 @@
+"""The index under test: how it is asked, and what its answers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from inspect import iscoroutinefunction
+from typing import Any, TypeAlias
+
+from pytest_kvmock.events import RouterEvent
+
+Scores: TypeAlias = dict[tuple[int, int], int]
+"""Matched blocks by (worker_id, dp_rank); who matches none is absent."""
+
+WorkerScores: TypeAlias = dict[int, int]
+"""Matched blocks by worker alone: the most over its ranks."""
+
+
+class UnreadableAnswer(ValueError):  # noqa: N818 - named for what it is
+    """The index under test answered what is no mapping of workers to numbers of blocks."""
+
+
+class IndexUnderTest:
+    """A user's index behind one shape.
+
+    It offers `apply(event)`, which takes a `RouterEvent`, and one of `find_matches(local_hashes)` and
+    `match_tokens(tokens)`; `flush`, `dump_events`, `remove_worker` and `remove_worker_dp_rank` are used where it has
+    them. Any of them may be a coroutine function; then the test drives it (`aflush`, `aoverlap`).
+
+    Args:
+        index: the user's object.
+
+    Raises:
+        TypeError: it lacks a method.
+        ValueError: it says through `dump_events` that it is not empty.
+    """
+
+    def __init__(self, index: Any) -> None:
+        self.index = index
+        name = type(index).__name__
+        apply = getattr(index, "apply", None)
+        if not callable(apply):
+            raise TypeError(f"the index under test ({name}) has no apply(event), which takes a RouterEvent")
+        find, match = getattr(index, "find_matches", None), getattr(index, "match_tokens", None)
+        if not callable(find) and not callable(match):
+            raise TypeError(
+                f"the index under test ({name}) has neither find_matches(local_hashes) nor match_tokens(tokens)"
+            )
+        self.takes_tokens = not callable(find)
+        self.apply: Callable[[RouterEvent], Any] = apply
+        ask: Any = match if self.takes_tokens else find
+        self.ask: Callable[[Any], Any] = ask
+        self.flush = self._method("flush")
+        self.remove_worker = self._method("remove_worker")
+        self.remove_rank = self._method("remove_worker_dp_rank")
+        dump = self._method("dump_events")
+        asked = (self.apply, self.ask, self.flush)
+        self.is_async = any(call is not None and iscoroutinefunction(call) for call in asked)
+        if dump is not None and not iscoroutinefunction(dump) and (held := dump()):
+            raise ValueError(
+                f"the index under test ({name}) is not empty at the start: dump_events() has {len(held)} events; "
+                "each test needs an index of its own"
+            )
+
+    def _method(self, name: str) -> Callable[..., Any] | None:
+        method = getattr(self.index, name, None)
+        return method if callable(method) else None
+
+    def read(self, answer: Any) -> Scores | WorkerScores:
+        """Make one shape of an answer: zeros are dropped, keys stay of the form they have.
+
+        Raises:
+            UnreadableAnswer: it is no mapping of workers to numbers of blocks.
+        """
+        scores = getattr(answer, "scores", answer)
+        if not isinstance(scores, Mapping):
+            raise UnreadableAnswer(
+                f"{type(self.index).__name__} answered {answer!r:.120}; expected a mapping of worker_id or "
+                "(worker_id, dp_rank) to a number of blocks, or an object with such a mapping in .scores"
+            )
+        out: dict[Any, int] = {}
+        ranked = None
+        for key, blocks in scores.items():
+            is_pair = isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, int) for part in key)
+            if not (is_pair or isinstance(key, int)) or not isinstance(blocks, int) or ranked not in (None, is_pair):
+                raise UnreadableAnswer(
+                    f"{type(self.index).__name__} answered the entry {key!r}: {blocks!r}; expected worker_id or "
+                    "(worker_id, dp_rank), the same form in one answer, and a number of blocks"
+                )
+            ranked = is_pair
+            if blocks:
+                out[key] = blocks
+        return out
+
+    async def awaited(self, value: Any) -> Any:
+        """The value of what may be a coroutine."""
+        return await value if isinstance(value, Awaitable) else value
+
+
+def agree(answer: Scores | WorkerScores, expected: Scores) -> bool:
+    """Whether an answer, by worker or by rank, is the expected one."""
+    if answer == expected:
+        return True
+    if not answer or isinstance(next(iter(answer)), tuple):
+        return False
+    return answer == by_worker(expected)
+
+
+def by_worker(scores: Scores) -> WorkerScores:
+    """The most blocks over each worker's ranks."""
+    out: WorkerScores = {}
+    for (worker, _), blocks in scores.items():
+        out[worker] = max(blocks, out.get(worker, 0))
+    return out
+
+
+def first_difference(answer: Scores | WorkerScores, expected: Scores) -> tuple[int, int, int, int]:
+    """The first worker that two differing answers differ in: (worker_id, dp_rank, blocks answered, expected)."""
+    ranked = not answer or isinstance(next(iter(answer)), tuple)
+    right: Mapping[Any, int] = expected if ranked else by_worker(expected)
+    mine: Mapping[Any, int] = answer
+    for key in sorted({*mine, *right}):
+        got, due = mine.get(key, 0), right.get(key, 0)
+        if got != due:
+            worker, rank = key if ranked else (key, 0)
+            return worker, rank, got, due
+    raise AssertionError("the answers agree")  # pragma: no cover
+
+
+def question(hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_tokens: bool) -> Sequence[int]:
+    """What to ask with: the local hashes, or the tokens.
+
+    Raises:
+        ValueError: it takes tokens, and there are none.
+    """
+    if not takes_tokens:
+        return hashes
+    if tokens is None:
+        raise ValueError(
+            "the index under test takes tokens (match_tokens), and this prompt has only hashes; "
+            "ask with a prompt of tokens, or give the index a find_matches(local_hashes)"
+        )
+    return tokens

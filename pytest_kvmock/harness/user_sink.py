@@ -1,0 +1,101 @@
+"""Where a block manager of the user's own publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
+
+from pytest_kvmock.events import (
+    BlockTokens,
+    Cleared,
+    EventData,
+    KvCacheEvent,
+    Removed,
+    RouterEvent,
+    StorageTier,
+    Stored,
+)
+
+if TYPE_CHECKING:
+    from pytest_kvmock.harness.router_harness import RouterHarness
+
+FIRST_SINK_WORKER: Final = 2**16
+"""Sinks are workers of their own, with ids from here on."""
+
+Published = EventData | KvCacheEvent | RouterEvent
+
+
+class KvSink:
+    """Captures what a user's own block manager publishes, and has it judged as a worker of its own.
+
+    Called, or by its `publish`, with a Stored, Removed, Cleared, KvCacheEvent or RouterEvent. Data without an id get
+    the next one. A RouterEvent is relabelled with this worker; its rank, id and tier stay.
+
+    Attributes:
+        worker_id: the worker's id, from 2**16 on.
+        events: the events so far, in order.
+        chained: whether hashes must be Dynamo's chain.
+    """
+
+    def __init__(self, harness: RouterHarness, worker_id: int, *, chained: bool = False) -> None:
+        self.worker_id = worker_id
+        self.chained = chained
+        self.events: list[KvCacheEvent] = []
+        self._harness = harness
+
+    def __repr__(self) -> str:
+        return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
+
+    def publish(
+        self,
+        event: Published,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+    ) -> None:
+        """Take an event.
+
+        Args:
+            event: what the manager says.
+            storage_tier: where, unless a RouterEvent says it.
+            token_ids: for a Stored, the token ids of each block.
+
+        Raises:
+            TypeError: something else.
+        """
+        if isinstance(event, RouterEvent):
+            storage_tier, token_ids = event.storage_tier, event.token_ids
+            inner = event.event
+        elif isinstance(event, KvCacheEvent):
+            inner = event
+        elif isinstance(event, (Stored, Removed, Cleared)):
+            inner = KvCacheEvent(self._harness.next_id(self.worker_id, 0), event)
+        else:
+            raise TypeError(
+                "a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
+                f"got {event!r:.80} ({type(event).__name__})"
+            )
+        self.events.append(inner)
+        self._harness.hear(RouterEvent(self.worker_id, inner, storage_tier, token_ids), chained=self.chained)
+
+    __call__ = publish
+
+    def compare(
+        self,
+        resident: Callable[[], Iterable[int]],
+        *,
+        dp_rank: int = 0,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+    ) -> None:
+        """Add the drift check: at each flush and at the end, what was published is compared with what is there.
+
+        Args:
+            resident: tells the block hashes that the manager holds now.
+            dp_rank: the rank that it speaks for.
+            storage_tier: the tier that it speaks for.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if not callable(resident):
+            raise TypeError(f"compare takes a callable that tells the resident block hashes, got {resident!r:.80}")
+        self._harness.compare_with(self.worker_id, dp_rank, storage_tier, resident)

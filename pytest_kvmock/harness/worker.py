@@ -1,0 +1,66 @@
+"""A worker whose events a harness hears."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
+
+if TYPE_CHECKING:
+    from pytest_kvmock.backends import BackendSpec
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.harness.router_harness import RouterHarness
+    from pytest_kvmock.sinks import Sink
+
+
+class HarnessWorker(KvWorker):
+    """A worker of a harness: made by its profile, heard by it, and it may be told of a restart.
+
+    Args:
+        harness: who hears it.
+        spec: its backend.
+        worker_id: its id.
+        dp_rank: its rank.
+        rng: source of generated tokens and of the names of partial blocks.
+
+    Raises:
+        ValueError: the backend made a manager that calls itself otherwise.
+    """
+
+    def __init__(self, harness: RouterHarness, spec: BackendSpec, worker_id: int, dp_rank: int, rng: Random) -> None:
+        profile = harness.profile
+
+        def make(sink: Sink | None) -> KvManager:
+            manager = spec.make(
+                num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink
+            )
+            if manager.backend != spec.name:
+                raise ValueError(
+                    f"backend {spec.name!r} made a manager that calls itself {manager.backend!r}; "
+                    "a test would run on another backend than its id says"
+                )
+            return manager
+
+        self._harness = harness
+        caching, chunk = profile.prefix_caching, profile.chunk
+        super().__init__(make, worker_id, dp_rank, sink=self, prefix_caching=caching, chunk=chunk, rng=rng)
+
+    def publish(
+        self,
+        event: KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+    ) -> None:
+        """Say an event, with this worker's name; what it says for a request has Dynamo's hashes."""
+        self._harness.hear(RouterEvent(self.worker_id, event, storage_tier, token_ids), chained=self.serving)
+
+    def restart(self, *, announced: bool = False) -> None:
+        """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
+
+        Args:
+            announced: whether the router is told, as by a discovery service: it then drops what it knew of the worker.
+        """
+        super().restart()
+        self._harness.restarted(self, announced=announced)

@@ -1,0 +1,452 @@
+"""What the events say is held: the ledger that judges a stream.
+
+Theory of operation. The ledger keeps no tree. Per worker, rank and tier it knows which blocks the events say are
+held, each with its local hash; and per worker and rank, which Stored last named a block, from which parents and chains
+follow. It believes every event: after a problem it holds what the event said, so that one fault is reported once.
+
+Where events are known to be missing it is *wounded*: every block of that worker and rank counts as unknown until an
+event names it again. A problem with an unknown block is no news then; it is listed under what opened the wound. A rule
+that needs no memory of the stream, such as the chain of hashes inside one event, is judged as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from itertools import repeat
+
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.text import block_text, blocks_text, ids_text
+from pytest_kvmock.tokens import block_hashes, sequence_hashes
+
+StreamKey = tuple[int, int]
+"""(worker_id, dp_rank): who counts event ids and holds blocks by itself."""
+
+
+class Wound:
+    """Blocks of one stream are unknown since `cause`, but those that an event has named since."""
+
+    __slots__ = ("cause", "named")
+
+    def __init__(self, cause: Problem) -> None:
+        self.cause = cause
+        self.named: set[int] = set()
+
+
+class Stream:
+    """What one worker and rank has said.
+
+    Attributes:
+        tiers: per tier, block hash to local hash of what is held.
+        implied: parents that a Stored named though nothing had stored them: believed, so reported once.
+        origin: the event that last stored a block, for every block ever stored.
+        gone: the event that last removed a block.
+        next_id: the id that is due; None when any may come.
+        wound: open while blocks are unknown.
+    """
+
+    __slots__ = (
+        "block_size",
+        "dp_rank",
+        "drifted",
+        "gone",
+        "holes",
+        "implied",
+        "last",
+        "next_id",
+        "origin",
+        "prefix_closed",
+        "tiers",
+        "worker_id",
+        "wound",
+    )
+
+    def __init__(
+        self, key: StreamKey, *, first_id: int | None, block_size: int | None = None, prefix_closed: bool = True
+    ) -> None:
+        self.worker_id, self.dp_rank = key
+        self.next_id = first_id
+        self.block_size = block_size
+        self.prefix_closed = prefix_closed
+        self.tiers: dict[StorageTier, dict[int, int]] = {StorageTier.DEVICE: {}}
+        self.implied: set[int] = set()
+        self.origin: dict[int, RouterEvent] = {}
+        self.gone: dict[int, RouterEvent] = {}
+        self.holes: list[range] = []
+        self.last: RouterEvent | None = None
+        self.wound: Wound | None = None
+        self.drifted: set[int] = set()
+
+    def holds(self, block: int) -> bool:
+        """Whether the events say that the block is held, in any tier."""
+        return any(block in held for held in self.tiers.values()) or block in self.implied
+
+    def forget(self) -> None:
+        """Nothing is held any more, and that is known."""
+        for held in self.tiers.values():
+            held.clear()
+        self.implied.clear()
+        self.drifted.clear()
+        self.wound = None
+
+    def take_hole(self, event_id: int) -> bool:
+        """Whether the id was missing until now; it is not any more."""
+        for i, hole in enumerate(self.holes):
+            if event_id in hole:
+                parts = (range(hole.start, event_id), range(event_id + 1, hole.stop))
+                self.holes[i : i + 1] = [part for part in parts if part]
+                return True
+        return False
+
+    def chain(self, block: int) -> list[int]:
+        """Block hashes from the root to `block`, as last stored; from where history begins if no root is known."""
+        out: list[int] = []
+        seen: set[int] = set()
+        current: int | None = block
+        while current is not None and current not in seen:
+            event = self.origin.get(current)
+            if event is None:
+                break
+            data = event.event.data
+            assert isinstance(data, Stored)
+            upto = data.block_hashes.index(current) + 1
+            run = data.block_hashes[:upto]
+            seen.update(run)
+            out[:0] = run
+            current = data.parent_hash
+        return out
+
+    def parent(self, block: int) -> int | None:
+        """The block before `block`, as last stored; None for a root and for what was never stored."""
+        event = self.origin.get(block)
+        if event is None:
+            return None
+        data = event.event.data
+        assert isinstance(data, Stored)
+        index = data.block_hashes.index(block)
+        return data.block_hashes[index - 1] if index else data.parent_hash
+
+    def local_hash(self, block: int) -> int:
+        """Local hash of a block that was stored."""
+        data = self.origin[block].event.data
+        assert isinstance(data, Stored)
+        return data.tokens_hashes[data.block_hashes.index(block)]
+
+    def tokens(self, block: int) -> tuple[int, ...] | None:
+        """Token ids of a block that was stored; None where they did not come."""
+        event = self.origin[block]
+        data = event.event.data
+        assert isinstance(data, Stored)
+        if event.token_ids is None:
+            return None
+        return tuple(event.token_ids[data.block_hashes.index(block)])
+
+    def history(self, block: int) -> str:
+        """What the stream said of a block, for messages."""
+        if block in self.implied or any(block in held for held in self.tiers.values()):
+            where = "as a parent only" if block in self.implied else "held"
+            return f"block {block_text(block)} is {where}"
+        removed, stored = self.gone.get(block), self.origin.get(block)
+        if removed is not None:
+            return f"block {block_text(block)} was removed by event {removed.event.event_id}"
+        if stored is not None:
+            return f"block {block_text(block)}, stored by event {stored.event.event_id}, was cleared"
+        return f"block {block_text(block)} was never stored"
+
+
+class Ledger:
+    """Judges events one by one, and holds what they said.
+
+    `observe` answers the problems that an event shows, causes before what follows from them. Nothing is ever raised
+    for a problem.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[StreamKey, Stream] = {}
+
+    def open(
+        self, key: StreamKey, *, first_id: int | None, block_size: int | None = None, prefix_closed: bool = True
+    ) -> Stream:
+        """Begin to listen to a worker and rank, knowing nothing of it.
+
+        Args:
+            key: (worker_id, dp_rank).
+            first_id: the id that its first event has; None for any.
+            block_size: tokens a block, to judge token ids by; None: not judged.
+            prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning.
+        """
+        stream = self.streams[key] = Stream(key, first_id=first_id, block_size=block_size, prefix_closed=prefix_closed)
+        return stream
+
+    def restarted(self, key: StreamKey, *, first_id: int | None) -> None:
+        """The worker said that it begins anew: nothing held, ids from `first_id` on."""
+        stream = self.streams.get(key)
+        if stream is not None:
+            stream.forget()
+            stream.next_id, stream.last = first_id, None
+            stream.holes.clear()
+
+    # ------------------------------------------------------------------------------------------------ events
+
+    def observe(self, event: RouterEvent, position: int, *, chained: bool = False) -> list[Problem]:
+        """Judge one event and take over what it says.
+
+        Args:
+            event: as it arrived.
+            position: its number in the log.
+            chained: whether its hashes must be Dynamo's chain; hand-made moves have free hashes.
+        """
+        inner = event.event
+        key = (event.worker_id, inner.dp_rank)
+        stream = self.streams.get(key) or self.open(key, first_id=None)
+        problems: list[Problem] = []
+        cause = None
+        if inner.event_id != stream.next_id and stream.next_id is not None:
+            if not stream.take_hole(inner.event_id):
+                cause = self._gap(stream, event, position, problems)
+                stream.next_id = inner.event_id + 1
+        else:
+            stream.next_id = inner.event_id + 1
+        data = inner.data
+        if isinstance(data, Stored):
+            found = self._stored(stream, event, data, chained=chained)
+        elif isinstance(data, Removed):
+            found = self._removed(stream, event, data)
+        else:
+            found = []
+        for problem in found:
+            problem.event, problem.position = event, position
+            if cause is not None:
+                problem.follows_from(cause)
+        problems += found
+        if isinstance(data, Cleared):
+            stream.forget()
+        stream.last = event
+        return problems
+
+    def _gap(self, stream: Stream, event: RouterEvent, position: int, problems: list[Problem]) -> Problem | None:
+        """Note an id that was not due. Return the cause of what else the event breaks, where it opens no wound."""
+        got, due = event.event.event_id, stream.next_id
+        assert due is not None
+        if got > due:
+            missing = range(due, got)
+            stream.holes.append(missing)
+            known = f"{ids_text(missing)} never arrived"
+        elif stream.last is not None and stream.last.event.event_id == got:
+            known = f"event {got} had arrived already"
+        else:
+            known = f"event {due - 1} had arrived: ids went backwards, as after a restart that nobody announced"
+        problem = Problem(
+            "event_id_gap", stream.worker_id, stream.dp_rank, known, f"event {due} was due", event, position
+        )
+        problems.append(problem)
+        if event == stream.last:  # a repeat of the event before: only its own consequences follow from it
+            self.fold(stream, problem)
+            return problem
+        self._wound(stream, problem)
+        return None
+
+    def _stored(self, stream: Stream, event: RouterEvent, data: Stored, *, chained: bool) -> list[Problem]:
+        hashes, parent = data.block_hashes, data.parent_hash
+        held = stream.tiers.setdefault(event.storage_tier, {})
+        problems = [*self._unsound(stream, held, data)]
+        if chained and (wrong := _wrong_hash(stream, event, data)) is not None:
+            problem = self._problem("wrong_hash", stream, wrong[1], wrong[2], (wrong[0],))
+            problem.is_error = stream.prefix_closed
+            problems.append(problem)
+        if hashes and not problems and all(map(held.__contains__, hashes)):
+            known = f"{blocks_text(hashes)} {'is' if len(hashes) == 1 else 'are'} held already"
+            problem = self._problem(
+                "duplicate_store", stream, known, "a block that is held is not stored again", hashes
+            )
+            problems.append(self.fold(stream, problem, every=True))
+        if parent is not None and parent not in held and not stream.holds(parent):
+            stream.implied.add(parent)
+        held.update(zip(hashes, data.tokens_hashes, strict=True))
+        stream.origin.update(zip(hashes, repeat(event)))
+        stream.implied.difference_update(hashes)
+        stream.drifted.difference_update(hashes)
+        if stream.wound is not None:
+            stream.wound.named.update(hashes)
+            if parent is not None:
+                stream.wound.named.add(parent)
+        return problems
+
+    def _unsound(self, stream: Stream, held: dict[int, int], data: Stored) -> Iterator[Problem]:
+        """The one of invalid_block and parent_block_not_found that a Stored breaks, if any."""
+        hashes, parent = data.block_hashes, data.parent_hash
+        if (parent in hashes or len(set(hashes)) != len(hashes)) and (own := _own_parent(hashes, parent)) is not None:
+            known = f"block {block_text(own)} is named as its own parent"
+            yield self._problem("invalid_block", stream, known, "a block's parent is another block", (own,))
+            return
+        if not held.keys().isdisjoint(hashes):
+            for block, local in zip(hashes, data.tokens_hashes, strict=True):
+                if held.get(block, local) != local:
+                    known = f"block {block_text(block)} is held with local hash {block_text(held[block])}"
+                    right = f"one block hash has one local hash, not {block_text(local)} too"
+                    yield self.fold(stream, self._problem("invalid_block", stream, known, right, (block,)))
+                    return
+        if parent is not None and parent not in held and not stream.holds(parent):
+            right = "the parent is a block that this worker and rank holds, or none for a root"
+            problem = self._problem("parent_block_not_found", stream, stream.history(parent), right, (parent,))
+            yield self.fold(stream, problem)
+
+    def _removed(self, stream: Stream, event: RouterEvent, data: Removed) -> list[Problem]:
+        hashes = data.block_hashes
+        pop = stream.tiers.setdefault(event.storage_tier, {}).pop
+        unknown = [block for block in hashes if pop(block, None) is None and block not in stream.implied]
+        right = "a Removed names blocks that are held"
+        problems = [
+            self.fold(stream, self._problem("block_not_found", stream, stream.history(part[0]), right, part))
+            for part in self._parts(stream, unknown)
+        ]
+        stream.implied.difference_update(hashes)
+        stream.gone.update(zip(hashes, repeat(event)))
+        stream.drifted.difference_update(hashes)
+        if stream.wound is not None:
+            stream.wound.named.update(hashes)
+        return problems
+
+    # ------------------------------------------------------------------------------------------- comparisons
+
+    def missed(self, key: StreamKey, event_id: int, cause: Problem) -> None:
+        """An event is known not to have arrived, and `cause` says why: its id is no gap, its blocks are unknown."""
+        stream = self.streams.get(key) or self.open(key, first_id=None)
+        stream.holes.append(range(event_id, event_id + 1))
+        stream.next_id = event_id + 1
+        self._wound(stream, cause)
+
+    def published(self, key: StreamKey, next_id: int, position: int) -> list[Problem]:
+        """Compare with what the worker says that it published: ids below `next_id`, all of which are due by now."""
+        stream = self.streams.get(key) or self.open(key, first_id=0)
+        due = stream.next_id or 0
+        if next_id <= due:
+            return []
+        missing = range(due, next_id)
+        problem = self._problem(
+            "event_id_gap",
+            stream,
+            f"the worker published ids up to {next_id - 1}; {ids_text(missing)} never arrived",
+            "what is published arrives",
+            (),
+        )
+        problem.position = position
+        stream.holes.append(missing)
+        stream.next_id = next_id
+        self._wound(stream, problem)
+        return [problem]
+
+    def drift(
+        self, key: StreamKey, resident: Collection[int], position: int, tier: StorageTier = StorageTier.DEVICE
+    ) -> list[Problem]:
+        """Compare what the events say is held with what the engine holds. A block is reported once.
+
+        Args:
+            key: (worker_id, dp_rank).
+            resident: block hashes that the engine holds in the tier.
+            position: number of the last event so far, for the record.
+            tier: which tier.
+        """
+        stream = self.streams.get(key) or self.open(key, first_id=None)
+        problems = []
+        for differing, said, had in self.differences(stream, resident, tier):
+            fresh = [block for block in differing if block not in stream.drifted]
+            stream.drifted.update(fresh)
+            for part in self._parts(stream, fresh):
+                problem = self._problem(
+                    "engine_drift",
+                    stream,
+                    f"{len(part)} block{'s' * (len(part) != 1)} {had}, of which the events say otherwise: "
+                    f"{stream.history(part[0])}",
+                    said,
+                    part,
+                )
+                problem.position = position
+                problems.append(self.fold(stream, problem))
+        return problems
+
+    @staticmethod
+    def differences(
+        stream: Stream, resident: Collection[int], tier: StorageTier = StorageTier.DEVICE
+    ) -> list[tuple[list[int], str, str]]:
+        """Blocks of which stream and engine say different things: (blocks, what would be right, what the engine has)."""
+        held = stream.tiers.get(tier, {})
+        there = resident if isinstance(resident, (set, frozenset, dict)) else set(resident)
+        extra = [block for block in held if block not in there]
+        silent = [block for block in resident if block not in held and block not in stream.implied]
+        return [
+            (extra, "what the engine drops is published as Removed", "not held by the engine"),
+            (silent, "what the engine caches is published as Stored", "held by the engine"),
+        ]
+
+    # ----------------------------------------------------------------------------------------------- wounds
+
+    @staticmethod
+    def fold(stream: Stream, problem: Problem, *, every: bool = False) -> Problem:
+        """List the problem under the stream's wound if it names no block that is known.
+
+        Args:
+            stream: whose wound.
+            problem: what was found.
+            every: it takes all its blocks to be known, not the telling one alone.
+        """
+        wound = stream.wound
+        if wound is not None and problem is not wound.cause:
+            known = wound.named.issuperset(problem.blocks) if every else problem.block in wound.named
+            if not problem.blocks or not known:
+                problem.follows_from(wound.cause)
+        return problem
+
+    def _wound(self, stream: Stream, cause: Problem) -> None:
+        """Every block is unknown from here on. A second cause is listed under the first, and blocks are unknown anew."""
+        self.fold(stream, cause)
+        stream.wound = Wound(cause if cause.cause is None else cause.cause)
+
+    @staticmethod
+    def _parts(stream: Stream, blocks: Iterable[int]) -> list[tuple[int, ...]]:
+        """Blocks that are known apart from those that a wound makes unknown: only the latter have a cause."""
+        blocks = tuple(blocks)
+        if stream.wound is None:
+            return [blocks] if blocks else []
+        named = stream.wound.named
+        known = tuple(block for block in blocks if block in named)
+        unknown = tuple(block for block in blocks if block not in named)
+        return [part for part in (known, unknown) if part]
+
+    @staticmethod
+    def _problem(rule: str, stream: Stream, known: str, right: str, blocks: tuple[int, ...]) -> Problem:
+        return Problem(rule, stream.worker_id, stream.dp_rank, known, right, blocks=blocks)
+
+
+def _own_parent(hashes: tuple[int, ...], parent: int | None) -> int | None:
+    """The first block that stands right after itself, if any; a longer cycle is legal (DESIGN 7: multi_lru)."""
+    for block in hashes:
+        if block == parent:
+            return block
+        parent = block
+    return None
+
+
+def _wrong_hash(stream: Stream, event: RouterEvent, data: Stored) -> tuple[int, str, str] | None:
+    """The first block whose hashes do not follow from what came with it: (block, known, right)."""
+    tokens, size = event.token_ids, stream.block_size
+    if tokens is not None and size is not None and all(len(ids) == size for ids in tokens):
+        flat = [token for ids in tokens for token in ids]
+        for block, local, right in zip(data.block_hashes, data.tokens_hashes, block_hashes(flat, size), strict=False):
+            if local != right:
+                return (
+                    block,
+                    f"block {block_text(block)} has local hash {block_text(local)}",
+                    f"its {size} tokens have local hash {block_text(right)}",
+                )
+    rights = sequence_hashes(data.tokens_hashes, parent=data.parent_hash)
+    if tuple(rights) != data.block_hashes:
+        for block, local, right in zip(data.block_hashes, data.tokens_hashes, rights, strict=True):
+            if block != right:
+                parent = "no parent" if data.parent_hash is None else f"parent {block_text(data.parent_hash)}"
+                return (
+                    block,
+                    f"block {block_text(block)} is stored with local hash {block_text(local)}; the event has {parent}",
+                    f"the chain of parent and local hash is {block_text(right)}",
+                )
+    return None

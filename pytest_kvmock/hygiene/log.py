@@ -1,0 +1,272 @@
+"""The event log of a test: every event with its verdict, and what the test expects to go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
+from pytest_kvmock.hygiene.report import errors_text, expectation_text
+from pytest_kvmock.hygiene.rules import RULES, check_rule
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pytest_kvmock.events import BlockTokens, RouterEvent, StorageTier
+    from pytest_kvmock.hygiene.problem import Problem
+
+
+class KvEventsError(AssertionError):
+    """Events were wrong, or an error that a test expected did not come. The message is the report."""
+
+
+@dataclass(slots=True, eq=False)
+class LogEntry:
+    """One event as it arrived.
+
+    Attributes:
+        position: its number in the log, from 0.
+        event: the event, with worker, tier and token ids.
+        problems: what is wrong with it, causes before consequences; empty when nothing is.
+    """
+
+    position: int
+    event: RouterEvent
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the event broke no rule; a warning is no breach."""
+        return not any(problem.is_error for problem in self.problems)
+
+    @property
+    def status(self) -> str:
+        """What an index makes of it: "ok", "parent_block_not_found", "block_not_found" or "invalid_block"."""
+        for problem in self.problems:
+            if problem.rule in STATUSES:
+                return problem.rule
+        return "ok"
+
+    @property
+    def kind(self) -> str:
+        """The event's kind: "stored", "removed" or "cleared"."""
+        return kind_of(self.event)
+
+    @property
+    def token_ids(self) -> BlockTokens | None:
+        """Token ids a block, where they travel with the event."""
+        return self.event.token_ids
+
+    @property
+    def storage_tier(self) -> StorageTier:
+        """Where the blocks are."""
+        return self.event.storage_tier
+
+
+KINDS = ("stored", "removed", "cleared")
+"""Kinds of events."""
+
+STATUSES = ("parent_block_not_found", "block_not_found", "invalid_block")
+"""The errors that Dynamo's index counts."""
+
+
+class Expectation:
+    """An error that a test says will come: for the whole test, or for a `with` block."""
+
+    def __init__(self, log: EventLog, rule: str, times: int) -> None:
+        self.rule = rule
+        self.times = times
+        self._log = log
+        self._since = len(log.problems)
+
+    def __enter__(self) -> Self:
+        if RULES[self.rule].at_end:
+            self._log.expectations.remove(self)
+            raise ValueError(
+                f"{self.rule} is known only at the end of a test, not when a with block is left; "
+                f"call kv_events.expect_error({self.rule!r}) without with, for the whole test"
+            )
+        self._log.expectations.remove(self)
+        self._since = len(self._log.problems)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._log.flush()
+        unmet = self.settle()
+        if unmet is not None and kind is None:
+            raise KvEventsError(unmet)
+
+    def settle(self) -> str | None:
+        """Mark what was expected; the sentence that says what is amiss, or None."""
+        seen = [problem for problem in self._log.problems[self._since :] if problem.rule == self.rule]
+        for problem in seen[: self.times]:
+            problem.expected = True
+        if len(seen) == self.times:
+            return None
+        return expectation_text(self.rule, self.times, len(seen), self._log.total)
+
+
+class EventLog:
+    """Every event that arrived, in order, with what was wrong with it.
+
+    Iterating gives `LogEntry` objects. `stored`, `removed` and `cleared` are events, `stored_blocks` and
+    `removed_blocks` their blocks in order.
+
+    Attributes:
+        problems: every problem so far, also those found by comparisons, and those that follow from others.
+        total: how many events arrived, those taken or cleared away too.
+    """
+
+    def __init__(self, flush: Callable[[], None] | None = None) -> None:
+        self._entries: list[LogEntry] = []
+        self._flush = flush
+        self.problems: list[Problem] = []
+        self.expectations: list[Expectation] = []
+        self.total = 0
+        self._kinds = dict.fromkeys(KINDS, 0)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[LogEntry]:
+        return iter(self._entries)
+
+    def __getitem__(self, index: int) -> LogEntry:
+        return self._entries[index]
+
+    def __repr__(self) -> str:
+        return f"<EventLog of {len(self)} events, {len(self.errors)} errors, {len(self.warnings)} warnings>"
+
+    # ------------------------------------------------------------------------------------------------ filling
+
+    def append(self, event: RouterEvent) -> LogEntry:
+        """Add an event that arrived."""
+        entry = LogEntry(self.total, event)
+        self.total += 1
+        self._entries.append(entry)
+        self._kinds[entry.kind] += 1
+        return entry
+
+    def note(self, problems: list[Problem], entry: LogEntry | None = None) -> None:
+        """Add problems, with the event that shows them or without."""
+        self.problems += problems
+        if entry is not None:
+            entry.problems += problems
+
+    def flush(self) -> None:
+        """Have everything compared that can be by now."""
+        if self._flush is not None:
+            self._flush()
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def stored(self) -> list[KvCacheEvent]:
+        """The Stored events."""
+        return [e.event.event for e in self._entries if isinstance(e.event.event.data, Stored)]
+
+    @property
+    def removed(self) -> list[KvCacheEvent]:
+        """The Removed events."""
+        return [e.event.event for e in self._entries if isinstance(e.event.event.data, Removed)]
+
+    @property
+    def cleared(self) -> list[KvCacheEvent]:
+        """The Cleared events."""
+        return [e.event.event for e in self._entries if isinstance(e.event.event.data, Cleared)]
+
+    @property
+    def stored_blocks(self) -> list[int]:
+        """Block hashes over all Stored, in order."""
+        return _blocks(self.stored)
+
+    @property
+    def removed_blocks(self) -> list[int]:
+        """Block hashes over all Removed, in order."""
+        return _blocks(self.removed)
+
+    @property
+    def errors(self) -> list[Problem]:
+        """Errors that stand by themselves, expected or not; what follows from them is in their `folded`."""
+        return [p for p in self.problems if p.is_error and p.cause is None]
+
+    @property
+    def warnings(self) -> list[Problem]:
+        """Warnings that stand by themselves."""
+        return [p for p in self.problems if not p.is_error and p.cause is None]
+
+    def status_count(self, kind: str, status: str) -> int:
+        """How many events of a kind had a status (see `LogEntry.status`), those cleared away too."""
+        wrong: dict[int, str] = {}
+        for problem in self.problems:
+            if problem.rule in STATUSES and problem.event is not None and kind_of(problem.event) == kind:
+                wrong.setdefault(problem.position, problem.rule)
+        if status == "ok":
+            return self._kinds[kind] - len(wrong)
+        return sum(rule == status for rule in wrong.values())
+
+    def for_worker(self, worker_id: int, dp_rank: int | None = None) -> EventLog:
+        """The part of the log that is about one worker, or about one rank of it."""
+        part = EventLog(self._flush)
+        part._entries = [
+            e for e in self._entries if e.event.worker_id == worker_id and dp_rank in (None, e.event.event.dp_rank)
+        ]
+        part.problems = [p for p in self.problems if p.worker_id == worker_id and dp_rank in (None, p.dp_rank)]
+        part.total = len(part._entries)
+        return part
+
+    def take(self) -> list[RouterEvent]:
+        """Return the events so far and clear them from the log; what they broke stays on record."""
+        events = [entry.event for entry in self._entries]
+        self.clear()
+        return events
+
+    def clear(self) -> None:
+        """Clear the events from the log; what they broke stays on record, and what workers hold is still known."""
+        self._entries.clear()
+
+    # ------------------------------------------------------------------------------------------------ judging
+
+    def check(self, at_least: int = 0) -> None:
+        """Check now what the verdict will check at the end, as far as it can be known.
+
+        Args:
+            at_least: how many events must have arrived by now.
+
+        Raises:
+            KvEventsError: an error that is not expected, or fewer events.
+        """
+        self.flush()
+        wrong = [problem for problem in self.errors if not problem.covered()]
+        if wrong:
+            raise KvEventsError(errors_text(wrong, self))
+        if self.total < at_least:
+            raise KvEventsError(f"expected at least {at_least} KV events by now, {self.total} arrived")
+
+    def expect_error(self, rule: str, times: int = 1) -> Expectation:
+        """Say that this many breaches of a rule will come, consequences of another fault counted.
+
+        As `with kv_events.expect_error(rule):` it counts what comes until the block is left, flushes, and raises
+        there if the number differs. Called without `with` it is for the whole test.
+
+        Raises:
+            ValueError: an unknown rule, or one that is known only at the end of a test, in a `with`.
+        """
+        check_rule(rule)
+        if not isinstance(times, int) or isinstance(times, bool) or times < 1:
+            raise ValueError(f"expect_error: times must be an integer of at least 1, got {times!r}")
+        expectation = Expectation(self, rule, times)
+        self.expectations.append(expectation)
+        return expectation
+
+
+def kind_of(event: RouterEvent) -> str:
+    """An event's kind: "stored", "removed" or "cleared"."""
+    return type(event.event.data).__name__.lower()
+
+
+def _blocks(events: list[KvCacheEvent]) -> list[int]:
+    return [block for event in events for block in event.data.block_hashes]  # type: ignore[union-attr]

@@ -1,0 +1,115 @@
+"""The one place that turns problems and the log into text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock.hygiene.text import event_text, worker_text
+
+if TYPE_CHECKING:
+    from pytest_kvmock.hygiene.log import EventLog, LogEntry
+    from pytest_kvmock.hygiene.problem import Problem
+
+MOST_PROBLEMS = 3
+"""How many problems a failure message tells in full; the log has the rest."""
+
+
+def problem_line(problem: Problem) -> str:
+    """A problem in a few words: rule, worker and event."""
+    where = "" if problem.event_id is None else f", event {problem.event_id}"
+    return f"{problem.rule} ({worker_text(problem.worker_id, problem.dp_rank)}{where})"
+
+
+def problem_text(problem: Problem) -> str:
+    """A problem in full: the event, the worker, the block, what was known and what would have been right."""
+    lines = []
+    if problem.event is not None:
+        lines.append(f"  {event_text(problem.event)}")
+    else:
+        after = "before any event" if problem.position < 0 else f"after entry {problem.position} of the log"
+        lines.append(f"  {worker_text(problem.worker_id, problem.dp_rank)}, compared {after}")
+    lines += [
+        f"    rule:   {problem.rule}: {RULES[problem.rule].broken_when}",
+        f"    known:  {problem.known}",
+        f"    right:  {problem.right}",
+    ]
+    folded = list(problem.consequences())
+    if folded:
+        counts: dict[str, int] = {}
+        for consequence in folded:
+            counts[consequence.rule] = counts.get(consequence.rule, 0) + 1
+        parts = ", ".join(f"{count} {rule}" for rule, count in counts.items())
+        lines.append(f"    follows from it, and is covered by it:  {parts}")
+        lines.append(f"      first: {folded[0].known}")
+    return "\n".join(lines)
+
+
+def problems_text(problems: Sequence[Problem], what: str) -> str:
+    """A headline that stands by itself, and the first problems in full."""
+    first = problem_line(problems[0])
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    headline = f"{len(problems)} KV event {what}{'s' * (len(problems) != 1)}: {first}{more}"
+    parts = [problem_text(problem) for problem in problems[:MOST_PROBLEMS]]
+    if len(problems) > MOST_PROBLEMS:
+        parts.append("  and: " + ", ".join(map(problem_line, problems[MOST_PROBLEMS : MOST_PROBLEMS + 10])))
+    return "\n\n".join([headline, *parts])
+
+
+def errors_text(errors: Sequence[Problem], log: EventLog | None = None) -> str:  # noqa: ARG001 - one form for all
+    """The report of errors, without the log."""
+    return problems_text(errors, "error")
+
+
+def expectation_text(rule: str, times: int, seen: int, events: int) -> str:
+    """What to say of an expectation that was not met."""
+    saw = "none" if seen == 0 else str(seen)
+    return f"expected {times} {rule}, saw {saw} in {events} KV event{'s' * (events != 1)}"
+
+
+def failure_text(errors: Sequence[Problem], unmet: Sequence[str] = (), *, late: bool = False) -> str:
+    """The message of a test that fails for its events.
+
+    Args:
+        errors: what is wrong, in order; may be empty when `unmet` is not.
+        unmet: sentences about expected errors that did not come.
+        late: it came after the test's body, from a teardown.
+    """
+    parts = []
+    if errors:
+        text = errors_text(errors)
+        headline, _, rest = text.partition("\n")
+        if late:
+            headline += "; it came after the test body, from a teardown"
+        rule = errors[0].rule
+        advice = [f'  expected? for the test:  kv_events.expect_error("{rule}")']
+        if not RULES[rule].at_end:
+            advice.insert(0, f'  expected? mark it:       with kv_events.expect_error("{rule}"):')
+        advice.append(f'  not your concern?        @pytest.mark.kvmock(allow=["{rule}"])')
+        parts.append("\n".join([headline, rest, "", *advice]))
+    parts += unmet
+    return "\n\n".join(parts)
+
+
+def entry_line(entry: LogEntry) -> str:
+    """A line of the log."""
+    marks = "".join(f"  {'!!' if problem.is_error else '!'} {problem.rule}" for problem in entry.problems)
+    return f"{entry.position:>5}  {event_text(entry.event)}{marks}"
+
+
+def log_text(log: EventLog, last: int = 20) -> str:
+    """The last lines of the log, and those before them that broke a rule (the first few).
+
+    Args:
+        log: the log.
+        last: how many lines at the end.
+    """
+    entries = list(log)
+    start = max(0, len(entries) - last)
+    broken = [entry for entry in entries[:start] if entry.problems][:last]
+    lines = [f"{len(entries)} events" + (f", the last {last}" if start else "")]
+    if broken:
+        lines += [*map(entry_line, broken), "  ..."]
+    lines += map(entry_line, entries[start:])
+    return "\n".join(lines)

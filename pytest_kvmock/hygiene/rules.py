@@ -1,0 +1,91 @@
+"""The rules of event hygiene: their names, how bad a breach is, and when it is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        name: its name, in markers, options and messages.
+        kind: an "error" fails a test by default, a "warning" is recorded and shown with the log.
+        broken_when: what breaks it, in one sentence.
+        at_end: it is known only when the test's traffic is over, so a `with` block cannot expect it.
+    """
+
+    name: str
+    kind: Literal["error", "warning"]
+    broken_when: str
+    at_end: bool = False
+
+
+RULES: Final[Mapping[str, Rule]] = MappingProxyType(
+    {
+        rule.name: rule
+        for rule in (
+            Rule(
+                "parent_block_not_found",
+                "error",
+                "a Stored names a parent that this worker and rank does not hold",
+            ),
+            Rule(
+                "block_not_found",
+                "error",
+                "a Removed names a block that this worker and rank does not hold in that tier",
+            ),
+            Rule(
+                "invalid_block",
+                "error",
+                "a Stored names a block as its own parent, or gives one resident block a second local hash",
+            ),
+            Rule(
+                "event_id_gap",
+                "error",
+                "an event id is not the last received + 1 and fills no known hole, or a published event never arrived",
+            ),
+            Rule(
+                "wrong_hash",
+                "error",
+                "a block hash is not the chain of its parent and local hash, or a local hash not that of its tokens",
+            ),
+            Rule("sink_failure", "error", "a sink raised while an event was published"),
+            Rule(
+                "index_failure",
+                "error",
+                "the index under test raised on an event that is sound, or answered what cannot be read",
+            ),
+            Rule(
+                "engine_drift",
+                "error",
+                "what the events say is held is not what the engine holds",
+                at_end=True,
+            ),
+            Rule("index_drift", "error", "the index under test answers otherwise than the reference index"),
+            Rule(
+                "not_flushed",
+                "error",
+                "events for an async index were still waiting when the test body ended",
+                at_end=True,
+            ),
+            Rule("duplicate_store", "warning", "a Stored that names blocks changed nothing"),
+        )
+    }
+)
+"""Every rule by name, in the order in which the documentation lists them."""
+
+
+def check_rule(name: object) -> str:
+    """Return `name` if a rule has it.
+
+    Raises:
+        ValueError: none has; the known ones are listed.
+    """
+    if not isinstance(name, str) or name not in RULES:
+        raise ValueError(f"unknown rule {name!r}; known: {', '.join(RULES)}")
+    return name

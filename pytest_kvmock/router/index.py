@@ -1,0 +1,440 @@
+"""The reference router index: which worker holds how much of a prompt's prefix, learned from KV events alone.
+
+Theory of operation. A tree of blocks is keyed by *local* hash, so that a query needs no sequence hashes; every worker
+and rank finds its own blocks in it by *sequence* hash, so that events need no path. A block held by several workers is
+one node with several holders. The rules are those of Dynamo's `RadixTree` (kv-router 1.2.1), oddities included:
+
+* a Removed takes its blocks from one holder and does not follow their children. A node without holders loses its
+  children; its orphans stay in the holder's table, where a later Stored can find them and link them again;
+* the node under a parent is looked for by local hash first, and only then by sequence hash: two sequence hashes for
+  one place share a node, one sequence hash in two places is one node with two parents. So this is a graph, it can
+  have cycles, and nothing here may walk it without a bound;
+* a Stored that makes a block its own child raises, after the edge was made.
+
+It differs where 1.2.1 is wrong by accident. 1.2.1 takes two sets of workers of one size for the same set while it
+walks a query; this index intersects them. Its Cleared empties all ranks of the worker; here, as in 1.6.1, the one that
+said it (`semantics="e1"` brings the older rule back). Its dump does not end on a cycle; this one does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NoReturn, TypeAlias
+
+from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+
+WorkerRank: TypeAlias = tuple[int, int]
+"""`(worker_id, dp_rank)`: one engine's one data-parallel rank, which has a cache of its own."""
+
+
+# The three errors bear Dynamo's names, which its users look for.
+
+
+class KvEventError(ValueError):
+    """An event contradicts what the index knows.
+
+    Attributes:
+        worker_id: the worker that sent it.
+        dp_rank: its rank.
+        event_id: the event's id.
+        block_hash: the sequence hash that is wrong: of the parent, of the first unknown block, of the self-parent.
+        storage_tier: the tier that the event is about.
+    """
+
+    rule: ClassVar[str] = ""
+    """Name of the broken rule, as Dynamo's metrics have it."""
+
+    reason: ClassVar[str] = ""
+    """Dynamo's own text."""
+
+    _detail: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        worker_id: int,
+        dp_rank: int,
+        event_id: int,
+        block_hash: int,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+    ) -> None:
+        super().__init__(worker_id, dp_rank, event_id, block_hash, storage_tier)
+        self.worker_id = worker_id
+        self.dp_rank = dp_rank
+        self.event_id = event_id
+        self.block_hash = block_hash
+        self.storage_tier = storage_tier
+
+    def __str__(self) -> str:
+        tier = "" if self.storage_tier is StorageTier.DEVICE else f" in tier {self.storage_tier.value}"
+        who = f"event {self.event_id} of worker {self.worker_id} rank {self.dp_rank}{tier}"
+        return f"{self.reason}: {who} {self._detail.format(self.block_hash)}"
+
+
+class ParentBlockNotFound(KvEventError):  # noqa: N818 - see above
+    """A Stored names a parent that this worker and rank does not hold; nothing of it was applied."""
+
+    rule = "parent_block_not_found"
+    reason = "Failed to find parent block"
+    _detail = "stores under block {}, which that rank does not hold"
+
+
+class BlockNotFound(KvEventError):  # noqa: N818 - see above
+    """A Removed names a block that this worker and rank does not hold; the others of the event were removed."""
+
+    rule = "block_not_found"
+    reason = "Failed to find block"
+    _detail = "removes block {}, which that rank does not hold"
+
+
+class InvalidBlockSequence(KvEventError):  # noqa: N818 - see above
+    """A Stored makes a block its own parent; the blocks before it were stored."""
+
+    rule = "invalid_block"
+    reason = "Invalid block sequence"
+    _detail = "stores block {} under itself"
+
+
+@dataclass(slots=True)
+class OverlapScores:
+    """How much of a query each worker holds.
+
+    Attributes:
+        scores: leading blocks of the query that are cached, by `(worker_id, dp_rank)`; who has none is absent.
+    """
+
+    scores: dict[WorkerRank, int]
+
+
+class _Node:
+    """One block: who holds it, and its children by local hash.
+
+    Nearly every block has one child, which stands in two slots; only others cost a dict. That halves the memory and
+    spares a query one dict look-up a block.
+
+    Attributes:
+        block_hash: sequence hash by which the block was stored first.
+        holders: a bit for each worker and rank that holds the block.
+        local: local hash of the first child; None when there is no child.
+        child: the first child; not set when there is none.
+        others: the other children.
+    """
+
+    __slots__ = ("block_hash", "child", "holders", "local", "others")
+
+    local: int | None
+    child: _Node
+
+    def __init__(self, block_hash: int) -> None:
+        self.block_hash = block_hash
+        self.holders = 0
+        self.local = None
+        self.others: dict[int, _Node] | None = None
+
+    def link(self, local: int, child: _Node) -> None:
+        """Add a child under a local hash that has none."""
+        if self.local is None:
+            self.local = local
+            self.child = child
+        elif self.others is None:
+            self.others = {local: child}
+        else:
+            self.others[local] = child
+
+    def unlink_children(self) -> None:
+        if self.local is not None:
+            self.local = None
+            del self.child
+            self.others = None
+
+    def children(self) -> Iterator[tuple[int, _Node]]:
+        if self.local is not None:
+            yield self.local, self.child
+        if self.others is not None:
+            yield from self.others.items()
+
+
+class _Rank:
+    """What one worker and rank holds in one tier.
+
+    Attributes:
+        key: who it is.
+        bit: its bit in `_Node.holders`.
+        blocks: its blocks by sequence hash.
+        anchors: blocks of other tiers under which it stored some here, by sequence hash.
+    """
+
+    __slots__ = ("anchors", "bit", "blocks", "key")
+
+    def __init__(self, key: WorkerRank, bit: int) -> None:
+        self.key = key
+        self.bit = bit
+        self.blocks: dict[int, _Node] = {}
+        self.anchors: dict[int, _Node] = {}
+
+
+class _Tree:
+    """The blocks of one tier."""
+
+    def __init__(self) -> None:
+        self.root = _Node(0)
+        self.ranks: dict[WorkerRank, _Rank] = {}
+        # A bit is never given to another rank: a node that lost its name in the table of a rank (two sequence hashes
+        # for one place can do that) keeps the bit for ever, as it keeps the worker in 1.2.1.
+        self.bits: dict[WorkerRank, int] = {}
+        self.keys: dict[int, WorkerRank] = {}
+
+    def rank(self, key: WorkerRank) -> _Rank:
+        """The table of `key`, made if there is none."""
+        found = self.ranks.get(key)
+        if found is None:
+            bit = self.bits.setdefault(key, 1 << len(self.bits))
+            self.keys[bit] = key
+            found = self.ranks[key] = _Rank(key, bit)
+        return found
+
+    def who(self, bits: int) -> Sequence[WorkerRank]:
+        """The ranks of these bits, in the order in which they came."""
+        if bits in self.keys:  # one alone, which is most often so
+            return (self.keys[bits],)
+        found = []
+        while bits:
+            lowest = bits & -bits
+            found.append(self.keys[lowest])
+            bits ^= lowest
+        return found
+
+    def store(self, rank: _Rank, parent: _Node, data: Stored) -> int | None:
+        """Store the blocks under `parent`; return the sequence hash of a block that is its own parent, if there is one."""
+        blocks, anchors, bit = rank.blocks, rank.anchors, rank.bit
+        node = parent
+        for block_hash, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            if node.local == local:
+                child = node.child
+            elif node.others is not None and local in node.others:
+                child = node.others[local]
+            else:
+                child = blocks.get(block_hash) or anchors.pop(block_hash, None) or _Node(block_hash)
+                node.link(local, child)
+            if child is node:
+                return block_hash
+            child.holders |= bit
+            blocks[block_hash] = child
+            node = child
+        return None
+
+    def remove(self, rank: _Rank, block_hashes: Iterable[int]) -> int | None:
+        """Remove the blocks; return the first sequence hash that the rank does not hold, if there is one."""
+        blocks, others = rank.blocks, ~rank.bit
+        unknown = None
+        for block_hash in block_hashes:
+            node = blocks.pop(block_hash, None)
+            if node is None:
+                if unknown is None:
+                    unknown = block_hash
+                continue
+            node.holders &= others
+            if not node.holders:
+                node.unlink_children()
+        return unknown
+
+    def clear(self, rank: _Rank) -> None:
+        self.remove(rank, list(rank.blocks))
+        rank.anchors.clear()
+
+    def ranks_of(self, worker_id: int) -> list[_Rank]:
+        return [rank for key, rank in self.ranks.items() if key[0] == worker_id]
+
+    def find(self, local_hashes: Iterable[int], early_exit: bool) -> dict[WorkerRank, int]:
+        scores: dict[WorkerRank, int] = {}
+        node = self.root
+        active = -1  # before the first block everybody is in
+        depth = 0
+        for local in local_hashes:
+            if node.local == local:
+                node = node.child
+            elif node.others is None or local not in node.others:
+                break
+            else:
+                node = node.others[local]
+            if node.holders != active:
+                still = node.holders & active
+                if depth:
+                    for key in self.who(active & ~still):
+                        scores[key] = depth
+                active = still
+                if not active:
+                    return scores
+                if early_exit and active & (active - 1) == 0:
+                    depth += 1
+                    break
+            depth += 1
+        if depth:
+            for key in self.who(active):
+                scores[key] = depth
+        return scores
+
+    def edges(self) -> Iterator[tuple[WorkerRank, int | None, int, _Node]]:
+        """Every `(holder, parent's sequence hash, local hash, child)` that a query can walk, breadth first.
+
+        A holder walks from the root, or from an anchor, over blocks that it holds. Each edge is shown once for each
+        holder, however many ways and cycles lead to it; an edge from a block to itself, which no event can make
+        without an error, is not shown.
+        """
+        queue: deque[tuple[_Node, int | None, int]] = deque([(self.root, None, -1)])
+        for rank in self.ranks.values():
+            queue.extend((anchor, block_hash, rank.bit) for block_hash, anchor in rank.anchors.items())
+        reached: dict[_Node, int] = {}
+        while queue:
+            node, parent_hash, bits = queue.popleft()
+            for local, child in node.children():
+                walking = child.holders & bits
+                if child is node or not walking:
+                    continue
+                for key in self.who(walking):
+                    yield key, parent_hash, local, child
+                new = walking & ~reached.get(child, 0)
+                if new:
+                    reached[child] = reached.get(child, 0) | new
+                    queue.append((child, child.block_hash, new))
+
+
+class RadixIndex:
+    """A router's view of all caches, built from events; the reference that other indexes are compared with.
+
+    It ends on every input, and an error leaves it as Dynamo 1.2.1 would be left (see the errors' own texts). Blocks of
+    each storage tier have a tree of their own; a Stored in a lower tier may also stand under a block that the rank
+    holds in another tier only, since offloaded children can come without their parents.
+
+    Args:
+        semantics: None: a Cleared empties the rank that said it (Dynamo from 1.6). `"e1"`: it empties all ranks of
+            that worker (Dynamo up to 1.3).
+
+    Raises:
+        ValueError: `semantics` is something else.
+    """
+
+    def __init__(self, *, semantics: Literal["e1"] | None = None) -> None:
+        if semantics not in (None, "e1"):
+            raise ValueError(f'semantics must be None or "e1", got {semantics!r}')
+        self._clear_all_ranks = semantics == "e1"
+        self._device = _Tree()
+        self._trees = {tier: _Tree() for tier in StorageTier} | {StorageTier.DEVICE: self._device}
+
+    def apply(self, event: RouterEvent) -> None:
+        """Take one event.
+
+        Raises:
+            ParentBlockNotFound: a Stored whose parent the rank does not hold; nothing changed.
+            BlockNotFound: a Removed with a block that the rank does not hold; the others are removed.
+            InvalidBlockSequence: a Stored with a block under itself; what stands before it is stored.
+            TypeError: it is no `RouterEvent` with a Stored, Removed or Cleared.
+        """
+        if not isinstance(event, RouterEvent):
+            raise TypeError(f"RadixIndex.apply takes a RouterEvent, got {event!r:.200}")
+        inner, tier = event.event, event.storage_tier
+        data: EventData = inner.data
+        tree = self._device if tier is StorageTier.DEVICE else self._trees[StorageTier(tier)]
+        key = (event.worker_id, inner.dp_rank)
+        if isinstance(data, Stored):
+            self._store(tree, key, data, event)
+        elif isinstance(data, Removed):
+            rank = tree.ranks.get(key)
+            if rank is not None:
+                unknown = tree.remove(rank, data.block_hashes)
+            else:
+                unknown = data.block_hashes[0] if data.block_hashes else None
+            if unknown is not None:
+                _fail(BlockNotFound, event, unknown)
+        elif isinstance(data, Cleared):
+            for rank in tree.ranks_of(event.worker_id):
+                if self._clear_all_ranks or rank.key == key:
+                    tree.clear(rank)
+        else:
+            raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
+
+    def _store(self, tree: _Tree, key: WorkerRank, data: Stored, event: RouterEvent) -> None:
+        parent_hash = data.parent_hash
+        if parent_hash is None:
+            parent = tree.root
+        else:
+            rank = tree.ranks.get(key)
+            found = rank.blocks.get(parent_hash) if rank is not None else None
+            found = found or self._anchor(tree, key, parent_hash)
+            if found is None:
+                _fail(ParentBlockNotFound, event, parent_hash)
+            parent = found
+        wrong = tree.store(tree.rank(key), parent, data)
+        if wrong is not None:
+            _fail(InvalidBlockSequence, event, wrong)
+
+    def _anchor(self, tree: _Tree, key: WorkerRank, parent_hash: int) -> _Node | None:
+        """A node for a parent that the rank holds in another tier only; None in the device tier, or if it holds none."""
+        if tree is self._device:
+            return None
+        for other in self._trees.values():
+            holder = other.ranks.get(key)
+            if holder is not None and parent_hash in holder.blocks:
+                return tree.rank(key).anchors.setdefault(parent_hash, _Node(parent_hash))
+        return None
+
+    def find_matches(
+        self, local_hashes: Iterable[int], early_exit: bool = False, *, tier: StorageTier = StorageTier.DEVICE
+    ) -> OverlapScores:
+        """How many leading blocks of a prompt each worker and rank holds.
+
+        Args:
+            local_hashes: local hash of each block, in order from the first.
+            early_exit: stop at the first block that one rank alone holds; its score is then a lower bound.
+            tier: which tier is asked; blocks of others do not count.
+        """
+        tree = self._device if tier is StorageTier.DEVICE else self._trees[StorageTier(tier)]
+        return OverlapScores(tree.find(local_hashes, early_exit))
+
+    def dump_events(self) -> list[RouterEvent]:
+        """Events that build an index with the same answers from an empty one: one block each, breadth first.
+
+        Ids count from 0 and are nobody's. What no query can reach (orphans of a removed block) is left out. Where a
+        block was given two sequence hashes, the first is named.
+        """
+        events: list[RouterEvent] = []
+        for tier, tree in self._trees.items():
+            for (worker_id, dp_rank), parent_hash, local, child in tree.edges():
+                data = Stored(parent_hash, (child.block_hash,), (local,))
+                events.append(RouterEvent(worker_id, KvCacheEvent(len(events), data, dp_rank), tier))
+        return events
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker with all its ranks and tiers; an unknown one is none."""
+        for tree in self._trees.values():
+            for rank in tree.ranks_of(worker_id):
+                tree.clear(rank)
+                del tree.ranks[rank.key]
+
+    def remove_worker_dp_rank(self, worker_id: int, dp_rank: int) -> None:
+        """Forget one rank of a worker; an unknown one is none."""
+        for tree in self._trees.values():
+            rank = tree.ranks.pop((worker_id, dp_rank), None)
+            if rank is not None:
+                tree.clear(rank)
+
+    def clear_all_blocks(self, worker_id: int) -> None:
+        """Empty all ranks and tiers of a worker, which stays known; an unknown one is none."""
+        for tree in self._trees.values():
+            for rank in tree.ranks_of(worker_id):
+                tree.clear(rank)
+
+    @property
+    def workers(self) -> list[WorkerRank]:
+        """Who has stored and was not removed since, sorted; some may hold nothing now."""
+        return sorted({key for tree in self._trees.values() for key in tree.ranks})
+
+    def num_blocks(self, worker_id: int, dp_rank: int = 0, *, tier: StorageTier = StorageTier.DEVICE) -> int:
+        """How many blocks a worker and rank holds, orphans too; 0 for an unknown one."""
+        rank = self._trees[StorageTier(tier)].ranks.get((worker_id, dp_rank))
+        return len(rank.blocks) if rank is not None else 0
+
+
+def _fail(error: type[KvEventError], event: RouterEvent, block_hash: int) -> NoReturn:
+    raise error(event.worker_id, event.event.dp_rank, event.event.event_id, block_hash, event.storage_tier)

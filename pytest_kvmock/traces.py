@@ -1,0 +1,416 @@
+"""Request traces: a streaming reader of the Mooncake format, and a seeded generator of the same form.
+
+A trace names blocks, not tokens: one id for each `trace_block_size` tokens of a prompt. The ids are *prefix* ids: equal
+ids stand at the same place behind equal prefixes, so an id can serve as the block's local hash. That is what
+`TraceRequest.prompt` makes of it.
+
+The last id may name a block that is only partly filled. In the real traces such an id never names a full block too: the
+next turn of the conversation, which fills the block, has another id in its place. The generator does the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Final, NoReturn, TypeAlias
+
+from pytest_kvmock.tokens import Prompt, check_block_size
+
+MOONCAKE_BLOCK_SIZE: Final = 512
+"""Tokens for each hash id in the Mooncake traces."""
+
+Range: TypeAlias = tuple[int, int]
+"""Lowest and highest value of a uniform draw, both included."""
+
+_U64: Final = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        timestamp: arrival in milliseconds from the start of the trace; None where the trace does not say.
+        input_length: length of the prompt in tokens.
+        output_length: tokens to generate.
+        hash_ids: one prefix id (u64) for each block of the prompt; the last block may be partial.
+        session_id: the conversation that this is a turn of, in the order of the trace; None for a request that is a
+            session of its own (Dynamo calls it `request_<n>`).
+        delay: milliseconds between the end of the session's turn before and this one; None where the trace leaves it
+            to the timestamps.
+    """
+
+    timestamp: float | None
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    session_id: str | None = None
+    delay: float | None = None
+
+    def prompt(self, trace_block_size: int = MOONCAKE_BLOCK_SIZE, *, whole_blocks: bool = False) -> Prompt:
+        """Return the request's prompt: hashes and no tokens, each id the local hash of a block.
+
+        Args:
+            trace_block_size: tokens for each id. It is also the block size that the prompt has for a worker, unless
+                `whole_blocks`.
+            whole_blocks: count the last block as full, whatever `input_length` says. Every id is then one block of
+                any size, as in the recorded runs of the real managers; the length in tokens is left open.
+
+        Raises:
+            TypeError: the block size is not an integer.
+            ValueError: the block size is below 1, or there is not one id for each `trace_block_size` tokens.
+        """
+        check_block_size(trace_block_size)
+        if whole_blocks:
+            return Prompt(hashes=self.hash_ids)
+        expected = -(-self.input_length // trace_block_size)
+        if len(self.hash_ids) != expected:
+            raise ValueError(
+                f"a request of {self.input_length} tokens has {len(self.hash_ids)} hash ids: {expected} are expected, "
+                f"one for each {trace_block_size} tokens (trace_block_size), of which the last may be partial"
+            )
+        return Prompt(hashes=self.hash_ids[: self.input_length // trace_block_size], num_tokens=self.input_length)
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+class TraceError(ValueError):
+    """A line of a trace that cannot be used, or a trace without any.
+
+    Attributes:
+        source: name of the file, or `<lines>`.
+        line: number of the line, from 1; None where the whole trace is meant.
+        field: name of the field; None where the whole line is meant.
+    """
+
+    def __init__(self, source: str, line: int | None, field: str | None, problem: str) -> None:
+        super().__init__(source, line, field, problem)  # all four, so that it survives pickling between processes
+        self.source = source
+        self.line = line
+        self.field = field
+        self._problem = problem
+
+    def __str__(self) -> str:
+        place = self.source if self.line is None else f"{self.source}, line {self.line}"
+        return f"{place}: {self._problem}" if self.field is None else f"{place}, field {self.field!r}: {self._problem}"
+
+
+def read_mooncake(
+    path_or_lines: str | os.PathLike[str] | Iterable[str | bytes],
+    *,
+    limit: int | None = None,
+    trace_block_size: int = MOONCAKE_BLOCK_SIZE,
+) -> Iterator[TraceRequest]:
+    """Read a trace in the Mooncake format: one JSON object a line; blank lines and unknown fields are ignored.
+
+    Lines are read as they are asked for, and none is kept; only the names of sessions are, where a trace has them. The
+    rules are those of Dynamo's loader, and one of the published traces: there is one id for each block of the input.
+
+    Args:
+        path_or_lines: name of the file, which is UTF-8 (a string is a name, never a line); or its lines.
+        limit: how many requests to read, at least 1; what comes after them is never looked at. None for all.
+        trace_block_size: tokens for each hash id.
+
+    Yields:
+        The requests, in the order of the trace.
+
+    Raises:
+        OSError: the file cannot be opened, on the first request.
+        TraceError: a line breaks a rule, or there is no request at all; when its turn comes, not before.
+        TypeError: `limit` or `trace_block_size` is not an integer.
+        ValueError: `limit` or `trace_block_size` is below 1.
+    """
+    check_block_size(trace_block_size)
+    if limit is not None:
+        _check_int("limit", limit, 1, "requests; None reads all")
+    if isinstance(path_or_lines, (str, os.PathLike)):
+        return _read_file(Path(path_or_lines), limit, trace_block_size)
+    return _read(path_or_lines, "<lines>", limit, trace_block_size)
+
+
+def _read_file(path: Path, limit: int | None, trace_block_size: int) -> Iterator[TraceRequest]:
+    with path.open("rb") as lines:  # as bytes, so that a line that is no UTF-8 has a number too
+        yield from _read(lines, str(path), limit, trace_block_size)
+
+
+def _read(
+    lines: Iterable[str | bytes], source: str, limit: int | None, trace_block_size: int
+) -> Iterator[TraceRequest]:
+    sessions: set[str] = set()
+    count = 0
+    for number, line in enumerate(lines, 1):
+        if isinstance(line, (str, bytes)) and not line.strip():
+            continue
+        yield _Row(source, number, line).request(sessions, trace_block_size)
+        count += 1
+        if count == limit:
+            return
+    if not count:
+        raise TraceError(source, None, None, "no request in it; at least one line with a JSON object is expected")
+
+
+class _Row:
+    """One line of a trace, and what is wrong with it."""
+
+    __slots__ = ("_fields", "_number", "_source")
+
+    def __init__(self, source: str, number: int, line: str | bytes) -> None:
+        self._source = source
+        self._number = number
+        self._fields = self._parse(line)
+
+    def _wrong(self, problem: str, field: str | None = None) -> NoReturn:
+        raise TraceError(self._source, self._number, field, problem) from None
+
+    def _parse(self, line: str | bytes) -> dict[str, Any]:
+        hint = ""
+        if isinstance(line, bytes):
+            if not line.endswith(b"\n"):
+                hint = "; the file ends in this line, it may be cut off"
+            try:
+                line = line.decode()
+            except UnicodeDecodeError as error:
+                self._wrong(f"not UTF-8 at byte {error.start}; a trace is a JSON object a line, in UTF-8")
+        elif not isinstance(line, str):
+            self._wrong(f"a line of text is expected, got {_shown(line)}")
+        if self._number == 1:
+            line = line.removeprefix("\ufeff")
+        line = line.rstrip()  # or an error at its end would be one of the next line's first column
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            self._wrong(f"not JSON: {error.msg} at column {error.colno}, got {_cut(line)}{hint}")
+        except (ValueError, RecursionError) as error:  # integers of 4,301 digits; thousands of open brackets
+            self._wrong(f"JSON that cannot be read ({str(error).partition(';')[0]}), got {_cut(line)}")
+        if not isinstance(fields, dict):
+            self._wrong(f"a JSON object is expected, got {_shown(fields)}")
+        return fields
+
+    def request(self, sessions: set[str], trace_block_size: int) -> TraceRequest:
+        timestamp = self._milliseconds("timestamp")
+        input_length = self._length("input_length")
+        output_length = self._length("output_length")
+        hash_ids = self._hash_ids(input_length, trace_block_size)
+        session_id = self._fields.get("session_id")
+        if session_id is not None and not isinstance(session_id, str):
+            self._wrong(f"a string is expected, got {_shown(session_id)}", "session_id")
+        delay = self._milliseconds("delay")
+        if delay and (session_id is None or session_id not in sessions):
+            whose = "this request is a session of its own" if session_id is None else f"session {session_id!r} begins"
+            self._wrong(
+                f"a first turn has no turn before it to wait for ({whose}), got {delay:g}; 0 or no delay is expected",
+                "delay",
+            )
+        if session_id is not None:
+            sessions.add(session_id)
+        return TraceRequest(timestamp, input_length, output_length, hash_ids, session_id, delay)
+
+    def _required(self, field: str) -> Any:
+        try:
+            return self._fields[field]
+        except KeyError:
+            self._wrong("missing; a request has input_length, output_length and hash_ids", field)
+
+    def _length(self, field: str) -> int:
+        value = self._required(field)
+        if type(value) is not int or value < 0:  # a bool is no length
+            self._wrong(f"an integer of at least 0 (tokens) is expected, got {_shown(value)}", field)
+        return value
+
+    def _milliseconds(self, field: str) -> float | None:
+        value = self._fields.get(field)
+        if value is None:
+            return None
+        number = -1.0
+        if type(value) in (int, float):  # a bool is no time
+            with suppress(OverflowError):
+                number = float(value)
+        if not 0 <= number < math.inf:  # nor is NaN
+            self._wrong(f"a finite number of at least 0 (milliseconds) is expected, got {_shown(value)}", field)
+        return number
+
+    def _hash_ids(self, input_length: int, trace_block_size: int) -> tuple[int, ...]:
+        ids = self._required("hash_ids")
+        if not isinstance(ids, list):
+            self._wrong(f"a list of ids, one a block, is expected, got {_shown(ids)}", "hash_ids")
+        if not {int}.issuperset(map(type, ids)) or (ids and not 0 <= min(ids) <= max(ids) <= _U64):
+            for position, value in enumerate(ids):
+                if type(value) is not int or not 0 <= value <= _U64:
+                    self._wrong(
+                        f"id {position}: an integer from 0 to 2**64 - 1 is expected, got {_shown(value)}", "hash_ids"
+                    )
+        expected = -(-input_length // trace_block_size)
+        if len(ids) != expected:
+            self._wrong(
+                f"{expected} ids are expected, one for each {trace_block_size} of {input_length} tokens (the last "
+                f"block may be partial), got {len(ids)}",
+                "hash_ids",
+            )
+        return tuple(ids)
+
+
+def _cut(text: str) -> str:
+    return repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
+
+
+def _shown(value: object) -> str:
+    """Show a value as JSON would, cut short, with the type where the value alone does not tell."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# --------------------------------------------------------------------------------------------------- generating
+
+
+def synthetic_trace(
+    requests: int,
+    *,
+    seed: int = 0,
+    block_size: int = MOONCAKE_BLOCK_SIZE,
+    groups: int = 8,
+    prefix_blocks: Range = (1, 4),
+    turns: Range = (1, 3),
+    input_tokens: Range = (100, 4_000),
+    output_tokens: Range = (50, 600),
+    interval_ms: int = 1_000,
+    delay_ms: Range = (1_000, 30_000),
+) -> Iterator[TraceRequest]:
+    """Make up a trace of the Mooncake form: conversations of several turns, which begin with one of a few prefixes.
+
+    Each session begins with the prefix of its group (a system prompt, say). A turn's prompt is all that came before in
+    the session, outputs included, and the new input. Sessions overlap; the trace is in the order of arrival.
+
+    What holds of the published traces holds here: an id has exactly one parent and no second place, ids are dense from
+    0 in the order of their first appearance, timestamps never go back. With the defaults about half of all block
+    references name a block that an earlier request had, and a prompt has 4,900 tokens or 10 ids on average.
+
+    The same arguments give the same trace on any Python and platform: all is drawn from `Random(seed).random()`, the
+    one method whose sequence Python guarantees. Memory grows with the sessions that are open, not with the trace.
+
+    Args:
+        requests: how many requests, at least 1. More of them continue the same trace.
+        seed: of the generator, from 0.
+        block_size: tokens for each hash id.
+        groups: number of shared prefixes. The first ones are the most popular: half of the sessions take one of the
+            first quarter.
+        prefix_blocks: blocks in a group's prefix, drawn once a group; (0, 0) for no shared prefix.
+        turns: turns of a session, at least 1.
+        input_tokens: new tokens that a turn adds to its prompt, at least 1.
+        output_tokens: tokens that a turn generates.
+        interval_ms: mean time from the start of one session to the next, milliseconds.
+        delay_ms: time from a turn to the next one of its session, milliseconds. Generation counts as instant: the
+            timestamp of a later turn is that of the one before, plus its delay.
+
+    Returns:
+        An iterator over the requests.
+
+    Raises:
+        TypeError: an argument is not an integer, or not a pair of them.
+        ValueError: an argument is too small, or the first of a pair larger than the second.
+    """
+    _check_int("requests", requests, 1, "requests")
+    _check_int("seed", seed, 0, "of the generator")
+    check_block_size(block_size)
+    _check_int("groups", groups, 1, "shared prefixes")
+    _check_int("interval_ms", interval_ms, 0, "milliseconds")
+    _check_range("prefix_blocks", prefix_blocks, 0, "blocks")
+    _check_range("turns", turns, 1, "turns a session")
+    _check_range("input_tokens", input_tokens, 1, "tokens")
+    _check_range("output_tokens", output_tokens, 0, "tokens")
+    _check_range("delay_ms", delay_ms, 0, "milliseconds")
+    workload = _Workload(
+        Random(seed),  # noqa: S311 - a workload, not a secret
+        block_size, groups, prefix_blocks, turns, input_tokens, output_tokens, interval_ms, delay_ms,
+    )  # fmt: skip
+    return workload.requests(requests)
+
+
+@dataclass(slots=True)
+class _Session:
+    name: str
+    blocks: list[int]  # ids of the complete blocks so far that a request has named
+    length: int  # tokens so far: prefix, inputs and outputs
+    turns_left: int
+    delay: int | None = None
+
+
+@dataclass(slots=True)
+class _Workload:
+    rng: Random
+    block_size: int
+    groups: int
+    prefix_blocks: Range
+    turns: Range
+    input_tokens: Range
+    output_tokens: Range
+    interval_ms: int
+    delay_ms: Range
+    next_id: int = 0
+
+    def requests(self, count: int) -> Iterator[TraceRequest]:
+        prefix_lengths = [self._draw(self.prefix_blocks) for _ in range(self.groups)]
+        prefixes: list[list[int]] = [[] for _ in range(self.groups)]  # ids, from the group's first request on
+        waiting: list[tuple[int, int, _Session]] = []  # (arrival, session number, session): next turns
+        started = 0
+        next_start = 0
+        for _ in range(count):
+            if waiting and waiting[0][0] <= next_start:
+                now, number, session = heapq.heappop(waiting)
+            else:
+                now, number = next_start, started
+                group = int(self.groups * self.rng.random() ** 2)
+                prefix = prefixes[group]
+                prefix.extend(self._new_ids(prefix_lengths[group] - len(prefix)))
+                length = prefix_lengths[group] * self.block_size
+                session = _Session(f"session_{number}", list(prefix), length, self._draw(self.turns))
+                started += 1
+                next_start += self._draw((0, 2 * self.interval_ms))
+            yield self._turn(session, now)
+            if session.turns_left:
+                session.delay = self._draw(self.delay_ms)
+                heapq.heappush(waiting, (now + session.delay, number, session))
+
+    def _turn(self, session: _Session, now: int) -> TraceRequest:
+        input_length = session.length + self._draw(self.input_tokens)
+        output_length = self._draw(self.output_tokens)
+        session.blocks.extend(self._new_ids(input_length // self.block_size - len(session.blocks)))
+        tail = self._new_ids(1) if input_length % self.block_size else ()
+        session.length = input_length + output_length
+        session.turns_left -= 1
+        delay = None if session.delay is None else float(session.delay)
+        ids = (*session.blocks, *tail)
+        return TraceRequest(float(now), input_length, output_length, ids, session.name, delay)
+
+    def _new_ids(self, count: int) -> range:
+        first, self.next_id = self.next_id, self.next_id + count
+        return range(first, self.next_id)
+
+    def _draw(self, bounds: Range) -> int:
+        low, high = bounds
+        return low + int(self.rng.random() * (high - low + 1))
+
+
+def _check_int(name: str, value: object, least: int, unit: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer of at least {least} ({unit}), got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least} ({unit}), got {value}")
+
+
+def _check_range(name: str, value: object, least: int, unit: str) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError(f"{name} must be a pair of integers (lowest, highest; {unit}), got {value!r}")
+    low, high = value
+    _check_int(f"the lowest of {name}", low, least, unit)
+    _check_int(f"the highest of {name}", high, low, unit)

@@ -1,0 +1,27 @@
+"""What several test files need."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A slow or busy machine is no failure; what must be fast is measured in benchmarks/.
+settings.register_profile("kvmock", deadline=None)
+settings.load_profile("kvmock")
+
+
+@pytest.fixture(scope="session")
+def traces_dir():
+    """Directory of the published Mooncake traces: `$KVMOCK_TRACES`, or `../shared/traces` beside the checkout.
+
+    They are not part of the project. A test that needs them is skipped where they are not there; a directory that was
+    named and is not there is a failure.
+    """
+    named = os.environ.get("KVMOCK_TRACES")
+    found = Path(named) if named else Path(__file__).parents[2] / "shared" / "traces"
+    if not found.is_dir():
+        if named:
+            pytest.fail(f"KVMOCK_TRACES={named} is not a directory")
+        pytest.skip("the Mooncake traces are not here: set KVMOCK_TRACES to their directory")
+    return found
