@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import KvSink, RouterHarness
-    from pytest_kvmock.hygiene import EventLog
+    from pytest_kvmock.harness.comparison import Sync
+    from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.tokens import Prompt
     from pytest_kvmock.traces import TraceRequest
 
@@ -69,17 +70,9 @@ class Case:
             if not isinstance(name, str) or name not in known:
                 pytest.fail(f"kvmock: kv_backend is {name!r}; known: {', '.join(known)}", pytrace=False)
             try:
-                self.harness.set_backend(name)
+                self.harness.use_backend(name)  # it makes sure, too, that its managers are what this name says
             except ValueError as error:
                 _fail_at_setup(self.item, f"backend {name}: {error}")
-            for worker in self.harness.workers.values():
-                # A matrix that only says it runs everything is worse than none: the id must be what ran.
-                if worker.manager.backend != name:
-                    pytest.fail(
-                        f"kvmock: this test runs as backend {name!r}, but its manager says it is "
-                        f"{worker.manager.backend!r}",
-                        pytrace=False,
-                    )
             self.backend = name
         return self.harness
 
@@ -91,7 +84,7 @@ _TRACES: Final = pytest.StashKey[dict[object, tuple["TraceRequest", ...]]]()
 def _fail_at_setup(item: pytest.Item, message: str) -> NoReturn:
     """Fail with one line; with --full-trace, let the error that is being handled say where it came from."""
     if not item.config.getoption("fulltrace", False):
-        pytest.fail(f"kvmock: {message}", pytrace=False)
+        raise pytest.fail.Exception(f"kvmock: {message}", pytrace=False) from None
     raise  # noqa: PLE0704 - called where an error is handled
 
 
@@ -113,7 +106,7 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     markers = marker_values(item)
     settings = item.config.stash[SETTINGS]
     policy = resolve_policy(settings.command_line, markers, settings.ini)
-    sync = "auto"
+    sync: Sync = "auto"
     for values in markers:
         sync = values.get("sync", sync)
     try:
@@ -134,7 +127,7 @@ def _effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
         check_markers(item)  # collection checked them, but for TestCase methods and for markers that came later
         return resolve_profile(base, marker_values(item), item.config.stash[SETTINGS].command_line)
     except ValueError as error:
-        pytest.fail(f"kvmock: {error}", pytrace=False)
+        _fail_at_setup(item, str(error))
 
 
 # ---------------------------------------------------------------------------------------------------- to override
@@ -207,11 +200,11 @@ def kv_manager(kv_backend: str, _kvmock_case: Case) -> KvManager:
 
 @pytest.fixture
 def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvManager]:
-    """Make more block managers, `make_kv_manager()`: each is that of the next worker."""
+    """Make more block managers, `make_kv_manager(backend=None)`: each is that of the next worker."""
     harness = _kvmock_case.with_backend(kv_backend)
 
-    def make(**options: Any) -> KvManager:
-        return harness.next_worker(**options).manager
+    def make(backend: str | None = None) -> KvManager:
+        return harness.next_worker(backend).manager
 
     return make
 
@@ -230,24 +223,14 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
-    """Make more sinks, `make_kv_sink(chained=False, num_blocks=None)`: each stands for a worker by itself."""
-    harness = _kvmock_case.harness
-
-    def make(chained: bool = False, num_blocks: int | None = None) -> KvSink:
-        return harness.make_sink(chained=chained, num_blocks=num_blocks)
-
-    return make
+    """Make more sinks, `make_kv_sink(chained=False)`: each stands for a worker by itself."""
+    return _kvmock_case.harness.make_sink
 
 
 @pytest.fixture
 def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
     """Make prompts of fresh tokens, `kv_prompt(blocks=4, after=other)`: the second shares its prefix with `other`."""
-    harness = _kvmock_case.harness
-
-    def make(blocks: int = 4, after: Prompt | None = None) -> Prompt:
-        return harness.prompt(blocks, after=after)
-
-    return make
+    return _kvmock_case.harness.prompt
 
 
 @pytest.fixture

@@ -93,14 +93,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 
             del item.stash[CASE]
             judge_failed_teardown(case, failure)
-            case.harness.close()
         raise
     case = item.stash.get(CASE, None)
     if case is not None:
         from pytest_kvmock.plugin.verdict import judge_late
 
         del item.stash[CASE]  # pytest-rerunfailures runs the same item again
-        try:
-            judge_late(case)
-        finally:
-            case.harness.close()
+        judge_late(case)

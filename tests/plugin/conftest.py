@@ -12,7 +12,7 @@ import pytest_kvmock.harness
 import pytest_kvmock.hygiene.report
 import pytest_kvmock.plugin.markers
 import pytest_kvmock.plugin.verdict
-import pytest_kvmock.traces
+import pytest_kvmock.traces  # noqa: F401 - all of these
 
 PREAMBLE = """\
 import sys, unittest

@@ -36,7 +36,13 @@ TABLE = {
     "event error": Row(
         "def test(kv_sink): kv_sink(BAD)",
         {"failed": 1},
-        shown=["*___ test ___*", ERROR, LOG, "*event 0*Removed*block_not_found*", "FAILED*::test - Failed: 1 KV event*"],
+        shown=[
+            "*___ test ___*",
+            ERROR,
+            LOG,
+            "*event 0*Removed*block_not_found*",
+            "FAILED*::test - Failed: 1 KV event*",
+        ],
         hidden=["*hidden*", "*pytest_kvmock/plugin*"],
     ),
     "body failure": Row(
@@ -113,9 +119,7 @@ TABLE = {
         "@pytest.mark.kvmock(allow=['invalid_block'])\ndef test(kv_sink): kv_sink(BAD)", {"failed": 1}
     ),
     # ------------------------------------------------------------------------------------ policies
-    "errors ignored": Row(
-        "@pytest.mark.kvmock(event_errors='ignore')\ndef test(kv_sink): kv_sink(BAD)", {"passed": 1}
-    ),
+    "errors ignored": Row("@pytest.mark.kvmock(event_errors='ignore')\ndef test(kv_sink): kv_sink(BAD)", {"passed": 1}),
     "errors ignored, body failure": Row(
         "@pytest.mark.kvmock(event_errors='ignore')\ndef test(kv_sink):\n kv_sink(BAD)\n assert 0",
         {"failed": 1},
@@ -382,7 +386,10 @@ TABLE = {
     ),
     # ------------------------------------------------------------------------------------ other plugins
     "asyncio": Row(
-        "@pytest.mark.asyncio\nasync def test(kv_sink): kv_sink(BAD)", {"failed": 1}, shown=[ERROR], plugins=["pytest_asyncio.plugin"]
+        "@pytest.mark.asyncio\nasync def test(kv_sink): kv_sink(BAD)",
+        {"failed": 1},
+        shown=[ERROR],
+        plugins=["pytest_asyncio.plugin"],
     ),
     "asyncio, both": Row(
         "@pytest.mark.asyncio\nasync def test(kv_sink):\n kv_sink(BAD)\n assert 0",
