@@ -12,17 +12,38 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from pytest_kvmock.backends import BACKENDS as BACKENDS
+    from pytest_kvmock.backends import BackendSpec as BackendSpec
+    from pytest_kvmock.backends import EngineProfile as EngineProfile
+    from pytest_kvmock.backends import create_manager as create_manager
+    from pytest_kvmock.engine.sequence import ActiveSequence as ActiveSequence
+    from pytest_kvmock.engine.worker import KvWorker as KvWorker
+    from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
+    from pytest_kvmock.engine.worker import Request as Request
+    from pytest_kvmock.engine.worker import RequestError as RequestError
     from pytest_kvmock.events import Cleared as Cleared
     from pytest_kvmock.events import KvCacheEvent as KvCacheEvent
     from pytest_kvmock.events import Removed as Removed
     from pytest_kvmock.events import RouterEvent as RouterEvent
     from pytest_kvmock.events import StorageTier as StorageTier
     from pytest_kvmock.events import Stored as Stored
+    from pytest_kvmock.harness import KvSink as KvSink
+    from pytest_kvmock.harness import RouterHarness as RouterHarness
+    from pytest_kvmock.harness import Verdict as Verdict
+    from pytest_kvmock.hygiene.log import EventLog as EventLog
+    from pytest_kvmock.hygiene.log import KvEventsError as KvEventsError
+    from pytest_kvmock.hygiene.problem import Problem as Problem
     from pytest_kvmock.moves import Deref as Deref
     from pytest_kvmock.moves import Destroy as Destroy
     from pytest_kvmock.moves import MoveError as MoveError
     from pytest_kvmock.moves import Promote as Promote
     from pytest_kvmock.moves import Use as Use
+    from pytest_kvmock.router.index import BlockNotFound as BlockNotFound
+    from pytest_kvmock.router.index import InvalidBlockSequence as InvalidBlockSequence
+    from pytest_kvmock.router.index import KvEventError as KvEventError
+    from pytest_kvmock.router.index import OverlapScores as OverlapScores
+    from pytest_kvmock.router.index import ParentBlockNotFound as ParentBlockNotFound
+    from pytest_kvmock.router.index import RadixIndex as RadixIndex
     from pytest_kvmock.sinks import CapturingSink as CapturingSink
     from pytest_kvmock.sinks import FanOutSink as FanOutSink
     from pytest_kvmock.sinks import JsonlRecorder as JsonlRecorder
@@ -30,19 +51,44 @@ if TYPE_CHECKING:
     from pytest_kvmock.tokens import block_hashes as block_hashes
     from pytest_kvmock.tokens import lineage_hash as lineage_hash
     from pytest_kvmock.tokens import sequence_hashes as sequence_hashes
+    from pytest_kvmock.traces import TraceError as TraceError
+    from pytest_kvmock.traces import TraceRequest as TraceRequest
+    from pytest_kvmock.traces import read_mooncake as read_mooncake
+    from pytest_kvmock.traces import synthetic_trace as synthetic_trace
 
 _HOME = {
+    "BACKENDS": "backends",
+    "BackendSpec": "backends",
+    "EngineProfile": "backends",
+    "create_manager": "backends",
+    "ActiveSequence": "engine.sequence",
+    "KvWorker": "engine.worker",
+    "OutOfBlocks": "engine.worker",
+    "Request": "engine.worker",
+    "RequestError": "engine.worker",
     "Cleared": "events",
     "KvCacheEvent": "events",
     "Removed": "events",
     "RouterEvent": "events",
     "StorageTier": "events",
     "Stored": "events",
+    "KvSink": "harness",
+    "RouterHarness": "harness",
+    "Verdict": "harness",
+    "EventLog": "hygiene.log",
+    "KvEventsError": "hygiene.log",
+    "Problem": "hygiene.problem",
     "Deref": "moves",
     "Destroy": "moves",
     "MoveError": "moves",
     "Promote": "moves",
     "Use": "moves",
+    "BlockNotFound": "router.index",
+    "InvalidBlockSequence": "router.index",
+    "KvEventError": "router.index",
+    "OverlapScores": "router.index",
+    "ParentBlockNotFound": "router.index",
+    "RadixIndex": "router.index",
     "CapturingSink": "sinks",
     "FanOutSink": "sinks",
     "JsonlRecorder": "sinks",
@@ -50,6 +96,10 @@ _HOME = {
     "block_hashes": "tokens",
     "lineage_hash": "tokens",
     "sequence_hashes": "tokens",
+    "TraceError": "traces",
+    "TraceRequest": "traces",
+    "read_mooncake": "traces",
+    "synthetic_trace": "traces",
 }
 
 __all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0605 - the table is the one list

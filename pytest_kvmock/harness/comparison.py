@@ -187,9 +187,10 @@ class Comparison:
     # ---------------------------------------------------------------------------------------------- chains
 
     def _touched(self, event: RouterEvent) -> Iterator[Chain]:
-        """The chains whose answers an event changes: of the last block stored, of each first block removed, and of
-        three that were cleared; and once more with the first block exchanged and without it, which must match nothing
-        that the chain matched.
+        """Yield the chains whose answers an event changes.
+
+        Those of the last block stored, of each first block removed, and of three that were cleared; and once more
+        with the first block exchanged and without it, which must match nothing that the chain matched.
         """
         key = (event.worker_id, event.event.dp_rank)
         stream = self._ledger.streams[key]

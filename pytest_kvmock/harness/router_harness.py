@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from random import Random
 from threading import RLock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile, backend_spec
 from pytest_kvmock.events import (
@@ -20,17 +19,18 @@ from pytest_kvmock.events import (
     StorageTier,
     Stored,
 )
-from pytest_kvmock.harness.comparison import SYNC, Comparison, Sync, arun, run
+from pytest_kvmock.harness.comparison import SYNC, Sync
 from pytest_kvmock.harness.delivery import Delivery, Drop
+from pytest_kvmock.harness.judge import Judge, Verdict
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, question
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
 from pytest_kvmock.harness.worker import HarnessWorker
-from pytest_kvmock.hygiene.ledger import Ledger, StreamKey
+from pytest_kvmock.hygiene.ledger import StreamKey
 from pytest_kvmock.hygiene.log import KINDS, STATUSES, EventLog, KvEventsError
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.report import errors_text, failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -42,20 +42,6 @@ if TYPE_CHECKING:
 
 WorkerKey: TypeAlias = int | tuple[int, int]
 """A worker id; (worker_id, dp_rank) where the worker has more ranks than one."""
-
-
-class Verdict(NamedTuple):
-    """What `RouterHarness.judge` found since it was last asked.
-
-    Attributes:
-        errors: errors that stand by themselves and that the test did not expect.
-        warnings: warnings, likewise.
-        unmet: a sentence for each error that the test expected and that did not come as often as it said.
-    """
-
-    errors: list[Problem]
-    warnings: list[Problem]
-    unmet: list[str]
 
 
 class RouterHarness:
@@ -79,7 +65,7 @@ class RouterHarness:
     Attributes:
         events: every event that arrived, with its verdict.
         profile: the profile in force.
-        reference: the reference index.
+        delivery: from worker to router; its `transport` is where faults are put.
     """
 
     def __init__(
@@ -96,20 +82,14 @@ class RouterHarness:
             raise ValueError(f"unknown sync {sync!r}; known: {', '.join(SYNC)}")
         self.profile = profile or EngineProfile()
         self.events = EventLog(self.flush)
-        self.reference = RadixIndex()
         self._allow = frozenset(map(check_rule, allow))
         self._rng = Random(f"{self.profile.seed}:{name}")  # noqa: S311 - mock data
-        self._ledger = Ledger()
         self._lock = RLock()
-        self._under_test = None if index is None else IndexUnderTest(index)
-        self._comparison = None
-        if self._under_test is not None:
-            rng = Random(self._rng.getrandbits(64))  # noqa: S311 - its own, so that traffic is the same without it
-            self._comparison = Comparison(self._under_test, self.reference, self._ledger, rng, sync)
+        # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
+        self._judge = Judge(self.events, index, sync, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
+        self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
         self._workers: dict[WorkerKey, KvWorker] = {}
-        self._delivery = Delivery(self._arrive, self._lost)
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
-        self._judged = 0
         self._spec: BackendSpec | None = None
         if backend is not None:
             self.use_backend(backend)
@@ -122,9 +102,15 @@ class RouterHarness:
         return None if self._spec is None else self._spec.name
 
     @property
+    def reference(self) -> RadixIndex:
+        """The reference index."""
+        return self._judge.reference
+
+    @property
     def index(self) -> Any:
         """The index that answers: the one under test, or the reference."""
-        return self.reference if self._under_test is None else self._under_test.index
+        under_test = self._judge.under_test
+        return self.reference if under_test is None else under_test.index
 
     @property
     def workers(self) -> Mapping[WorkerKey, KvWorker]:
@@ -181,7 +167,7 @@ class RouterHarness:
             raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
         worker = HarnessWorker(self, spec, worker_id, dp_rank, Random(self._rng.getrandbits(64)))  # noqa: S311 - mock data
         self._workers[self._key(worker_id, dp_rank)] = worker
-        self._ledger.open(
+        self._judge.ledger.open(
             (worker_id, dp_rank), first_id=0, block_size=self.profile.block_size, prefix_closed=spec.prefix_closed
         )
         return worker
@@ -195,8 +181,8 @@ class RouterHarness:
         Args:
             chained: whether its hashes must be Dynamo's chain (`wrong_hash`).
         """
-        worker_id = FIRST_SINK_WORKER + sum(key[0] >= FIRST_SINK_WORKER for key in self._ledger.streams)
-        self._ledger.open((worker_id, 0), first_id=None, block_size=self.profile.block_size)
+        worker_id = FIRST_SINK_WORKER + sum(key[0] >= FIRST_SINK_WORKER for key in self._judge.ledger.streams)
+        self._judge.ledger.open((worker_id, 0), first_id=None, block_size=self.profile.block_size)
         return KvSink(self, worker_id, chained=chained)
 
     def add_sink(self, sink: Sink, *, before: bool = False) -> None:
@@ -207,7 +193,7 @@ class RouterHarness:
             before: tell it before the router; what it raises then keeps the event from the router, as the first of
                 Dynamo's publishers does.
         """
-        self._delivery.add_sink(sink, before=before)
+        self.delivery.add_sink(sink, before=before)
 
     def prompt(self, blocks: int = 4, after: Prompt | TokenIds | None = None, *, tail: int = 0) -> Prompt:
         """A prompt of fresh tokens.
@@ -236,7 +222,7 @@ class RouterHarness:
         worker = self._workers.get(self._key(worker_id, dp_rank))
         if worker is not None:
             return worker.manager.take_event_id()
-        return self._delivery.published.get((worker_id, dp_rank), 0)
+        return self.delivery.published.get((worker_id, dp_rank), 0)
 
     def apply(
         self,
@@ -276,29 +262,7 @@ class RouterHarness:
             chained: whether its hashes must be Dynamo's chain.
         """
         with self._lock:
-            self._delivery.publish(event, chained=chained)
-
-    def _lost(self, problem: Problem, event: RouterEvent, missed: bool) -> None:
-        """A sink raised; the event is missed where it stood between worker and router."""
-        problem.position = self.events.total - 1
-        self.events.note([problem])
-        if missed:
-            self._ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
-
-    def _arrive(self, event: RouterEvent, chained: bool) -> None:
-        entry = self.events.append(event)
-        problems = self._ledger.observe(event, entry.position, chained=chained)
-        if problems:
-            self.events.note(problems, entry)
-        with suppress(KvEventError):  # the ledger has said so already, with what was known
-            self.reference.apply(event)
-        comparison = self._comparison
-        if comparison is not None:
-            comparison.heard(event, entry.position, problems)
-            if not self._is_async:
-                found = run(comparison.catch_up())
-                if found:
-                    self.events.note(found, entry)
+            self.delivery.publish(event, chained=chained)
 
     # ----------------------------------------------------------------------------------------------- faults
 
@@ -314,7 +278,7 @@ class RouterHarness:
         Raises:
             ValueError: a count below 1, or an unknown kind.
         """
-        return self._delivery.drop_next(n, kind)
+        return self.delivery.drop_next(n, kind)
 
     def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
         """The router forgets a worker, all ranks; it may come back with any event id.
@@ -322,56 +286,22 @@ class RouterHarness:
         The worker itself goes on; `worker(id)` makes a new one.
 
         Raises:
-            ValueError: the index under test has no `remove_worker`.
+            ValueError: the index under test has no `remove_worker`; nothing has changed.
         """
         with self._lock:
-            keys = [key for key in self._ledger.streams if key[0] == id]
-            self._tell_index_gone(id, None)
-            for key in keys:
-                self._forget(key, first_id=None)
+            for key in self._judge.gone(id, first_id=None):
+                self.delivery.published.pop(key, None)
                 self._workers.pop(self._key(*key), None)
 
     def restarted(self, worker: KvWorker, *, announced: bool) -> None:
-        """A worker has begun anew; called by `KvWorker.restart`."""
+        """A worker has begun anew; called by `HarnessWorker.restart`."""
         key = (worker.worker_id, worker.dp_rank)
         with self._lock:
-            self._delivery.published[key] = 0
+            self.delivery.published[key] = 0
             if announced:
-                self._tell_index_gone(*key)
-                self._forget(key, first_id=0)
-
-    def _tell_index_gone(self, worker_id: int, dp_rank: int | None) -> None:
-        """Tell the indexes that a worker (all ranks) or one rank of it holds nothing any more."""
-        ranks = [key[1] for key in self._ledger.streams if key[0] == worker_id]
-        whole = dp_rank is None or ranks in ([], [dp_rank])
-        under_test = self._under_test
-        if under_test is not None:
-            if under_test.remove_rank is not None and dp_rank is not None:
-                under_test.remove_rank(worker_id, dp_rank)
-            elif under_test.remove_worker is not None and whole:
-                under_test.remove_worker(worker_id)
-            else:
-                need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
-                raise ValueError(
-                    f"the index under test ({type(under_test.index).__name__}) cannot be told that worker "
-                    f"{worker_id} is gone: it has no {need}"
-                )
-        if dp_rank is None:
-            self.reference.remove_worker(worker_id)
-        else:
-            self.reference.remove_worker_dp_rank(worker_id, dp_rank)
-
-    def _forget(self, key: StreamKey, *, first_id: int | None) -> None:
-        self._ledger.restarted(key, first_id=first_id)
-        self._delivery.published.pop(key, None)
-        if self._comparison is not None:
-            self._comparison.forget(key)
+                self._judge.gone(*key, first_id=0)
 
     # ------------------------------------------------------------------------------------------ comparisons
-
-    @property
-    def _is_async(self) -> bool:
-        return self._under_test is not None and self._under_test.is_async
 
     def flush(self) -> None:
         """Compare what can be compared by now: ids with what was published, the stream with the engines.
@@ -379,31 +309,25 @@ class RouterHarness:
         An async index is flushed by `aflush`, in the test's own loop.
         """
         with self._lock:
-            position = self.events.total - 1
-            if self._comparison is not None and not self._is_async:
-                self.events.note(run(self._comparison.flush()))
-            for key, next_id in self._delivery.published.items():
-                self.events.note(self._ledger.published(key, next_id, position))
-            for (key, tier), resident in self._residents():
-                self.events.note(self._ledger.drift(key, list(resident()), position, tier))
+            self._judge.flush(self.delivery.published, self._residents())
 
     async def aflush(self) -> None:
-        """As `flush`, for an async index: give it the events that wait, and compare it with the reference."""
-        self._need_index("aflush")
-        assert self._comparison is not None
-        self.events.note(await arun(self._comparison.catch_up()))
-        self.events.note(await arun(self._comparison.everything(self.events.total - 1)))
+        """As `flush`, for an async index: give it the events that wait, and compare it with the reference.
+
+        Raises:
+            TypeError: the index is not async.
+        """
+        self._need_async("aflush")
+        await self._judge.acompare()
         self.flush()
 
-    def _residents(self) -> list[tuple[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]]]:
-        """Who can tell what is resident: workers that have published, and sinks that were given a callable."""
-        out = list(self._resident.items())
-        for worker in self._workers.values():
-            key = (worker.worker_id, worker.dp_rank)
-            # A worker that never published is only a name for events made by hand. (Caching off publishes nothing.)
-            if worker.has_published:
-                out.append(((key, StorageTier.DEVICE), worker.manager.resident))
-        return out
+    def _residents(self) -> list[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]:
+        # A worker that never published is only a name for events made by hand. (Caching off publishes nothing.)
+        speaking = [worker for worker in self._workers.values() if worker.has_published]
+        return [
+            *((key, tier, resident) for (key, tier), resident in self._resident.items()),
+            *(((w.worker_id, w.dp_rank), StorageTier.DEVICE, w.manager.resident) for w in speaking),
+        ]
 
     def compare_with(
         self, worker_id: int, dp_rank: int, storage_tier: StorageTier, resident: Callable[[], Iterable[int]]
@@ -425,7 +349,7 @@ class RouterHarness:
 
     async def aoverlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
         """As `overlap`, for an async index, as far as it was flushed."""
-        under_test = self._need_index("aoverlap")
+        under_test = self._need_async("aoverlap")
         answer = under_test.ask(self._question(prompt))
         if hasattr(answer, "__await__"):
             answer = await answer
@@ -437,12 +361,12 @@ class RouterHarness:
 
     def _question(self, prompt: Prompt | TokenIds) -> Any:
         prompt = Prompt.of(prompt)
-        takes_tokens = self._under_test is not None and self._under_test.takes_tokens
+        takes_tokens = self._judge.under_test is not None and self._judge.under_test.takes_tokens
         hashes = [] if takes_tokens else list(prompt.block_hashes(self.profile.block_size))
         return question(hashes, prompt.tokens, takes_tokens=takes_tokens)
 
     def _ask(self, asked: Any) -> Scores | WorkerScores:
-        under_test = self._under_test
+        under_test = self._judge.under_test
         if under_test is None:
             return self.reference.find_matches(asked).scores
         if under_test.flush is not None:
@@ -456,16 +380,16 @@ class RouterHarness:
         return out
 
     def _need_sync(self, what: str, instead: str) -> None:
-        if self._is_async:
+        if self._judge.is_async:
             raise TypeError(
                 f"{what} cannot ask an async index ({type(self.index).__name__}): "
                 f"use `await kv_router.{instead}(...)`, after `await kv_router.aflush()`"
             )
 
-    def _need_index(self, what: str) -> IndexUnderTest:
-        if self._under_test is None or not self._is_async:
+    def _need_async(self, what: str) -> IndexUnderTest:
+        if self._judge.under_test is None or not self._judge.is_async:
             raise TypeError(f"{what} is for an async index under test; this one is asked without await")
-        return self._under_test
+        return self._judge.under_test
 
     # ---------------------------------------------------------------------------------------------- judging
 
@@ -521,47 +445,26 @@ class RouterHarness:
         """
         self._need_sync("assert_in_sync", "aassert_in_sync")
         with self._lock:
-            found = run(self._comparison.everything(self.events.total - 1)) if self._comparison else []
-            self._assert_in_sync(found)
+            self._raise_if_any(self._judge.compare())
 
     async def aassert_in_sync(self) -> None:
         """As `assert_in_sync`, for an async index, which is flushed first."""
-        self._need_index("aassert_in_sync")
-        before = len(self.events.problems)
-        await self.aflush()
-        self._assert_in_sync([p for p in self.events.problems[before:] if p.rule == "index_drift"], noted=True)
+        self._need_async("aassert_in_sync")
+        self._raise_if_any(await self._judge.acompare())
 
-    def _assert_in_sync(self, found: list[Problem], *, noted: bool = False) -> None:
-        if not noted:
-            self.events.note(found)
+    def _raise_if_any(self, found: list[Problem]) -> None:
         self.flush()
-        drifts = list(found)
-        for (key, tier), resident in self._residents():
-            stream = self._ledger.streams[key]
-            for blocks, right, had in self._ledger.differences(stream, list(resident()), tier):
-                if blocks:
-                    known = f"{len(blocks)} {had}, of which the events say otherwise: {stream.history(blocks[0])}"
-                    drifts.append(Problem("engine_drift", *key, known, right, blocks=tuple(blocks)))
-        if drifts:
-            raise KvEventsError(errors_text(drifts))
+        found = found + self._judge.differences(self._residents())
+        if found:
+            raise KvEventsError(errors_text(found))
 
     def judge(self) -> Verdict:
         """Flush, compare everything there is to compare, and say what is new since the last time."""
         with self._lock:
-            comparison = self._comparison
-            position = self.events.total - 1
-            if comparison is not None and self._is_async and comparison.waiting:
-                first = comparison.waiting[0]
-                self.events.note([_not_flushed(first.event, first.position, len(comparison.waiting))])
-                comparison.waiting.clear()
-            elif comparison is not None and not self._is_async:
-                self.events.note(run(comparison.everything(position)))
+            self._judge.close_async()
+            self._judge.compare()
             self.flush()
-            unmet = [text for text in (e.settle() for e in self.events.expectations) if text is not None]
-            self.events.expectations.clear()
-            new, self._judged = self.events.problems[self._judged :], len(self.events.problems)
-            standing = [p for p in new if p.cause is None and not p.expected]
-            return Verdict([p for p in standing if p.is_error], [p for p in standing if not p.is_error], unmet)
+            return self._judge.verdict()
 
     def __enter__(self) -> Self:
         return self
@@ -573,18 +476,6 @@ class RouterHarness:
         errors = [problem for problem in verdict.errors if problem.rule not in self._allow]
         if kind is None and (errors or verdict.unmet):
             raise KvEventsError(failure_text(errors, verdict.unmet))
-
-
-def _not_flushed(event: RouterEvent, position: int, count: int) -> Problem:
-    return Problem(
-        "not_flushed",
-        event.worker_id,
-        event.event.dp_rank,
-        f"{count} event{'s' * (count != 1)} waited for the async index when the test body ended, this one first",
-        "`await kv_router.aflush()` comes after the last event",
-        event,
-        position,
-    )
 
 
 def _refuse(event: object) -> None:

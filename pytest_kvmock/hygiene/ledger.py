@@ -353,17 +353,15 @@ class Ledger:
             fresh = [block for block in differing if block not in stream.drifted]
             stream.drifted.update(fresh)
             for part in self._parts(stream, fresh):
-                problem = self._problem(
-                    "engine_drift",
-                    stream,
-                    f"{len(part)} block{'s' * (len(part) != 1)} {had}, of which the events say otherwise: "
-                    f"{stream.history(part[0])}",
-                    said,
-                    part,
-                )
+                problem = self.drift_problem(stream, part, said, had)
                 problem.position = position
                 problems.append(self.fold(stream, problem))
         return problems
+
+    def drift_problem(self, stream: Stream, blocks: tuple[int, ...], right: str, had: str) -> Problem:
+        """The record of blocks of which stream and engine say different things."""
+        some = f"{len(blocks)} block{'s are' if len(blocks) != 1 else ' is'} {had}, and the events say otherwise"
+        return self._problem("engine_drift", stream, f"{some}: {stream.history(blocks[0])}", right, blocks)
 
     @staticmethod
     def differences(

@@ -1,0 +1,199 @@
+"""What is heard is judged: by the ledger, against the engines, and index against reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from pytest_kvmock.events import RouterEvent, StorageTier
+from pytest_kvmock.harness.comparison import Comparison, Sync, arun, run
+from pytest_kvmock.harness.under_test import IndexUnderTest
+from pytest_kvmock.hygiene.ledger import Ledger, StreamKey
+from pytest_kvmock.hygiene.log import EventLog
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.router.index import KvEventError, RadixIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]
+"""Who can tell what is resident: worker and rank, tier, and a callable that answers block hashes."""
+
+
+class Verdict(NamedTuple):
+    """What was found since the last verdict.
+
+    Attributes:
+        errors: errors that stand by themselves and that the test did not expect.
+        warnings: warnings, likewise.
+        unmet: a sentence for each error that the test expected and that did not come as often as it said.
+    """
+
+    errors: list[Problem]
+    warnings: list[Problem]
+    unmet: list[str]
+
+
+class Judge:
+    """Hears every event that arrives, and notes in the log what is wrong.
+
+    Args:
+        log: where events and problems are noted.
+        index: the index under test; None for the reference alone.
+        sync: when it is compared; see `RouterHarness`.
+        rng: source of what a comparison picks at random.
+
+    Attributes:
+        ledger: what the events say is held.
+        reference: the reference index.
+        under_test: the index under test.
+    """
+
+    def __init__(self, log: EventLog, index: Any, sync: Sync, rng: Random) -> None:
+        self.log = log
+        self.ledger = Ledger()
+        self.reference = RadixIndex()
+        self.under_test = None if index is None else IndexUnderTest(index)
+        self._comparison = None
+        if self.under_test is not None:
+            self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync)
+        self._judged = 0
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the index under test is to be awaited."""
+        return self.under_test is not None and self.under_test.is_async
+
+    def arrive(self, event: RouterEvent, chained: bool) -> None:
+        """Judge an event, and give it to the indexes."""
+        entry = self.log.append(event)
+        problems = self.ledger.observe(event, entry.position, chained=chained)
+        if problems:
+            self.log.note(problems, entry)
+        with suppress(KvEventError):  # the ledger has said so already, with what was known
+            self.reference.apply(event)
+        comparison = self._comparison
+        if comparison is not None:
+            comparison.heard(event, entry.position, problems)
+            if not self.is_async and (found := run(comparison.catch_up())):
+                self.log.note(found, entry)
+
+    def sink_failed(self, problem: Problem, event: RouterEvent, missed: bool) -> None:
+        """Note that a sink raised; the event is missed where the sink stood between worker and router."""
+        problem.position = self.log.total - 1
+        self.log.note([problem])
+        if missed:
+            self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
+
+    def gone(self, worker_id: int, dp_rank: int | None = None, *, first_id: int | None) -> list[StreamKey]:
+        """The router is told that a worker, or one rank of it, begins anew: what it held is forgotten everywhere.
+
+        Args:
+            worker_id: which worker.
+            dp_rank: which rank; None for all.
+            first_id: the id that its next event has; None for any.
+
+        Returns:
+            The workers and ranks that are forgotten.
+
+        Raises:
+            ValueError: the index under test cannot be told; nothing is forgotten.
+        """
+        known = [key for key in self.ledger.streams if key[0] == worker_id]
+        gone = known if dp_rank is None else [(worker_id, dp_rank)]
+        self._tell_gone(worker_id, [rank for _, rank in gone], whole=gone == known)
+        for key in gone:
+            self.reference.remove_worker_dp_rank(*key)
+            self.ledger.restarted(key, first_id=first_id)
+            if self._comparison is not None:
+                self._comparison.forget(key)
+        return gone
+
+    def _tell_gone(self, worker_id: int, ranks: list[int], *, whole: bool) -> None:
+        under_test = self.under_test
+        if under_test is None:
+            return
+        if whole and under_test.remove_worker is not None:
+            under_test.remove_worker(worker_id)
+        elif under_test.remove_rank is not None:
+            for dp_rank in ranks:
+                under_test.remove_rank(worker_id, dp_rank)
+        else:
+            need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
+            raise ValueError(
+                f"the index under test ({type(under_test.index).__name__}) cannot be told that worker {worker_id} "
+                f"is gone: it has no {need}"
+            )
+
+    # ------------------------------------------------------------------------------------------ comparisons
+
+    def flush(self, published: Mapping[StreamKey, int], residents: Residents) -> None:
+        """Compare what can be compared by now: ids with what was published, the stream with the engines.
+
+        Args:
+            published: the id after the last one that was published, by worker and rank.
+            residents: who can tell what is resident.
+        """
+        position = self.log.total - 1
+        if self._comparison is not None and not self.is_async:
+            self.log.note(run(self._comparison.flush()))
+        for key, next_id in published.items():
+            self.log.note(self.ledger.published(key, next_id, position))
+        for key, tier, resident in residents:
+            self.log.note(self.ledger.drift(key, list(resident()), position, tier))
+
+    def compare(self) -> list[Problem]:
+        """Compare all chains ever stored; empty without an index under test, and for an async one."""
+        if self._comparison is None or self.is_async:
+            return []
+        found = run(self._comparison.everything(self.log.total - 1))
+        self.log.note(found)
+        return found
+
+    async def acompare(self) -> list[Problem]:
+        """Give an async index the events that wait, and compare it with the reference."""
+        assert self._comparison is not None
+        found = await arun(self._comparison.catch_up())
+        found += await arun(self._comparison.everything(self.log.total - 1))
+        self.log.note(found)
+        return found
+
+    def differences(self, residents: Residents) -> list[Problem]:
+        """Where stream and engines differ now, reported before or not; nothing is noted."""
+        found = []
+        for key, tier, resident in residents:
+            stream = self.ledger.streams[key]
+            for blocks, right, had in self.ledger.differences(stream, list(resident()), tier):
+                if blocks:
+                    found.append(self.ledger.drift_problem(stream, tuple(blocks), right, had))
+        return found
+
+    # ---------------------------------------------------------------------------------------------- verdict
+
+    def close_async(self) -> None:
+        """The test body has ended: note events that an async index was not given."""
+        comparison = self._comparison
+        if comparison is None or not self.is_async or not comparison.waiting:
+            return
+        first, count = comparison.waiting[0], len(comparison.waiting)
+        comparison.waiting.clear()
+        problem = Problem(
+            "not_flushed",
+            first.event.worker_id,
+            first.event.event.dp_rank,
+            f"{count} event{'s' * (count != 1)} waited for the async index when the test body ended, this one first",
+            "`await kv_router.aflush()` comes after the last event",
+            first.event,
+            first.position,
+        )
+        self.log.note([problem])
+
+    def verdict(self) -> Verdict:
+        """What is new since the last verdict. Expectations for the whole test are settled by the first."""
+        unmet = [text for text in (e.settle() for e in self.log.expectations) if text is not None]
+        self.log.expectations.clear()
+        new, self._judged = self.log.problems[self._judged :], len(self.log.problems)
+        standing = [problem for problem in new if problem.cause is None and not problem.expected]
+        return Verdict([p for p in standing if p.is_error], [p for p in standing if not p.is_error], unmet)
