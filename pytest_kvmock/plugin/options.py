@@ -230,13 +230,13 @@ OPTIONS: Final = (
         ini_type="args",
     ),
     *(
-        Option(key, integer, f"{what} of the mock engines (default: {default})", ini=f"kvmock_{key}", ini_type=_INT)
-        for key, what, default in (
-            ("block_size", "tokens a block", 16),
-            ("num_blocks", "capacity in blocks", 256),
-            ("workers", "number", 1),
-            ("dp_size", "data-parallel ranks each", 1),
-            ("chunk", "prefill chunk in tokens", "none"),
+        Option(key, integer, what, ini=f"kvmock_{key}", ini_type=_INT)
+        for key, what in (
+            ("block_size", "tokens a block in the mock engines (default: 16)"),
+            ("num_blocks", "capacity of each mock engine in blocks (default: 256)"),
+            ("workers", "how many mock engines there are from the start (default: 1)"),
+            ("dp_size", "data-parallel ranks of each mock engine (default: 1)"),
+            ("chunk", "tokens that a mock engine prefills at once (default: the whole prompt)"),
         )
     ),
     Option(
