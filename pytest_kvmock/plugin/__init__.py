@@ -1,0 +1,57 @@
+"""The pytest plugin: this module is its entry point, and re-exports what pytest looks for."""
+
+from pytest_kvmock.plugin.fixtures import (
+    _kvmock_case,
+    _kvmock_matrix,
+    kv_backend,
+    kv_base_profile,
+    kv_events,
+    kv_index,
+    kv_manager,
+    kv_profile,
+    kv_prompt,
+    kv_router,
+    kv_sink,
+    kv_trace,
+    kv_worker,
+    make_kv_manager,
+    make_kv_sink,
+)
+from pytest_kvmock.plugin.hooks import (
+    pytest_addoption,
+    pytest_cmdline_main,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_generate_tests,
+    pytest_report_header,
+    pytest_runtest_call,
+    pytest_runtest_teardown,
+)
+from pytest_kvmock.plugin.options import KvEventWarning
+
+__all__ = [
+    "KvEventWarning",
+    "_kvmock_case",
+    "_kvmock_matrix",
+    "kv_backend",
+    "kv_base_profile",
+    "kv_events",
+    "kv_index",
+    "kv_manager",
+    "kv_profile",
+    "kv_prompt",
+    "kv_router",
+    "kv_sink",
+    "kv_trace",
+    "kv_worker",
+    "make_kv_manager",
+    "make_kv_sink",
+    "pytest_addoption",
+    "pytest_cmdline_main",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_generate_tests",
+    "pytest_report_header",
+    "pytest_runtest_call",
+    "pytest_runtest_teardown",
+]

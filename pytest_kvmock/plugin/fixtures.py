@@ -1,0 +1,255 @@
+"""The fixtures. None is autouse.
+
+One private fixture, `_kvmock_case`, builds the harness of a test, without a backend; the public ones hand out its
+parts. Those that need an engine depend on `kv_backend` as well, and give it to the harness when they are set up. So
+`kv_events`, `kv_sink` and `kv_index` alone do not pull in the matrix, and all fixtures of a test share one harness.
+
+No public fixture depends on another public one but `kv_backend`, `kv_index` and `kv_base_profile`: a test has few
+fixtures to set up, which is most of what a test costs, and these three are the ones to override.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import pytest
+
+from pytest_kvmock.plugin.matrix import PLACEHOLDER, Placeholder, resolve_placeholder
+from pytest_kvmock.plugin.options import (
+    SETTINGS,
+    SYNTHETIC_REQUESTS,
+    known_backends,
+    profile_of,
+    trace_path,
+)
+from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_policy, resolve_profile
+
+if TYPE_CHECKING:
+    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.harness import KvSink, RouterHarness
+    from pytest_kvmock.harness.comparison import Sync
+    from pytest_kvmock.hygiene.log import EventLog
+    from pytest_kvmock.tokens import Prompt
+    from pytest_kvmock.traces import TraceRequest
+
+
+class Case:
+    """One test: its harness, and what broken rules do to it.
+
+    Kept in the item's stash from set-up to the end of teardown, where the hooks find it (`verdict.py`).
+
+    Attributes:
+        item: the test.
+        harness: its world.
+        policy: what broken rules do.
+        backend: the backend, once a fixture needed one.
+        passed: the call phase ended without a failure.
+        failed_before: failures of the session when it ended.
+        errors: event errors that counted so far.
+    """
+
+    __slots__ = ("backend", "errors", "failed_before", "harness", "item", "passed", "policy")
+
+    def __init__(self, item: pytest.Item, harness: RouterHarness, policy: Policy) -> None:
+        self.item = item
+        self.harness = harness
+        self.policy = policy
+        self.backend: str | None = None
+        self.passed = False
+        self.failed_before = 0
+        self.errors = 0
+
+    def with_backend(self, value: object) -> RouterHarness:
+        """Return the harness, with engines of this backend."""
+        if self.backend is None:
+            name = resolve_placeholder(self.item) if isinstance(value, Placeholder) else value
+            known = known_backends()
+            if not isinstance(name, str) or name not in known:
+                pytest.fail(f"kvmock: kv_backend is {name!r}; known: {', '.join(known)}", pytrace=False)
+            try:
+                self.harness.use_backend(name)  # it makes sure, too, that its managers are what this name says
+            except ValueError as error:
+                _fail_at_setup(self.item, f"backend {name}: {error}")
+            self.backend = name
+        return self.harness
+
+
+CASE: Final = pytest.StashKey[Case]()
+_TRACES: Final = pytest.StashKey[dict[object, tuple["TraceRequest", ...]]]()
+
+
+def _fail_at_setup(item: pytest.Item, message: str) -> NoReturn:
+    """Fail with one line; with --full-trace, let the error that is being handled say where it came from."""
+    if not item.config.getoption("fulltrace", False):
+        raise pytest.fail.Exception(f"kvmock: {message}", pytrace=False) from None
+    raise  # noqa: PLE0704 - called where an error is handled
+
+
+# ---------------------------------------------------------------------------------------------------- private
+
+
+@pytest.fixture(scope="session")
+def _kvmock_matrix() -> None:
+    """Stand in the closure of every test that needs the `kv_backend` of this plugin (`matrix.py`)."""
+
+
+@pytest.fixture
+def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile, kv_index: Any) -> Case:
+    """Build the harness of the test, without a backend, and show it to the hooks."""
+    from pytest_kvmock.harness import RouterHarness
+
+    item = request.node
+    profile = _effective_profile(item, kv_base_profile)
+    markers = marker_values(item)
+    settings = item.config.stash[SETTINGS]
+    policy = resolve_policy(settings.command_line, markers, settings.ini)
+    sync: Sync = "auto"
+    for values in markers:
+        sync = values.get("sync", sync)
+    try:
+        harness = RouterHarness(profile, backend=None, index=kv_index, sync=sync, name=item.nodeid)
+    except (TypeError, ValueError) as error:
+        _fail_at_setup(item, str(error))
+    case = item.stash[CASE] = Case(item, harness, policy)
+    return case
+
+
+def _effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
+    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.plugin.markers import check_markers
+
+    if not isinstance(base, EngineProfile):
+        pytest.fail(f"kvmock: kv_base_profile must return an EngineProfile, got {base!r}", pytrace=False)
+    try:
+        check_markers(item)  # collection checked them, but for TestCase methods and for markers that came later
+        return resolve_profile(base, marker_values(item), item.config.stash[SETTINGS].command_line)
+    except ValueError as error:
+        _fail_at_setup(item, str(error))
+
+
+# ---------------------------------------------------------------------------------------------------- to override
+
+
+@pytest.fixture(scope="session")
+def kv_backend(request: pytest.FixtureRequest, _kvmock_matrix: None) -> str:
+    """Name of the eviction backend that the test runs on: the axis of the matrix.
+
+    A test that needs it, directly or through another fixture, runs once for each backend. Narrow that with
+    `@pytest.mark.kv_backends(...)`, `@pytest.mark.parametrize("kv_backend", ...)`, `--kv-backend`, or a fixture of
+    this name that returns what you want.
+
+    It has session scope, so that `@given` tests and fixtures of any scope can use it, and is parametrised for each
+    test by itself, so that nothing is reordered.
+    """
+    value = getattr(request, "param", PLACEHOLDER)
+    return value if isinstance(value, Placeholder) else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, str) else value
+
+
+@pytest.fixture
+def kv_index() -> Any:
+    """The router index under test. Override this fixture to plug in your own.
+
+    An index has `apply(event)` and one of `find_matches(local_hashes)` and `match_tokens(tokens)`. By default it is
+    None: then the reference index stands in.
+    """
+    return None
+
+
+@pytest.fixture
+def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
+    """The base `EngineProfile` of tests: what the ini file says. Override it for a module or a class.
+
+    Markers, then the command line, are laid over it; `kv_profile` is the result.
+    """
+    return profile_of(pytestconfig.stash[SETTINGS].ini)
+
+
+# ---------------------------------------------------------------------------------------------------- to use
+
+
+@pytest.fixture
+def kv_profile(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> EngineProfile:
+    """The effective `EngineProfile` of the test: base, markers and command line. A `kv_index` reads its block size."""
+    return _effective_profile(request.node, kv_base_profile)
+
+
+@pytest.fixture
+def kv_router(kv_backend: str, _kvmock_case: Case) -> RouterHarness:
+    """The `RouterHarness`: workers, the index, and every event between them; events that are wrong fail the test."""
+    return _kvmock_case.with_backend(kv_backend)
+
+
+@pytest.fixture
+def kv_worker(kv_backend: str, _kvmock_case: Case) -> KvWorker:
+    """Worker 0 of the test's harness: a mock engine that serves prompts."""
+    return _kvmock_case.with_backend(kv_backend).worker(0)
+
+
+@pytest.fixture
+def kv_manager(kv_backend: str, _kvmock_case: Case) -> KvManager:
+    """The block manager of worker 0, on the test's backend; its events are checked."""
+    return _kvmock_case.with_backend(kv_backend).worker(0).manager
+
+
+@pytest.fixture
+def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvManager]:
+    """Make more block managers, `make_kv_manager(backend=None)`: each is that of the next worker."""
+    harness = _kvmock_case.with_backend(kv_backend)
+
+    def make(backend: str | None = None) -> KvManager:
+        return harness.next_worker(backend).manager
+
+    return make
+
+
+@pytest.fixture
+def kv_events(_kvmock_case: Case) -> EventLog:
+    """The log of all events of the test, each with what was found wrong with it."""
+    return _kvmock_case.harness.events
+
+
+@pytest.fixture
+def kv_sink(_kvmock_case: Case) -> KvSink:
+    """Where a block manager of your own publishes: it keeps each event, and has it checked."""
+    return _kvmock_case.harness.make_sink()
+
+
+@pytest.fixture
+def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
+    """Make more sinks, `make_kv_sink(chained=False)`: each stands for a worker by itself."""
+    return _kvmock_case.harness.make_sink
+
+
+@pytest.fixture
+def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
+    """Make prompts of fresh tokens, `kv_prompt(blocks=4, after=other)`: the second shares its prefix with `other`."""
+    return _kvmock_case.harness.prompt
+
+
+@pytest.fixture
+def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Sequence[TraceRequest]:
+    """The requests of the trace that `--kv-trace` names, else of a synthetic one."""
+    from pytest_kvmock.traces import read_mooncake, synthetic_trace
+
+    config = request.config
+    settings = config.stash[SETTINGS]
+    path = trace_path(config, settings)
+    limit = settings.get("trace_limit")
+    seed = _effective_profile(request.node, kv_base_profile).seed
+    key = (path, limit) if path else (limit, seed)
+    traces = config.stash.setdefault(_TRACES, {})
+    if key not in traces:
+        try:
+            traces[key] = tuple(
+                read_mooncake(path, limit=limit) if path else synthetic_trace(limit or SYNTHETIC_REQUESTS, seed=seed)
+            )
+        except (OSError, ValueError) as error:
+            _fail_at_setup(request.node, f"kv_trace: {error}")
+    return traces[key]

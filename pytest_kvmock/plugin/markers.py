@@ -1,0 +1,73 @@
+"""What markers may say: checked when a test is collected, and once more when it is set up, for those that came later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import pytest
+
+from pytest_kvmock.plugin.options import PROFILE_KEYS, REACTIONS, SYNCS, backend_names, one_of, profile_of, rule_names
+
+POLICY_KEYS: Final = ("event_errors", "event_warnings", "allow")
+KVMOCK_KEYS: Final = (*PROFILE_KEYS, "sync", *POLICY_KEYS)
+
+
+def check_kv_backends(mark: pytest.Mark) -> None:
+    """Check the arguments of one `kv_backends` marker.
+
+    Raises:
+        ValueError: one is wrong. The message shows the marker.
+    """
+    for key in mark.kwargs:
+        if key != "exclude":
+            raise ValueError(f"{show_mark(mark)}: unknown key {key!r}; known: exclude")
+    try:
+        backend_names(mark.args)
+        backend_names(mark.kwargs.get("exclude", ()))
+    except ValueError as error:
+        raise ValueError(f"{show_mark(mark)}: {error}") from None
+
+
+def check_kvmock(mark: pytest.Mark) -> None:
+    """Check the arguments of one `kvmock` marker.
+
+    Raises:
+        ValueError: one is wrong. The message shows the marker.
+    """
+    if mark.args:
+        raise ValueError(f"{show_mark(mark)}: takes keywords only; known: {', '.join(KVMOCK_KEYS)}")
+    checks: Mapping[str, Callable[[Any], Any]] = {
+        "event_errors": one_of(*REACTIONS),
+        "event_warnings": one_of(*REACTIONS),
+        "sync": one_of(*SYNCS),
+        "allow": rule_names,
+    }
+    for key, value in mark.kwargs.items():
+        if key not in KVMOCK_KEYS:
+            raise ValueError(f"{show_mark(mark)}: unknown key {key!r}; known: {', '.join(KVMOCK_KEYS)}")
+        try:
+            if key in PROFILE_KEYS:
+                profile_of({key: value})
+            else:
+                checks[key](value)
+        except ValueError as error:
+            raise ValueError(f"{show_mark(mark)}: {key}: {error}") from None
+
+
+def check_markers(node: pytest.Item) -> None:
+    """Check all markers of ours that a test has.
+
+    Raises:
+        ValueError: one is wrong.
+    """
+    for mark in node.iter_markers("kv_backends"):
+        check_kv_backends(mark)
+    for mark in node.iter_markers("kvmock"):
+        check_kvmock(mark)
+
+
+def show_mark(mark: pytest.Mark) -> str:
+    """Show a marker as it was written."""
+    arguments = [*map(repr, mark.args), *(f"{key}={value!r}" for key, value in mark.kwargs.items())]
+    return f"{mark.name}({', '.join(arguments)})"

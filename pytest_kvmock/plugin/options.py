@@ -1,0 +1,375 @@
+"""What command line and ini file may say.
+
+It is read and checked once, when pytest is configured, and kept as plain mappings that hold only what was really given,
+so that 0, False and "" count as said. `precedence.py` decides who wins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_kvmock.backends import EngineProfile
+
+REACTIONS: Final = ("fail", "warn", "ignore")
+LOGS: Final = ("failed", "all", "none")
+SYNCS: Final = ("every", "auto", "end")
+SYNTHETIC_REQUESTS: Final = 200
+"""How many requests `kv_trace` makes up when no trace is given and no limit either."""
+
+ALL_BACKENDS: Final = "all"
+
+PROFILE_KEYS: Final = ("block_size", "num_blocks", "workers", "dp_size", "prefix_caching", "chunk", "seed")
+"""The fields of `EngineProfile`; by name, because importing it is for those who use it (a test compares the two)."""
+
+MARKERS: Final = (
+    (
+        "kv_backends(*names, exclude=()): run the test over these eviction backends instead of the default ones, "
+        "without those of exclude; the marker closest to the test counts."
+    ),
+    (
+        "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, "
+        "sync='every|auto|end', event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,)): "
+        "size the mock engines of the test, and say what a broken event rule does; keys of module, class and function "
+        "are merged, the inner wins."
+    ),
+)
+
+
+class KvEventWarning(pytest.PytestWarning):
+    """An event rule was broken in a test whose policy is to warn."""
+
+
+# ---------------------------------------------------------------------------------------------------- one value
+#
+# Each of these returns the value, or raises a ValueError that says what is allowed; the caller says where it stood.
+
+
+def one_of(*allowed: str) -> Callable[[object], str]:
+    """Make a check that lets only these strings pass."""
+
+    def check(value: object) -> str:
+        if value not in allowed:
+            raise ValueError(f"got {value!r}; allowed: {', '.join(allowed)}")
+        return str(value)
+
+    return check
+
+
+def integer(value: object) -> int:
+    """Read an integer, as a number or as its text."""
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        with suppress(ValueError):
+            return int(value)
+    raise ValueError(f"got {value!r}; allowed: an integer")
+
+
+def positive(value: object) -> int:
+    """Read an integer of at least 1."""
+    number = integer(value)
+    if number < 1:
+        raise ValueError(f"got {value!r}; allowed: an integer of at least 1")
+    return number
+
+
+def boolean(value: object) -> bool:
+    """Let True and False pass; pytest has read the text already."""
+    if not isinstance(value, bool):
+        raise ValueError(f"got {value!r}; allowed: true, false")  # noqa: TRY004 - one family of errors
+    return value
+
+
+def names(value: object) -> tuple[str, ...]:
+    """Read one name or several."""
+    given: tuple[object, ...]
+    if isinstance(value, str):
+        given = (value,)
+    elif isinstance(value, Iterable):
+        given = tuple(value)
+    else:
+        raise ValueError(f"got {value!r}; allowed: a name, or a list of names")  # noqa: TRY004 - one family of errors
+    for name in given:
+        if not isinstance(name, str):
+            raise ValueError(f"got {name!r}; allowed: names, as strings")  # noqa: TRY004 - one family of errors
+    return tuple(str(name) for name in given)
+
+
+def backend_names(value: object) -> tuple[str, ...]:
+    """Read names of backends that exist."""
+    given = names(value)
+    known = known_backends()
+    for name in given:
+        if name not in known:
+            raise ValueError(f"unknown backend {name!r}; known: {', '.join(known)}")
+    return given
+
+
+def backend_choice(value: object) -> tuple[str, ...]:
+    """Read names of backends, where `all` stands for every one."""
+    given = names(value)
+    return known_backends() if ALL_BACKENDS in given else backend_names(given)
+
+
+def rule_names(value: object) -> tuple[str, ...]:
+    """Read names of hygiene rules."""
+    from pytest_kvmock.hygiene.rules import RULES
+
+    given = names(value)
+    for name in given:
+        if name not in RULES:
+            raise ValueError(f"unknown rule {name!r}; known: {', '.join(RULES)}")
+    return given
+
+
+def known_backends() -> tuple[str, ...]:
+    """Names of all backends, in the order of their registration, which is the order of the matrix."""
+    from pytest_kvmock.backends import BACKENDS
+
+    return tuple(BACKENDS)
+
+
+# ---------------------------------------------------------------------------------------------------- all options
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting: its key in `Settings`, its flag on the command line and its name in the ini file.
+
+    `check` gets what the command line or ini file gave.
+    """
+
+    key: str
+    check: Callable[[Any], Any]
+    help: str
+    flag: str = ""
+    metavar: str = ""
+    ini: str = ""
+    ini_type: str = "string"
+
+
+# pytest 8.3 does not know the type; there the text is read here.
+_INT: Final = "int" if pytest.version_tuple >= (8, 4) else "string"
+
+OPTIONS: Final = (
+    Option(
+        "backends",
+        backend_choice,
+        "run only this backend of a test's matrix; repeatable; `all` for no restriction",
+        flag="--kv-backend",
+        metavar="NAME",
+    ),
+    Option(
+        "backends",
+        backend_choice,
+        "backends that tests run over by default, or `all`; by default the eviction backends",
+        ini="kvmock_backends",
+        ini_type="args",
+    ),
+    Option(
+        "event_errors",
+        one_of(*REACTIONS),
+        "what an event error does to the test: fail (default), warn, ignore",
+        flag="--kv-event-errors",
+        metavar="fail|warn|ignore",
+        ini="kvmock_event_errors",
+    ),
+    Option(
+        "event_warnings",
+        one_of(*REACTIONS),
+        "what an event warning does to the test: ignore (default; it is shown in the log), warn, fail",
+        flag="--kv-event-warnings",
+        metavar="ignore|warn|fail",
+        ini="kvmock_event_warnings",
+    ),
+    Option(
+        "log",
+        one_of(*LOGS),
+        "which tests show their event log: failed (default), all (passed ones appear under -rA or -rP), none",
+        flag="--kv-events",
+        metavar="failed|all|none",
+        ini="kvmock_events",
+    ),
+    Option(
+        "seed",
+        integer,
+        "seed of everything random in the mock engines, together with the test's id (default: 0)",
+        flag="--kv-seed",
+        metavar="N",
+        ini="kvmock_seed",
+        ini_type=_INT,
+    ),
+    Option(
+        "trace",
+        str,
+        "the trace that kv_trace reads, in the Mooncake format (default: a synthetic one)",
+        flag="--kv-trace",
+        metavar="FILE",
+        ini="kvmock_trace",
+    ),
+    Option(
+        "trace_limit",
+        positive,
+        f"how many requests kv_trace gives at most (default: the whole trace; {SYNTHETIC_REQUESTS} synthetic ones)",
+        flag="--kv-trace-limit",
+        metavar="N",
+        ini="kvmock_trace_limit",
+        ini_type=_INT,
+    ),
+    Option(
+        "allow",
+        rule_names,
+        "event rules that may be broken without any consequence",
+        ini="kvmock_allow",
+        ini_type="args",
+    ),
+    *(
+        Option(key, integer, what, ini=f"kvmock_{key}", ini_type=_INT)
+        for key, what in (
+            ("block_size", "tokens a block in the mock engines (default: 16)"),
+            ("num_blocks", "capacity of each mock engine in blocks (default: 256)"),
+            ("workers", "how many mock engines there are from the start (default: 1)"),
+            ("dp_size", "data-parallel ranks of each mock engine (default: 1)"),
+            ("chunk", "tokens that a mock engine prefills at once (default: the whole prompt)"),
+        )
+    ),
+    Option(
+        "prefix_caching",
+        boolean,
+        "whether the mock engines cache prefixes (default: true)",
+        ini="kvmock_prefix_caching",
+        ini_type="bool",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was really given, checked: on the command line, and in the ini file.
+
+    Attributes:
+        command_line: by key of `OPTIONS`.
+        ini: the same.
+    """
+
+    command_line: Mapping[str, Any]
+    ini: Mapping[str, Any]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Look up what neither marker nor fixture can say: command line before ini."""
+        return self.command_line.get(key, self.ini.get(key, default))
+
+
+SETTINGS: Final = pytest.StashKey[Settings]()
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Register all options."""
+    group = parser.getgroup("kvmock", "KV-cache mocks (pytest-kvmock)")
+    for option in OPTIONS:
+        if option.flag:
+            group.addoption(
+                option.flag,
+                action="append" if option.key == "backends" else "store",
+                dest=_dest(option),
+                metavar=option.metavar,
+                default=None,
+                help=option.help,
+            )
+        if option.ini:
+            # A default of None tells "not given" from every value that can be given.
+            parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]
+    group.addoption(
+        "--kv-list-backends",
+        action="store_true",
+        default=False,
+        help="list the backends, with what each follows, and exit",
+    )
+
+
+def read_settings(config: pytest.Config) -> Settings:
+    """Read and check what command line and ini file say.
+
+    Raises:
+        pytest.UsageError: a bad value. It names what was given, what is allowed and where it stands.
+    """
+    command_line: dict[str, Any] = {}
+    ini: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.flag:
+            value = config.getoption(_dest(option))
+            if value is not None:
+                command_line[option.key] = _checked(option, value, option.flag)
+        if option.ini:
+            try:
+                value = config.getini(option.ini)
+            except (TypeError, ValueError, pytest.UsageError) as error:  # 8.4 to 9.1 raise the first two
+                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
+            if value is not None:
+                ini[option.key] = _checked(option, value, _ini_place(config, option))
+    settings = Settings(command_line, ini)
+    _check_profile(config, ini)
+    _check_trace(config, settings)
+    return settings
+
+
+def _dest(option: Option) -> str:
+    return option.flag.lstrip("-").replace("-", "_")
+
+
+def _checked(option: Option, value: object, place: str) -> Any:
+    try:
+        return option.check(value)
+    except ValueError as error:
+        raise pytest.UsageError(f"{place}: {error}") from None
+
+
+def _ini_place(config: pytest.Config, option: Option) -> str:
+    overrides = config.getoption("override_ini", None) or ()
+    if any(str(text).startswith(f"{option.ini}=") for text in overrides):
+        return f"-o {option.ini}"
+    return option.ini if config.inipath is None else f"{config.inipath.name}: {option.ini}"
+
+
+def _check_profile(config: pytest.Config, ini: Mapping[str, Any]) -> None:
+    for option in OPTIONS:
+        if option.ini and option.key in PROFILE_KEYS and option.key in ini:
+            try:
+                profile_of({option.key: ini[option.key]})
+            except ValueError as error:
+                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
+
+
+def _check_trace(config: pytest.Config, settings: Settings) -> None:
+    path = trace_path(config, settings)
+    if path is not None and not path.is_file():
+        option = next(option for option in OPTIONS if option.key == "trace")
+        place = option.flag if "trace" in settings.command_line else _ini_place(config, option)
+        raise pytest.UsageError(f"{place}: no such file: {os.fspath(path)!r}")
+
+
+def trace_path(config: pytest.Config, settings: Settings) -> Path | None:
+    """Where the trace is: relative to the working directory, or, named in the ini file, to that file; None: nowhere."""
+    if "trace" in settings.command_line:
+        return Path(config.invocation_params.dir, settings.command_line["trace"])
+    if "trace" not in settings.ini:
+        return None
+    home = config.invocation_params.dir if config.inipath is None else config.inipath.parent
+    return Path(home, settings.ini["trace"])
+
+
+def profile_of(values: Mapping[str, Any]) -> EngineProfile:
+    """Make a profile of those of `values` that are its fields.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    from pytest_kvmock.backends import EngineProfile
+
+    return EngineProfile(**{key: values[key] for key in PROFILE_KEYS if key in values})

@@ -1,0 +1,106 @@
+"""Who wins: the three rules of precedence, each one pure function of what was given. Nothing else decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_kvmock.plugin.options import PROFILE_KEYS, names
+
+if TYPE_CHECKING:
+    from pytest_kvmock.backends import EngineProfile
+
+
+def marker_values(node: pytest.Item) -> tuple[Mapping[str, Any], ...]:
+    """What the `kvmock` markers of a test say, from the outermost to the innermost."""
+    return tuple(mark.kwargs for mark in node.iter_markers("kvmock"))[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What broken rules do to a test.
+
+    Attributes:
+        event_errors: "fail", "warn" or "ignore".
+        event_warnings: the same.
+        allow: rules whose breach has no consequence.
+        log: "failed", "all" or "none": which tests show their event log.
+    """
+
+    event_errors: str = "fail"
+    event_warnings: str = "ignore"
+    allow: frozenset[str] = field(default=frozenset())
+    log: str = "failed"
+
+
+def resolve_policy(
+    command_line: Mapping[str, Any], markers: Sequence[Mapping[str, Any]], ini: Mapping[str, Any]
+) -> Policy:
+    """Policy: command line over marker (inner over outer) over ini over default.
+
+    `allow` is the exception: there is no such option on the command line, and what ini and each marker allow is
+    united, because nobody who allows one more rule means to forbid another.
+
+    Args:
+        command_line: what was given there, by key.
+        markers: what each `kvmock` marker says, from the outermost to the innermost.
+        ini: what was given there, by key.
+    """
+    said: dict[str, Any] = dict(ini)
+    for values in markers:
+        said.update(values)
+    said.update(command_line)
+    allow = frozenset(name for values in (ini, *markers) for name in names(values.get("allow", ())))
+    said["allow"] = allow
+    return Policy(**{one.name: said[one.name] for one in fields(Policy) if one.name in said})
+
+
+def resolve_matrix(
+    known: Sequence[str],
+    command_line: Mapping[str, Any],
+    markers: Sequence[pytest.Mark],
+    ini: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """Matrix: the closest marker's names over ini over all eviction backends; less its `exclude`; and only those of
+    the command line, if it names any.
+
+    Args:
+        known: names of all backends, in order; the result has this order too.
+        command_line: what was given there, by key.
+        markers: the test's `kv_backends` markers, closest first; only the closest counts.
+        ini: what was given there, by key.
+
+    Returns:
+        The backends that the test runs over. None is left: the test is deselected.
+    """  # noqa: D205 - one rule is one sentence
+    wanted: Iterable[str] = ini.get("backends", known)
+    exclude: tuple[str, ...] = ()
+    if markers:
+        wanted = markers[0].args or wanted
+        exclude = names(markers[0].kwargs.get("exclude", ()))
+    only = command_line.get("backends", known)
+    chosen = set(wanted).difference(exclude).intersection(only)
+    return tuple(name for name in known if name in chosen)
+
+
+def resolve_profile(
+    base: EngineProfile, markers: Sequence[Mapping[str, Any]], command_line: Mapping[str, Any]
+) -> EngineProfile:
+    """Profile: the base (what `kv_base_profile` returns: an override's, or ini's), under the markers, under the
+    command line, which can say the seed.
+
+    Args:
+        base: the base.
+        markers: what each `kvmock` marker says, from the outermost to the innermost.
+        command_line: what was given there, by key.
+
+    Raises:
+        ValueError: the fields together are out of range.
+    """  # noqa: D205 - one rule is one sentence
+    said: dict[str, Any] = {}
+    for values in (*markers, command_line):
+        said.update({key: values[key] for key in PROFILE_KEYS if key in values})
+    return base.replace(**said) if said else base

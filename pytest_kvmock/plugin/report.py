@@ -1,0 +1,65 @@
+"""What a run shows of the plugin: header, event logs, properties, the list of backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_kvmock.plugin.options import SETTINGS, Settings, known_backends
+from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy
+
+if TYPE_CHECKING:
+    from pytest_kvmock.plugin.fixtures import Case
+
+
+def header(config: pytest.Config) -> str:
+    """Say in one line what differs from the default, or, with -v, everything."""
+    settings = config.stash[SETTINGS]
+    known = known_backends()
+    matrix = resolve_matrix(known, settings.command_line, (), settings.ini)
+    policy = resolve_policy(settings.command_line, (), settings.ini)
+    said = [f"backends={','.join(matrix) or 'none'} (of {len(known)})"]
+    said.append(f"event errors={policy.event_errors}")
+    said.append(f"event warnings={policy.event_warnings}")
+    if policy.allow:
+        said.append(f"allow={','.join(sorted(policy.allow))}")
+    said.append(f"seed={settings.get('seed', 0)}")
+    if settings.get("trace") is not None:
+        said.append(f"trace={settings.get('trace')}")
+    return f"kvmock: {', '.join(said)}"
+
+
+def backend_lines(settings: Settings) -> str:
+    """All backends, one a line, with what each follows."""
+    from pytest_kvmock.backends import BACKENDS
+
+    matrix = resolve_matrix(known_backends(), settings.command_line, (), settings.ini)
+    width = max(map(len, BACKENDS))
+    return "".join(
+        f"{name:<{width}}  {spec.follows}{'' if name in matrix else ' (not in the matrix of this run)'}\n"
+        for name, spec in BACKENDS.items()
+    )
+
+
+def add_log(case: Case, phase: str) -> None:
+    """Attach the event log to the report of this phase."""
+    from pytest_kvmock.hygiene.report import log_text
+
+    events = case.harness.events
+    if len(events):
+        case.item.add_report_section(phase, "kvmock events", log_text(events))
+
+
+def record_properties(case: Case) -> None:
+    """Put backend, events and errors where junit and pytest-xdist find them.
+
+    Replaced, not appended: a rerun judges the same item again.
+    """
+    mine: list[tuple[str, object]] = []
+    if case.backend is not None:
+        mine.append(("kvmock.backend", case.backend))
+    mine.append(("kvmock.events", case.harness.events.total))
+    mine.append(("kvmock.errors", case.errors))
+    properties = case.item.user_properties
+    properties[:] = [pair for pair in properties if not pair[0].startswith("kvmock.")] + mine

@@ -1,0 +1,131 @@
+"""The verdict: whether a test whose body is over keeps its outcome.
+
+It is passed in the call phase, because there it is one failure of one test: a check in a fixture's finalizer makes
+"passed" and "error" of it, doubles a failure of the body, and breaks xfail. What arrives later, from any teardown, is
+judged when all finalizers are done.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_kvmock.plugin.options import KvEventWarning
+from pytest_kvmock.plugin.report import add_log, record_properties
+
+if TYPE_CHECKING:
+    from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.plugin.fixtures import Case
+
+
+class _Findings:
+    """What was found since the last look, sorted by what the test's policy makes of it."""
+
+    __slots__ = ("errors", "fatal", "told", "unmet")
+
+    def __init__(self, case: Case) -> None:
+        verdict = case.harness.judge()
+        policy = case.policy
+        self.errors = [problem for problem in verdict.errors if problem.rule not in policy.allow]
+        warnings = [problem for problem in verdict.warnings if problem.rule not in policy.allow]
+        self.unmet: list[str] = list(verdict.unmet)
+        self.fatal: list[Problem] = []
+        self.told: list[Problem] = []
+        for problems, reaction in ((self.errors, policy.event_errors), (warnings, policy.event_warnings)):
+            if reaction == "fail":
+                self.fatal += problems
+            elif reaction == "warn":
+                self.told += problems
+
+    @property
+    def is_failure(self) -> bool:
+        return bool(self.fatal or self.unmet)
+
+
+def judge_body(case: Case) -> None:
+    """Judge a test whose body passed.
+
+    Raises:
+        pytest.fail.Exception: it is wrong all the same.
+    """
+    found = _Findings(case)
+    _finish(case, found, "call")
+    case.passed = True
+    case.failed_before = case.item.session.testsfailed
+
+
+def judge_failed_body(case: Case, failure: BaseException) -> None:
+    """Tell what a test whose body failed by itself should know: its failure stays the only one."""
+    if _keeps_its_outcome(failure):
+        return
+    found = _Findings(case)
+    case.errors += len(found.errors)
+    record_properties(case)
+    _note(found, failure)
+    if case.policy.log != "none":
+        add_log(case, "call")
+
+
+def judge_late(case: Case) -> None:
+    """Judge what came after the body, when all finalizers are done.
+
+    Raises:
+        pytest.fail.Exception: something wrong did.
+    """
+    # A failure that did not pass through our hook (a TestCase's own, a strict xfail that passed) shows in the count.
+    if not case.passed or case.item.session.testsfailed > case.failed_before:
+        return
+    _finish(case, _Findings(case), "teardown")
+
+
+def judge_failed_teardown(case: Case, failure: BaseException) -> None:
+    """Tell what a test whose teardown failed by itself should know."""
+    if case.passed and not _keeps_its_outcome(failure):
+        found = _Findings(case)
+        case.errors += len(found.errors)
+        record_properties(case)
+        _note(found, failure)
+        if found.is_failure and case.policy.log != "none":
+            add_log(case, "teardown")
+
+
+def _finish(case: Case, found: _Findings, phase: str) -> None:
+    from pytest_kvmock.hygiene.report import failure_text
+
+    late = phase == "teardown"
+    case.errors += len(found.errors)
+    if not late or found.errors:
+        record_properties(case)
+    failure = failure_text(found.fatal, found.unmet, late=late) if found.is_failure else None
+    if found.told:
+        text = failure_text(found.told, late=late)
+        try:
+            case.item.warn(KvEventWarning(text))
+        except KvEventWarning:
+            # -W error. Failed here, and not by what was raised, so that it shows the message and not these frames.
+            failure = failure or f"KvEventWarning: {text}"
+    log = case.policy.log
+    if (log == "all" and not late) or (log != "none" and failure):
+        add_log(case, phase)
+    if failure:
+        pytest.fail(failure, pytrace=False)
+
+
+def _note(found: _Findings, failure: BaseException) -> None:
+    from pytest_kvmock.hygiene.report import failure_text
+
+    problems = found.fatal + found.told
+    if problems:
+        first_line = failure_text(problems).partition("\n")[0]
+        if first_line not in str(failure):  # kv_events.check() may have said it
+            failure.add_note(f"kvmock: also {first_line}")
+
+
+def _keeps_its_outcome(failure: BaseException) -> bool:
+    """Whether it is a skip, an xfail, or the end of the session. A note on a skip would leak into the summary."""
+    if isinstance(failure, pytest.skip.Exception | pytest.xfail.Exception | pytest.exit.Exception | KeyboardInterrupt):
+        return True
+    unittest = sys.modules.get("unittest")  # pytest takes its SkipTest for a skip, where it is loaded
+    return unittest is not None and isinstance(failure, unittest.SkipTest)

@@ -1,0 +1,68 @@
+"""Running pytest inside pytest, with the plugins that a test names and no others."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+
+import pytest
+
+# pytester unloads what a nested run loads; what is loaded here stays, so that a class is the same one in every run.
+import pytest_kvmock.harness
+import pytest_kvmock.hygiene.report
+import pytest_kvmock.plugin.markers
+import pytest_kvmock.plugin.verdict
+import pytest_kvmock.traces  # noqa: F401 - all of these
+
+PREAMBLE = """\
+import sys, unittest
+import pytest
+from pytest_kvmock import Cleared, Removed, Stored
+
+BAD = Removed((1,))             # nobody stored block 1
+GOOD = Stored(None, (2,), (2,))
+TWICE = Stored(None, (2,), (2,))    # after GOOD: a duplicate, which is a warning
+
+"""
+
+
+@pytest.fixture
+def nested(pytester, monkeypatch):
+    """Write a test module and run it: `nested(source, *args, plugins=(), files={}, subprocess=False)`."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
+
+    def run(source="", *args, plugins=(), files=None, subprocess=False):
+        for name, text in (files or {}).items():
+            path = pytester.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text))
+        if source:
+            (pytester.path / "test_it.py").write_text(PREAMBLE + textwrap.dedent(source))
+        loaded = [part for name in ("kvmock", *plugins) for part in ("-p", name)]
+        # The outer run has imported the plugins already, and may leave event loops to the garbage collector.
+        quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-W", "ignore::ResourceWarning"]
+        if "pytest_asyncio.plugin" in plugins:
+            quiet += ["-o", "asyncio_default_fixture_loop_scope=function"]
+        command = [*loaded, "-p", "no:randomly", "-p", "no:cacheprovider", *quiet, *map(str, args)]
+        if subprocess:
+            result = pytester.runpytest_subprocess(*command)
+        else:
+            with warnings.catch_warnings():
+                warnings.resetwarnings()  # those of the outer run
+                result = pytester.runpytest_inprocess(*command)
+        assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
+        return result
+
+    return run
+
+
+@pytest.fixture
+def ids(nested):
+    """The ids of the tests that a module has: `ids(source, *args)`."""
+
+    def collect(source="", *args, **options):
+        result = nested(source, "--collect-only", "-q", *args, **options)
+        return [line.partition("::")[2] for line in result.outlines if "::" in line and not line.startswith("ERROR")]
+
+    return collect

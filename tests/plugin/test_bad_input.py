@@ -1,0 +1,254 @@
+"""What is wrong is said in one line: what was given, what is allowed, and where it stands."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+# ---------------------------------------------------------------------------------------------------- options
+
+OPTIONS = [
+    ("--kv-backend=lruu", "unknown backend 'lruu'; known: lineage, lru"),
+    ("--kv-event-errors=oops", "got 'oops'; allowed: fail, warn, ignore"),
+    ("--kv-event-warnings=", "got ''; allowed: fail, warn, ignore"),
+    ("--kv-events=some", "got 'some'; allowed: failed, all, none"),
+    ("--kv-seed=1.5", "got '1.5'; allowed: an integer"),
+    ("--kv-trace=missing.jsonl", "no such file: '*missing.jsonl'"),
+    ("--kv-trace-limit=0", "got '0'; allowed: an integer of at least 1"),
+]
+
+
+@pytest.mark.parametrize(("option", "message"), OPTIONS)
+@pytest.mark.parametrize("more", [[], ["-n", "1"], ["--kv-list-backends"]], ids=["alone", "xdist", "list"])
+def test_a_wrong_option_is_a_usage_error(nested, option, message, more):
+    result = nested("def test(): pass", option, *more, plugins=["xdist"])
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert [] == [line for line in result.errlines if "Traceback" in line]
+    result.stderr.fnmatch_lines([f"ERROR: {option.partition('=')[0]}: {message}"])
+
+
+INI = [
+    ("kvmock_backends = lineage lruu", "unknown backend 'lruu'; known: lineage, lru"),
+    ("kvmock_event_errors = oops", "got 'oops'; allowed: fail, warn, ignore"),
+    ("kvmock_event_warnings =", "got ''; allowed: fail, warn, ignore"),
+    ("kvmock_events = some", "got 'some'; allowed: failed, all, none"),
+    ("kvmock_seed = x", "*"),  # from 8.4 on pytest reads integers, and the words are its own
+    ("kvmock_trace = missing.jsonl", "no such file: '*missing.jsonl'"),
+    ("kvmock_trace_limit = -1", "got *-1*; allowed: an integer of at least 1"),
+    ("kvmock_allow = nonsense", "unknown rule 'nonsense'; known: parent_block_not_found, *"),
+    ("kvmock_block_size = 0", "block_size must be *, got 0"),
+    ("kvmock_num_blocks = 0", "num_blocks must be *, got 0"),
+    ("kvmock_prefix_caching = maybe", "*"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), INI)
+def test_a_wrong_ini_value_is_a_usage_error(nested, line, message):
+    result = nested("def test(): pass", files={"pytest.ini": f"[pytest]\n{line}\n"})
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert [] == [line for line in result.errlines if "Traceback" in line]
+    result.stderr.fnmatch_lines([f"ERROR: pytest.ini: {line.partition(' ')[0]}: {message}"])
+
+
+def test_an_override_of_ini_is_said_to_be_one(nested):
+    result = nested("def test(): pass", "-o", "kvmock_event_errors=oops", files={"pytest.ini": "[pytest]\n"})
+
+    result.stderr.fnmatch_lines(["ERROR: -o kvmock_event_errors: got 'oops'; *"])
+
+
+def test_values_of_pyproject_are_typed(nested):
+    toml = "[tool.pytest.ini_options]\n"
+    numbers = '"4"'
+    if pytest.version_tuple >= (9, 0):
+        toml, numbers = "[tool.pytest]\n", "4"
+    result = nested(
+        "def test(kv_profile): assert (kv_profile.block_size, kv_profile.prefix_caching) == (4, False)\n"
+        "def test_matrix(kv_backend): pass",
+        files={
+            "pyproject.toml": f"{toml}kvmock_block_size = {numbers}\nkvmock_prefix_caching = false\n"
+            'kvmock_backends = ["lru"]\n'
+        },
+    )
+
+    result.assert_outcomes(passed=2)
+
+
+# ---------------------------------------------------------------------------------------------------- markers
+
+MARKERS = [
+    ("kv_backends('lruu')", "unknown backend 'lruu'; known: lineage, lru"),
+    ("kv_backends(7)", "got 7; allowed: names, as strings"),
+    ("kv_backends(exclude=['lruu'])", "unknown backend 'lruu'; known: lineage, lru"),
+    ("kv_backends(exclude=7)", "got 7; allowed: a name, or a list of names"),
+    ("kv_backends(excluding='lru')", "unknown key 'excluding'; known: exclude"),
+    ("kvmock(8)", "takes keywords only; known: block_size, *"),
+    ("kvmock(blok_size=8)", "unknown key 'blok_size'; known: block_size, num_blocks, *"),
+    ("kvmock(profile='small')", "unknown key 'profile'; known: block_size, *"),
+    ("kvmock(num_blocks=0)", "num_blocks*must be an integer of at least 1, got 0"),
+    ("kvmock(block_size='16')", "block_size*must be *, got '16'"),
+    ("kvmock(seed=None)", "seed*must be an integer, got None"),
+    ("kvmock(event_errors='oops')", "event_errors: got 'oops'; allowed: fail, warn, ignore"),
+    ("kvmock(event_warnings=True)", "event_warnings: got True; allowed: fail, warn, ignore"),
+    ("kvmock(sync='never')", "sync: got 'never'; allowed: every, auto, end"),
+    ("kvmock(allow=['nonsense'])", "allow: unknown rule 'nonsense'; known: parent_block_not_found, *"),
+    ("kvmock(allow=7)", "allow: got 7; allowed: a name, or a list of names"),
+]
+
+
+def pattern(text):
+    """A text that holds for itself in fnmatch."""
+    return text.replace("[", "[[]")
+
+
+@pytest.mark.parametrize(("marker", "message"), MARKERS)
+@pytest.mark.parametrize("fixture", ["kv_router", "kv_sink"])
+def test_a_wrong_marker_is_one_line_at_collection(nested, marker, message, fixture):
+    result = nested(f"@pytest.mark.{marker}\ndef test({fixture}): pass\ndef test_other(): pass")
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"test_it.py::test: {pattern(marker)}: {message}"])
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
+
+
+def test_a_wrong_marker_is_the_same_line_under_xdist(nested):
+    result = nested("@pytest.mark.kvmock(num_blocks=0)\ndef test(kv_sink): pass", "-n", "2", plugins=["xdist"])
+
+    result.stdout.fnmatch_lines(["test_it.py::test: kvmock(num_blocks=0): num_blocks*must be *, got 0"])
+    result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
+
+
+@pytest.mark.parametrize("place", ["class", "module"])
+def test_a_wrong_marker_further_out_is_found_too(nested, place):
+    marks = {"class": "", "module": "", place: "pytestmark = pytest.mark.kvmock(nonsense=1)"}
+    result = nested(
+        f"{marks['module']}\nclass TestC:\n    {marks['class'] or 'x = 1'}\n    def test(self, kv_sink): pass"
+    )
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["test_it.py::TestC::test: kvmock(nonsense=1): unknown key 'nonsense'; known: *"])
+
+
+@pytest.mark.parametrize(("marker", "message"), MARKERS)
+def test_a_wrong_marker_of_a_testcase_is_one_line_at_setup(nested, marker, message):
+    result = nested(
+        f"""
+        class T(unittest.TestCase):
+            @pytest.fixture(autouse=True)
+            def _kv(self, kv_sink): pass
+            @pytest.mark.{marker}
+            def test(self): pass
+        """
+    )
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"kvmock: {pattern(marker)}: {message}"])
+    result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
+    result.stdout.no_fnmatch_line("*During handling*")
+
+
+@pytest.mark.parametrize(("marker", "message"), MARKERS)
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested, marker, message, workers):
+    result = nested(
+        "def test(kv_sink): pass",
+        *workers,
+        plugins=["xdist"],
+        files={
+            "conftest.py": f"""
+            import pytest
+            def pytest_collection_modifyitems(items):
+                for item in items:
+                    item.add_marker(pytest.mark.{marker})
+            """
+        },
+    )
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"kvmock: {pattern(marker)}: {message}"])
+
+
+# ---------------------------------------------------------------------------------------------------- fixtures
+
+FIXTURES = {
+    "an index without apply": (
+        "@pytest.fixture\ndef kv_index(): return object()",
+        "kvmock: the index under test (object) has no apply(event)*",
+    ),
+    "an index that cannot be asked": (
+        "class Index:\n def apply(self, event): pass\n@pytest.fixture\ndef kv_index(): return Index()",
+        "kvmock: the index under test (Index) has neither find_matches(local_hashes) nor match_tokens(tokens)*",
+    ),
+    "an index that is not empty": (
+        """
+        class Index:
+            def apply(self, event): pass
+            def find_matches(self, hashes): return {}
+            def dump_events(self): return [1]
+        @pytest.fixture
+        def kv_index(): return Index()
+        """,
+        "kvmock: the index under test (Index) is not empty at the start*",
+    ),
+    "an index that raises when it is made": (
+        "@pytest.fixture\ndef kv_index(): raise OSError('no index today')",
+        "E *OSError: no index today",
+    ),
+    "a base profile of another type": (
+        "@pytest.fixture\ndef kv_base_profile(): return {'block_size': 4}",
+        "kvmock: kv_base_profile must return an EngineProfile, got {'block_size': 4}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in FIXTURES.items()])
+@pytest.mark.parametrize("fixture", ["kv_sink", "kv_events"])
+def test_a_wrong_override_is_one_error(nested, case, fixture):
+    source, message = case
+
+    result = nested(f"{textwrap.dedent(source)}\ndef test({fixture}): pass")
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([message])
+    result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
+    result.stdout.no_fnmatch_line("*During handling*")
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 2048])
+def test_a_block_size_that_the_backend_refuses_is_one_line(nested, block_size):
+    result = nested(f"@pytest.mark.kvmock(block_size={block_size})\ndef test(kv_manager): pass")
+
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(["kvmock: backend lineage: *block_size*", "kvmock: backend lru: *block_size*"])
+    result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
+
+
+def test_full_trace_shows_where_it_came_from(nested):
+    result = nested("@pytest.mark.kvmock(block_size=3)\ndef test(kv_manager): pass", "--full-trace")
+
+    result.stdout.fnmatch_lines(["*pytest_kvmock*"])
+
+
+def test_a_truncated_trace_names_file_and_line(nested):
+    result = nested(
+        "def test(kv_trace): pass",
+        "--kv-trace=trace.jsonl",
+        files={"trace.jsonl": '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n{"timesta'},
+    )
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["kvmock: kv_trace: *trace.jsonl*2*"])
+    result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
+
+
+@pytest.mark.parametrize("event", ["None", "7", "{'type': 'stored'}", "'stored'"])
+def test_an_event_of_the_wrong_type_is_an_error_of_the_body(nested, event):
+    result = nested(f"def test(kv_sink): kv_sink({event})")
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E *TypeError: a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent*"]
+    )

@@ -1,0 +1,104 @@
+"""What the plugin costs those who do not use it: modules, time, hooks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import pytest_kvmock.plugin
+
+MEASURE = """
+import json, sys, time
+import pytest
+before = set(sys.modules)
+start = time.perf_counter()
+import pytest_kvmock.plugin
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
+"""
+
+LIGHT = {
+    "pytest_kvmock",
+    "pytest_kvmock.plugin",
+    "pytest_kvmock.plugin.fixtures",
+    "pytest_kvmock.plugin.hooks",
+    "pytest_kvmock.plugin.matrix",
+    "pytest_kvmock.plugin.options",
+    "pytest_kvmock.plugin.precedence",
+}
+
+
+def in_a_new_process(code, *args):
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_the_plugin_is_cheap():
+    runs = [in_a_new_process(MEASURE) for _ in range(5)]
+
+    assert {frozenset(LIGHT)} == {frozenset(modules) for _, modules in runs}
+    assert 8 >= len(LIGHT)
+    assert 0.025 > min(seconds for seconds, _ in runs)  # the bar is 5 ms; this machine may be a slow one
+
+
+def test_a_suite_that_does_not_use_the_plugin_loads_nothing_more(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(
+        """
+        import pytest, unittest
+        @pytest.mark.parametrize("n", [1, 2])
+        def test(n, tmp_path): pass
+        def test_fails(): assert 0
+        class T(unittest.TestCase):
+            def test(self): pass
+        """
+    )
+    code = """
+import json, sys
+import pytest
+pytest.main(["-q", "-p", "kvmock", "-p", "no:cacheprovider"])
+print()
+print(json.dumps(sorted(m for m in sys.modules if m.startswith("pytest_kvmock") or m in ("yaml", "asyncio", "xxhash"))))
+"""
+    assert sorted(LIGHT) == in_a_new_process(code)
+
+
+def test_the_hooks_that_run_for_every_test_are_these():
+    """Each further hook costs every test of every suite that has the plugin installed."""
+    hooks = {name for name in dir(pytest_kvmock.plugin) if name.startswith("pytest_")}
+    once = {"pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header"}
+
+    assert hooks - once == {
+        "pytest_collection_modifyitems",
+        "pytest_generate_tests",
+        "pytest_runtest_call",
+        "pytest_runtest_teardown",
+    }
+
+
+def test_no_fixture_is_autouse(nested):
+    result = nested("def test(request): print('has', sorted(request.fixturenames))", "-s")
+
+    result.stdout.fnmatch_lines(["*has [[]'request']*"])
+
+
+@pytest.mark.parametrize(
+    ("fixture", "closure"),
+    [
+        ("kv_events", ["_kvmock_case", "kv_base_profile", "kv_events", "kv_index"]),
+        (
+            "kv_manager",
+            ["_kvmock_case", "_kvmock_matrix", "kv_backend", "kv_base_profile", "kv_index", "kv_manager"],
+        ),
+        ("kv_backend", ["_kvmock_matrix", "kv_backend"]),
+    ],
+)
+def test_few_fixtures_are_in_the_closure(nested, fixture, closure):
+    """A fixture costs about 40 µs of pytest's own, whatever it does."""
+    result = nested(f"def test({fixture}, request): print('has', [n for n in request.fixturenames if 'kv' in n])", "-s")
+
+    (shown,) = {line.partition("has ")[2] for line in result.outlines if "has [" in line}
+    assert closure == sorted(json.loads(shown.rstrip(" .").replace("'", '"')))

@@ -1,0 +1,153 @@
+"""What a run shows of the plugin when asked, and what it does not show otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvmock.backends import BACKENDS, EngineProfile
+from pytest_kvmock.plugin.options import OPTIONS, PROFILE_KEYS
+
+FIXTURES = [
+    "kv_backend",
+    "kv_base_profile",
+    "kv_events",
+    "kv_index",
+    "kv_manager",
+    "kv_profile",
+    "kv_prompt",
+    "kv_router",
+    "kv_sink",
+    "kv_trace",
+    "kv_worker",
+    "make_kv_manager",
+    "make_kv_sink",
+]
+
+
+def test_the_profile_keys_are_the_fields_of_the_profile():
+    assert list(PROFILE_KEYS) == list(EngineProfile.__dataclass_fields__)
+
+
+# ---------------------------------------------------------------------------------------------------- header
+
+HEADER = [
+    ([], "", None),
+    (["-v"], "", "kvmock: backends=lineage,lru (of 2), event errors=fail, event warnings=ignore, seed=0"),
+    (["--kv-backend=lru"], "", "kvmock: backends=lru (of 2), *"),
+    (["--kv-backend=lru", "-q"], "", None),
+    (["--kv-event-errors=warn"], "", "kvmock: *, event errors=warn, *"),
+    ([], "kvmock_event_warnings = fail", "kvmock: *, event warnings=fail, *"),
+    ([], "kvmock_backends = lru", "kvmock: backends=lru (of 2), *"),
+    ([], "kvmock_seed = 7", "kvmock: *, seed=7"),
+    (["--kv-backend=lru"], "kvmock_backends = lineage", "kvmock: backends=none (of 2), *"),
+    ([], "kvmock_allow = duplicate_store block_not_found", "kvmock: *, allow=block_not_found,duplicate_store, *"),
+]
+
+
+@pytest.mark.parametrize(("args", "ini", "expected"), HEADER)
+def test_the_header_says_what_is_not_the_default(nested, args, ini, expected):
+    result = nested("def test(): pass", *args, files={"pytest.ini": f"[pytest]\n{ini}\n"})
+
+    lines = [line for line in result.outlines if line.startswith("kvmock:")]
+    assert (expected is not None) == bool(lines)
+    if expected is not None:
+        result.stdout.fnmatch_lines([expected])
+
+
+def test_passing_tests_print_nothing(nested):
+    result = nested("def test(kv_sink): kv_sink(GOOD)", "-q")
+
+    assert [".", "1 passed"] == [line.split("  ")[0].partition(" in")[0] for line in result.outlines if line]
+
+
+# ---------------------------------------------------------------------------------------------------- lists
+
+
+def test_list_backends(nested):
+    result = nested("def test(): raise OSError", "--kv-list-backends")
+
+    assert 0 == result.ret
+    assert [(name, spec.follows) for name, spec in BACKENDS.items()] == [
+        tuple(part.strip() for part in line.split("  ", 1)) for line in result.outlines
+    ]
+
+
+def test_list_backends_says_which_are_not_in_the_matrix(nested):
+    result = nested("", "--kv-list-backends", "--kv-backend=lru")
+
+    result.stdout.fnmatch_lines(["lineage * (not in the matrix of this run)", "lru *[0-9a-z]"])
+
+
+def test_markers_are_listed_with_their_whole_signature(nested):
+    result = nested("", "--markers")
+
+    result.stdout.fnmatch_lines(
+        [
+            "@pytest.mark.kv_backends(*names, exclude=()): *",
+            "@pytest.mark.kvmock([*], block_size=, *event_errors='fail|warn|ignore', *, allow=(rules,)): *",
+        ]
+    )
+    assert all(f"{key}=" in result.stdout.str() for key in PROFILE_KEYS)
+
+
+def test_fixtures_are_listed_with_a_first_paragraph(nested):
+    result = nested("", "--fixtures")
+
+    shown = [line.split()[0] for line in result.outlines if line.startswith(("kv_", "make_kv", "_kv"))]
+    assert FIXTURES == sorted(shown)
+    result.stdout.no_fnmatch_line("*no docstring*kv*")
+    result.stdout.fnmatch_lines(["kv_backend [[]session scope[]] -- *", "    Name of the eviction backend*"])
+    scoped = [line for line in result.outlines if line.startswith(("kv_", "make_kv")) and "scope]" in line]
+    assert 1 == len(scoped)
+
+
+def test_help_lists_every_option_and_its_ini_twin(nested):
+    result = nested("", "--help")
+
+    text = result.stdout.str()
+    result.stdout.fnmatch_lines(["KV-cache mocks (pytest-kvmock):"])
+    assert all(option.flag in text and option.ini in text for option in OPTIONS)
+    result.stdout.fnmatch_lines(["  --kv-list-backends*", "  kvmock_backends (args):*"])
+
+
+# ---------------------------------------------------------------------------------------------------- trace
+
+TRACE = "".join(f'{{"timestamp": {n}, "input_length": 512, "output_length": 1, "hash_ids": [{n}]}}\n' for n in range(5))
+
+
+@pytest.mark.parametrize(
+    ("args", "ini", "expected"),
+    [
+        (["--kv-trace=sub/t.jsonl"], "", 5),
+        (["--kv-trace=sub/t.jsonl", "--kv-trace-limit=3"], "", 3),
+        ([], "kvmock_trace = sub/t.jsonl\nkvmock_trace_limit = 2", 2),
+        (["--kv-trace-limit=4"], "kvmock_trace = sub/t.jsonl\nkvmock_trace_limit = 2", 4),
+        (["--kv-trace-limit=7"], "", 7),
+        ([], "", 200),
+    ],
+)
+def test_kv_trace_gives_the_requests_asked_for(nested, args, ini, expected):
+    result = nested(
+        f"def test(kv_trace): assert len(kv_trace) == {expected}\ndef test_again(kv_trace): assert len(kv_trace)",
+        *args,
+        files={"pytest.ini": f"[pytest]\n{ini}\n", "sub/t.jsonl": TRACE},
+    )
+
+    result.assert_outcomes(passed=2)
+
+
+def test_a_trace_in_the_ini_file_is_found_from_anywhere(nested, pytester, monkeypatch):
+    files = {"pytest.ini": "[pytest]\nkvmock_trace = t.jsonl\n", "t.jsonl": TRACE, "sub/x": ""}
+    nested("def test(kv_trace): assert len(kv_trace) == 5", files=files).assert_outcomes(passed=1)
+    monkeypatch.chdir(pytester.path / "sub")
+    nested("", "..", "-c", "../pytest.ini").assert_outcomes(passed=1)
+
+
+def test_the_synthetic_trace_follows_the_seed(nested):
+    source = "def test(kv_trace): print('drew', hash(tuple(request.hash_ids for request in kv_trace)))"
+
+    def drawn(*args):
+        return [line for line in nested(source, "-s", *args).outlines if "drew" in line]
+
+    assert drawn() == drawn("--kv-seed=0")
+    assert drawn() != drawn("--kv-seed=1")

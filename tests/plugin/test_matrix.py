@@ -1,0 +1,526 @@
+"""Which tests run over which backends: every way to say it, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+import pytest
+
+BOTH = ["lineage", "lru"]
+
+follows_overrides = pytest.mark.skipif(
+    pytest.version_tuple < (9, 0), reason="before 9.0 a closure does not follow an override that calls its original"
+)
+
+
+def ran(result):
+    """The backend of each test that passed, as its harness says: tests print `ran on <backend>`."""
+    return re.findall(r"ran on (\S+)", result.stdout.str())
+
+
+USES = "def test(kv_router): print('ran on', kv_router.backend)"
+
+# ---------------------------------------------------------------------------------------------------- who is in
+
+
+@pytest.mark.parametrize("fixture", ["kv_backend", "kv_router", "kv_worker", "kv_manager", "make_kv_manager"])
+def test_fixtures_that_need_an_engine_pull_in_the_matrix(ids, fixture):
+    assert ["test[lineage]", "test[lru]"] == ids(f"def test({fixture}): pass")
+
+
+@pytest.mark.parametrize(
+    "fixture",
+    ["kv_events", "kv_sink", "make_kv_sink", "kv_index", "kv_profile", "kv_base_profile", "kv_prompt", "kv_trace"],
+)
+def test_fixtures_that_need_none_do_not(ids, fixture):
+    assert ["test"] == ids(f"def test({fixture}): pass")
+
+
+def test_the_matrix_is_pulled_in_however_indirectly(ids):
+    assert ["test[lineage]", "test[lru]"] == ids(
+        """
+        @pytest.fixture
+        def inner(kv_manager): return kv_manager
+        @pytest.fixture
+        def outer(inner): return inner
+        def test(outer): pass
+        """
+    )
+
+
+def test_usefixtures_and_autouse_pull_it_in(ids):
+    assert ["test[lineage]", "test[lru]", "TestC::test[lineage]", "TestC::test[lru]"] == ids(
+        """
+        @pytest.mark.usefixtures("kv_backend")
+        def test(): pass
+        class TestC:
+            @pytest.fixture(autouse=True)
+            def manager(self, kv_manager): pass
+            def test(self): pass
+        """
+    )
+
+
+def test_the_users_own_parameters_come_first_in_the_id(ids):
+    assert ["test[1-lineage]", "test[1-lru]", "test[2-lineage]", "test[2-lru]"] == ids(
+        "@pytest.mark.parametrize('n', [1, 2])\ndef test(kv_backend, n): pass"
+    )
+
+
+def test_it_multiplies_with_the_backends_of_anyio(ids):
+    assert 4 == len(ids("@pytest.mark.anyio\nasync def test(kv_router): pass", plugins=["anyio"]))
+
+
+def test_every_fixture_of_a_test_has_the_backend_of_its_id(nested):
+    result = nested(
+        """
+        def test(kv_backend, kv_router, kv_worker, kv_manager, make_kv_manager, request):
+            assert type(kv_backend) is str
+            assert request.node.name == f"test[{kv_backend}]"
+            assert kv_router.backend == kv_backend
+            assert kv_manager.backend == kv_backend
+            assert kv_worker is kv_router.worker(0)
+            assert kv_worker.manager is kv_manager
+            more = make_kv_manager()
+            assert more is not kv_manager
+            assert more.backend == kv_backend
+        """
+    )
+
+    result.assert_outcomes(passed=2)
+
+
+# ---------------------------------------------------------------------------------------------------- overrides
+
+OVERRIDES = {
+    "conftest": (USES, {"conftest.py": "import pytest\n@pytest.fixture\ndef kv_backend(): return 'lru'"}, ["lru"]),
+    "module": ("@pytest.fixture\ndef kv_backend(): return 'lru'\n" + USES, {}, ["lru"]),
+    "class": (
+        """
+        class TestC:
+            @pytest.fixture
+            def kv_backend(self): return "lru"
+            def test(self, kv_router): print('ran on', kv_router.backend)
+        """,
+        {},
+        ["lru"],
+    ),
+    "session fixture": ("@pytest.fixture(scope='session')\ndef kv_backend(): return 'lru'\n" + USES, {}, ["lru"]),
+    "parametrised fixture": (
+        "@pytest.fixture(params=['lru', 'lineage'])\ndef kv_backend(request): return request.param\n" + USES,
+        {},
+        ["lru", "lineage"],
+    ),
+    "direct parametrize": (
+        "@pytest.mark.parametrize('kv_backend', ['lru', 'lineage'])\n" + USES,
+        {},
+        ["lru", "lineage"],
+    ),
+    "direct parametrize with another": (
+        "@pytest.mark.parametrize('n, kv_backend', [(1, 'lru')])\n" + USES.replace("(kv_router", "(n, kv_router"),
+        {},
+        ["lru"],
+    ),
+    "direct parametrize by keywords": (
+        "@pytest.mark.parametrize(argnames=['kv_backend'], argvalues=[['lru']])\n" + USES,
+        {},
+        ["lru"],
+    ),
+    "indirect parametrize": (
+        "@pytest.mark.parametrize('kv_backend', ['lru'], indirect=True)\n" + USES,
+        {},
+        ["lru"],
+    ),
+    "marker on the function": ("@pytest.mark.kv_backends('lru')\n" + USES, {}, ["lru"]),
+    "marker on the module": ("pytestmark = pytest.mark.kv_backends('lru')\n" + USES, {}, ["lru"]),
+    "marker that excludes": ("@pytest.mark.kv_backends(exclude=['lineage'])\n" + USES, {}, ["lru"]),
+    "marker that excludes one, as a string": ("@pytest.mark.kv_backends(exclude='lineage')\n" + USES, {}, ["lru"]),
+    "marker in another order": ("@pytest.mark.kv_backends('lru', 'lineage')\n" + USES, {}, BOTH),
+    "marker without names": ("@pytest.mark.kv_backends()\n" + USES, {}, BOTH),
+    "ini": (USES, {"pytest.ini": "[pytest]\nkvmock_backends = lru"}, ["lru"]),
+    "ini, all": (USES, {"pytest.ini": "[pytest]\nkvmock_backends = all"}, BOTH),
+    "a direct parametrisation is not touched by a marker": (
+        "@pytest.mark.kv_backends('lineage')\n@pytest.mark.parametrize('kv_backend', ['lru'])\n" + USES,
+        {},
+        ["lru"],
+    ),
+    "class and method markers: the method's counts": (
+        """
+        @pytest.mark.kv_backends("lineage")
+        class TestC:
+            @pytest.mark.kv_backends("lru")
+            def test(self, kv_router): print('ran on', kv_router.backend)
+            def test_outer(self, kv_router): print('ran on', kv_router.backend)
+        """,
+        {},
+        ["lru", "lineage"],
+    ),
+    "class and method markers: names are not inherited": (
+        """
+        @pytest.mark.kv_backends("lineage")
+        class TestC:
+            @pytest.mark.kv_backends(exclude=["lineage"])
+            def test(self, kv_router): print('ran on', kv_router.backend)
+        """,
+        {},
+        ["lru"],
+    ),
+}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in OVERRIDES.items()])
+def test_every_way_to_say_the_backend(nested, row):
+    source, files, expected = row
+
+    result = nested(source, "-s", files=files)
+
+    result.assert_outcomes(passed=len(expected))
+    assert expected == ran(result)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--kv-backend", "lru"], ["lru"]),
+        (["--kv-backend", "lru", "--kv-backend", "lineage"], BOTH),
+        (["--kv-backend", "all"], BOTH),
+        (["--kv-backend", "lru", "--kv-backend", "all"], BOTH),
+    ],
+)
+def test_the_command_line_narrows_the_matrix(nested, args, expected):
+    assert expected == ran(nested(USES, "-s", *args))
+
+
+def test_the_command_line_does_not_touch_a_test_that_fixes_its_backend(nested):
+    result = nested(
+        """
+        @pytest.mark.parametrize("kv_backend", ["lru"])
+        def test(kv_router): print("ran on", kv_router.backend)
+        class TestC:
+            @pytest.fixture
+            def kv_backend(self): return "lru"
+            def test(self, kv_router): print("ran on", kv_router.backend)
+        """,
+        "-s",
+        "--kv-backend=lineage",
+    )
+
+    assert ["lru", "lru"] == ran(result)
+
+
+@follows_overrides
+@pytest.mark.parametrize("name", ["kv_router", "kv_manager"])
+def test_an_override_that_calls_its_original_keeps_the_matrix(nested, name):
+    source = f"@pytest.fixture\ndef {name}({name}): return {name}\ndef test({name}): print('ran on', {name}.backend)"
+
+    assert BOTH == ran(nested(source, "-s"))
+
+
+@pytest.mark.parametrize("name", ["kv_router", "kv_manager"])
+def test_an_override_that_calls_its_original_and_names_kv_backend_keeps_the_matrix_everywhere(nested, name):
+    source = (
+        f"@pytest.fixture\ndef {name}({name}, kv_backend): return {name}\n"
+        f"def test({name}): print('ran on', {name}.backend)"
+    )
+
+    assert BOTH == ran(nested(source, "-s"))
+
+
+@follows_overrides
+def test_an_override_of_kv_backend_that_calls_its_original_keeps_the_matrix(nested):
+    assert BOTH == ran(nested("@pytest.fixture\ndef kv_backend(kv_backend): return kv_backend\n" + USES, "-s"))
+
+
+on_8_3 = pytest.mark.skipif(pytest.version_tuple < (8, 4), reason="8.3 compares with the scope of the parameter")
+
+
+@pytest.mark.parametrize("scope", ["function", "class", "module", "package", pytest.param("session", marks=on_8_3)])
+def test_fixtures_of_any_scope_may_use_kv_backend(nested, scope):
+    result = nested(
+        f"""
+        @pytest.fixture(scope="{scope}")
+        def mine(kv_backend): return kv_backend
+        def test_1(mine, kv_router):
+            assert mine == kv_router.backend
+            print("ran on", mine)
+        def test_2(mine): print("ran on", mine)
+        """,
+        "-s",
+    )
+
+    assert BOTH + BOTH == ran(result)  # and nothing is reordered
+
+
+def test_nothing_is_reordered(ids):
+    assert ["test_b[lineage]", "test_b[lru]", "test_x", "test_a[lineage]", "test_a[lru]"] == ids(
+        "def test_b(kv_router): pass\ndef test_x(): pass\ndef test_a(kv_router): pass"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- no parameter
+
+TEST_CASE = """
+class T(unittest.TestCase):
+    @pytest.fixture(autouse=True)
+    def _kv(self, kv_router): self.router = kv_router
+    {marker}
+    def test(self): print("ran on", self.router.backend)
+"""
+
+
+def test_getfixturevalue_runs_on_the_only_backend(nested):
+    source = "@pytest.mark.kv_backends('lru')\ndef test(request): print('ran on', request.getfixturevalue('kv_router').backend)"
+
+    assert ["lru"] == ran(nested(source, "-s"))
+    assert ["lru"] == ran(nested(source.partition("\n")[2], "-s", "--kv-backend=lru"))
+
+
+def test_getfixturevalue_without_a_choice_says_which_marker_to_add(nested):
+    result = nested("def test(request): request.getfixturevalue('kv_manager')")
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ['*backend of this test is open (lineage, lru)*usefixtures("kv_backend")*@pytest.mark.kv_backends("lineage")*']
+    )
+    result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
+
+
+def test_usefixtures_gives_getfixturevalue_the_whole_matrix(nested):
+    source = """
+    @pytest.mark.usefixtures("kv_backend")
+    def test(request): print("ran on", request.getfixturevalue("kv_router").backend)
+    """
+
+    assert BOTH == ran(nested(source, "-s"))
+
+
+def test_a_testcase_runs_on_the_only_backend(nested):
+    source = TEST_CASE.format(marker="@pytest.mark.kv_backends('lru')")
+
+    assert ["lru"] == ran(nested(source, "-s"))
+
+
+def test_a_testcase_without_a_choice_says_which_marker_to_add(nested):
+    result = nested(TEST_CASE.format(marker=""))
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["*backend of this test is open (lineage, lru)*TestCase*@pytest.mark.kv_backends(*lineage*)*"]
+    )
+    result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
+    result.stdout.no_fnmatch_line("*usefixtures*")
+
+
+def test_a_testcase_with_no_backend_left_is_skipped(nested):
+    result = nested(TEST_CASE.format(marker="@pytest.mark.kv_backends('lru')"), "--kv-backend=lineage", "-rs")
+
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*no backend is left*"])
+
+
+def test_the_placeholder_is_no_backend_and_says_why(nested):
+    result = nested(
+        """
+        from pytest_kvmock.harness import RouterHarness
+        def test(request): RouterHarness(backend=request.getfixturevalue("kv_backend"))
+        """
+    )
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E *ValueError: unknown backend*kv_backend has no value here: this test is not param*"]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- deselection
+
+
+def test_a_test_left_without_backend_is_deselected_and_counted(nested):
+    result = nested(
+        """
+        @pytest.mark.kv_backends("lineage")
+        def test_gone(kv_router): pass
+        @pytest.mark.kv_backends(exclude=["lineage", "lru"])
+        def test_gone_too(kv_router): pass
+        def test_stays(kv_router): print("ran on", kv_router.backend)
+        def test_unused(): pass
+        """,
+        "-s",
+        "--kv-backend=lru",
+    )
+
+    result.assert_outcomes(passed=2, deselected=2)
+    assert ["lru"] == ran(result)
+
+
+def test_the_rest_runs_the_same_under_xdist(nested):
+    result = nested(
+        "@pytest.mark.kv_backends('lineage')\ndef test_gone(kv_router): pass\ndef test_stays(kv_router): pass",
+        "--kv-backend=lru",
+        "-n",
+        "2",
+        plugins=["xdist"],
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+def test_a_marker_of_a_parameter_deselects_what_it_excludes(ids):
+    assert ["test[a-lru]", "test[b-lineage]", "test[b-lru]"] == ids(
+        """
+        @pytest.mark.parametrize("n", [
+            pytest.param(1, id="a", marks=pytest.mark.kv_backends("lru")),
+            pytest.param(2, id="b"),
+        ])
+        def test(kv_router, n): pass
+        """
+    )
+
+
+def test_a_marker_that_a_conftest_adds_deselects_what_it_excludes(nested):
+    result = nested(
+        USES,
+        "-s",
+        files={
+            "conftest.py": """
+            import pytest
+            def pytest_collection_modifyitems(items):
+                for item in items:
+                    item.add_marker(pytest.mark.kv_backends(exclude=["lineage"]))
+            """
+        },
+    )
+
+    result.assert_outcomes(passed=1, deselected=1)
+    assert ["lru"] == ran(result)
+
+
+def test_a_late_marker_does_not_undo_an_earlier_one(nested):
+    result = nested(
+        "@pytest.mark.kv_backends('lineage')\n" + USES,
+        files={
+            "conftest.py": """
+            import pytest
+            def pytest_collection_modifyitems(items):
+                for item in items:
+                    item.add_marker(pytest.mark.kv_backends("lru"), append=False)
+            """
+        },
+    )
+
+    result.assert_outcomes(deselected=1)
+
+
+def test_selection_by_id_and_keyword(nested):
+    assert ["lru"] == ran(nested(USES, "-s", "-k", "lru"))
+
+
+# ---------------------------------------------------------------------------------------------------- refused
+
+GENERATE = """
+def pytest_generate_tests(metafunc):
+    if "kv_backend" in metafunc.fixturenames:
+        metafunc.parametrize("kv_backend", ["lru"], indirect={indirect})
+"""
+
+
+@pytest.mark.parametrize("indirect", [True, False])
+@pytest.mark.parametrize("place", ["conftest", "module"])
+def test_a_pytest_generate_tests_over_kv_backend_is_refused(nested, place, indirect):
+    generate = GENERATE.format(indirect=indirect)
+    result = nested(USES, files={"conftest.py": generate}) if place == "conftest" else nested(generate + USES)
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["test_it.py::test: kv_backend is parametrised twice:*@pytest.mark.kv_backends(*"])
+    result.stdout.no_fnmatch_line("*Traceback*")
+
+
+def test_an_error_of_the_users_own_parametrisation_stays_what_it_is(nested):
+    result = nested("@pytest.mark.parametrize('missing', [1])\ndef test(kv_router): pass")
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*uses no *'missing'*"])
+    result.stdout.no_fnmatch_line("*parametrised twice*")
+
+
+@pytest.mark.parametrize("value", ["'lruu'", "None", "('lru', {})"])
+@pytest.mark.parametrize(
+    "source",
+    ["@pytest.mark.parametrize('kv_backend', [{}])\n" + USES, "@pytest.fixture\ndef kv_backend(): return {}\n" + USES],
+    ids=["parametrize", "override"],
+)
+def test_an_unknown_backend_of_the_users_is_one_line(nested, source, value):
+    result = nested(source.replace("{}", value, 1))
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["kvmock: kv_backend is *; known: lineage, lru"])
+    result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
+
+
+def test_a_backend_that_lies_about_its_name_is_caught(nested):
+    result = nested(
+        USES,
+        files={
+            "conftest.py": """
+            import dataclasses, types
+            from pytest_kvmock import backends
+            specs = dict(backends.BACKENDS)
+            specs["lru"] = dataclasses.replace(specs["lru"], make=specs["lineage"].make)
+            import pytest
+            @pytest.fixture(autouse=True)
+            def liar(monkeypatch):
+                monkeypatch.setattr(backends, "BACKENDS", types.MappingProxyType(specs))
+            """
+        },
+    )
+
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["kvmock: backend lru: *calls itself 'lineage'*"])
+
+
+# ---------------------------------------------------------------------------------------------------- order
+
+
+def test_collection_is_the_same_for_any_hash_seed(nested, monkeypatch):
+    source = """
+    @pytest.mark.kv_backends("lru", "lineage")
+    def test_1(kv_router): pass
+    @pytest.mark.kv_backends(exclude={"multi", "lru"} - {"multi"})
+    def test_2(kv_router): pass
+    def test_3(kv_manager, kv_events): pass
+    """
+    seen = []
+    for seed in "01":
+        monkeypatch.setitem(os.environ, "PYTHONHASHSEED", seed)
+        result = nested(source, "--collect-only", "-q", subprocess=True)
+        seen.append([line for line in result.outlines if "::" in line])
+
+    assert 5 == len(seen[0])
+    assert seen[0] == seen[1]
+
+
+def test_strict_configuration_is_met(nested):
+    strict = "[pytest]\naddopts = --strict-markers --strict-config\nxfail_strict = true\nkvmock_backends = lru\n"
+    if pytest.version_tuple >= (9, 0):
+        strict = "[pytest]\nstrict = true\nkvmock_backends = lru\n"
+
+    result = nested(
+        "@pytest.mark.kvmock(num_blocks=8)\n@pytest.mark.kv_backends('lru')\n" + USES,
+        "-m",
+        "kvmock and kv_backends",
+        "-W",
+        "error",
+        files={"pytest.ini": strict},
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+def test_the_plugin_can_be_switched_off(pytester):
+    pytester.makepyfile("def test(): pass")
+
+    result = pytester.run(sys.executable, "-m", "pytest", "-p", "no:kvmock", "-q")
+
+    result.assert_outcomes(passed=1)

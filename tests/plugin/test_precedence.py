@@ -1,0 +1,243 @@
+"""Who wins: the three rules as tables, and once more through a whole run."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.plugin.precedence import Policy, resolve_matrix, resolve_policy, resolve_profile
+
+# ---------------------------------------------------------------------------------------------------- policy
+
+POLICY = [
+    # command line, markers from outer to inner, ini, expected
+    pytest.param({}, [], {}, Policy(), id="default"),
+    pytest.param({}, [], {"event_errors": "warn"}, Policy("warn"), id="ini over default"),
+    pytest.param({}, [{"event_errors": "ignore"}], {"event_errors": "warn"}, Policy("ignore"), id="marker over ini"),
+    pytest.param(
+        {"event_errors": "fail"},
+        [{"event_errors": "ignore"}],
+        {"event_errors": "warn"},
+        Policy("fail"),
+        id="command line over marker, though it says the default",
+    ),
+    pytest.param(
+        {}, [{"event_errors": "ignore"}, {"event_errors": "warn"}], {}, Policy("warn"), id="inner marker over outer"
+    ),
+    pytest.param(
+        {},
+        [{"event_errors": "warn"}, {"event_warnings": "fail"}],
+        {"log": "all"},
+        Policy("warn", "fail", log="all"),
+        id="keys are merged",
+    ),
+    pytest.param(
+        {"event_warnings": "fail"}, [{"event_errors": "warn"}], {}, Policy("warn", "fail"), id="and so with the others"
+    ),
+    pytest.param({}, [], {"log": "all"}, Policy(log="all"), id="log by ini"),
+    pytest.param({"log": "none"}, [], {"log": "all"}, Policy(log="none"), id="log by command line"),
+    pytest.param(
+        {},
+        [{"allow": ["index_drift"]}, {"allow": "block_not_found"}],
+        {"allow": ("duplicate_store",)},
+        Policy(allow=frozenset(["index_drift", "block_not_found", "duplicate_store"])),
+        id="allow is united",
+    ),
+    pytest.param(
+        {"event_errors": "fail"},
+        [{"allow": ["index_drift"]}],
+        {},
+        Policy(allow=frozenset(["index_drift"])),
+        id="allow stays beside the command line",
+    ),
+    pytest.param({}, [{"block_size": 4, "sync": "end", "seed": 1}], {}, Policy(), id="what is no policy is left out"),
+]
+
+
+@pytest.mark.parametrize(("command_line", "markers", "ini", "expected"), POLICY)
+def test_policy(command_line, markers, ini, expected):
+    assert expected == resolve_policy(command_line, markers, ini)
+
+
+# ---------------------------------------------------------------------------------------------------- matrix
+
+KNOWN = ("a", "b", "c")
+
+
+def only(*names, **kwargs):
+    return pytest.mark.kv_backends(*names, **kwargs).mark
+
+
+MATRIX = [
+    # command line, markers closest first, ini, expected
+    pytest.param((), [], (), ["a", "b", "c"], id="default"),
+    pytest.param((), [], ["c", "a"], ["a", "c"], id="ini, in order of registration"),
+    pytest.param((), [only("b")], ["c", "a"], ["b"], id="a marker's names replace ini"),
+    pytest.param((), [only()], ["c", "a"], ["a", "c"], id="a marker without names leaves ini"),
+    pytest.param((), [only(exclude=["a"])], ["c", "a"], ["c"], id="exclude is taken from ini"),
+    pytest.param((), [only(exclude="a")], (), ["b", "c"], id="exclude is taken from the default"),
+    pytest.param((), [only("a", "b", exclude=("a",))], (), ["b"], id="exclude is taken from the names"),
+    pytest.param((), [only("c"), only("a")], (), ["c"], id="the closest marker counts"),
+    pytest.param((), [only(exclude=["c"]), only("c")], (), ["a", "b"], id="and nothing of the others"),
+    pytest.param(["b", "a"], [], (), ["a", "b"], id="command line"),
+    pytest.param(["b"], [only("a", "b")], ["c"], ["b"], id="command line is intersected with the marker"),
+    pytest.param(["b"], [], ["c", "b"], ["b"], id="command line is intersected with ini"),
+    pytest.param(["c"], [only("a")], (), [], id="nothing may be left"),
+    pytest.param((), [only(exclude=KNOWN)], (), [], id="nothing may be left by exclude"),
+    pytest.param(KNOWN, [], ["b"], ["b"], id="all on the command line is no restriction"),
+]
+
+
+@pytest.mark.parametrize(("command_line", "markers", "ini", "expected"), MATRIX)
+def test_matrix(command_line, markers, ini, expected):
+    command_line = {"backends": command_line} if command_line else {}
+    ini = {"backends": ini} if ini else {}
+
+    assert tuple(expected) == resolve_matrix(KNOWN, command_line, markers, ini)
+
+
+# ---------------------------------------------------------------------------------------------------- profile
+
+BASE = EngineProfile(block_size=8, seed=1)
+
+PROFILE = [
+    # base, markers from outer to inner, command line, expected
+    pytest.param(EngineProfile(), [], {}, EngineProfile(), id="default"),
+    pytest.param(BASE, [], {}, BASE, id="base"),
+    pytest.param(BASE, [{"block_size": 4}], {}, EngineProfile(block_size=4, seed=1), id="marker over base"),
+    pytest.param(
+        BASE,
+        [{"block_size": 4, "workers": 2}, {"block_size": 2}],
+        {},
+        EngineProfile(block_size=2, workers=2, seed=1),
+        id="inner marker over outer, key by key",
+    ),
+    pytest.param(BASE, [{"seed": 2}], {"seed": 3}, BASE.replace(seed=3), id="command line over marker"),
+    pytest.param(BASE, [], {"seed": 0}, BASE.replace(seed=0), id="a zero counts as said"),
+    pytest.param(BASE, [{"prefix_caching": False}], {}, BASE.replace(prefix_caching=False), id="False counts as said"),
+    pytest.param(BASE.replace(chunk=32), [{"chunk": None}], {}, BASE, id="None counts as said"),
+    pytest.param(
+        BASE, [{"event_errors": "warn", "allow": (), "sync": "end"}], {"log": "all"}, BASE, id="the rest is left out"
+    ),
+]
+
+
+@pytest.mark.parametrize(("base", "markers", "command_line", "expected"), PROFILE)
+def test_profile(base, markers, command_line, expected):
+    assert expected == resolve_profile(base, markers, command_line)
+
+
+def test_fields_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match="num_blocks"):
+        resolve_profile(BASE, [{"num_blocks": 0}], {})
+
+
+# ---------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_a_profile_is_laid_over_the_base_of_ini_or_override(nested):
+    result = nested(
+        """
+        from pytest_kvmock.backends import EngineProfile
+
+        @pytest.mark.kvmock(num_blocks=8)
+        class TestIni:
+            @pytest.mark.kvmock(block_size=2)
+            def test(self, kv_profile, kv_router, kv_manager):
+                assert kv_profile == EngineProfile(block_size=2, num_blocks=8, workers=3, seed=7)
+                assert kv_profile == kv_router.profile
+                assert len(kv_router.workers) == 3
+                assert (kv_manager.block_size, kv_manager.max_capacity) == (2, 8)
+
+        class TestOverride:
+            @pytest.fixture
+            def kv_base_profile(self): return EngineProfile(block_size=32, seed=5)
+
+            @pytest.mark.kvmock(num_blocks=8)
+            def test(self, kv_profile, kv_router):
+                assert kv_profile == EngineProfile(block_size=32, num_blocks=8, seed=7)
+                assert kv_profile == kv_router.profile
+
+        class TestOverrideThatCallsTheOriginal:
+            @pytest.fixture
+            def kv_base_profile(self, kv_base_profile): return kv_base_profile.replace(num_blocks=9)
+
+            def test(self, kv_profile): assert kv_profile == EngineProfile(block_size=4, num_blocks=9, workers=3, seed=7)
+        """,
+        "--kv-seed=7",
+        files={"pytest.ini": "[pytest]\nkvmock_block_size = 4\nkvmock_workers = 3\nkvmock_seed = 6\n"},
+    )
+
+    result.assert_outcomes(passed=5)
+
+
+def test_an_index_reads_the_effective_block_size(nested):
+    result = nested(
+        """
+        class Index:
+            def __init__(self, block_size): self.block_size = block_size
+            def apply(self, event): pass
+            def find_matches(self, hashes): return {}
+
+        @pytest.fixture
+        def kv_index(kv_profile): return Index(kv_profile.block_size)
+
+        @pytest.mark.kvmock(block_size=4)
+        def test(kv_index, kv_router):
+            assert kv_index.block_size == 4
+            assert kv_router.index is kv_index
+        """
+    )
+
+    result.assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize(
+    ("ini", "marker", "args", "outcome"),
+    [
+        ("", "", [], "failed"),
+        ("kvmock_event_errors = ignore", "", [], "passed"),
+        ("kvmock_event_errors = ignore", "@pytest.mark.kvmock(event_errors='fail')", [], "failed"),
+        ("", "@pytest.mark.kvmock(event_errors='fail')", ["--kv-event-errors=ignore"], "passed"),
+        ("kvmock_allow = block_not_found", "@pytest.mark.kvmock(allow=['invalid_block'])", [], "passed"),
+    ],
+)
+def test_a_policy_in_a_whole_run(nested, ini, marker, args, outcome):
+    result = nested(f"{marker}\ndef test(kv_sink): kv_sink(BAD)", *args, files={"pytest.ini": f"[pytest]\n{ini}\n"})
+
+    result.assert_outcomes(**{outcome: 1})
+
+
+def test_markers_that_come_late_count_when_the_test_is_set_up(nested):
+    result = nested(
+        "def test(kv_profile): assert kv_profile.num_blocks == 8",
+        files={
+            "conftest.py": """
+            import pytest
+            def pytest_collection_modifyitems(items):
+                for item in items:
+                    item.add_marker(pytest.mark.kvmock(num_blocks=8))
+            """
+        },
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+def test_random_things_depend_on_seed_and_test_and_on_nothing_else(nested):
+    source = """
+    def test_a(kv_prompt): print("drew", kv_prompt().tokens[:3])
+    def test_b(kv_prompt): print("drew", kv_prompt().tokens[:3])
+    """
+
+    def drawn(*args, **options):
+        return sorted(
+            line.partition("drew")[2] for line in nested(source, "-s", *args, **options).outlines if "drew" in line
+        )
+
+    both = drawn()
+    assert 2 == len(set(both))
+    assert both == drawn()
+    assert both == drawn("--kv-seed=0")
+    assert not set(both) & set(drawn("--kv-seed=1"))
+    assert set(drawn("-k", "test_b")) < set(both)
