@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import repeat
-from operator import rshift
-from typing import Any, NoReturn
+from operator import or_
+from typing import Any
 from uuid import UUID
 
 from pytest_kvmock.cache.manager import (
@@ -30,13 +31,17 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_positio
 #
 # Three names meet here. Moves and events name blocks by sequence hash; the pool caches them by lineage hash (PLH); a
 # slot is where one is. A slot is stored under one sequence hash and may later be held under others that come with the
-# same PLH: reuse is decided by PLH, and the Removed names the first. `_refs` and `_held` are keyed by the names that
-# hold a slot now; `Slot.holders` counts those names.
+# same PLH: reuse is decided by PLH, and the Removed names the first. `_held` has the slot of each name that holds one;
+# nearly always a slot has one name (`Slot.held_as`) and `Slot.refs` are that name's references. Only where it has more
+# does `_shares` count them by name.
 #
 # Within one Use evictions happen at once and are told at the end: one Stored, then one Removed. Only then does the
 # manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
 # new entry, a Removed follows its Stored, and its real eviction will say nothing (`Slot.known`). The real manager does
 # this; it is not ours to mend.
+
+
+_PLH_END = 3 << 126
 
 
 class LogicalManager:
@@ -71,8 +76,9 @@ class LogicalManager:
         self._publisher = Publisher(sink, dp_rank)
         self._pool = BlockPool(num_blocks, eviction)
         self._partials: dict[UUID, Slot] = {}
-        self._refs: dict[int, int] = {}  # references by name, none below 1
-        self._held: dict[int, Slot] = {}  # the slot of each name in _refs
+        self._held: dict[int, Slot] = {}
+        self._shares: dict[int, int] = {}  # references by name, of slots with several names
+        self._extra_names = 0  # names in _held beyond one a slot
         # Slots by the name they were stored under, for the short forms; made when one of them is first used.
         self._by_name: dict[int, Slot] | None = None
 
@@ -96,17 +102,17 @@ class LogicalManager:
     @property
     def num_active_blocks(self) -> int:
         """Physical blocks in use."""
-        return self._pool.active_len
+        return len(self._partials) + len(self._held) - self._extra_names
 
     @property
     def num_active_block_refs(self) -> int:
         """References to blocks in use; a partial block has one."""
-        return len(self._partials) + sum(self._refs.values())
+        return len(self._partials) + sum(map(self._references, self._held))
 
     @property
     def num_inactive_blocks(self) -> int:
         """Cached blocks that nobody uses."""
-        return len(self._pool.inactive)
+        return len(self._pool.registered) - len(self._held) + self._extra_names
 
     @property
     def active_perc(self) -> float:
@@ -116,9 +122,12 @@ class LogicalManager:
     @property
     def active_blocks(self) -> Mapping[Block, int]:
         """References to each block in use, partial ones included."""
-        blocks: dict[Block, int] = dict.fromkeys(self._partials, 1)
-        blocks.update(self._refs.items())
+        blocks: dict[Block, int] = {name: self._references(name) for name in self._held}
+        blocks.update(dict.fromkeys(self._partials, 1))
         return blocks
+
+    def _references(self, name: int) -> int:
+        return self._shares.get(name) or self._held[name].refs
 
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
@@ -137,7 +146,9 @@ class LogicalManager:
 
     def metrics(self) -> PoolMetrics:
         """Take a snapshot of the pool's counters and gauges."""
-        return self._pool.metrics(mutable=len(self._partials), immutable=sum(self._refs.values()))
+        partials = len(self._partials)
+        references = self.num_active_block_refs - partials
+        return self._pool.metrics(mutable=partials, immutable=references, inactive=self.num_inactive_blocks)
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
         """What it would cost to prefill this sequence now. Looks, and does not touch.
@@ -149,7 +160,7 @@ class LogicalManager:
         overlap = 0
         if sequence.enable_prefix_caching:
             for block, plh in zip(blocks, sequence.positional_lineage_hashes, strict=False):
-                if block not in self._refs:
+                if block not in self._held:
                     slot = self._pool.registered.get(plh)
                     if slot is None or not slot.known:
                         break
@@ -174,76 +185,77 @@ class LogicalManager:
 
     def _use(self, move: Use) -> int:
         entries = _entries(move)
-        refs, held, partials, pool = self._refs, self._held, self._partials, self._pool
+        pool, held, partials = self._pool, self._held, self._partials
         registered, policy, by_name = pool.registered, pool.inactive, self._by_name
+        finds_by_place, register = policy.finds_by_place, policy.register
         evicted: list[int] = []  # lineage hashes
         removed: list[int | None] = []  # what to call them in the event; None for what the manager has no entry of
         stored: list[int] = []
         stored_locals: list[int] = []
         stored_tokens: list[Sequence[int]] = []
         # The event's anchor moves with hits alone, even with those that come after new blocks; the parent in a slot's
-        # entry is the block before it, hit or new.
+        # entry is the full block before it, hit or new.
         anchor: Any = move.parent
         parent: Any = anchor
-        served = asked = matched = 0  # blocks; `match_blocks` calls; what they found
+        matched = asked = served = 0
 
         for name, plh, local, tokens in entries:
-            count = refs.get(name)
-            if count is not None:
-                refs[name] = count + 1
+            slot = held.get(name)
+            if slot is not None:
+                slot.refs += 1
+                if slot.held_as is None:
+                    self._shares[name] += 1
                 anchor = parent = name
-                served += 1
-                continue
-            if plh is None:  # a partial block: it has no references to count, and moves neither anchor nor parent
+            elif plh is None:
+                # A partial block has no references to count, and moves neither anchor nor parent.
                 if name not in partials:
                     slot = self._allocate(evicted, removed)
                     if slot is None:
                         break
                     partials[name] = slot
-                served += 1
-                continue
-            asked += 1
-            slot = registered.get(plh)
-            if slot is None and policy.finds_by_place:
-                slot = policy.find(plh)
-            if slot is not None:
-                if slot.holders:
-                    policy.touch(slot)
-                else:
-                    policy.remove(slot)
-                slot.holders += 1
-                matched += 1
-                anchor = name
             else:
-                slot = self._allocate(evicted, removed)
+                slot = registered.get(plh)
+                if slot is None and finds_by_place:
+                    slot = policy.find(plh)
                 if slot is None:
-                    break
-                slot.plh = plh
-                slot.name = name
-                slot.parent = parent
-                slot.local_hash = local
-                slot.token_ids = tokens
-                slot.known = True
-                slot.holders = 1
-                registered[plh] = slot
-                policy.register(slot)
-                if by_name is not None:
-                    by_name[name] = slot
-                stored.append(name)
-                stored_locals.append(local)
-                if tokens is not None:
-                    stored_tokens.append(tokens)
-            refs[name] = 1
-            held[name] = slot
-            parent = name
+                    slot = self._allocate(evicted, removed)
+                    if slot is None:
+                        asked = 1  # of the pool, in vain
+                        break
+                    slot.plh = plh
+                    slot.name = slot.held_as = name
+                    slot.known = True
+                    slot.parent = parent
+                    slot.local_hash = local
+                    slot.token_ids = tokens
+                    slot.refs = 1
+                    held[name] = registered[plh] = slot
+                    register(slot)
+                    stored.append(name)
+                    stored_locals.append(local)
+                    if tokens is not None:
+                        stored_tokens.append(tokens)
+                    if by_name is not None:
+                        by_name[name] = slot
+                    parent = name
+                else:
+                    matched += 1
+                    if slot.refs:
+                        self._share(slot, name)
+                    else:
+                        policy.remove(slot)
+                        slot.refs = 1
+                        slot.held_as = name
+                        held[name] = slot
+                    anchor = parent = name
             served += 1
 
-        pool.match_hashes_requested += asked
         pool.match_blocks_returned += matched
+        pool.match_hashes_requested += matched + len(stored) + asked
         if stored:
             pool.registrations += len(stored)
-            tokens_beside = stored_tokens if move.token_ids is not None else None
-            self._publisher.publish(Stored(anchor, tuple(stored), tuple(stored_locals)), tokens_beside)
+            beside = None if move.token_ids is None else stored_tokens
+            self._publisher.publish(Stored(anchor, tuple(stored), tuple(stored_locals)), beside)
         if evicted:
             self._handle_evictions(evicted, removed)
         return served
@@ -254,17 +266,14 @@ class LogicalManager:
         This and `_handle_evictions` are where an offload engine would come in: it holds the evicted slot while its
         block travels to the next tier.
         """
-        pool = self._pool
-        slot = pool.take_reset()
+        slot = self._pool.take_reset()
         if slot is None:
-            slot = pool.inactive.evict()
-            if slot is None:
-                return None
-            pool.evictions += 1
-            del pool.registered[slot.plh]
-            evicted.append(slot.plh)
-            removed.append(slot.name if slot.known else None)
-            self._forget_name(slot)
+            slot = self._pool.evict()
+            if slot is not None:
+                evicted.append(slot.plh)
+                removed.append(slot.name if slot.known else None)
+                if self._by_name is not None:
+                    self._forget_name(slot)
         return slot
 
     def _handle_evictions(self, evicted: list[int], removed: list[int | None]) -> None:
@@ -277,127 +286,159 @@ class LogicalManager:
                 if again is not None:
                     removed[i] = again.name
                     again.known = False
-        names = tuple(name for name in removed if name is not None)
+        names = tuple([name for name in removed if name is not None])
         if names:
             self._publisher.publish(Removed(names))
 
-    def _forget_name(self, slot: Slot) -> None:
-        by_name = self._by_name
-        if by_name is not None and by_name.get(slot.name) is slot:
-            del by_name[slot.name]
+    def _share(self, slot: Slot, name: int) -> None:
+        """Hold an active slot under one name more."""
+        self._pool.inactive.touch(slot)
+        if slot.held_as is not None:
+            self._shares[slot.held_as] = slot.refs
+            slot.held_as = None
+        self._shares[name] = 1
+        self._extra_names += 1
+        slot.refs += 1
+        self._held[name] = slot
 
     def _deref(self, move: Deref) -> int:
         blocks = move.blocks
-        refs, held, policy = self._refs, self._held, self._pool.inactive
+        held, insert = self._held, self._pool.inactive.insert
         self._check_deref(blocks)
         for name in blocks:
-            count = refs.get(name)  # type: ignore[arg-type]
-            if count is None:  # partial, by the check above
+            slot = held.get(name)  # type: ignore[arg-type]
+            if slot is None:  # partial, by the check above
                 self._pool.give_back(self._partials.pop(name))  # type: ignore[arg-type]
-            elif count > 1:
-                refs[name] = count - 1  # type: ignore[index]
-            else:
-                del refs[name]  # type: ignore[arg-type]
-                slot = held.pop(name)  # type: ignore[arg-type]
-                slot.holders -= 1
-                if not slot.holders:
-                    policy.insert(slot)
+                continue
+            slot.refs -= 1
+            if slot.held_as is None and self._unshare(slot, name):  # type: ignore[arg-type]
+                continue
+            if not slot.refs:
+                del held[name]  # type: ignore[arg-type]
+                insert(slot)
         return 1
 
+    def _unshare(self, slot: Slot, name: int) -> bool:
+        """Take one reference from a name that has or had others beside it. True if the slot stays active."""
+        self._shares[name] -= 1
+        if not self._shares[name]:
+            del self._shares[name]
+            if slot.refs:
+                del self._held[name]
+                self._extra_names -= 1
+        return slot.refs > 0
+
     def _check_deref(self, blocks: Sequence[Block]) -> None:
+        """Raise if a block has fewer references than `blocks` drops, or could not become inactive."""
+        held = self._held
+        if not self._pool.inactive.collisions:  # else the policy is to be asked
+            try:
+                if len(blocks) == 1:
+                    if blocks[0] in held:
+                        return
+                else:
+                    names = set(blocks)
+                    if len(names) == len(blocks) and names <= held.keys():
+                        return
+            except TypeError:  # a block that cannot be hashed: the careful way names it
+                pass
         asked: dict[Block, int] = {}
         for block in blocks:
+            if not isinstance(block, UUID):
+                check_full(block, "Deref of block")
             asked[block] = asked.get(block, 0) + 1
+        last: list[int] = []
         for block, times in asked.items():
-            held = self._refs.get(block, 0) if is_full(block) else int(block in self._partials)  # type: ignore[arg-type]
-            if times > held:
-                self._raise_deref(block, times, held)
+            if isinstance(block, UUID):
+                has = int(block in self._partials)
+            else:
+                has = self._references(block) if block in held else 0
+                if has == times:
+                    last.append(block)
+            if times > has:
+                kind = "partial block" if isinstance(block, UUID) else "block"
+                why = f"it has {has} reference(s), and the move drops {times}" if has else "it is not active"
+                raise MoveError(f"Deref of {kind} {block}: {why}")
         if self._pool.inactive.collisions:
-            last = [block for block, times in asked.items() if times == self._refs.get(block)]  # type: ignore[arg-type]
-            self._check_collisions(last)  # type: ignore[arg-type]
+            self._check_collisions(last)
 
     def _check_collisions(self, last: list[int]) -> None:
-        """Raise if the policy cannot take the slots that would lose their last name."""
-        leaving: dict[int, int] = {}
-        slots: dict[Slot, int] = {}
+        """Raise if the policy cannot take the slots that lose their last name."""
+        left: dict[Slot, int] = {}
+        becoming_inactive: list[Slot] = []
         for name in last:
             slot = self._held[name]
-            leaving[slot.block_id] = leaving.get(slot.block_id, 0) + 1
-            if leaving[slot.block_id] == slot.holders:
-                slots[slot] = name
-        refused = self._pool.inactive.refused(slots)
+            left[slot] = left.get(slot, slot.refs) - self._references(name)
+            if not left[slot]:
+                becoming_inactive.append(slot)
+        refused = self._pool.inactive.refused(becoming_inactive)
         if refused is not None:
             raise MoveError(
-                f"Deref of block {slots[refused]}: hash collision. Another cached block has the same position and "
-                f"fragment as its lineage hash {refused.plh:#034x}, and {self.backend} cannot hold both inactive"
+                f"Deref of block {refused.name}: hash collision. Another block has the same position and fragment as "
+                f"its lineage hash {refused.plh:#034x}, and {self.backend} cannot have both inactive"
             )
 
-    def _raise_deref(self, block: Block, times: int, held: int) -> NoReturn:
-        if not isinstance(block, UUID):
-            check_full(block, "Deref of block")
-        kind = "partial block" if isinstance(block, UUID) else "block"
-        if not held:
-            raise MoveError(f"Deref of {kind} {block}: it is not active")
-        raise MoveError(f"Deref of {kind} {block}: asked {times} times, but it has {held} reference(s)")
-
     def _promote(self, move: Promote) -> int:
-        partial, name, plh = move.partial, move.block, move.plh
         self._check_promote(move)
+        name, plh, pool, held = move.block, move.plh, self._pool, self._held
         assert plh is not None
-        pool = self._pool
-        slot = self._partials.pop(partial)
-        if name in self._refs:
+        slot = self._partials.pop(move.partial)
+        found = held.get(name)
+        if found is not None:
+            found.refs += 1
+            if found.held_as is None:
+                self._shares[name] += 1
             pool.give_back(slot)
-            self._refs[name] += 1
             return 1
         pool.match_hashes_requested += 1
-        found = pool.match(plh)
+        found = pool.registered.get(plh)
+        if found is None and pool.inactive.finds_by_place:
+            found = pool.inactive.find(plh)
         if found is not None:
             pool.match_blocks_returned += 1
-            pool.give_back(slot)
-            if found.holders:
-                pool.inactive.touch(found)
+            if found.refs:
+                self._share(found, name)
             else:
                 pool.inactive.remove(found)
-            found.holders += 1
-            self._refs[name] = 1
-            self._held[name] = found
+                found.refs = 1
+                found.held_as = name
+                held[name] = found
+            pool.give_back(slot)
             return 1
         slot.plh = plh
-        slot.name = name
+        slot.name = slot.held_as = name
+        slot.known = True
         slot.parent = move.parent
         slot.local_hash = move.local_hash
         slot.token_ids = move.token_ids
-        slot.known = True
-        slot.holders = 1
-        pool.registered[plh] = slot
-        pool.registrations += 1
+        slot.refs = 1
+        held[name] = pool.registered[plh] = slot
         pool.inactive.register(slot)
+        pool.registrations += 1
         if self._by_name is not None:
             self._by_name[name] = slot
-        self._refs[name] = 1
-        self._held[name] = slot
-        tokens = None if move.token_ids is None else [move.token_ids]
-        self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), tokens)
+        beside = None if move.token_ids is None else [move.token_ids]
+        self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), beside)
         return 1
 
     def _check_promote(self, move: Promote) -> None:
-        if move.partial not in self._partials:
-            raise MoveError(f"Promote of partial block {move.partial}: it is not active")
-        check_full(move.block, f"Promote of partial block {move.partial} to block")
+        what = f"Promote of partial block {move.partial}"
+        if not isinstance(move.partial, UUID) or move.partial not in self._partials:
+            raise MoveError(f"{what}: it is not active")
+        check_full(move.block, f"{what} to block")
         if isinstance(move.parent, UUID):
-            raise MoveError(f"Promote to block {move.block}: its parent {move.parent} is partial")
+            raise MoveError(f"{what} to block {move.block}: its parent {move.parent} is partial")
         if move.parent is not None:
-            check_full(move.parent, f"Promote to block {move.block}: parent")
-        check_full(move.local_hash, f"Promote to block {move.block}: local hash")
+            check_full(move.parent, f"{what} to block {move.block}: parent")
+        check_full(move.local_hash, f"{what} to block {move.block}: local hash")
         if move.plh is None or not _are_plhs((move.plh,)):
-            raise MoveError(f"Promote to block {move.block}: plh must be a lineage hash, got {move.plh!r}")
+            raise MoveError(f"{what} to block {move.block}: plh must be a lineage hash, got {move.plh!r}")
 
     # ------------------------------------------------------------------------------------------- clear and short forms
 
     def clear(self) -> bool:
         """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""
-        if self._refs or self._partials:
+        if self._held or self._partials:
             return False
         self._pool.drain()
         self._by_name = None
@@ -453,6 +494,15 @@ class LogicalManager:
             slot = self._by_name.get(name)
         return slot
 
+    def _forget_name(self, slot: Slot) -> None:
+        """Take an evicted slot out of `_by_name`."""
+        by_name = self._by_name
+        assert by_name is not None
+        if len(by_name) == len(self._pool.registered) + 1:
+            del by_name[slot.name]
+        else:  # some slots have one name: find out anew which is left
+            self._by_name = None
+
     def _parent_plh(self, parent: Block | None, what: str) -> int | None:
         if parent is None or isinstance(parent, UUID):  # a partial parent is refused by the move
             return None
@@ -484,18 +534,20 @@ class LogicalManager:
 def _are_plhs(plhs: Sequence[int]) -> bool:
     """Whether these are lineage hashes: 128 bits, of which the two highest are not both set."""
     try:
-        return set(map(rshift, plhs, repeat(126))) <= {0, 1, 2}
+        # One pass in C, in which a negative one and one too large show; and so does what is no integer.
+        bits = reduce(or_, plhs, 0)
     except TypeError:
         return False
+    if bits >> 126 == 3:  # one, or two together
+        return all(plh >> 126 < 3 for plh in plhs)
+    return 0 <= bits < _PLH_END
 
 
 def _are_u64(values: Sequence[Any]) -> bool:
-    """Whether these are integers from 0 to 2**64 - 1. The checks run in C: this is the hot path."""
-    if not set(map(type, values)) <= {int}:
-        return False
+    """Whether these are integers from 0 to 2**64 - 1; checked in C."""
     try:
         array("Q", values)
-    except OverflowError:
+    except (TypeError, OverflowError):
         return False
     return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable
 
 from pytest_kvmock.cache.pool import Slot
@@ -15,14 +15,15 @@ class LruPolicy:
     reused and freed again counts as new; that it is looked at or matched while active changes nothing.
     """
 
+    # A slot stands in the queue once for each time it was inserted, and `slot.place` counts these entries. Only the
+    # last one counts, and only while the slot is inactive; so `remove` need not look for it.
+
     finds_by_place = False
     collisions = 0
 
     def __init__(self) -> None:
-        self._slots: OrderedDict[Slot, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._slots)
+        self._queue: deque[Slot] = deque()
+        self._removed = 0  # since the queue was last cleaned
 
     def register(self, slot: Slot) -> None:
         """Nothing to note."""
@@ -32,15 +33,33 @@ class LruPolicy:
 
     def insert(self, slot: Slot) -> None:
         """The slot is the last to go now."""
-        self._slots[slot] = None
+        slot.place += 1
+        self._queue.append(slot)
 
-    def remove(self, slot: Slot) -> None:
+    def remove(self, slot: Slot) -> None:  # noqa: ARG002 - its entry is void because it is active
         """The slot is in use."""
-        del self._slots[slot]
+        self._removed += 1
+        if self._removed > 1024 and self._removed > len(self._queue) // 2:
+            self._clean()
+
+    def _clean(self) -> None:
+        slots = self.order()
+        for slot in self._queue:
+            slot.place = 0
+        for slot in slots:
+            slot.place = 1
+        self._queue = deque(slots)
+        self._removed = 0
 
     def evict(self) -> Slot | None:
         """Choose the slot that was inserted longest ago."""
-        return self._slots.popitem(last=False)[0] if self._slots else None
+        queue = self._queue
+        while queue:
+            slot = queue.popleft()
+            slot.place -= 1
+            if not slot.place and not slot.refs:
+                return slot
+        return None
 
     def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - never asked
         """A slot answers to its own lineage hash only."""
@@ -52,4 +71,5 @@ class LruPolicy:
 
     def order(self) -> list[Slot]:
         """From the one inserted longest ago."""
-        return list(self._slots)
+        newest_first = dict.fromkeys(slot for slot in reversed(self._queue) if not slot.refs)
+        return list(newest_first)[::-1]
