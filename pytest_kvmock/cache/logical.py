@@ -30,10 +30,10 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_positio
 # Theory of operation
 #
 # Three names meet here. Moves and events name blocks by sequence hash; the pool caches them by lineage hash (PLH); a
-# slot is where one is. A slot is stored under one sequence hash and may later be held under others that come with the
-# same PLH: reuse is decided by PLH, and the Removed names the first. `_held` has the slot of each name that holds one;
-# nearly always a slot has one name (`Slot.held_as`) and `Slot.refs` are that name's references. Only where it has more
-# does `_shares` count them by name.
+# slot is where one is. Reuse is decided by PLH, so a slot that was stored under one sequence hash may be held under
+# others that come with the same PLH; its Removed names the first. Nearly always a slot is held by its own name alone:
+# then `_named` finds it and `Slot.refs` counts. All other holds, by *aliases*, are in `_alias_slots` and `_alias_refs`,
+# and while there are any, the loops below go their careful way.
 #
 # Within one Use evictions happen at once and are told at the end: one Stored, then one Removed. Only then does the
 # manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
@@ -76,11 +76,12 @@ class LogicalManager:
         self._publisher = Publisher(sink, dp_rank)
         self._pool = BlockPool(num_blocks, eviction)
         self._partials: dict[UUID, Slot] = {}
-        self._held: dict[int, Slot] = {}
-        self._shares: dict[int, int] = {}  # references by name, of slots with several names
-        self._extra_names = 0  # names in _held beyond one a slot
-        # Slots by the name they were stored under, for the short forms; made when one of them is first used.
-        self._by_name: dict[int, Slot] | None = None
+        self._named: dict[int, Slot] = {}  # registered slots by their own name; the first of two with one name
+        self._homonyms = 0  # registered slots that are not in _named, because another one has their name
+        self._alias_slots: dict[int, Slot] = {}
+        self._alias_refs: dict[int, int] = {}
+        self._references = 0
+        self._num_inactive = 0
 
     def __repr__(self) -> str:
         return (
@@ -102,17 +103,17 @@ class LogicalManager:
     @property
     def num_active_blocks(self) -> int:
         """Physical blocks in use."""
-        return len(self._partials) + len(self._held) - self._extra_names
+        return self.max_capacity - self._pool.reset_len - self._num_inactive
 
     @property
     def num_active_block_refs(self) -> int:
         """References to blocks in use; a partial block has one."""
-        return len(self._partials) + sum(map(self._references, self._held))
+        return len(self._partials) + self._references
 
     @property
     def num_inactive_blocks(self) -> int:
         """Cached blocks that nobody uses."""
-        return len(self._pool.registered) - len(self._held) + self._extra_names
+        return self._num_inactive
 
     @property
     def active_perc(self) -> float:
@@ -122,12 +123,10 @@ class LogicalManager:
     @property
     def active_blocks(self) -> Mapping[Block, int]:
         """References to each block in use, partial ones included."""
-        blocks: dict[Block, int] = {name: self._references(name) for name in self._held}
+        blocks: dict[Block, int] = {name: slot.refs for name, slot in self._named.items() if slot.refs}
+        blocks.update(self._alias_refs.items())
         blocks.update(dict.fromkeys(self._partials, 1))
         return blocks
-
-    def _references(self, name: int) -> int:
-        return self._shares.get(name) or self._held[name].refs
 
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
@@ -146,9 +145,7 @@ class LogicalManager:
 
     def metrics(self) -> PoolMetrics:
         """Take a snapshot of the pool's counters and gauges."""
-        partials = len(self._partials)
-        references = self.num_active_block_refs - partials
-        return self._pool.metrics(mutable=partials, immutable=references, inactive=self.num_inactive_blocks)
+        return self._pool.metrics(mutable=len(self._partials), immutable=self._references, inactive=self._num_inactive)
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
         """What it would cost to prefill this sequence now. Looks, and does not touch.
@@ -160,7 +157,7 @@ class LogicalManager:
         overlap = 0
         if sequence.enable_prefix_caching:
             for block, plh in zip(blocks, sequence.positional_lineage_hashes, strict=False):
-                if block not in self._held:
+                if not isinstance(block, int) or self._held_by(block) is None:
                     slot = self._pool.registered.get(plh)
                     if slot is None or not slot.known:
                         break
@@ -173,10 +170,10 @@ class LogicalManager:
     def process(self, move: Move) -> int:
         """Do what the move says; see `KvManager.process`."""
         kind = type(move)
+        if kind is Deref:
+            return self._deref(move.blocks)  # type: ignore[union-attr]
         if kind is Use:
             return self._use(move)  # type: ignore[arg-type]
-        if kind is Deref:
-            return self._deref(move)  # type: ignore[arg-type]
         if kind is Promote:
             return self._promote(move)  # type: ignore[arg-type]
         if kind is Destroy:
@@ -185,9 +182,10 @@ class LogicalManager:
 
     def _use(self, move: Use) -> int:
         entries = _entries(move)
-        pool, held, partials = self._pool, self._held, self._partials
-        registered, policy, by_name = pool.registered, pool.inactive, self._by_name
-        finds_by_place, register = policy.finds_by_place, policy.register
+        pool, policy, partials = self._pool, self._pool.inactive, self._partials
+        named, aliases, registered = self._named, self._alias_slots, pool.registered
+        remove, register = policy.remove, policy.register
+        find = policy.find if policy.finds_by_place else None
         evicted: list[int] = []  # lineage hashes
         removed: list[int | None] = []  # what to call them in the event; None for what the manager has no entry of
         stored: list[int] = []
@@ -197,15 +195,13 @@ class LogicalManager:
         # entry is the full block before it, hit or new.
         anchor: Any = move.parent
         parent: Any = anchor
-        matched = asked = served = 0
+        served = partial = woken = shared = refused = 0
 
         for name, plh, local, tokens in entries:
-            slot = held.get(name)
-            if slot is not None:
-                slot.refs += 1
-                if slot.held_as is None:
-                    self._shares[name] += 1
-                anchor = parent = name
+            own = named.get(name)
+            if own is not None and own.refs and not aliases:
+                own.refs += 1
+                anchor = name
             elif plh is None:
                 # A partial block has no references to count, and moves neither anchor nor parent.
                 if name not in partials:
@@ -213,45 +209,59 @@ class LogicalManager:
                     if slot is None:
                         break
                     partials[name] = slot
+                partial += 1
+                served += 1
+                continue
+            elif own is not None and own.plh == plh and not aliases:
+                remove(own)
+                own.refs = 1
+                woken += 1
+                anchor = name
+            elif aliases and self._held_by(name) is not None:
+                self._hold_again(name)
+                anchor = name
             else:
                 slot = registered.get(plh)
-                if slot is None and finds_by_place:
-                    slot = policy.find(plh)
+                if slot is None and find is not None:
+                    slot = find(plh)
                 if slot is None:
                     slot = self._allocate(evicted, removed)
                     if slot is None:
-                        asked = 1  # of the pool, in vain
+                        refused = 1
                         break
                     slot.plh = plh
-                    slot.name = slot.held_as = name
+                    slot.name = name
                     slot.known = True
                     slot.parent = parent
                     slot.local_hash = local
                     slot.token_ids = tokens
-                    slot.refs = 1
-                    held[name] = registered[plh] = slot
+                    registered[plh] = slot
+                    if own is None:
+                        named[name] = slot
+                        slot.refs = 1
+                    else:
+                        self._hold_new(slot)
                     register(slot)
                     stored.append(name)
                     stored_locals.append(local)
                     if tokens is not None:
                         stored_tokens.append(tokens)
-                    if by_name is not None:
-                        by_name[name] = slot
-                    parent = name
                 else:
-                    matched += 1
-                    if slot.refs:
-                        self._share(slot, name)
+                    if slot.refs or slot.aliases:
+                        shared += 1
+                        policy.touch(slot)
                     else:
-                        policy.remove(slot)
-                        slot.refs = 1
-                        slot.held_as = name
-                        held[name] = slot
-                    anchor = parent = name
+                        woken += 1
+                        remove(slot)
+                    self._hold(slot, name)
+                    anchor = name
+            parent = name
             served += 1
 
-        pool.match_blocks_returned += matched
-        pool.match_hashes_requested += matched + len(stored) + asked
+        self._references += served - partial
+        self._num_inactive -= woken + len(evicted)
+        pool.match_blocks_returned += woken + shared
+        pool.match_hashes_requested += woken + shared + len(stored) + refused
         if stored:
             pool.registrations += len(stored)
             beside = None if move.token_ids is None else stored_tokens
@@ -266,19 +276,24 @@ class LogicalManager:
         This and `_handle_evictions` are where an offload engine would come in: it holds the evicted slot while its
         block travels to the next tier.
         """
-        slot = self._pool.take_reset()
-        if slot is None:
-            slot = self._pool.evict()
-            if slot is not None:
-                evicted.append(slot.plh)
-                removed.append(slot.name if slot.known else None)
-                if self._by_name is not None:
-                    self._forget_name(slot)
+        pool = self._pool
+        if pool.has_reset:
+            return pool.take_reset()
+        slot = pool.inactive.evict()
+        if slot is not None:
+            del pool.registered[slot.plh]
+            evicted.append(slot.plh)
+            removed.append(slot.name if slot.known else None)
+            if self._homonyms:
+                self._drop_homonym(slot)
+            else:
+                del self._named[slot.name]
         return slot
 
     def _handle_evictions(self, evicted: list[int], removed: list[int | None]) -> None:
         """Drop the entries of what one move evicted, and publish them as one Removed."""
         registered = self._pool.registered
+        self._pool.evictions += len(evicted)
         if not registered.keys().isdisjoint(evicted):
             # Evicted and stored again by the same move: the entry that goes now is the new one.
             for i, plh in enumerate(evicted):
@@ -290,58 +305,41 @@ class LogicalManager:
         if names:
             self._publisher.publish(Removed(names))
 
-    def _share(self, slot: Slot, name: int) -> None:
-        """Hold an active slot under one name more."""
-        self._pool.inactive.touch(slot)
-        if slot.held_as is not None:
-            self._shares[slot.held_as] = slot.refs
-            slot.held_as = None
-        self._shares[name] = 1
-        self._extra_names += 1
-        slot.refs += 1
-        self._held[name] = slot
-
-    def _deref(self, move: Deref) -> int:
-        blocks = move.blocks
-        held, insert = self._held, self._pool.inactive.insert
-        self._check_deref(blocks)
-        for name in blocks:
-            slot = held.get(name)  # type: ignore[arg-type]
-            if slot is None:  # partial, by the check above
-                self._pool.give_back(self._partials.pop(name))  # type: ignore[arg-type]
-                continue
+    def _deref(self, blocks: Sequence[Block]) -> int:
+        if self._alias_slots or self._pool.inactive.collisions:
+            return self._deref_carefully(blocks)
+        named = self._named
+        try:
+            slots = [named[block] for block in blocks]  # type: ignore[index]
+        except (KeyError, TypeError):
+            return self._deref_carefully(blocks)
+        refs = [slot.refs for slot in slots]
+        if not all(refs) or (len(slots) > 1 and len(set(slots)) < len(slots)):
+            return self._deref_carefully(blocks)
+        insert = self._pool.inactive.insert
+        for slot in slots:
             slot.refs -= 1
-            if slot.held_as is None and self._unshare(slot, name):  # type: ignore[arg-type]
-                continue
             if not slot.refs:
-                del held[name]  # type: ignore[arg-type]
                 insert(slot)
+        self._references -= len(slots)
+        self._num_inactive += refs.count(1)
         return 1
 
-    def _unshare(self, slot: Slot, name: int) -> bool:
-        """Take one reference from a name that has or had others beside it. True if the slot stays active."""
-        self._shares[name] -= 1
-        if not self._shares[name]:
-            del self._shares[name]
-            if slot.refs:
-                del self._held[name]
-                self._extra_names -= 1
-        return slot.refs > 0
+    def _deref_carefully(self, blocks: Sequence[Block]) -> int:
+        self._check_deref(blocks)
+        for block in blocks:
+            if isinstance(block, UUID):
+                self._pool.give_back(self._partials.pop(block))
+            else:
+                self._references -= 1
+                slot = self._let_go(block)
+                if not slot.refs and not slot.aliases:
+                    self._pool.inactive.insert(slot)
+                    self._num_inactive += 1
+        return 1
 
     def _check_deref(self, blocks: Sequence[Block]) -> None:
         """Raise if a block has fewer references than `blocks` drops, or could not become inactive."""
-        held = self._held
-        if not self._pool.inactive.collisions:  # else the policy is to be asked
-            try:
-                if len(blocks) == 1:
-                    if blocks[0] in held:
-                        return
-                else:
-                    names = set(blocks)
-                    if len(names) == len(blocks) and names <= held.keys():
-                        return
-            except TypeError:  # a block that cannot be hashed: the careful way names it
-                pass
         asked: dict[Block, int] = {}
         for block in blocks:
             if not isinstance(block, UUID):
@@ -352,7 +350,7 @@ class LogicalManager:
             if isinstance(block, UUID):
                 has = int(block in self._partials)
             else:
-                has = self._references(block) if block in held else 0
+                has = self._references_of(block)
                 if has == times:
                     last.append(block)
             if times > has:
@@ -363,15 +361,16 @@ class LogicalManager:
             self._check_collisions(last)
 
     def _check_collisions(self, last: list[int]) -> None:
-        """Raise if the policy cannot take the slots that lose their last name."""
-        left: dict[Slot, int] = {}
-        becoming_inactive: list[Slot] = []
+        """Raise if the policy cannot take the slots of which these are the last names to be dropped."""
+        names: dict[Slot, int] = {}
+        falling: list[Slot] = []
         for name in last:
-            slot = self._held[name]
-            left[slot] = left.get(slot, slot.refs) - self._references(name)
-            if not left[slot]:
-                becoming_inactive.append(slot)
-        refused = self._pool.inactive.refused(becoming_inactive)
+            slot = self._held_by(name)
+            assert slot is not None
+            names[slot] = names.get(slot, 0) + 1
+            if names[slot] == slot.aliases + (slot.refs > 0):
+                falling.append(slot)
+        refused = self._pool.inactive.refused(falling)
         if refused is not None:
             raise MoveError(
                 f"Deref of block {refused.name}: hash collision. Another block has the same position and fragment as "
@@ -380,43 +379,36 @@ class LogicalManager:
 
     def _promote(self, move: Promote) -> int:
         self._check_promote(move)
-        name, plh, pool, held = move.block, move.plh, self._pool, self._held
+        name, plh, pool = move.block, move.plh, self._pool
         assert plh is not None
-        slot = self._partials.pop(move.partial)
-        found = held.get(name)
-        if found is not None:
-            found.refs += 1
-            if found.held_as is None:
-                self._shares[name] += 1
-            pool.give_back(slot)
+        mutable = self._partials.pop(move.partial)
+        self._references += 1
+        if self._held_by(name) is not None:
+            self._hold_again(name)
+            pool.give_back(mutable)
             return 1
         pool.match_hashes_requested += 1
-        found = pool.registered.get(plh)
-        if found is None and pool.inactive.finds_by_place:
-            found = pool.inactive.find(plh)
-        if found is not None:
+        slot = pool.match(plh)
+        if slot is not None:
             pool.match_blocks_returned += 1
-            if found.refs:
-                self._share(found, name)
+            if slot.refs or slot.aliases:
+                pool.inactive.touch(slot)
             else:
-                pool.inactive.remove(found)
-                found.refs = 1
-                found.held_as = name
-                held[name] = found
-            pool.give_back(slot)
+                pool.inactive.remove(slot)
+                self._num_inactive -= 1
+            self._hold(slot, name)
+            pool.give_back(mutable)
             return 1
-        slot.plh = plh
-        slot.name = slot.held_as = name
-        slot.known = True
-        slot.parent = move.parent
-        slot.local_hash = move.local_hash
-        slot.token_ids = move.token_ids
-        slot.refs = 1
-        held[name] = pool.registered[plh] = slot
-        pool.inactive.register(slot)
+        mutable.plh = plh
+        mutable.name = name
+        mutable.known = True
+        mutable.parent = move.parent
+        mutable.local_hash = move.local_hash
+        mutable.token_ids = move.token_ids
+        pool.registered[plh] = mutable
+        self._hold_new(mutable)
+        pool.inactive.register(mutable)
         pool.registrations += 1
-        if self._by_name is not None:
-            self._by_name[name] = slot
         beside = None if move.token_ids is None else [move.token_ids]
         self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), beside)
         return 1
@@ -434,14 +426,76 @@ class LogicalManager:
         if move.plh is None or not _are_plhs((move.plh,)):
             raise MoveError(f"{what} to block {move.block}: plh must be a lineage hash, got {move.plh!r}")
 
+    # ------------------------------------------------------------------------------------------ who holds what, by name
+
+    def _held_by(self, name: int) -> Slot | None:
+        """Return the slot that a name holds."""
+        slot = self._alias_slots.get(name)
+        if slot is None:
+            slot = self._named.get(name)
+            if slot is not None and not slot.refs:
+                return None
+        return slot
+
+    def _references_of(self, name: int) -> int:
+        if name in self._alias_refs:
+            return self._alias_refs[name]
+        slot = self._named.get(name)
+        return 0 if slot is None else slot.refs
+
+    def _hold(self, slot: Slot, name: int) -> None:
+        """Let a name hold a registered slot; it holds none yet."""
+        if self._named.get(name) is slot:
+            slot.refs = 1
+        else:
+            self._alias_slots[name] = slot
+            self._alias_refs[name] = 1
+            slot.aliases += 1
+
+    def _hold_new(self, slot: Slot) -> None:
+        """Let a slot that was just registered be held by its own name."""
+        if slot.name in self._named:
+            self._homonyms += 1
+        else:
+            self._named[slot.name] = slot
+        self._hold(slot, slot.name)
+
+    def _hold_again(self, name: int) -> None:
+        """One reference more for a name that holds a slot."""
+        if name in self._alias_refs:
+            self._alias_refs[name] += 1
+        else:
+            self._named[name].refs += 1
+
+    def _let_go(self, name: int) -> Slot:
+        """One reference less; returns the slot."""
+        slot = self._alias_slots.get(name)
+        if slot is None:
+            slot = self._named[name]
+            slot.refs -= 1
+            return slot
+        self._alias_refs[name] -= 1
+        if not self._alias_refs[name]:
+            del self._alias_refs[name], self._alias_slots[name]
+            slot.aliases -= 1
+        return slot
+
+    def _drop_homonym(self, slot: Slot) -> None:
+        """Forget the name of an evicted slot, which others may have too."""
+        if self._named.get(slot.name) is slot:
+            del self._named[slot.name]
+        else:
+            self._homonyms -= 1
+
     # ------------------------------------------------------------------------------------------- clear and short forms
 
     def clear(self) -> bool:
         """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""
-        if self._held or self._partials:
+        if self._references or self._partials:
             return False
         self._pool.drain()
-        self._by_name = None
+        self._named.clear()
+        self._homonyms = self._num_inactive = 0
         self._publisher.publish(Cleared())
         return True
 
@@ -466,7 +520,7 @@ class LogicalManager:
 
     def deref(self, *blocks: Block | Iterable[Block]) -> None:
         """Short form of Deref; see `KvManager.deref`."""
-        self._deref(Deref(flatten(blocks)))
+        self._deref(flatten(blocks))
 
     def promote(
         self,
@@ -486,22 +540,12 @@ class LogicalManager:
         self._promote(Promote(partial, block, parent, block if local_hash is None else local_hash, plh, token_ids))
 
     def _find_name(self, name: int) -> Slot | None:
-        """Return the slot that holds a name, or was stored under it."""
-        slot = self._held.get(name)
-        if slot is None:
-            if self._by_name is None:
-                self._by_name = {slot.name: slot for slot in self._pool.registered.values()}
-            slot = self._by_name.get(name)
+        """Return the slot that a name holds; else the one that was stored under it."""
+        slot = self._held_by(name) or self._named.get(name)
+        if slot is None and self._homonyms:
+            same = (slot for slot in self._pool.registered.values() if slot.name == name)
+            slot = next(same, None)
         return slot
-
-    def _forget_name(self, slot: Slot) -> None:
-        """Take an evicted slot out of `_by_name`."""
-        by_name = self._by_name
-        assert by_name is not None
-        if len(by_name) == len(self._pool.registered) + 1:
-            del by_name[slot.name]
-        else:  # some slots have one name: find out anew which is left
-            self._by_name = None
 
     def _parent_plh(self, parent: Block | None, what: str) -> int | None:
         if parent is None or isinstance(parent, UUID):  # a partial parent is refused by the move

@@ -24,16 +24,16 @@ class Slot:
         parent: sequence hash of the block before it in the move that stored it; None for a root.
         local_hash: local hash that it was stored with.
         token_ids: token ids that it was stored with, or None.
-        refs: references to it; 0 when it is inactive.
-        held_as: the one name that holds it; None when there are several, or were since it became active.
+        refs: references to it by its own name, where the manager finds it by that.
+        aliases: other names that hold it. It is inactive when it has neither.
         place: for the policy's own use, 0 at first. The pool does not touch it, whatever becomes of the slot.
         above: the same.
     """
 
     __slots__ = (
         "above",
+        "aliases",
         "block_id",
-        "held_as",
         "known",
         "local_hash",
         "name",
@@ -53,7 +53,7 @@ class Slot:
         self.local_hash = 0
         self.token_ids: Sequence[int] | None = None
         self.refs = 0
-        self.held_as: int | None = None
+        self.aliases = 0
         self.place: Any = 0
         self.above: Any = 0
 
@@ -166,28 +166,28 @@ class BlockPool:
         """Empty slots."""
         return self.total - self._fresh + len(self._reset)
 
-    def take_reset(self) -> Slot | None:
-        """Take the empty slot that has waited longest; None if there is none."""
-        if self._fresh < self.total:
-            slot = Slot(self._fresh)
-            self._fresh += 1
-        elif self._reset:
-            slot = self._reset.popleft()
-        else:
-            return None
+    @property
+    def has_reset(self) -> bool:
+        """Whether there is an empty slot."""
+        return self._fresh < self.total or bool(self._reset)
+
+    def take_reset(self) -> Slot:
+        """Take the empty slot that has waited longest."""
         self.allocations_from_reset += 1
-        return slot
+        if self._fresh < self.total:
+            self._fresh += 1
+            return Slot(self._fresh - 1)
+        return self._reset.popleft()
 
     def give_back(self, slot: Slot) -> None:
         """Put an emptied slot at the tail of the reset pool."""
         self._reset.append(slot)
 
-    def evict(self) -> Slot | None:
-        """Take the inactive slot that the policy chooses; None if none can go. Its fields are still the old block's."""
-        slot = self.inactive.evict()
-        if slot is not None:
-            del self.registered[slot.plh]
-            self.evictions += 1
+    def match(self, plh: int) -> Slot | None:
+        """Return the slot in which a lineage hash is cached, active or inactive; nothing changes."""
+        slot = self.registered.get(plh)
+        if slot is None and self.inactive.finds_by_place:
+            return self.inactive.find(plh)
         return slot
 
     def drain(self) -> None:

@@ -15,15 +15,17 @@ class LruPolicy:
     reused and freed again counts as new; that it is looked at or matched while active changes nothing.
     """
 
-    # A slot stands in the queue once for each time it was inserted, and `slot.place` counts these entries. Only the
-    # last one counts, and only while the slot is inactive; so `remove` need not look for it.
+    # A slot stands in the queue once for each time it was inserted; the entry at the front was number `_first`. An entry
+    # counts while `slot.place` is its number; so `remove` need not look for it.
 
     finds_by_place = False
     collisions = 0
 
     def __init__(self) -> None:
         self._queue: deque[Slot] = deque()
-        self._removed = 0  # since the queue was last cleaned
+        self._first = 1
+        self._next = 1
+        self._limit = 1024
 
     def register(self, slot: Slot) -> None:
         """Nothing to note."""
@@ -33,31 +35,33 @@ class LruPolicy:
 
     def insert(self, slot: Slot) -> None:
         """The slot is the last to go now."""
-        slot.place += 1
+        slot.place = self._next
+        self._next += 1
         self._queue.append(slot)
 
-    def remove(self, slot: Slot) -> None:  # noqa: ARG002 - its entry is void because it is active
+    def remove(self, slot: Slot) -> None:
         """The slot is in use."""
-        self._removed += 1
-        if self._removed > 1024 and self._removed > len(self._queue) // 2:
+        slot.place = 0
+        if len(self._queue) > self._limit:
             self._clean()
 
     def _clean(self) -> None:
-        slots = self.order()
-        for slot in self._queue:
-            slot.place = 0
-        for slot in slots:
-            slot.place = 1
-        self._queue = deque(slots)
-        self._removed = 0
+        """Drop the entries that do not count, and number the others anew."""
+        self._queue = deque(self.order())
+        self._limit = 2 * len(self._queue) + 1024
+        self._first = 1
+        self._next = len(self._queue) + 1
+        for number, slot in enumerate(self._queue, 1):
+            slot.place = number
 
     def evict(self) -> Slot | None:
         """Choose the slot that was inserted longest ago."""
         queue = self._queue
         while queue:
             slot = queue.popleft()
-            slot.place -= 1
-            if not slot.place and not slot.refs:
+            self._first += 1
+            if slot.place == self._first - 1:
+                slot.place = 0
                 return slot
         return None
 
@@ -71,5 +75,4 @@ class LruPolicy:
 
     def order(self) -> list[Slot]:
         """From the one inserted longest ago."""
-        newest_first = dict.fromkeys(slot for slot in reversed(self._queue) if not slot.refs)
-        return list(newest_first)[::-1]
+        return [slot for number, slot in enumerate(self._queue, self._first) if slot.place == number]
