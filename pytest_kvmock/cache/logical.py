@@ -277,7 +277,7 @@ class LogicalManager:
         block travels to the next tier.
         """
         pool = self._pool
-        if pool.has_reset:
+        if not pool.reset_is_empty:
             return pool.take_reset()
         slot = pool.inactive.evict()
         if slot is not None:
@@ -310,19 +310,30 @@ class LogicalManager:
             return self._deref_carefully(blocks)
         named = self._named
         try:
+            if len(blocks) == 1:
+                slot = named[blocks[0]]  # type: ignore[index]
+                refs = slot.refs
+                if not refs:
+                    return self._deref_carefully(blocks)
+                slot.refs = refs - 1
+                self._references -= 1
+                if refs == 1:
+                    self._pool.inactive.insert(slot)
+                    self._num_inactive += 1
+                return 1
             slots = [named[block] for block in blocks]  # type: ignore[index]
         except (KeyError, TypeError):
             return self._deref_carefully(blocks)
-        refs = [slot.refs for slot in slots]
-        if not all(refs) or (len(slots) > 1 and len(set(slots)) < len(slots)):
+        counts = [slot.refs for slot in slots]
+        if 0 in counts or len(set(slots)) < len(slots):
             return self._deref_carefully(blocks)
         insert = self._pool.inactive.insert
-        for slot in slots:
-            slot.refs -= 1
-            if not slot.refs:
+        for slot, refs in zip(slots, counts, strict=True):
+            slot.refs = refs - 1
+            if refs == 1:
                 insert(slot)
         self._references -= len(slots)
-        self._num_inactive += refs.count(1)
+        self._num_inactive += counts.count(1)
         return 1
 
     def _deref_carefully(self, blocks: Sequence[Block]) -> int:

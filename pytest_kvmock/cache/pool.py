@@ -132,6 +132,7 @@ class BlockPool:
         total: how many slots there are.
         registered: the slot of each registered lineage hash, active or inactive.
         inactive: the policy, which holds the inactive ones.
+        reset_is_empty: whether there is no empty slot.
     """
 
     __slots__ = (
@@ -144,6 +145,7 @@ class BlockPool:
         "match_hashes_requested",
         "registered",
         "registrations",
+        "reset_is_empty",
         "total",
     )
 
@@ -154,6 +156,7 @@ class BlockPool:
         # The reset pool is one queue, 0 to total - 1 at first. Slots that were never used stand at its front and are
         # made when they are taken, so that an idle manager costs nothing.
         self._fresh = 0
+        self.reset_is_empty = False
         self._reset: deque[Slot] = deque()
         self.allocations_from_reset = 0
         self.evictions = 0
@@ -166,22 +169,21 @@ class BlockPool:
         """Empty slots."""
         return self.total - self._fresh + len(self._reset)
 
-    @property
-    def has_reset(self) -> bool:
-        """Whether there is an empty slot."""
-        return self._fresh < self.total or bool(self._reset)
-
     def take_reset(self) -> Slot:
         """Take the empty slot that has waited longest."""
         self.allocations_from_reset += 1
         if self._fresh < self.total:
+            slot = Slot(self._fresh)
             self._fresh += 1
-            return Slot(self._fresh - 1)
-        return self._reset.popleft()
+        else:
+            slot = self._reset.popleft()
+        self.reset_is_empty = self._fresh == self.total and not self._reset
+        return slot
 
     def give_back(self, slot: Slot) -> None:
         """Put an emptied slot at the tail of the reset pool."""
         self._reset.append(slot)
+        self.reset_is_empty = False
 
     def match(self, plh: int) -> Slot | None:
         """Return the slot in which a lineage hash is cached, active or inactive; nothing changes."""
@@ -194,7 +196,7 @@ class BlockPool:
         """Empty all slots, of which none is active, in the order of eviction."""
         while (slot := self.inactive.evict()) is not None:
             del self.registered[slot.plh]
-            self._reset.append(slot)
+            self.give_back(slot)
 
     def metrics(self, *, mutable: int, immutable: int, inactive: int) -> PoolMetrics:
         """Take a snapshot; what is held is the manager's to say."""

@@ -32,7 +32,7 @@ _MASK59 = 2**59 - 1
 class _Node:
     """A place in the forest."""
 
-    __slots__ = ("children", "entries", "fragment", "level", "owners", "parent", "parked", "pins", "slot")
+    __slots__ = ("children", "entries", "fragment", "level", "owner", "parent", "parked", "pins", "slot")
 
     def __init__(self) -> None:
         self.level: dict[int, _Node]  # the nodes at its position
@@ -42,8 +42,8 @@ class _Node:
         self.parked = -1
         self.parent: _Node | None = None  # the node that counts this one as its child
         self.children = 0
-        self.owners = 0  # registered blocks with this place
-        self.pins = 0  # the same, and those whose parent's place it is
+        self.owner: Slot | None = None  # the registered block with this place; the first, should there be more
+        self.pins = 0  # registered blocks whose parent's place it is
 
 
 class LineagePolicy:
@@ -60,11 +60,12 @@ class LineagePolicy:
         self.collisions = 0
         self._levels: defaultdict[int, dict[int, _Node]] = defaultdict(dict)
         self._queue: deque[_Node] = deque()
-        self._removed = 0  # since the queue was last cleaned
+        self._limit = 1024
         self._numbers = count()
         self._parked: dict[int, _Node] = {}
         self._exposed: list[int] = []
         self._spare: list[_Node] = []
+        self._rivals: defaultdict[_Node, list[Slot]] = defaultdict(list)  # blocks beside the owner of their place
         # Links that outlive the child: a place whose block changed its parent is still counted by the old one. Only
         # blocks that share a place make them.
         self._left_behind: set[tuple[_Node, int]] = set()
@@ -72,20 +73,22 @@ class LineagePolicy:
     def register(self, slot: Slot) -> None:
         """Give the slot its place, and its parent's."""
         plh = slot.plh
-        if plh >> 126:
-            position, above = lineage_position(plh), lineage_parent_fragment(plh)
-            fragment = lineage_fragment(plh)
-        else:  # positions below 256: as the functions do, inline
-            position, above, fragment = plh >> 118, plh >> 59 & _MASK59, plh & _MASK59
+        position = plh >> 118
+        if position < 256:  # the mode bits are 0: as the functions do, inline
+            fragment = plh & _MASK59
+            above = plh >> 59 & _MASK59
+        else:
+            position, fragment, above = lineage_position(plh), lineage_fragment(plh), lineage_parent_fragment(plh)
         level = self._levels[position]
         node = level.get(fragment)
         if node is None:
             node = self._new_node(level, fragment)
-        elif node.owners:
-            self.collisions += 1
-        node.owners += 1
-        node.pins += 1
         slot.place = node
+        if node.owner is None:
+            node.owner = slot
+        else:
+            self.collisions += 1
+            self._rivals[node].append(slot)
         if position:
             level = self._levels[position - 1]
             node = level.get(above)
@@ -102,14 +105,33 @@ class LineagePolicy:
         node.fragment = fragment
         return node
 
-    def _unpin(self, node: _Node) -> None:
-        node.pins -= 1
-        if not node.pins and not node.children:
-            self._drop(node)
-
     def _drop(self, node: _Node) -> None:
-        del node.level[node.fragment]
-        self._spare.append(node)
+        """Forget a place that nobody needs: no block of its own, no block below it."""
+        if node.owner is None and not node.pins and not node.children:
+            del node.level[node.fragment]
+            self._spare.append(node)
+
+    def _unregister(self, slot: Slot) -> None:
+        node: _Node = slot.place
+        if self.collisions and node in self._rivals:
+            self.collisions -= 1
+            rivals = self._rivals[node]
+            if node.owner is slot:
+                node.owner = rivals.pop()
+            else:
+                rivals.remove(slot)
+            if not rivals:
+                del self._rivals[node]
+        else:
+            node.owner = None
+            if not node.pins and not node.children:
+                del node.level[node.fragment]
+                self._spare.append(node)
+        node = slot.above
+        if node is not None:
+            node.pins -= 1
+            if node.owner is None:
+                self._drop(node)
 
     def touch(self, slot: Slot) -> None:
         """Nothing to note."""
@@ -135,8 +157,7 @@ class LineagePolicy:
     def remove(self, slot: Slot) -> None:
         """Take the slot out; its place stays as a ghost while it has children."""
         self._leave(slot.place)
-        self._removed += 1
-        if self._removed > 1024 and self._removed > len(self._queue) // 2:
+        if len(self._queue) > self._limit:
             self._clean()
 
     def _leave(self, node: _Node) -> None:
@@ -154,7 +175,7 @@ class LineagePolicy:
                 if parent.parked >= 0 and not parent.children:
                     heappush(self._exposed, parent.parked)
                 return
-            if not parent.pins and not parent.children:
+            if parent.owner is None:
                 self._drop(parent)
             node = parent
 
@@ -166,7 +187,7 @@ class LineagePolicy:
         for node in nodes:
             node.entries = 1
         self._queue = deque(nodes)
-        self._removed = 0
+        self._limit = 2 * len(nodes) + 1024
 
     def _queued(self) -> list[_Node]:
         """Nodes whose entry in the queue counts, in order."""
@@ -181,12 +202,7 @@ class LineagePolicy:
         slot = node.slot
         assert slot is not None
         self._leave(node)
-        node.owners -= 1
-        if node.owners:
-            self.collisions -= 1
-        self._unpin(node)
-        if slot.above is not None:
-            self._unpin(slot.above)
+        self._unregister(slot)
         return slot
 
     def _next_leaf(self) -> _Node | None:
@@ -207,10 +223,11 @@ class LineagePolicy:
 
     def find(self, plh: int) -> Slot | None:
         """Return the inactive block at the place of `plh`; its own lineage hash may have another parent."""
-        if plh >> 126:
-            node = self._levels[lineage_position(plh)].get(lineage_fragment(plh))
+        position = plh >> 118
+        if position < 256:
+            node = self._levels[position].get(plh & _MASK59)
         else:
-            node = self._levels[plh >> 118].get(plh & _MASK59)
+            node = self._levels[lineage_position(plh)].get(lineage_fragment(plh))
         return None if node is None else node.slot
 
     def refused(self, slots: Iterable[Slot]) -> Slot | None:
