@@ -128,6 +128,12 @@ class LogicalManager:
         blocks.update(dict.fromkeys(self._partials, 1))
         return blocks
 
+    def references(self, block: Block) -> int:
+        """References to one block now; 0 for what is not in use."""
+        if isinstance(block, UUID):
+            return int(block in self._partials)
+        return self._references_of(block)
+
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
         return [slot.name for slot in self._pool.inactive.order()]
