@@ -73,8 +73,8 @@ class MoveDriver:
 
     def shortage(self, request: _MoveRequest) -> tuple[int, int]:
         """(needed, free): every block that no request holds takes a slot, whether it is cached or new."""
-        active = self.manager.active_blocks
-        needed = sum(block not in active for block in request.sequence.unique_blocks)
+        references = self.manager.references
+        needed = sum(not references(block) for block in request.sequence.unique_blocks)
         return needed, self._free()
 
     def _free(self) -> int:
@@ -95,7 +95,7 @@ class MoveDriver:
         steps = self._steps(tokens)
         needed = most = 0
         for filled in _openings(request.sequence, steps):
-            if filled is not None and filled in self.manager.active_blocks:
+            if filled is not None and self.manager.references(filled):
                 needed -= 1
             needed += 1
             most = max(most, needed)

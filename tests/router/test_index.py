@@ -155,6 +155,33 @@ SCENARIOS = {
         ({(0, 0): 5}, find(1, 2, 3, 4, 5)),
         ({(0, 0): 3}, find(1, 2, 3, 9)),
     ],
+    "all branches go with their last holder": [
+        (OK, store(0, [1, 2, 3])),
+        (OK, store(0, [7, 8], 102)),
+        (OK, remove(0, [102])),
+        (OK, store(0, [2], 101)),
+        ({(0, 0): 2}, find(1, 2, 3)),
+        ({(0, 0): 2}, find(1, 2, 7, 8)),
+    ],
+    "a block with two names goes with the first that is removed, and both can be": [
+        (OK, store(0, [1, 2])),
+        (OK, store(0, [(201, 1)])),
+        (OK, store(1, [1, 2])),
+        (OK, remove(0, [101])),
+        ({(1, 0): 2}, find(1, 2)),
+        ([(1, 0, None, (101,)), (1, 0, 101, (102,))], dump),
+        (OK, remove(0, [201])),
+        ({(1, 0): 2}, find(1, 2)),
+        (UNKNOWN, remove(0, [201])),
+    ],
+    "a worker that comes after another was removed": [
+        (OK, store(0, [1])),
+        (OK, store(1, [1, 2])),
+        (OK, remove_worker(0)),
+        (OK, store(2, [3])),
+        ({(1, 0): 2}, find(1, 2)),
+        ({(2, 0): 1}, find(3)),
+    ],
     "a worker that comes back has nothing": [
         (OK, store(0, [1, 2])),
         (OK, store(1, [1, 2])),
@@ -491,6 +518,6 @@ def test_a_dump_and_a_worker_s_end_are_of_all_tiers(index):
     assert ({}, {(1, 0): 1}) == (index.find_matches([1]).scores, index.find_matches([1, 2], tier=DISK).scores)
 
 
-def test_cleared_is_of_one_tier(index):
-    tell(index, chain(0, [1]), in_tier(HOST, chain(0, [1])), event(0, Cleared()))
-    assert ({}, {(0, 0): 1}) == (index.find_matches([1]).scores, index.find_matches([1], tier=HOST).scores)
+def test_cleared_is_of_all_tiers_of_its_rank(index):
+    tell(index, chain(0, [1]), in_tier(HOST, chain(0, [1])), in_tier(HOST, chain(1, [1])), event(0, Cleared()))
+    assert ({}, {(1, 0): 1}) == (index.find_matches([1]).scores, index.find_matches([1], tier=HOST).scores)
