@@ -65,6 +65,7 @@ class LineagePolicy:
         self._parked: dict[int, _Node] = {}
         self._exposed: list[int] = []
         self._spare: list[_Node] = []
+        self._sought: tuple[int, int, int, dict[int, _Node]] = (-1, 0, 0, {})
         self._rivals: defaultdict[_Node, list[Slot]] = defaultdict(list)  # blocks beside the owner of their place
         # Links that outlive the child: a place whose block changed its parent is still counted by the old one. Only
         # blocks that share a place make them.
@@ -73,13 +74,9 @@ class LineagePolicy:
     def register(self, slot: Slot) -> None:
         """Give the slot its place, and its parent's."""
         plh = slot.plh
-        position = plh >> 118
-        if position < 256:  # the mode bits are 0: as the functions do, inline
-            fragment = plh & _MASK59
-            above = plh >> 59 & _MASK59
-        else:
-            position, fragment, above = lineage_position(plh), lineage_fragment(plh), lineage_parent_fragment(plh)
-        level = self._levels[position]
+        if plh is not self._sought[0]:
+            self.find(plh)
+        _, position, fragment, level = self._sought
         node = level.get(fragment)
         if node is None:
             node = self._new_node(level, fragment)
@@ -90,10 +87,11 @@ class LineagePolicy:
             self.collisions += 1
             self._rivals[node].append(slot)
         if position:
+            fragment = plh >> 59 & _MASK59 if position < 256 else lineage_parent_fragment(plh)
             level = self._levels[position - 1]
-            node = level.get(above)
+            node = level.get(fragment)
             if node is None:
-                node = self._new_node(level, above)
+                node = self._new_node(level, fragment)
             node.pins += 1
             slot.above = node
         else:
@@ -106,32 +104,24 @@ class LineagePolicy:
         return node
 
     def _drop(self, node: _Node) -> None:
-        """Forget a place that nobody needs: no block of its own, no block below it."""
+        """Forget a place if nobody needs it: no block of its own, no block below it."""
         if node.owner is None and not node.pins and not node.children:
             del node.level[node.fragment]
             self._spare.append(node)
 
-    def _unregister(self, slot: Slot) -> None:
-        node: _Node = slot.place
-        if self.collisions and node in self._rivals:
-            self.collisions -= 1
-            rivals = self._rivals[node]
-            if node.owner is slot:
-                node.owner = rivals.pop()
-            else:
-                rivals.remove(slot)
-            if not rivals:
-                del self._rivals[node]
-        else:
+    def _disown(self, node: _Node, slot: Slot) -> None:
+        """A block is cached no more whose place others may share."""
+        rivals = self._rivals.get(node)
+        if rivals is None:
             node.owner = None
-            if not node.pins and not node.children:
-                del node.level[node.fragment]
-                self._spare.append(node)
-        node = slot.above
-        if node is not None:
-            node.pins -= 1
-            if node.owner is None:
-                self._drop(node)
+            return
+        self.collisions -= 1
+        if node.owner is slot:
+            node.owner = rivals.pop()
+        else:
+            rivals.remove(slot)
+        if not rivals:
+            del self._rivals[node]
 
     def touch(self, slot: Slot) -> None:
         """Nothing to note."""
@@ -142,10 +132,9 @@ class LineagePolicy:
         node.slot = slot
         node.entries += 1
         self._queue.append(node)
-        if node.parent is not slot.above:
-            self._link(node, slot.above)
-
-    def _link(self, node: _Node, parent: _Node) -> None:
+        parent: _Node = slot.above
+        if node.parent is parent:
+            return
         if node.parent is not None:
             self._left_behind.add((node.parent, node.fragment))
         node.parent = parent
@@ -156,28 +145,35 @@ class LineagePolicy:
 
     def remove(self, slot: Slot) -> None:
         """Take the slot out; its place stays as a ghost while it has children."""
-        self._leave(slot.place)
+        node: _Node = slot.place
+        node.slot = None
+        if node.parked >= 0:
+            self._unpark(node)
+        if not node.children and node.parent is not None:
+            self._prune(node)
         if len(self._queue) > self._limit:
             self._clean()
 
-    def _leave(self, node: _Node) -> None:
-        node.slot = None
-        if node.parked >= 0:
-            del self._parked[node.parked]
-            node.parked = -1
-        while not node.children:
-            parent = node.parent
-            if parent is None:
-                return
+    def _unpark(self, node: _Node) -> None:
+        del self._parked[node.parked]
+        node.parked = -1
+
+    def _prune(self, node: _Node) -> None:
+        """Cut a ghost without children off its parent, and so on upward."""
+        parent = node.parent
+        while parent is not None:
             node.parent = None
             parent.children -= 1
+            if parent.children:
+                return
             if parent.slot is not None:
-                if parent.parked >= 0 and not parent.children:
+                if parent.parked >= 0:
                     heappush(self._exposed, parent.parked)
                 return
             if parent.owner is None:
                 self._drop(parent)
             node = parent
+            parent = node.parent
 
     def _clean(self) -> None:
         """Drop the entries that do not count."""
@@ -196,38 +192,55 @@ class LineagePolicy:
 
     def evict(self) -> Slot | None:
         """Choose the leaf whose turn is first; None where no block is a leaf (only shared places can do that)."""
-        node = self._next_leaf()
+        node = self._next_exposed() if self._exposed else None
         if node is None:
-            return None
+            queue = self._queue
+            while queue:
+                node = queue.popleft()
+                node.entries -= 1
+                if not node.entries and node.slot is not None:
+                    if not node.children:
+                        break
+                    node.parked = next(self._numbers)
+                    self._parked[node.parked] = node
+            else:
+                return None
         slot = node.slot
         assert slot is not None
-        self._leave(node)
-        self._unregister(slot)
+        node.slot = None
+        if node.parent is not None:
+            self._prune(node)
+        if self.collisions:
+            self._disown(node, slot)
+        else:
+            node.owner = None
+        if node.owner is None:
+            self._drop(node)
+        node = slot.above
+        if node is not None:
+            node.pins -= 1
+            if node.owner is None:
+                self._drop(node)
         return slot
 
-    def _next_leaf(self) -> _Node | None:
+    def _next_exposed(self) -> _Node | None:
         while self._exposed:
             node = self._parked.get(heappop(self._exposed))
             if node is not None and not node.children:
+                self._unpark(node)
                 return node
-        queue = self._queue
-        while queue:
-            node = queue.popleft()
-            node.entries -= 1
-            if not node.entries and node.slot is not None:
-                if not node.children:
-                    return node
-                node.parked = next(self._numbers)
-                self._parked[node.parked] = node
         return None
 
     def find(self, plh: int) -> Slot | None:
         """Return the inactive block at the place of `plh`; its own lineage hash may have another parent."""
         position = plh >> 118
-        if position < 256:
-            node = self._levels[position].get(plh & _MASK59)
+        if position < 256:  # the mode bits are 0: as the functions do, inline
+            fragment = plh & _MASK59
         else:
-            node = self._levels[lineage_position(plh)].get(lineage_fragment(plh))
+            position, fragment = lineage_position(plh), lineage_fragment(plh)
+        level = self._levels[position]
+        self._sought = (plh, position, fragment, level)  # it is nearly always registered next
+        node = level.get(fragment)
         return None if node is None else node.slot
 
     def refused(self, slots: Iterable[Slot]) -> Slot | None:
