@@ -114,7 +114,7 @@ def test_lineage_evicts_a_single_root():
     policy = LineagePolicy()
     insert(policy, chain(policy, [1]))
     assert [1] == evict_all(policy)
-    assert [] == [level for level in policy._levels.values() if level]
+    assert {} == policy._nodes
 
 
 def test_lineage_evicts_the_child_before_its_older_parent():
@@ -136,7 +136,7 @@ def test_lineage_knows_no_parent_of_an_orphan():
     policy = LineagePolicy()
     insert(policy, chain(policy, [3], start=7, parent=2))
     assert [3] == evict_all(policy)
-    assert [] == [level for level in policy._levels.values() if level]
+    assert {} == policy._nodes
 
 
 def test_lineage_has_one_leaf_a_chain():

@@ -26,17 +26,32 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_parent_fragment, line
 # until its last child goes, and then its number stands in `_exposed`. The parked go before the queued: their turn has
 # come already.
 
+# The key of a place is `position << 118 | fragment`. Below position 256, where the mode bits of a lineage hash are 0,
+# that is the hash without its parent fragment.
+_MODE_1 = 1 << 126
 _MASK59 = 2**59 - 1
+_OWN = _MODE_1 - 1 ^ _MASK59 << 59
+_ABOVE = [(position - 1) << 118 for position in range(256)]
+
+
+def _key(plh: int) -> int:
+    return plh & _OWN if plh < _MODE_1 else lineage_position(plh) << 118 | lineage_fragment(plh)
+
+
+def _parent_key(plh: int) -> int | None:
+    if plh < _MODE_1:
+        position = plh >> 118
+        return _ABOVE[position] | plh >> 59 & _MASK59 if position else None
+    return (lineage_position(plh) - 1) << 118 | lineage_parent_fragment(plh)
 
 
 class _Node:
     """A place in the forest."""
 
-    __slots__ = ("children", "entries", "fragment", "level", "owner", "parent", "parked", "pins", "slot")
+    __slots__ = ("children", "entries", "key", "owner", "parent", "parked", "pins", "slot")
 
     def __init__(self) -> None:
-        self.level: dict[int, _Node]  # the nodes at its position
-        self.fragment = 0
+        self.key = 0
         self.slot: Slot | None = None  # the inactive block; None for a ghost
         self.entries = 0  # in the queue
         self.parked = -1
@@ -58,14 +73,14 @@ class LineagePolicy:
 
     def __init__(self) -> None:
         self.collisions = 0
-        self._levels: defaultdict[int, dict[int, _Node]] = defaultdict(dict)
+        self._nodes: dict[int, _Node] = {}
         self._queue: deque[_Node] = deque()
         self._limit = 1024
         self._numbers = count()
         self._parked: dict[int, _Node] = {}
         self._exposed: list[int] = []
         self._spare: list[_Node] = []
-        self._sought: tuple[int, int, int, dict[int, _Node]] = (-1, 0, 0, {})
+        self._sought = self._sought_key = -1
         self._rivals: defaultdict[_Node, list[Slot]] = defaultdict(list)  # blocks beside the owner of their place
         # Links that outlive the child: a place whose block changed its parent is still counted by the old one. Only
         # blocks that share a place make them.
@@ -73,40 +88,33 @@ class LineagePolicy:
 
     def register(self, slot: Slot) -> None:
         """Give the slot its place, and its parent's."""
-        plh = slot.plh
-        if plh is not self._sought[0]:
-            self.find(plh)
-        _, position, fragment, level = self._sought
-        node = level.get(fragment)
+        plh, nodes = slot.plh, self._nodes
+        key = self._sought_key if plh is self._sought else _key(plh)
+        node = nodes.get(key)
         if node is None:
-            node = self._new_node(level, fragment)
+            node = nodes[key] = self._spare.pop() if self._spare else _Node()
+            node.key = key
         slot.place = node
         if node.owner is None:
             node.owner = slot
         else:
             self.collisions += 1
             self._rivals[node].append(slot)
-        if position:
-            fragment = plh >> 59 & _MASK59 if position < 256 else lineage_parent_fragment(plh)
-            level = self._levels[position - 1]
-            node = level.get(fragment)
-            if node is None:
-                node = self._new_node(level, fragment)
-            node.pins += 1
-            slot.above = node
-        else:
+        above = _parent_key(plh)
+        if above is None:
             slot.above = None
-
-    def _new_node(self, level: dict[int, _Node], fragment: int) -> _Node:
-        level[fragment] = node = self._spare.pop() if self._spare else _Node()
-        node.level = level
-        node.fragment = fragment
-        return node
+            return
+        node = nodes.get(above)
+        if node is None:
+            node = nodes[above] = self._spare.pop() if self._spare else _Node()
+            node.key = above
+        node.pins += 1
+        slot.above = node
 
     def _drop(self, node: _Node) -> None:
         """Forget a place if nobody needs it: no block of its own, no block below it."""
         if node.owner is None and not node.pins and not node.children:
-            del node.level[node.fragment]
+            del self._nodes[node.key]
             self._spare.append(node)
 
     def _disown(self, node: _Node, slot: Slot) -> None:
@@ -136,10 +144,10 @@ class LineagePolicy:
         if node.parent is parent:
             return
         if node.parent is not None:
-            self._left_behind.add((node.parent, node.fragment))
+            self._left_behind.add((node.parent, node.key))
         node.parent = parent
-        if self._left_behind and (parent, node.fragment) in self._left_behind:
-            self._left_behind.remove((parent, node.fragment))
+        if self._left_behind and (parent, node.key) in self._left_behind:
+            self._left_behind.remove((parent, node.key))
         else:
             parent.children += 1
 
@@ -233,14 +241,9 @@ class LineagePolicy:
 
     def find(self, plh: int) -> Slot | None:
         """Return the inactive block at the place of `plh`; its own lineage hash may have another parent."""
-        position = plh >> 118
-        if position < 256:  # the mode bits are 0: as the functions do, inline
-            fragment = plh & _MASK59
-        else:
-            position, fragment = lineage_position(plh), lineage_fragment(plh)
-        level = self._levels[position]
-        self._sought = (plh, position, fragment, level)  # it is nearly always registered next
-        node = level.get(fragment)
+        self._sought = plh  # it is nearly always registered next
+        self._sought_key = key = _key(plh)
+        node = self._nodes.get(key)
         return None if node is None else node.slot
 
     def refused(self, slots: Iterable[Slot]) -> Slot | None:
@@ -257,7 +260,7 @@ class LineagePolicy:
         """Play the evictions through; blocks that could never go stand at the end."""
         waiting = [*(self._parked[number] for number in sorted(self._parked)), *self._queued()]
         turns = {node: turn for turn, node in enumerate(waiting)}
-        children = {node: node.children for level in self._levels.values() for node in level.values()}
+        children = {node: node.children for node in self._nodes.values()}
         leaves = [turn for turn, node in enumerate(waiting) if not node.children]
         heapify(leaves)
         order: dict[_Node, None] = {}
