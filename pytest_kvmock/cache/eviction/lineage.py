@@ -26,6 +26,8 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_parent_fragment, line
 # until its last child goes, and then its number stands in `_exposed`. The parked go before the queued: their turn has
 # come already.
 
+_SLACK = 1024  # entries that do not count, before the queue is cleaned
+
 # The key of a place is `position << 118 | fragment`. Below position 256, where the mode bits of a lineage hash are 0,
 # that is the hash without its parent fragment.
 _MODE_1 = 1 << 126
@@ -36,13 +38,6 @@ _ABOVE = [(position - 1) << 118 for position in range(256)]
 
 def _key(plh: int) -> int:
     return plh & _OWN if plh < _MODE_1 else lineage_position(plh) << 118 | lineage_fragment(plh)
-
-
-def _parent_key(plh: int) -> int | None:
-    if plh < _MODE_1:
-        position = plh >> 118
-        return _ABOVE[position] | plh >> 59 & _MASK59 if position else None
-    return (lineage_position(plh) - 1) << 118 | lineage_parent_fragment(plh)
 
 
 class _Node:
@@ -75,7 +70,7 @@ class LineagePolicy:
         self.collisions = 0
         self._nodes: dict[int, _Node] = {}
         self._queue: deque[_Node] = deque()
-        self._limit = 1024
+        self._limit = _SLACK
         self._numbers = count()
         self._parked: dict[int, _Node] = {}
         self._exposed: list[int] = []
@@ -100,8 +95,11 @@ class LineagePolicy:
         else:
             self.collisions += 1
             self._rivals[node].append(slot)
-        above = _parent_key(plh)
-        if above is None:
+        if plh >= _MODE_1:
+            above = (lineage_position(plh) - 1) << 118 | lineage_parent_fragment(plh)
+        elif position := plh >> 118:
+            above = _ABOVE[position] | plh >> 59 & _MASK59
+        else:
             slot.above = None
             return
         node = nodes.get(above)
@@ -191,7 +189,7 @@ class LineagePolicy:
         for node in nodes:
             node.entries = 1
         self._queue = deque(nodes)
-        self._limit = 2 * len(nodes) + 1024
+        self._limit = 2 * len(nodes) + _SLACK
 
     def _queued(self) -> list[_Node]:
         """Nodes whose entry in the queue counts, in order."""
@@ -222,8 +220,9 @@ class LineagePolicy:
             self._disown(node, slot)
         else:
             node.owner = None
-        if node.owner is None:
-            self._drop(node)
+        if node.owner is None and not node.pins:
+            del self._nodes[node.key]
+            self._spare.append(node)
         node = slot.above
         if node is not None:
             node.pins -= 1
@@ -242,7 +241,7 @@ class LineagePolicy:
     def find(self, plh: int) -> Slot | None:
         """Return the inactive block at the place of `plh`; its own lineage hash may have another parent."""
         self._sought = plh  # it is nearly always registered next
-        self._sought_key = key = _key(plh)
+        self._sought_key = key = plh & _OWN if plh < _MODE_1 else _key(plh)
         node = self._nodes.get(key)
         return None if node is None else node.slot
 
