@@ -107,6 +107,18 @@ def test_a_slot_can_be_registered_anew(policy):
     assert [1, 0, 9] == evict_all(policy)
 
 
+def test_nothing_is_left_after_a_clear(policy):
+    slots = chain(policy, range(4))
+    insert(policy, slots[::-1])
+    policy.remove(slots[0])
+    policy.clear()
+    assert [] == policy.order()
+    again = chain(policy, range(3))
+    insert(policy, again)
+    assert 3 == len(policy.order())
+    assert again[-1 if isinstance(policy, LineagePolicy) else 0] is policy.evict()
+
+
 # ---------------------------------------------------------------------------------------------------------- lineage
 
 

@@ -67,6 +67,9 @@ class LineagePolicy:
     finds_by_place = True
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self.collisions = 0
         self._nodes: dict[int, _Node] = {}
         self._queue: deque[_Node] = deque()
@@ -237,6 +240,10 @@ class LineagePolicy:
                 self._unpark(node)
                 return node
         return None
+
+    def clear(self) -> None:
+        """No slot and no place is left."""
+        self._reset()
 
     def find(self, plh: int) -> Slot | None:
         """Return the inactive block at the place of `plh`; its own lineage hash may have another parent."""

@@ -67,6 +67,11 @@ class LruPolicy:
                 return slot
         return None
 
+    def clear(self) -> None:
+        """No slot is left; numbers go on, so that no old one counts."""
+        self._queue.clear()
+        self._first = self._next
+
     def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - never asked
         """A slot answers to its own lineage hash only."""
         return None
