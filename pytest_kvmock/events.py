@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 _U32: Final = 2**32 - 1
 _U64: Final = 2**64 - 1
@@ -236,7 +236,7 @@ def _stored_from_json(body: object, where: str) -> Stored:
         entry = _object(block, place)
         hashes.append(_unsigned(entry, "block_hash", place))
         locals_.append(_unsigned(entry, "tokens_hash", place))
-        infos.append(entry.get("mm_extra_info"))
+        infos.append(_mm_info(entry.get("mm_extra_info"), f"{place}.mm_extra_info"))
     parent, start = fields.get("parent_hash"), fields.get("start_position")
     return Stored(
         None if parent is None else _number(parent, f"{where}.parent_hash"),
@@ -247,9 +247,54 @@ def _stored_from_json(body: object, where: str) -> Stored:
     )
 
 
+def _mm_info(value: object, where: str) -> object:
+    """Check a block's `{"mm_objects": [{"mm_hash": u64, "offsets": [[start, end], ...]}]}`, and return it as it is."""
+    if value is None:
+        return None
+    for i, entry in enumerate(_array(_object(value, where), "mm_objects", where)):
+        place = f"{where}.mm_objects[{i}]"
+        fields = _object(entry, place)
+        _unsigned(fields, "mm_hash", place)
+        for j, pair in enumerate(_array(fields, "offsets", place)):
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise ValueError(f"{place}.offsets[{j}]: expected [start, end], got {pair!r:.80}")
+            for number in pair:
+                _number(number, f"{place}.offsets[{j}]")
+    return value
+
+
+# Dynamo reads JSON with serde: a field that is given twice, and NaN, are errors there, and are none to Python's json.
+
+
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next((key for key in keys if key in _FIELDS and keys.count(key) > 1), None)
+        if twice is not None:
+            raise ValueError(f"duplicate field {twice!r}")
+    return fields
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+_FIELDS: Final = frozenset(
+    (
+        *("worker_id", "storage_tier", "event", "event_id", "data", "dp_rank"),
+        *("parent_hash", "start_position", "blocks", "block_hash", "tokens_hash", "block_hashes"),
+        *("mm_extra_info", "mm_objects", "mm_hash", "offsets"),
+    )
+)
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique_fields, parse_constant=_no_constant)
+
+
 def _loads(text: str | bytes, where: str) -> object:
     try:
-        return json.loads(text)
+        return _DECODER.decode(text if isinstance(text, str) else text.decode())
+    except RecursionError:
+        raise ValueError(f"{where}: not JSON: nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
 

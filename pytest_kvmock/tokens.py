@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import repeat
-from typing import Final, TypeAlias
+from typing import Final, NoReturn, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
@@ -53,8 +53,10 @@ def check_block_size(block_size: int) -> int:
 
 def _token_bytes(tokens: TokenIds) -> bytes:
     """Little-endian u32s of `tokens`; the error names the first token that is none."""
-    if isinstance(tokens, (bytes, bytearray)):  # array() would read these as raw memory
-        tokens = list(tokens)
+    if isinstance(tokens, (bytes, bytearray)) or hasattr(tokens, "__next__"):
+        tokens = list(
+            tokens
+        )  # array() would read bytes as raw memory; an iterator could not be read again for the error
     try:
         words = array("I", tokens)
     except (TypeError, OverflowError, ValueError):
@@ -157,14 +159,31 @@ def sequence_hashes(block_hashes: Iterable[int], *, parent: int | None = None) -
     Args:
         block_hashes: local hashes, u64, in order from the root; or from the block after `parent`.
         parent: sequence hash of the block before the first one.
+
+    Raises:
+        ValueError: a hash that is chained is no u64.
     """
     digest, pack, seed = xxh3_64_intdigest, _pack_pair, SEED
     out: list[int] = []
     append = out.append
-    for local in block_hashes:
-        parent = local if parent is None else digest(pack(parent, local), seed)
-        append(parent)
+    local = None
+    try:
+        for local in block_hashes:
+            parent = local if parent is None else digest(pack(parent, local), seed)
+            append(parent)
+    except struct.error:
+        _raise_for_hash(local, parent, len(out))
     return out
+
+
+def _raise_for_hash(local: object, parent: object, position: int) -> NoReturn:
+    """Say which of a pair that cannot be packed is no u64."""
+    allowed = "a hash is an integer from 0 to 2**64 - 1"
+    before = f"hash {position - 1}" if position else "the parent"
+    for name, value in ((f"hash {position}", local), (before, parent)):
+        if not isinstance(value, int) or not 0 <= value <= _U64:
+            raise ValueError(f"{name} is {value!r}: {allowed}") from None
+    raise AssertionError("unreachable: both hashes can be packed")  # pragma: no cover
 
 
 def chained_hash(parent: int | None, local: int) -> int:
@@ -340,6 +359,8 @@ class Prompt:
         if tokens is not None:
             if num_tokens is not None:
                 raise TypeError("num_tokens goes with hashes=; tokens have a length of their own")
+            if hasattr(tokens, "__next__"):
+                tokens = tuple(tokens)
             _token_bytes(tokens)
             self.tokens = tuple(tokens)
             self.num_tokens = len(self.tokens)

@@ -201,7 +201,7 @@ class Comparison:
             removed = set(data.block_hashes)
             touched = [b for b in data.block_hashes if b in stream.origin and stream.parent(b) not in removed]
         else:
-            touched = self._leaves(key)[-3:]
+            touched = list(stream.emptied)
         for block in touched:
             yield self._chain(stream, block)
         if not touched:

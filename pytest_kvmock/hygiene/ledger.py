@@ -41,6 +41,7 @@ class Stream:
         implied: parents that a Stored named though nothing had stored them: believed, so reported once.
         origin: the event that last stored a block, for every block ever stored.
         gone: the event that last removed a block.
+        emptied: the last Cleared's choice of the blocks that it emptied: the first, one amid, and the last.
         next_id: the id that is due; None when any may come.
         wound: open while blocks are unknown.
     """
@@ -49,6 +50,7 @@ class Stream:
         "block_size",
         "dp_rank",
         "drifted",
+        "emptied",
         "gone",
         "holes",
         "implied",
@@ -76,6 +78,7 @@ class Stream:
         self.last: RouterEvent | None = None
         self.wound: Wound | None = None
         self.drifted: set[int] = set()
+        self.emptied: tuple[int, ...] = ()
 
     def holds(self, block: int) -> bool:
         """Whether the events say that the block is held, in any tier."""
@@ -83,6 +86,8 @@ class Stream:
 
     def forget(self) -> None:
         """Nothing is held any more, and that is known."""
+        device = list(self.tiers[StorageTier.DEVICE])
+        self.emptied = tuple({device[0], device[len(device) // 2], device[-1]}) if device else ()
         for held in self.tiers.values():
             held.clear()
         self.implied.clear()
@@ -231,7 +236,7 @@ class Ledger:
         if got > due:
             missing = range(due, got)
             stream.holes.append(missing)
-            known = f"{ids_text(missing)} never arrived"
+            known = f"{ids_text(missing)} did not arrive"
         elif stream.last is not None and stream.last.event.event_id == got:
             known = f"event {got} had arrived already"
         else:
@@ -326,7 +331,7 @@ class Ledger:
         problem = self._problem(
             "event_id_gap",
             stream,
-            f"the worker published ids up to {next_id - 1}; {ids_text(missing)} never arrived",
+            f"the worker published ids up to {next_id - 1}; {ids_text(missing)} did not arrive",
             "what is published arrives",
             (),
         )

@@ -25,7 +25,7 @@ def blocks_text(blocks: Sequence[int], most: int = 4) -> str:
 
 def ids_text(ids: range) -> str:
     """A run of event ids."""
-    return f"event {ids.start}" if len(ids) == 1 else f"events {ids.start} to {ids.stop - 1}"
+    return f"event {ids.start}" if ids.stop - ids.start == 1 else f"events {ids.start} to {ids.stop - 1}"
 
 
 def worker_text(worker_id: int, dp_rank: int) -> str:

@@ -114,20 +114,18 @@ class _Node:
     spares a query one dict look-up a block.
 
     Attributes:
-        block_hash: sequence hash by which the block was stored first.
         holders: a bit for each worker and rank that holds the block.
         local: local hash of the first child; None when there is no child.
         child: the first child; not set when there is none.
         others: the other children.
     """
 
-    __slots__ = ("block_hash", "child", "holders", "local", "others")
+    __slots__ = ("child", "holders", "local", "others")
 
     local: int | None
     child: _Node
 
-    def __init__(self, block_hash: int) -> None:
-        self.block_hash = block_hash
+    def __init__(self) -> None:
         self.holders = 0
         self.local = None
         self.others: dict[int, _Node] | None = None
@@ -178,7 +176,7 @@ class _Tree:
     """The blocks of one tier."""
 
     def __init__(self) -> None:
-        self.root = _Node(0)
+        self.root = _Node()
         self.ranks: dict[WorkerRank, _Rank] = {}
         # A bit is never given to another rank: a node that lost its name in the table of a rank (two sequence hashes
         # for one place can do that) keeps the bit for ever, as it keeps the worker in 1.2.1.
@@ -215,7 +213,7 @@ class _Tree:
             elif node.others is not None and local in node.others:
                 child = node.others[local]
             else:
-                child = blocks.get(block_hash) or anchors.pop(block_hash, None) or _Node(block_hash)
+                child = blocks.get(block_hash) or anchors.pop(block_hash, None) or _Node()
                 node.link(local, child)
             if child is node:
                 return block_hash
@@ -275,29 +273,25 @@ class _Tree:
                 scores[key] = depth
         return scores
 
-    def edges(self) -> Iterator[tuple[WorkerRank, int | None, int, _Node]]:
-        """Every `(holder, parent's sequence hash, local hash, child)` that a query can walk, breadth first.
+    def edges(self, rank: _Rank) -> Iterator[tuple[int | None, int, int]]:
+        """The `(parent's sequence hash, sequence hash, local hash)` that a query can walk for `rank`, breadth first.
 
-        A holder walks from the root, or from an anchor, over blocks that it holds. Each edge is shown once for each
-        holder, however many ways and cycles lead to it; an edge from a block to itself, which no event can make
-        without an error, is not shown.
+        Each edge comes once, however many ways and cycles lead to it. One from a block to itself is left out: no event
+        can make it without an error.
         """
-        queue: deque[tuple[_Node, int | None, int]] = deque([(self.root, None, -1)])
-        for rank in self.ranks.values():
-            queue.extend((anchor, block_hash, rank.bit) for block_hash, anchor in rank.anchors.items())
-        reached: dict[_Node, int] = {}
+        names = {node: block_hash for block_hash, node in rank.blocks.items()}
+        seen = {self.root}
+        queue: deque[tuple[_Node, int | None]] = deque([(self.root, None)])
         while queue:
-            node, parent_hash, bits = queue.popleft()
+            node, parent_hash = queue.popleft()
             for local, child in node.children():
-                walking = child.holders & bits
-                if child is node or not walking:
+                block_hash = names.get(child)
+                if block_hash is None or not child.holders & rank.bit or child is node:
                     continue
-                for key in self.who(walking):
-                    yield key, parent_hash, local, child
-                new = walking & ~reached.get(child, 0)
-                if new:
-                    reached[child] = reached.get(child, 0) | new
-                    queue.append((child, child.block_hash, new))
+                yield parent_hash, block_hash, local
+                if child not in seen:
+                    seen.add(child)
+                    queue.append((child, block_hash))
 
 
 class RadixIndex:
@@ -376,7 +370,7 @@ class RadixIndex:
         for other in self._trees.values():
             holder = other.ranks.get(key)
             if holder is not None and parent_hash in holder.blocks:
-                return tree.rank(key).anchors.setdefault(parent_hash, _Node(parent_hash))
+                return tree.rank(key).anchors.setdefault(parent_hash, _Node())
         return None
 
     def find_matches(
@@ -393,16 +387,19 @@ class RadixIndex:
         return OverlapScores(tree.find(local_hashes, early_exit))
 
     def dump_events(self) -> list[RouterEvent]:
-        """Events that build an index with the same answers from an empty one: one block each, breadth first.
+        """Events that build an index with the same answers from an empty one.
 
-        Ids count from 0 and are nobody's. What no query can reach (orphans of a removed block) is left out. Where a
-        block was given two sequence hashes, the first is named.
+        One block an event, rank by rank, each breadth first; ids count from 0 and are nobody's. What no query can
+        reach for a rank is left out: orphans of a removed block, and blocks under one that is in another tier. Where a rank gave one block two sequence hashes, the
+        last is named; where it gave one sequence hash to two blocks, which no honest engine does, one of them may be
+        missing.
         """
         events: list[RouterEvent] = []
         for tier, tree in self._trees.items():
-            for (worker_id, dp_rank), parent_hash, local, child in tree.edges():
-                data = Stored(parent_hash, (child.block_hash,), (local,))
-                events.append(RouterEvent(worker_id, KvCacheEvent(len(events), data, dp_rank), tier))
+            for (worker_id, dp_rank), rank in tree.ranks.items():
+                for parent_hash, block_hash, local in tree.edges(rank):
+                    data = Stored(parent_hash, (block_hash,), (local,))
+                    events.append(RouterEvent(worker_id, KvCacheEvent(len(events), data, dp_rank), tier))
         return events
 
     def remove_worker(self, worker_id: int) -> None:

@@ -1,0 +1,246 @@
+"""Each rule of the ledger, broken by hand and kept."""
+
+import pytest
+
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.tokens import block_hashes, sequence_hashes
+
+LOCALS = block_hashes(range(12), 4)
+CHAIN = sequence_hashes(LOCALS)
+TOKENS = [tuple(range(i, i + 4)) for i in (0, 4, 8)]
+HOST = StorageTier.HOST_PINNED
+
+
+def stored(*blocks, parent=None, local=None):
+    return Stored(parent, blocks, tuple(blocks) if local is None else tuple(local))
+
+
+class Stream:
+    """Events of one worker, numbered as they should be unless an id is given."""
+
+    def __init__(self, **options):
+        self.ledger = Ledger()
+        self.ledger.open((0, 0), first_id=0, block_size=4, **options)
+        self.next_id = 0
+        self.position = 0
+
+    def say(self, data, event_id=None, *, tier=StorageTier.DEVICE, chained=False, tokens=None, rank=0):
+        if event_id is None:
+            event_id = self.next_id
+        self.next_id = event_id + 1
+        event = RouterEvent(0, KvCacheEvent(event_id, data, rank), tier, tokens)
+        problems = self.ledger.observe(event, self.position, chained=chained)
+        self.position += 1
+        return [p.rule if p.cause is None else f"({p.rule})" for p in problems]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        pytest.param([stored(1, 2), stored(3, parent=2), Removed((3, 2))], [], id="clean"),
+        pytest.param([stored(1), stored(2, parent=9)], ["parent_block_not_found"], id="unknown parent"),
+        pytest.param([stored(1), Removed((1,)), stored(2, parent=1)], ["parent_block_not_found"], id="removed parent"),
+        pytest.param([stored(1), Cleared(), stored(2, parent=1)], ["parent_block_not_found"], id="cleared parent"),
+        pytest.param([stored(1), Removed((9,))], ["block_not_found"], id="unknown block"),
+        pytest.param([stored(1), Removed((1,)), Removed((1,))], ["block_not_found"], id="removed twice"),
+        pytest.param([Removed((8, 9))], ["block_not_found"], id="two unknown blocks are one problem"),
+        pytest.param([stored(1, parent=1)], ["invalid_block"], id="own parent"),
+        pytest.param([stored(1, 2, 2)], ["invalid_block"], id="own parent inside the event"),
+        pytest.param([stored(1), stored(1, local=[7])], ["invalid_block"], id="a second local hash"),
+        pytest.param([stored(1), Removed((1,)), stored(1, local=[7])], [], id="another local hash once it is gone"),
+        pytest.param([stored(1), stored(2, parent=1), stored(1, parent=2)], ["duplicate_store"], id="a cycle is legal"),
+        pytest.param([stored(1, 2), stored(1, 2)], ["duplicate_store"], id="stored twice"),
+        pytest.param([stored(1, 2), stored(2, 3, parent=1)], [], id="half of it is new"),
+        pytest.param([stored(), Removed(()), Cleared()], [], id="empty events"),
+    ],
+)
+def test_a_stream_shows_what_it_breaks(said, expected):
+    stream = Stream()
+    assert expected == [rule for data in said for rule in stream.say(data)]
+
+
+def test_a_fault_is_reported_once_because_the_event_is_believed():
+    stream = Stream()
+    assert ["parent_block_not_found"] == stream.say(stored(2, parent=9))
+    assert [] == stream.say(stored(3, parent=9))
+    assert [] == stream.say(Removed((9,)))
+    assert ["block_not_found"] == stream.say(Removed((9,)))
+
+
+def test_tiers_are_held_apart_and_a_parent_counts_in_any():
+    stream = Stream()
+    assert [] == stream.say(stored(1))
+    assert [] == stream.say(stored(2, parent=1), tier=HOST)
+    assert ["block_not_found"] == stream.say(Removed((1,)), tier=HOST)
+    assert [] == stream.say(Removed((1,)))
+    assert [] == stream.say(Removed((2,)), tier=HOST)
+
+
+def test_ranks_hold_apart_and_count_apart():
+    stream = Stream()
+    stream.ledger.open((0, 1), first_id=0)
+    assert [] == stream.say(stored(1), 0)
+    assert ["parent_block_not_found"] == stream.say(stored(2, parent=1), 0, rank=1)
+    assert [] == stream.say(Cleared(), 1, rank=1)
+    assert [] == stream.say(Removed((1,)), 1)
+
+
+@pytest.mark.parametrize(
+    ("locals_", "blocks", "parent", "tokens", "expected"),
+    [
+        pytest.param(LOCALS, CHAIN, None, None, [], id="a chain"),
+        pytest.param(LOCALS, CHAIN, None, TOKENS, [], id="with tokens"),
+        pytest.param(LOCALS[1:], CHAIN[1:], CHAIN[0], TOKENS[1:], [], id="a continuation"),
+        pytest.param(LOCALS[1:], CHAIN[1:], None, None, ["wrong_hash"], id="as a root"),
+        pytest.param(LOCALS, [*CHAIN[:2], 5], None, None, ["wrong_hash"], id="the last block"),
+        pytest.param(LOCALS, CHAIN, None, [*TOKENS[:2], (0, 0, 0, 0)], ["wrong_hash"], id="other tokens"),
+    ],
+)
+def test_hashes_are_judged_where_they_must_be_the_chain(locals_, blocks, parent, tokens, expected):
+    stream = Stream()
+    stream.say(stored(CHAIN[0], local=LOCALS[:1]) if parent else Cleared())
+    said = stored(*blocks, parent=parent, local=locals_)
+    assert expected == stream.say(said, chained=True, tokens=tokens)
+    assert [] == Stream().say(stored(5, 6, local=[7, 8]), chained=False)
+
+
+def test_a_wrong_hash_is_a_warning_where_the_backend_makes_them_itself():
+    ledger = Ledger()
+    ledger.open((0, 0), first_id=0, prefix_closed=False)
+    event = RouterEvent(0, KvCacheEvent(0, stored(5, local=[7])))
+    (problem,) = ledger.observe(event, 0, chained=True)
+    assert ("wrong_hash", False) == (problem.rule, problem.is_error)
+
+
+@pytest.mark.parametrize(
+    ("ids", "gaps"),
+    [
+        pytest.param([0, 1, 2], [], id="in order"),
+        pytest.param([0, 2, 3], [2], id="skipped"),
+        pytest.param([1, 2], [1], id="the first is missing"),
+        pytest.param([0, 2, 1, 3], [2], id="a late one fills the hole"),
+        pytest.param([0, 3, 1, 2, 4], [3], id="two late ones fill it"),
+        pytest.param([0, 3, 2, 2, 3], [3, 2], id="a hole is filled once"),
+        pytest.param([0, 1, 0, 1, 2], [0], id="gone backwards"),
+        pytest.param([0, 2**64 - 1, 5, 2**40], [2**64 - 1], id="far away, and then late ones"),
+    ],
+)
+def test_ids_that_are_not_due_are_gaps(ids, gaps):
+    stream = Stream()
+    found = [(i, rule) for n, i in enumerate(ids) for rule in stream.say(stored(100 + n), i) if "gap" in rule]
+    assert gaps == [i for i, _ in found]
+
+
+def test_a_stream_that_may_begin_anywhere_does():
+    ledger = Ledger()
+    ledger.open((3, 0), first_id=None)
+    assert [] == ledger.observe(RouterEvent(3, KvCacheEvent(41, stored(1))), 0)
+    assert ["event_id_gap"] == [p.rule for p in ledger.observe(RouterEvent(3, KvCacheEvent(43, stored(2))), 1)]
+
+
+def test_after_a_gap_unknown_blocks_are_no_news_until_an_event_names_them():
+    stream = Stream()
+    stream.say(stored(1, 2))
+    assert ["event_id_gap", "(block_not_found)"] == stream.say(Removed((8,)), 5)
+    assert ["(parent_block_not_found)"] == stream.say(stored(3, parent=9))
+    assert ["(duplicate_store)"] == stream.say(stored(1, 2))
+    assert ["duplicate_store"] == stream.say(stored(1, 2))
+    assert ["block_not_found"] == stream.say(Removed((8,)))
+    assert ["(block_not_found)", "block_not_found"] == sorted(stream.say(Removed((8, 77))))
+
+
+def test_a_second_gap_is_listed_under_the_first_and_makes_blocks_unknown_again():
+    stream = Stream()
+    stream.say(stored(1), 3)
+    assert ["(event_id_gap)"] == stream.say(stored(2), 9)
+    assert ["(block_not_found)"] == stream.say(Removed((77,)))
+    assert ["block_not_found"] == stream.say(Removed((77,)))
+
+
+def test_a_repeat_of_the_event_before_covers_its_own_consequences_only():
+    stream = Stream()
+    stream.say(stored(1))
+    stream.say(Removed((1,)))
+    assert ["event_id_gap", "(block_not_found)"] == stream.say(Removed((1,)), 1)
+    assert ["block_not_found"] == stream.say(Removed((77,)))
+
+
+def test_an_id_again_with_other_content_is_no_repeat():
+    stream = Stream()
+    stream.say(stored(1))
+    assert ["event_id_gap", "(block_not_found)"] == stream.say(Removed((77,)), 0)
+    assert ["(block_not_found)"] == stream.say(Removed((78,)))
+
+
+def test_a_cleared_closes_the_wound():
+    stream = Stream()
+    stream.say(stored(1), 4)
+    stream.say(Cleared())
+    assert ["block_not_found"] == stream.say(Removed((77,)))
+
+
+def test_an_announced_restart_closes_the_wound_and_begins_ids_anew():
+    stream = Stream()
+    stream.say(stored(1), 4)
+    stream.ledger.restarted((0, 0), first_id=0)
+    assert [] == stream.say(stored(1), 0)
+    assert ["block_not_found"] == stream.say(Removed((77,)))
+
+
+def test_a_wrong_hash_stands_by_itself_even_in_a_wound():
+    stream = Stream()
+    stream.say(stored(1), 4)
+    assert ["wrong_hash"] == stream.say(stored(5, local=[7]), chained=True)
+
+
+def test_what_was_published_and_never_arrived_is_a_gap_said_once():
+    stream = Stream()
+    stream.say(stored(1))
+    (gap,) = stream.ledger.published((0, 0), 3, 0)
+    assert "the worker published ids up to 2; events 1 to 2 did not arrive" == gap.known
+    assert [] == stream.ledger.published((0, 0), 3, 0)
+    assert [] == stream.say(stored(2), 3)
+    assert [] == stream.say(stored(3), 1)  # late, but it comes
+
+
+def test_drift_names_what_is_not_there_and_what_was_not_said_once_each():
+    stream = Stream()
+    stream.say(stored(1, 2))
+    extra, silent = stream.ledger.drift((0, 0), {2, 3, 4}, 0)
+    assert ((1,), {3, 4}) == (extra.blocks, set(silent.blocks))
+    assert "1 block is not held by the engine, and the events say otherwise: block 1 is held" == extra.known
+    assert [] == stream.ledger.drift((0, 0), {2, 3, 4}, 0)
+    (more,) = stream.ledger.drift((0, 0), {3, 4}, 0)
+    assert (2,) == more.blocks
+    assert [] == stream.ledger.drift((0, 0), {1, 2}, 0)
+
+
+def test_drift_in_a_wound_stands_for_blocks_that_were_named_since():
+    stream = Stream()
+    stream.say(stored(1, 2))
+    stream.say(stored(3), 5)
+    problems = stream.ledger.drift((0, 0), set(), 1)
+    assert [((3,), None), ((1, 2), "event_id_gap")] == [(p.blocks, p.cause and p.cause.rule) for p in problems]
+
+
+def test_an_expected_cause_covers_what_follows_from_it():
+    stream = Stream()
+    event = RouterEvent(0, KvCacheEvent(7, Removed((9,))))
+    gap, follows = stream.ledger.observe(event, 0)
+    assert not follows.covered()
+    gap.expected = True
+    assert follows.covered()
+    assert [follows] == list(gap.consequences())
+
+
+def test_a_chain_is_rebuilt_from_history_and_ends_on_a_cycle():
+    stream = Stream()
+    stream.say(stored(1, 2))
+    stream.say(stored(3, 4, parent=2))
+    known = stream.ledger.streams[0, 0]
+    assert [1, 2, 3, 4] == known.chain(4)
+    stream.say(Removed((2, 1)))
+    assert [1, 2, 3] == known.chain(3)
+    stream.say(stored(1, parent=4))
+    assert 4 == len(known.chain(4))

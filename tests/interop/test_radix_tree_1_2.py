@@ -1,0 +1,41 @@
+"""RadixIndex against the real RadixTree of ai-dynamo-runtime 1.2: any stream, verdict and matches after each event.
+
+The index answers by exact intersection; the real tree's shortcut is the one difference that is allowed, and what it
+answers then is computed, not excused.
+"""
+
+from collections import Counter
+
+import pytest
+from peer import dynamo_core
+from streams import AnyStream, run_1_2_1
+
+core = dynamo_core("1.2")
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_any_stream_gets_the_verdicts_and_matches_of_the_real_tree(block):
+    counts = Counter()
+    for seed in range(20 * block, 20 * block + 20):
+        run_1_2_1(core, seed, counts)
+    assert 20 == counts["runs"]
+
+
+def test_the_streams_reach_every_verdict_and_the_shortcut():
+    counts = Counter()
+    for seed in range(40):
+        run_1_2_1(core, seed, counts)
+    reached = [
+        "accepted",
+        "Failed to find parent block",
+        "Failed to find block",
+        "Invalid block sequence",
+        "RadixTree request was cancelled",
+        "answers that the shortcut changes",
+    ]
+    assert [] == [name for name in reached if not counts[name]]
+
+
+def test_a_seed_gives_one_stream():
+    one, two = AnyStream(5), AnyStream(5)
+    assert [one.step() for _ in range(50)] == [two.step() for _ in range(50)]

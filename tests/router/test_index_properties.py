@@ -1,0 +1,134 @@
+"""RadixIndex against independent models, over random streams."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from index_steps import chain, event
+from plain_tree import PlainTree
+
+from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.tokens import sequence_hashes
+
+WORKERS, RANKS = 3, 2
+KEYS = [(w, r) for w in range(WORKERS + 1) for r in range(RANKS)]
+
+small = st.integers(1, 5)
+queries = st.lists(small, max_size=7)
+
+
+@st.composite
+def any_event(draw):
+    """Events that need not make sense: few hashes, so that they collide, name themselves and make cycles."""
+    kind = draw(st.sampled_from("SSSSRRC"))
+    if kind == "S":
+        blocks = draw(st.lists(st.tuples(st.integers(1, 7), small), max_size=4))
+        parent = draw(st.none() | st.integers(1, 7))
+        data = Stored(parent, tuple(h for h, _ in blocks), tuple(local for _, local in blocks))
+    elif kind == "R":
+        data = Removed(tuple(draw(st.lists(st.integers(1, 7), max_size=3))))
+    else:
+        data = Cleared()
+    return event(draw(st.integers(0, WORKERS - 1)), data, draw(st.integers(0, RANKS - 1)))
+
+
+calls = st.tuples(st.sampled_from(["remove_worker", "clear_all_blocks"]), st.integers(0, WORKERS))
+
+
+def rule_of(index, told):
+    try:
+        index.apply(told)
+    except KvEventError as error:
+        return error.rule
+    return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(any_event() | any_event() | any_event() | calls, max_size=25), st.lists(queries, min_size=3), st.booleans()
+)
+def test_any_stream_gives_the_verdicts_and_matches_of_the_plain_tree(steps, asked, e1):
+    index, model = RadixIndex(semantics="e1" if e1 else None), PlainTree(e1=e1)
+    for step in steps:
+        if isinstance(step, tuple):
+            name, worker = step
+            getattr(index, name)(worker)
+            getattr(model, name)(worker)
+        else:
+            assert model.apply(step) == rule_of(index, step)
+        for query in asked:
+            assert model.find(query, KEYS) == index.find_matches(query).scores
+            assert model.find_early(query, KEYS) == index.find_matches(query, early_exit=True).scores
+    assert {key: len(blocks) for key, blocks in model.known.items()} == {k: index.num_blocks(*k) for k in index.workers}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(any_event(), max_size=25))
+def test_a_dump_ends_and_replays_without_an_error_on_any_stream(steps):
+    index = RadixIndex()
+    for step in steps:
+        rule_of(index, step)
+    copy = RadixIndex()
+    dumped = index.dump_events()
+    assert list(range(len(dumped))) == [e.event.event_id for e in dumped]
+    assert [None] * len(dumped) == [rule_of(copy, e) for e in dumped]
+
+
+@st.composite
+def sane_stream(draw, *, leaves_first):
+    """What honest engines say: hashes that are chains, parents that are held, blocks removed that are held."""
+    held = {}
+    events = []
+    for _ in range(draw(st.integers(0, 20))):
+        key = (draw(st.integers(0, WORKERS - 1)), draw(st.integers(0, RANKS - 1)))
+        paths = held.setdefault(key, set())
+        kind = draw(st.sampled_from("SSSRRC")) if paths else "S"
+        if kind == "S":
+            before = draw(st.sampled_from([(), *sorted(paths)]))
+            local = draw(st.lists(small, min_size=1, max_size=4))
+            events.append(chain(key[0], local, before, rank=key[1]))
+            paths.update((*before, *local[: i + 1]) for i in range(len(local)))
+        elif kind == "R":
+            gone = draw(st.lists(st.sampled_from(sorted(paths)), min_size=1, max_size=3, unique=True))
+            if leaves_first:
+                gone = {path for path in paths if any(path[: len(g)] == g for g in gone)}
+            ordered = sorted(gone, key=lambda path: (-len(path), path))
+            events.append(event(key[0], Removed(tuple(sequence_hashes(path)[-1] for path in ordered)), key[1]))
+            paths.difference_update(gone)
+        else:
+            events.append(event(key[0], Cleared(), key[1]))
+            paths.clear()
+    return events, held
+
+
+@settings(max_examples=150, deadline=None)
+@given(sane_stream(leaves_first=True), st.lists(queries, min_size=3))
+def test_an_honest_stream_is_a_set_of_prefixes_for_each_worker(stream, asked):
+    events, held = stream
+    index = RadixIndex()
+    for told in events:
+        index.apply(told)
+    for query in [*asked, *(list(path) for paths in held.values() for path in paths)]:
+        expected = {}
+        for key, paths in held.items():
+            depth = next((i for i in range(len(query)) if tuple(query[: i + 1]) not in paths), len(query))
+            if depth:
+                expected[key] = depth
+        assert expected == index.find_matches(query).scores
+    assert {key: len(paths) for key, paths in held.items()} == {key: index.num_blocks(*key) for key in held}
+
+
+def rows(index):
+    return {(e.worker_id, e.event.dp_rank, repr(e.event.data)) for e in index.dump_events()}
+
+
+@settings(max_examples=150, deadline=None)
+@given(sane_stream(leaves_first=False), st.lists(queries, min_size=3))
+def test_a_replayed_dump_is_the_same_index(stream, asked):
+    index, copy = RadixIndex(), RadixIndex()
+    for told in stream[0]:
+        index.apply(told)
+    for told in index.dump_events():
+        copy.apply(told)
+    assert rows(index) == rows(copy)
+    for query in asked:
+        assert index.find_matches(query) == copy.find_matches(query)
