@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
-from pytest_kvmock.hygiene.report import errors_text, expectation_text
+from pytest_kvmock.hygiene.report import entry_line, errors_text, expectation_text
 from pytest_kvmock.hygiene.rules import RULES, check_rule
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class KvEventsError(AssertionError):
     """Events were wrong, or an error that a test expected did not come. The message is the report."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class LogEntry:
     """One event as it arrived.
 
@@ -34,6 +34,9 @@ class LogEntry:
     position: int
     event: RouterEvent
     problems: list[Problem] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<{entry_line(self).strip()}>"
 
     @property
     def ok(self) -> bool:
@@ -216,6 +219,8 @@ class EventLog:
         ]
         part.problems = [p for p in self.problems if p.worker_id == worker_id and dp_rank in (None, p.dp_rank)]
         part.total = len(part._entries)
+        for entry in part._entries:
+            part._kinds[entry.kind] += 1
         return part
 
     def take(self) -> list[RouterEvent]:
@@ -242,7 +247,7 @@ class EventLog:
         self.flush()
         wrong = [problem for problem in self.errors if not problem.covered()]
         if wrong:
-            raise KvEventsError(errors_text(wrong, self))
+            raise KvEventsError(errors_text(wrong))
         if self.total < at_least:
             raise KvEventsError(f"expected at least {at_least} KV events by now, {self.total} arrived")
 

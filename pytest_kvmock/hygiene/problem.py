@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock.hygiene.text import worker_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.events import RouterEvent
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Problem:
     """One broken rule.
 
@@ -48,6 +49,10 @@ class Problem:
     def __post_init__(self) -> None:
         if RULES[self.rule].kind == "warning":
             self.is_error = False
+
+    def __repr__(self) -> str:
+        event = "" if self.event_id is None else f" event {self.event_id}"
+        return f"<{self.rule}: {worker_text(self.worker_id, self.dp_rank)}{event}: {self.known}>"
 
     @property
     def block(self) -> int | None:

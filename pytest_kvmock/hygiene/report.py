@@ -57,7 +57,7 @@ def problems_text(problems: Sequence[Problem], what: str) -> str:
     return "\n\n".join([headline, *parts])
 
 
-def errors_text(errors: Sequence[Problem], log: EventLog | None = None) -> str:  # noqa: ARG001 - one form for all
+def errors_text(errors: Sequence[Problem]) -> str:
     """The report of errors, without the log."""
     return problems_text(errors, "error")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -19,8 +18,7 @@ def marker_values(node: pytest.Item) -> tuple[Mapping[str, Any], ...]:
     return tuple(mark.kwargs for mark in node.iter_markers("kvmock"))[::-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(NamedTuple):
     """What broken rules do to a test.
 
     Attributes:
@@ -32,7 +30,7 @@ class Policy:
 
     event_errors: str = "fail"
     event_warnings: str = "ignore"
-    allow: frozenset[str] = field(default=frozenset())
+    allow: frozenset[str] = frozenset()
     log: str = "failed"
 
 
@@ -55,7 +53,7 @@ def resolve_policy(
     said.update(command_line)
     allow = frozenset(name for values in (ini, *markers) for name in names(values.get("allow", ())))
     said["allow"] = allow
-    return Policy(**{one.name: said[one.name] for one in fields(Policy) if one.name in said})
+    return Policy(**{key: said[key] for key in Policy._fields if key in said})
 
 
 def resolve_matrix(

@@ -1,0 +1,139 @@
+"""The event log: what it counts, keeps and shows."""
+
+import pytest
+
+from pytest_kvmock import KvEventsError, RouterHarness
+from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock.hygiene.report import MOST_PROBLEMS, failure_text, log_text
+
+
+@pytest.fixture
+def kv():
+    kv = RouterHarness(backend=None)
+    kv.apply([Stored(None, (1, 2), (1, 2)), Removed((9,)), Stored(7, (3,), (3,)), Cleared()], worker_id=3)
+    kv.apply([Stored(None, (1,), (1,))], worker_id=4)
+    return kv
+
+
+def test_it_has_events_by_kind_and_their_blocks_in_order(kv):
+    log = kv.events
+    assert (5, 3, 1, 1) == (len(log), len(log.stored), len(log.removed), len(log.cleared))
+    assert [1, 2, 3, 1] == log.stored_blocks
+    assert [9] == log.removed_blocks
+
+
+def test_an_entry_says_what_is_wrong_with_its_event(kv):
+    first, second, third, *_ = kv.events
+    assert (True, "ok", "stored") == (first.ok, first.status, first.kind)
+    assert (False, "block_not_found", "removed") == (second.ok, second.status, second.kind)
+    assert "parent_block_not_found" == third.status
+    assert "<1  event 1  worker 3  Removed block 9  !! block_not_found>" == repr(second)
+
+
+def test_a_worker_has_a_part_of_the_log_with_counts_of_its_own(kv):
+    part = kv.events.for_worker(3)
+    assert (4, 2) == (len(part), len(part.errors))
+    assert (1, 1) == (part.status_count("stored", "ok"), part.status_count("removed", "block_not_found"))
+    assert [] == kv.events.for_worker(4).errors
+    assert 0 == len(kv.events.for_worker(3, dp_rank=1))
+
+
+def test_what_is_taken_is_gone_from_the_log_and_its_problems_stay(kv):
+    assert 5 == len(kv.events.take())
+    assert (0, 2, 5) == (len(kv.events), len(kv.events.errors), kv.events.total)
+    assert 2 == kv.events.status_count("stored", "ok")
+
+
+def test_check_raises_with_the_report_and_for_too_few_events():
+    kv = RouterHarness(backend=None)
+    kv.events.check()
+    with pytest.raises(KvEventsError, match="expected at least 1 KV events by now, 0 arrived"):
+        kv.events.check(at_least=1)
+    kv.apply([Removed((9,))])
+    with pytest.raises(KvEventsError, match=r"1 KV event error: block_not_found \(worker 0, event 0\)"):
+        kv.events.check()
+
+
+def test_a_failure_tells_the_first_problems_in_full_and_names_the_others():
+    kv = RouterHarness(backend=None)
+    kv.apply([Removed((block,)) for block in range(MOST_PROBLEMS + 2)])
+    text = failure_text(kv.judge().errors)
+    assert text.startswith("5 KV event errors: block_not_found (worker 0, event 0), and 4 more\n")
+    assert MOST_PROBLEMS == text.count("known:")
+    assert "and: block_not_found (worker 0, event 3), block_not_found (worker 0, event 4)" in text
+    assert 'with kv_events.expect_error("block_not_found"):' in text
+
+
+def test_a_failure_that_came_late_says_so():
+    kv = RouterHarness(backend=None)
+    kv.apply([Removed((9,))])
+    headline = failure_text(kv.judge().errors, late=True).splitlines()[0]
+    assert headline.endswith("it came after the test body, from a teardown")
+
+
+def test_the_log_shows_its_end_and_what_broke_a_rule_before():
+    kv = RouterHarness(backend=None)
+    kv.apply([Removed((9,)), *(Stored(None, (block,), (block,)) for block in range(100, 130))])
+    lines = log_text(kv.events, last=5).splitlines()
+    assert "31 events, the last 5" == lines[0]
+    assert lines[1].endswith("!! block_not_found")
+    assert "  ..." == lines[2]
+    assert 8 == len(lines)
+
+
+def test_expectations_count_what_follows_from_a_cause_too():
+    kv = RouterHarness(backend=None)
+    with kv.events.expect_error("event_id_gap"), kv.events.expect_error("block_not_found"):
+        kv.apply([Stored(None, (1,), (1,))], worker_id=0)
+        kv.drop_next()
+        kv.apply([Stored(None, (2,), (2,)), Removed((9,))], worker_id=0)
+    assert ([], [], []) == tuple(kv.judge())
+
+
+@pytest.mark.parametrize(("times", "come", "saw"), [(1, 0, "none"), (2, 1, "1"), (1, 2, "2")])
+def test_an_expectation_that_is_not_met_says_what_was_seen(times, come, saw):
+    kv = RouterHarness(backend=None)
+    expectation = kv.events.expect_error("block_not_found", times=times)
+    with (
+        pytest.raises(KvEventsError, match=f"expected {times} block_not_found, saw {saw} in {come} KV event"),
+        expectation,
+    ):
+        kv.apply([Removed((block,)) for block in range(come)])
+
+
+def test_an_expectation_lets_the_bodys_own_exception_through():
+    kv = RouterHarness(backend=None)
+    with pytest.raises(KeyError), kv.events.expect_error("block_not_found"):
+        raise KeyError
+
+
+def test_an_expectation_without_with_holds_for_the_whole_test():
+    kv = RouterHarness(backend=None)
+    kv.events.expect_error("block_not_found", times=2)
+    kv.apply([Removed((8,)), Removed((9,))])
+    assert ([], [], []) == tuple(kv.judge())
+    kv = RouterHarness(backend=None)
+    kv.events.expect_error("block_not_found")
+    assert ["expected 1 block_not_found, saw none in 0 KV events"] == kv.judge().unmet
+
+
+@pytest.mark.parametrize("rule", ["engine_drift", "not_flushed"])
+def test_what_is_known_only_at_the_end_cannot_be_expected_in_a_with(rule):
+    kv = RouterHarness(backend=None)
+    with pytest.raises(ValueError, match=f"{rule} is known only at the end"), kv.events.expect_error(rule):
+        pass
+    assert [] == kv.judge().unmet
+
+
+@pytest.mark.parametrize(
+    ("rule", "times", "message"),
+    [
+        ("block_lost", 1, "unknown rule 'block_lost'; known: parent_block_not_found, "),
+        (None, 1, "unknown rule None"),
+        ("block_not_found", 0, "times must be an integer of at least 1, got 0"),
+        ("block_not_found", True, "times must be an integer of at least 1, got True"),
+    ],
+)
+def test_a_wrong_expectation_is_refused(rule, times, message):
+    with pytest.raises(ValueError, match=message):
+        RouterHarness(backend=None).events.expect_error(rule, times=times)
