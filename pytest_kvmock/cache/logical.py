@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import repeat
-from operator import rshift
-from typing import Any, NoReturn
+from operator import or_
+from typing import Any
 from uuid import UUID
 
 from pytest_kvmock.cache.manager import (
@@ -29,14 +30,18 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_positio
 # Theory of operation
 #
 # Three names meet here. Moves and events name blocks by sequence hash; the pool caches them by lineage hash (PLH); a
-# slot is where one is. A slot is stored under one sequence hash and may later be held under others that come with the
-# same PLH: reuse is decided by PLH, and the Removed names the first. `_refs` and `_held` are keyed by the names that
-# hold a slot now; `Slot.holders` counts those names.
+# slot is where one is. Reuse is decided by PLH, so a slot that was stored under one sequence hash may be held under
+# others that come with the same PLH; its Removed names the first. Nearly always a slot is held by its own name alone:
+# then `_named` finds it and `Slot.refs` counts. All other holds, by *aliases*, are in `_alias_slots` and `_alias_refs`,
+# and while there are any, the loops below go their careful way.
 #
 # Within one Use evictions happen at once and are told at the end: one Stored, then one Removed. Only then does the
 # manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
 # new entry, a Removed follows its Stored, and its real eviction will say nothing (`Slot.known`). The real manager does
 # this; it is not ours to mend.
+
+
+_PLH_END = 3 << 126
 
 
 class LogicalManager:
@@ -71,10 +76,12 @@ class LogicalManager:
         self._publisher = Publisher(sink, dp_rank)
         self._pool = BlockPool(num_blocks, eviction)
         self._partials: dict[UUID, Slot] = {}
-        self._refs: dict[int, int] = {}  # references by name, none below 1
-        self._held: dict[int, Slot] = {}  # the slot of each name in _refs
-        # Slots by the name they were stored under, for the short forms; made when one of them is first used.
-        self._by_name: dict[int, Slot] | None = None
+        self._named: dict[int, Slot] = {}  # registered slots by their own name; the first of two with one name
+        self._homonyms = 0  # registered slots that are not in _named, because another one has their name
+        self._alias_slots: dict[int, Slot] = {}
+        self._alias_refs: dict[int, int] = {}
+        self._references = 0
+        self._num_inactive = 0
 
     def __repr__(self) -> str:
         return (
@@ -96,17 +103,17 @@ class LogicalManager:
     @property
     def num_active_blocks(self) -> int:
         """Physical blocks in use."""
-        return self._pool.active_len
+        return self.max_capacity - self._pool.reset_len - self._num_inactive
 
     @property
     def num_active_block_refs(self) -> int:
         """References to blocks in use; a partial block has one."""
-        return len(self._partials) + sum(self._refs.values())
+        return len(self._partials) + self._references
 
     @property
     def num_inactive_blocks(self) -> int:
         """Cached blocks that nobody uses."""
-        return len(self._pool.inactive)
+        return self._num_inactive
 
     @property
     def active_perc(self) -> float:
@@ -116,9 +123,16 @@ class LogicalManager:
     @property
     def active_blocks(self) -> Mapping[Block, int]:
         """References to each block in use, partial ones included."""
-        blocks: dict[Block, int] = dict.fromkeys(self._partials, 1)
-        blocks.update(self._refs.items())
+        blocks: dict[Block, int] = {name: slot.refs for name, slot in self._named.items() if slot.refs}
+        blocks.update(self._alias_refs.items())
+        blocks.update(dict.fromkeys(self._partials, 1))
         return blocks
+
+    def references(self, block: Block) -> int:
+        """References to one block now; 0 for what is not in use."""
+        if isinstance(block, UUID):
+            return int(block in self._partials)
+        return self._references_of(block)
 
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
@@ -137,7 +151,7 @@ class LogicalManager:
 
     def metrics(self) -> PoolMetrics:
         """Take a snapshot of the pool's counters and gauges."""
-        return self._pool.metrics(mutable=len(self._partials), immutable=sum(self._refs.values()))
+        return self._pool.metrics(mutable=len(self._partials), immutable=self._references, inactive=self._num_inactive)
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
         """What it would cost to prefill this sequence now. Looks, and does not touch.
@@ -149,7 +163,7 @@ class LogicalManager:
         overlap = 0
         if sequence.enable_prefix_caching:
             for block, plh in zip(blocks, sequence.positional_lineage_hashes, strict=False):
-                if block not in self._refs:
+                if not isinstance(block, int) or self._held_by(block) is None:
                     slot = self._pool.registered.get(plh)
                     if slot is None or not slot.known:
                         break
@@ -162,10 +176,10 @@ class LogicalManager:
     def process(self, move: Move) -> int:
         """Do what the move says; see `KvManager.process`."""
         kind = type(move)
+        if kind is Deref:
+            return self._deref(move.blocks)  # type: ignore[union-attr]
         if kind is Use:
             return self._use(move)  # type: ignore[arg-type]
-        if kind is Deref:
-            return self._deref(move)  # type: ignore[arg-type]
         if kind is Promote:
             return self._promote(move)  # type: ignore[arg-type]
         if kind is Destroy:
@@ -174,76 +188,90 @@ class LogicalManager:
 
     def _use(self, move: Use) -> int:
         entries = _entries(move)
-        refs, held, partials, pool = self._refs, self._held, self._partials, self._pool
-        registered, policy, by_name = pool.registered, pool.inactive, self._by_name
+        pool, policy, partials = self._pool, self._pool.inactive, self._partials
+        named, aliases, registered = self._named, self._alias_slots, pool.registered
+        remove, register = policy.remove, policy.register
+        find = policy.find if policy.finds_by_place else None
         evicted: list[int] = []  # lineage hashes
         removed: list[int | None] = []  # what to call them in the event; None for what the manager has no entry of
         stored: list[int] = []
         stored_locals: list[int] = []
         stored_tokens: list[Sequence[int]] = []
         # The event's anchor moves with hits alone, even with those that come after new blocks; the parent in a slot's
-        # entry is the block before it, hit or new.
+        # entry is the full block before it, hit or new.
         anchor: Any = move.parent
         parent: Any = anchor
-        served = asked = matched = 0  # blocks; `match_blocks` calls; what they found
+        served = partial = woken = shared = refused = 0
 
         for name, plh, local, tokens in entries:
-            count = refs.get(name)
-            if count is not None:
-                refs[name] = count + 1
-                anchor = parent = name
-                served += 1
-                continue
-            if plh is None:  # a partial block: it has no references to count, and moves neither anchor nor parent
+            own = named.get(name)
+            if own is not None and own.refs and not aliases:
+                own.refs += 1
+                anchor = name
+            elif plh is None:
+                # A partial block has no references to count, and moves neither anchor nor parent.
                 if name not in partials:
                     slot = self._allocate(evicted, removed)
                     if slot is None:
                         break
                     partials[name] = slot
+                partial += 1
                 served += 1
                 continue
-            asked += 1
-            slot = registered.get(plh)
-            if slot is None and policy.finds_by_place:
-                slot = policy.find(plh)
-            if slot is not None:
-                if slot.holders:
-                    policy.touch(slot)
-                else:
-                    policy.remove(slot)
-                slot.holders += 1
-                matched += 1
+            elif own is not None and own.plh == plh and not aliases:
+                remove(own)
+                own.refs = 1
+                woken += 1
+                anchor = name
+            elif aliases and self._held_by(name) is not None:
+                self._hold_again(name)
                 anchor = name
             else:
-                slot = self._allocate(evicted, removed)
+                slot = registered.get(plh)
+                if slot is None and find is not None:
+                    slot = find(plh)
                 if slot is None:
-                    break
-                slot.plh = plh
-                slot.name = name
-                slot.parent = parent
-                slot.local_hash = local
-                slot.token_ids = tokens
-                slot.known = True
-                slot.holders = 1
-                registered[plh] = slot
-                policy.register(slot)
-                if by_name is not None:
-                    by_name[name] = slot
-                stored.append(name)
-                stored_locals.append(local)
-                if tokens is not None:
-                    stored_tokens.append(tokens)
-            refs[name] = 1
-            held[name] = slot
+                    slot = self._allocate(evicted, removed)
+                    if slot is None:
+                        refused = 1
+                        break
+                    slot.plh = plh
+                    slot.name = name
+                    slot.known = True
+                    slot.parent = parent
+                    slot.local_hash = local
+                    slot.token_ids = tokens
+                    registered[plh] = slot
+                    if own is None:
+                        named[name] = slot
+                        slot.refs = 1
+                    else:
+                        self._hold_new(slot)
+                    register(slot)
+                    stored.append(name)
+                    stored_locals.append(local)
+                    if tokens is not None:
+                        stored_tokens.append(tokens)
+                else:
+                    if slot.refs or slot.aliases:
+                        shared += 1
+                        policy.touch(slot)
+                    else:
+                        woken += 1
+                        remove(slot)
+                    self._hold(slot, name)
+                    anchor = name
             parent = name
             served += 1
 
-        pool.match_hashes_requested += asked
-        pool.match_blocks_returned += matched
+        self._references += served - partial
+        self._num_inactive -= woken + len(evicted)
+        pool.match_blocks_returned += woken + shared
+        pool.match_hashes_requested += woken + shared + len(stored) + refused
         if stored:
             pool.registrations += len(stored)
-            tokens_beside = stored_tokens if move.token_ids is not None else None
-            self._publisher.publish(Stored(anchor, tuple(stored), tuple(stored_locals)), tokens_beside)
+            beside = None if move.token_ids is None else stored_tokens
+            self._publisher.publish(Stored(anchor, tuple(stored), tuple(stored_locals)), beside)
         if evicted:
             self._handle_evictions(evicted, removed)
         return served
@@ -255,21 +283,23 @@ class LogicalManager:
         block travels to the next tier.
         """
         pool = self._pool
-        slot = pool.take_reset()
-        if slot is None:
-            slot = pool.inactive.evict()
-            if slot is None:
-                return None
-            pool.evictions += 1
+        if not pool.reset_is_empty:
+            return pool.take_reset()
+        slot = pool.inactive.evict()
+        if slot is not None:
             del pool.registered[slot.plh]
             evicted.append(slot.plh)
             removed.append(slot.name if slot.known else None)
-            self._forget_name(slot)
+            if self._homonyms:
+                self._drop_homonym(slot)
+            else:
+                del self._named[slot.name]
         return slot
 
     def _handle_evictions(self, evicted: list[int], removed: list[int | None]) -> None:
         """Drop the entries of what one move evicted, and publish them as one Removed."""
         registered = self._pool.registered
+        self._pool.evictions += len(evicted)
         if not registered.keys().isdisjoint(evicted):
             # Evicted and stored again by the same move: the entry that goes now is the new one.
             for i, plh in enumerate(evicted):
@@ -277,130 +307,212 @@ class LogicalManager:
                 if again is not None:
                     removed[i] = again.name
                     again.known = False
-        names = tuple(name for name in removed if name is not None)
+        names = tuple([name for name in removed if name is not None])
         if names:
             self._publisher.publish(Removed(names))
 
-    def _forget_name(self, slot: Slot) -> None:
-        by_name = self._by_name
-        if by_name is not None and by_name.get(slot.name) is slot:
-            del by_name[slot.name]
+    def _deref(self, blocks: Sequence[Block]) -> int:
+        if self._alias_slots or self._pool.inactive.collisions:
+            return self._deref_carefully(blocks)
+        named = self._named
+        try:
+            if len(blocks) == 1:
+                slot = named[blocks[0]]  # type: ignore[index]
+                refs = slot.refs
+                if not refs:
+                    return self._deref_carefully(blocks)
+                slot.refs = refs - 1
+                self._references -= 1
+                if refs == 1:
+                    self._pool.inactive.insert(slot)
+                    self._num_inactive += 1
+                return 1
+            slots = [named[block] for block in blocks]  # type: ignore[index]
+        except (KeyError, TypeError):
+            return self._deref_carefully(blocks)
+        counts = [slot.refs for slot in slots]
+        if 0 in counts or len(set(slots)) < len(slots):
+            return self._deref_carefully(blocks)
+        insert = self._pool.inactive.insert
+        for slot, refs in zip(slots, counts, strict=True):
+            slot.refs = refs - 1
+            if refs == 1:
+                insert(slot)
+        self._references -= len(slots)
+        self._num_inactive += counts.count(1)
+        return 1
 
-    def _deref(self, move: Deref) -> int:
-        blocks = move.blocks
-        refs, held, policy = self._refs, self._held, self._pool.inactive
+    def _deref_carefully(self, blocks: Sequence[Block]) -> int:
         self._check_deref(blocks)
-        for name in blocks:
-            count = refs.get(name)  # type: ignore[arg-type]
-            if count is None:  # partial, by the check above
-                self._pool.give_back(self._partials.pop(name))  # type: ignore[arg-type]
-            elif count > 1:
-                refs[name] = count - 1  # type: ignore[index]
+        for block in blocks:
+            if isinstance(block, UUID):
+                self._pool.give_back(self._partials.pop(block))
             else:
-                del refs[name]  # type: ignore[arg-type]
-                slot = held.pop(name)  # type: ignore[arg-type]
-                slot.holders -= 1
-                if not slot.holders:
-                    policy.insert(slot)
+                self._references -= 1
+                slot = self._let_go(block)
+                if not slot.refs and not slot.aliases:
+                    self._pool.inactive.insert(slot)
+                    self._num_inactive += 1
         return 1
 
     def _check_deref(self, blocks: Sequence[Block]) -> None:
+        """Raise if a block has fewer references than `blocks` drops, or could not become inactive."""
         asked: dict[Block, int] = {}
         for block in blocks:
+            if not isinstance(block, UUID):
+                check_full(block, "Deref of block")
             asked[block] = asked.get(block, 0) + 1
+        last: list[int] = []
         for block, times in asked.items():
-            held = self._refs.get(block, 0) if is_full(block) else int(block in self._partials)  # type: ignore[arg-type]
-            if times > held:
-                self._raise_deref(block, times, held)
+            if isinstance(block, UUID):
+                has = int(block in self._partials)
+            else:
+                has = self._references_of(block)
+                if has == times:
+                    last.append(block)
+            if times > has:
+                kind = "partial block" if isinstance(block, UUID) else "block"
+                why = f"it has {has} reference(s), and the move drops {times}" if has else "it is not active"
+                raise MoveError(f"Deref of {kind} {block}: {why}")
         if self._pool.inactive.collisions:
-            last = [block for block, times in asked.items() if times == self._refs.get(block)]  # type: ignore[arg-type]
-            self._check_collisions(last)  # type: ignore[arg-type]
+            self._check_collisions(last)
 
     def _check_collisions(self, last: list[int]) -> None:
-        """Raise if the policy cannot take the slots that would lose their last name."""
-        leaving: dict[int, int] = {}
-        slots: dict[Slot, int] = {}
+        """Raise if the policy cannot take the slots of which these are the last names to be dropped."""
+        names: dict[Slot, int] = {}
+        falling: list[Slot] = []
         for name in last:
-            slot = self._held[name]
-            leaving[slot.block_id] = leaving.get(slot.block_id, 0) + 1
-            if leaving[slot.block_id] == slot.holders:
-                slots[slot] = name
-        refused = self._pool.inactive.refused(slots)
+            slot = self._held_by(name)
+            assert slot is not None
+            names[slot] = names.get(slot, 0) + 1
+            if names[slot] == slot.aliases + (slot.refs > 0):
+                falling.append(slot)
+        refused = self._pool.inactive.refused(falling)
         if refused is not None:
             raise MoveError(
-                f"Deref of block {slots[refused]}: hash collision. Another cached block has the same position and "
-                f"fragment as its lineage hash {refused.plh:#034x}, and {self.backend} cannot hold both inactive"
+                f"Deref of block {refused.name}: hash collision. Another block has the same position and fragment as "
+                f"its lineage hash {refused.plh:#034x}, and {self.backend} cannot have both inactive"
             )
 
-    def _raise_deref(self, block: Block, times: int, held: int) -> NoReturn:
-        if not isinstance(block, UUID):
-            check_full(block, "Deref of block")
-        kind = "partial block" if isinstance(block, UUID) else "block"
-        if not held:
-            raise MoveError(f"Deref of {kind} {block}: it is not active")
-        raise MoveError(f"Deref of {kind} {block}: asked {times} times, but it has {held} reference(s)")
-
     def _promote(self, move: Promote) -> int:
-        partial, name, plh = move.partial, move.block, move.plh
         self._check_promote(move)
+        name, plh, pool = move.block, move.plh, self._pool
         assert plh is not None
-        pool = self._pool
-        slot = self._partials.pop(partial)
-        if name in self._refs:
-            pool.give_back(slot)
-            self._refs[name] += 1
+        mutable = self._partials.pop(move.partial)
+        self._references += 1
+        if self._held_by(name) is not None:
+            self._hold_again(name)
+            pool.give_back(mutable)
             return 1
         pool.match_hashes_requested += 1
-        found = pool.match(plh)
-        if found is not None:
+        slot = pool.match(plh)
+        if slot is not None:
             pool.match_blocks_returned += 1
-            pool.give_back(slot)
-            if found.holders:
-                pool.inactive.touch(found)
+            if slot.refs or slot.aliases:
+                pool.inactive.touch(slot)
             else:
-                pool.inactive.remove(found)
-            found.holders += 1
-            self._refs[name] = 1
-            self._held[name] = found
+                pool.inactive.remove(slot)
+                self._num_inactive -= 1
+            self._hold(slot, name)
+            pool.give_back(mutable)
             return 1
-        slot.plh = plh
-        slot.name = name
-        slot.parent = move.parent
-        slot.local_hash = move.local_hash
-        slot.token_ids = move.token_ids
-        slot.known = True
-        slot.holders = 1
-        pool.registered[plh] = slot
+        mutable.plh = plh
+        mutable.name = name
+        mutable.known = True
+        mutable.parent = move.parent
+        mutable.local_hash = move.local_hash
+        mutable.token_ids = move.token_ids
+        pool.registered[plh] = mutable
+        self._hold_new(mutable)
+        pool.inactive.register(mutable)
         pool.registrations += 1
-        pool.inactive.register(slot)
-        if self._by_name is not None:
-            self._by_name[name] = slot
-        self._refs[name] = 1
-        self._held[name] = slot
-        tokens = None if move.token_ids is None else [move.token_ids]
-        self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), tokens)
+        beside = None if move.token_ids is None else [move.token_ids]
+        self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), beside)
         return 1
 
     def _check_promote(self, move: Promote) -> None:
-        if move.partial not in self._partials:
-            raise MoveError(f"Promote of partial block {move.partial}: it is not active")
-        check_full(move.block, f"Promote of partial block {move.partial} to block")
+        what = f"Promote of partial block {move.partial}"
+        if not isinstance(move.partial, UUID) or move.partial not in self._partials:
+            raise MoveError(f"{what}: it is not active")
+        check_full(move.block, f"{what} to block")
         if isinstance(move.parent, UUID):
-            raise MoveError(f"Promote to block {move.block}: its parent {move.parent} is partial")
+            raise MoveError(f"{what} to block {move.block}: its parent {move.parent} is partial")
         if move.parent is not None:
-            check_full(move.parent, f"Promote to block {move.block}: parent")
-        check_full(move.local_hash, f"Promote to block {move.block}: local hash")
+            check_full(move.parent, f"{what} to block {move.block}: parent")
+        check_full(move.local_hash, f"{what} to block {move.block}: local hash")
         if move.plh is None or not _are_plhs((move.plh,)):
-            raise MoveError(f"Promote to block {move.block}: plh must be a lineage hash, got {move.plh!r}")
+            raise MoveError(f"{what} to block {move.block}: plh must be a lineage hash, got {move.plh!r}")
+
+    # ------------------------------------------------------------------------------------------ who holds what, by name
+
+    def _held_by(self, name: int) -> Slot | None:
+        """Return the slot that a name holds."""
+        slot = self._alias_slots.get(name)
+        if slot is None:
+            slot = self._named.get(name)
+            if slot is not None and not slot.refs:
+                return None
+        return slot
+
+    def _references_of(self, name: int) -> int:
+        if name in self._alias_refs:
+            return self._alias_refs[name]
+        slot = self._named.get(name)
+        return 0 if slot is None else slot.refs
+
+    def _hold(self, slot: Slot, name: int) -> None:
+        """Let a name hold a registered slot; it holds none yet."""
+        if self._named.get(name) is slot:
+            slot.refs = 1
+        else:
+            self._alias_slots[name] = slot
+            self._alias_refs[name] = 1
+            slot.aliases += 1
+
+    def _hold_new(self, slot: Slot) -> None:
+        """Let a slot that was just registered be held by its own name."""
+        if slot.name in self._named:
+            self._homonyms += 1
+        else:
+            self._named[slot.name] = slot
+        self._hold(slot, slot.name)
+
+    def _hold_again(self, name: int) -> None:
+        """One reference more for a name that holds a slot."""
+        if name in self._alias_refs:
+            self._alias_refs[name] += 1
+        else:
+            self._named[name].refs += 1
+
+    def _let_go(self, name: int) -> Slot:
+        """One reference less; returns the slot."""
+        slot = self._alias_slots.get(name)
+        if slot is None:
+            slot = self._named[name]
+            slot.refs -= 1
+            return slot
+        self._alias_refs[name] -= 1
+        if not self._alias_refs[name]:
+            del self._alias_refs[name], self._alias_slots[name]
+            slot.aliases -= 1
+        return slot
+
+    def _drop_homonym(self, slot: Slot) -> None:
+        """Forget the name of an evicted slot, which others may have too."""
+        if self._named.get(slot.name) is slot:
+            del self._named[slot.name]
+        else:
+            self._homonyms -= 1
 
     # ------------------------------------------------------------------------------------------- clear and short forms
 
     def clear(self) -> bool:
         """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""
-        if self._refs or self._partials:
+        if self._references or self._partials:
             return False
         self._pool.drain()
-        self._by_name = None
+        self._named.clear()
+        self._homonyms = self._num_inactive = 0
         self._publisher.publish(Cleared())
         return True
 
@@ -429,7 +541,7 @@ class LogicalManager:
 
     def deref(self, *blocks: Block | Iterable[Block]) -> None:
         """Short form of Deref; see `KvManager.deref`."""
-        self._deref(Deref(flatten(blocks)))
+        self._deref(flatten(blocks))
 
     def promote(
         self,
@@ -449,12 +561,11 @@ class LogicalManager:
         self._promote(Promote(partial, block, parent, block if local_hash is None else local_hash, plh, token_ids))
 
     def _find_name(self, name: int) -> Slot | None:
-        """Return the slot that holds a name, or was stored under it."""
-        slot = self._held.get(name)
-        if slot is None:
-            if self._by_name is None:
-                self._by_name = {slot.name: slot for slot in self._pool.registered.values()}
-            slot = self._by_name.get(name)
+        """Return the slot that a name holds; else the one that was stored under it."""
+        slot = self._held_by(name) or self._named.get(name)
+        if slot is None and self._homonyms:
+            same = (slot for slot in self._pool.registered.values() if slot.name == name)
+            slot = next(same, None)
         return slot
 
     def _parent_plh(self, parent: Block | None, what: str) -> int | None:
@@ -488,18 +599,20 @@ class LogicalManager:
 def _are_plhs(plhs: Sequence[int]) -> bool:
     """Whether these are lineage hashes: 128 bits, of which the two highest are not both set."""
     try:
-        return set(map(rshift, plhs, repeat(126))) <= {0, 1, 2}
+        # One pass in C, in which a negative one and one too large show; and so does what is no integer.
+        bits = reduce(or_, plhs, 0)
     except TypeError:
         return False
+    if bits >> 126 == 3:  # one, or two together
+        return all(plh >> 126 < 3 for plh in plhs)
+    return 0 <= bits < _PLH_END
 
 
 def _are_u64(values: Sequence[Any]) -> bool:
-    """Whether these are integers from 0 to 2**64 - 1. The checks run in C: this is the hot path."""
-    if not set(map(type, values)) <= {int}:
-        return False
+    """Whether these are integers from 0 to 2**64 - 1; checked in C."""
     try:
         array("Q", values)
-    except OverflowError:
+    except (TypeError, OverflowError):
         return False
     return True
 

@@ -147,6 +147,9 @@ class KvManager(Protocol):
     def active_blocks(self) -> Mapping[Block, int]:
         """References to each block in use, partial ones included."""
 
+    def references(self, block: Block) -> int:
+        """References to one block now; 0 for what is not in use."""
+
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
 

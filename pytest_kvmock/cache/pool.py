@@ -20,31 +20,45 @@ class Slot:
         block_id: number of the slot, from 0.
         plh: lineage hash under which it is registered.
         name: sequence hash under which it was stored; other names may hold it later.
+        known: whether the manager still has the entry from which it publishes the Removed.
         parent: sequence hash of the block before it in the move that stored it; None for a root.
         local_hash: local hash that it was stored with.
         token_ids: token ids that it was stored with, or None.
-        known: whether the manager still has the entry from which it publishes the Removed.
-        holders: by how many names it is held; 0 when it is inactive.
-        place: for the policy's own use, from `register` to the eviction.
+        refs: references to it by its own name, where the manager finds it by that.
+        aliases: other names that hold it. It is inactive when it has neither.
+        place: for the policy's own use, 0 at first. The pool does not touch it, whatever becomes of the slot.
         above: the same.
     """
 
-    __slots__ = ("above", "block_id", "holders", "known", "local_hash", "name", "parent", "place", "plh", "token_ids")
+    __slots__ = (
+        "above",
+        "aliases",
+        "block_id",
+        "known",
+        "local_hash",
+        "name",
+        "parent",
+        "place",
+        "plh",
+        "refs",
+        "token_ids",
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.plh = 0
         self.name = 0
+        self.known = False
         self.parent: int | None = None
         self.local_hash = 0
         self.token_ids: Sequence[int] | None = None
-        self.known = False
-        self.holders = 0
-        self.place: Any = None
-        self.above: Any = None
+        self.refs = 0
+        self.aliases = 0
+        self.place: Any = 0
+        self.above: Any = 0
 
     def __repr__(self) -> str:
-        return f"<Slot {self.block_id}: block {self.name}, {self.holders} holders>"
+        return f"<Slot {self.block_id}: block {self.name}, {self.refs} references>"
 
 
 class EvictionPolicy(Protocol):
@@ -85,9 +99,6 @@ class EvictionPolicy(Protocol):
     def order(self) -> list[Slot]:
         """Return the inactive slots in the order in which they would be evicted. May cost a sort."""
 
-    def __len__(self) -> int:
-        """Count the inactive slots."""
-
 
 @dataclass(frozen=True, slots=True)
 class PoolMetrics:
@@ -115,12 +126,13 @@ class PoolMetrics:
 
 
 class BlockPool:
-    """All slots of one manager.
+    """All slots of one manager; it says what is where, and the manager says who holds it.
 
     Attributes:
         total: how many slots there are.
         registered: the slot of each registered lineage hash, active or inactive.
         inactive: the policy, which holds the inactive ones.
+        reset_is_empty: whether there is no empty slot.
     """
 
     __slots__ = (
@@ -133,6 +145,7 @@ class BlockPool:
         "match_hashes_requested",
         "registered",
         "registrations",
+        "reset_is_empty",
         "total",
     )
 
@@ -143,6 +156,7 @@ class BlockPool:
         # The reset pool is one queue, 0 to total - 1 at first. Slots that were never used stand at its front and are
         # made when they are taken, so that an idle manager costs nothing.
         self._fresh = 0
+        self.reset_is_empty = False
         self._reset: deque[Slot] = deque()
         self.allocations_from_reset = 0
         self.evictions = 0
@@ -155,44 +169,37 @@ class BlockPool:
         """Empty slots."""
         return self.total - self._fresh + len(self._reset)
 
-    @property
-    def active_len(self) -> int:
-        """Slots that somebody holds, registered or not."""
-        return self.total - self.reset_len - len(self.inactive)
-
-    def take_reset(self) -> Slot | None:
+    def take_reset(self) -> Slot:
         """Take the empty slot that has waited longest."""
+        self.allocations_from_reset += 1
         if self._fresh < self.total:
             slot = Slot(self._fresh)
             self._fresh += 1
-        elif self._reset:
-            slot = self._reset.popleft()
         else:
-            return None
-        self.allocations_from_reset += 1
+            slot = self._reset.popleft()
+        self.reset_is_empty = self._fresh == self.total and not self._reset
         return slot
 
     def give_back(self, slot: Slot) -> None:
         """Put an emptied slot at the tail of the reset pool."""
         self._reset.append(slot)
+        self.reset_is_empty = False
 
     def match(self, plh: int) -> Slot | None:
-        """Return the slot that a lineage hash is found in, active or inactive; it is not touched."""
+        """Return the slot in which a lineage hash is cached, active or inactive; nothing changes."""
         slot = self.registered.get(plh)
         if slot is None and self.inactive.finds_by_place:
             return self.inactive.find(plh)
         return slot
 
     def drain(self) -> None:
-        """Empty every inactive slot, in the order of eviction."""
-        slot = self.inactive.evict()
-        while slot is not None:
+        """Empty all slots, of which none is active, in the order of eviction."""
+        while (slot := self.inactive.evict()) is not None:
             del self.registered[slot.plh]
-            self._reset.append(slot)
-            slot = self.inactive.evict()
+            self.give_back(slot)
 
-    def metrics(self, *, mutable: int, immutable: int) -> PoolMetrics:
-        """Take a snapshot; how many handles are out is the manager's to say."""
+    def metrics(self, *, mutable: int, immutable: int, inactive: int) -> PoolMetrics:
+        """Take a snapshot; what is held is the manager's to say."""
         return PoolMetrics(
             allocations=self.allocations_from_reset + self.evictions,
             allocations_from_reset=self.allocations_from_reset,
@@ -208,5 +215,5 @@ class BlockPool:
             inflight_mutable=mutable,
             inflight_immutable=immutable,
             reset_pool_size=self.reset_len,
-            inactive_pool_size=len(self.inactive),
+            inactive_pool_size=inactive,
         )

@@ -72,8 +72,8 @@ class MoveDriver:
 
     def shortage(self, request: _MoveRequest) -> tuple[int, int]:
         """(needed, free): every block that no request holds takes a slot, whether it is cached or new."""
-        active = self.manager.active_blocks
-        needed = sum(block not in active for block in request.sequence.unique_blocks)
+        references = self.manager.references
+        needed = sum(not references(block) for block in request.sequence.unique_blocks)
         return needed, self._free()
 
     def _free(self) -> int:
@@ -101,7 +101,7 @@ class MoveDriver:
         room = self._free()
         opened = 0
         for filled in _openings(sequence, steps):
-            if filled is not None and filled in self.manager.active_blocks:
+            if filled is not None and self.manager.references(filled):
                 room += 1
             opened += 1
             if opened > room:

@@ -5,11 +5,13 @@ and rank finds its own blocks in it by *sequence* hash, so that events need no p
 one node with several holders. The rules are those of Dynamo's `RadixTree` (kv-router 1.2.1), oddities included:
 
 * a Removed takes its blocks from one holder and does not follow their children. A node without holders loses its
-  children; its orphans stay in the holder's table, where a later Stored can find them and link them again;
+  children; its orphans stay in the holder's table, where a later Stored can find them and link them again. The node
+  itself stays under its parent, for the next Stored of that place, until the parent loses its children too;
 * the node under a parent is looked for by local hash first, and only then by sequence hash: two sequence hashes for
   one place share a node, one sequence hash in two places is one node with two parents. So this is a graph, it can
   have cycles, and nothing here may walk it without a bound;
-* a Stored that makes a block its own child raises, after the edge was made.
+* a Stored that makes a block its own child raises, after the edge was made. (1.2.1 panics when a later Stored walks
+  that edge, and answers nothing any more; here that is the same error again.)
 
 It differs where 1.2.1 is wrong by accident. 1.2.1 takes two sets of workers of one size for the same set while it
 walks a query; this index intersects them. Its Cleared empties all ranks of the worker; here, as in 1.6.1, the one that
@@ -224,7 +226,7 @@ class _Tree:
 
     def remove(self, rank: _Rank, block_hashes: Iterable[int]) -> int | None:
         """Remove the blocks; return the first sequence hash that the rank does not hold, if there is one."""
-        blocks, others = rank.blocks, ~rank.bit
+        blocks, without = rank.blocks, ~rank.bit
         unknown = None
         for block_hash in block_hashes:
             node = blocks.pop(block_hash, None)
@@ -232,7 +234,7 @@ class _Tree:
                 if unknown is None:
                     unknown = block_hash
                 continue
-            node.holders &= others
+            node.holders &= without
             if not node.holders:
                 node.unlink_children()
         return unknown
@@ -245,6 +247,10 @@ class _Tree:
         return [rank for key, rank in self.ranks.items() if key[0] == worker_id]
 
     def find(self, local_hashes: Iterable[int], early_exit: bool) -> dict[WorkerRank, int]:
+        """Depths of a query (`RadixIndex.find_matches`).
+
+        The hot loop: a step of a chain compares one hash, and its holders with those that are still in.
+        """
         scores: dict[WorkerRank, int] = {}
         node = self.root
         active = -1  # before the first block everybody is in

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections import deque
+from functools import cache
 
 import pytest
-from conftest import Player, event_rows, new_manager, state_of
+from cache_helpers import Player, new_manager, state_of
 
+from pytest_kvmock.events import Stored
 from pytest_kvmock.moves import Deref, MoveError, Use
 from pytest_kvmock.tokens import lineage_hashes, sequence_hashes
 
@@ -35,38 +36,65 @@ def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recordi
                 assert expected[4] == len(player.manager.inactive_blocks()), where
 
 
-@pytest.mark.parametrize("number", range(16))
-def test_a_request_trace_gives_the_recorded_event_stream(recording, traces, number):
+RUNS = range(16)  # two traces, two policies, two capacities, one and eight requests at a time
+
+
+@pytest.fixture(scope="module")
+def hashed_trace(traces):
+    """Read a trace as a list of (local hashes, sequence hashes, lineage hashes), once for all runs."""
+
+    @cache
+    def read(name):
+        requests = []
+        with (traces / name).open() as lines:
+            for line in lines:
+                ids = json.loads(line)["hash_ids"]
+                blocks = sequence_hashes(ids)
+                requests.append((ids, blocks, lineage_hashes(blocks)))
+        return requests
+
+    return read
+
+
+class DigestSink:
+    """Hashes the event stream as the recording does, and counts it."""
+
+    def __init__(self):
+        self.digest = hashlib.sha256()
+        self.stored = self.removed = self.events = 0
+
+    def publish(self, event, storage_tier, token_ids):
+        data = event.data
+        if isinstance(data, Stored):
+            self.stored += len(data.block_hashes)
+            head = ("S", event.event_id, "-" if data.parent_hash is None else data.parent_hash)
+        else:
+            self.removed += len(data.block_hashes)
+            head = ("R", event.event_id)
+        self.events += 1
+        self.digest.update((" ".join(map(str, (*head, *data.block_hashes))) + "\n").encode())
+
+
+@pytest.mark.parametrize("number", RUNS)
+def test_a_request_trace_gives_the_recorded_event_stream(recording, hashed_trace, number):
     run = recording("logical_mooncake.json")["runs"][number]
     manager = new_manager(run["backend"], run["capacity"])
-    digest = hashlib.sha256()
-    totals = dict.fromkeys(("requests", "blocks", "stored", "removed", "refused", "events"), 0)
-    held = deque()
-    with (traces / run["trace"]).open() as lines:
-        for n, line in enumerate(lines):
-            ids = json.loads(line)["hash_ids"]
-            if len(held) == run["open"]:
-                victim = 5 * n % run["open"]
-                manager.process(Deref(held[victim][::-1]))
-                del held[victim]
-            blocks = sequence_hashes(ids)
-            served = manager.process(Use(blocks, ids, lineage_hashes(blocks)))
-            held.append(blocks[:served])
-            totals["requests"] += 1
-            totals["blocks"] += len(ids)
-            totals["refused"] += served < len(ids)
-            for kind, event_id, *rest in event_rows(manager.sink.take()):
-                totals["events"] += 1
-                if kind == "S":
-                    parent, pairs = rest
-                    totals["stored"] += len(pairs)
-                    hashes = [block for block, _ in pairs]
-                    head = ["S", event_id, "-" if parent is None else parent]
-                else:
-                    hashes = rest[0]
-                    totals["removed"] += len(hashes)
-                    head = ["R", event_id]
-                digest.update((" ".join(map(str, [*head, *hashes])) + "\n").encode())
-    assert {key: run[key] for key in totals} == totals
-    assert run["hits"] == totals["blocks"] - totals["stored"]
-    assert run["stream_sha256"] == digest.hexdigest()
+    manager.sink = sink = DigestSink()
+    held = []
+    blocks_asked = refused = 0
+    requests = hashed_trace(run["trace"])
+    for n, (ids, blocks, plhs) in enumerate(requests):
+        if len(held) == run["open"]:
+            manager.process(Deref(held.pop(5 * n % run["open"])[::-1]))
+        served = manager.process(Use(blocks, ids, plhs))
+        held.append(blocks[:served])
+        blocks_asked += len(ids)
+        refused += served < len(ids)
+    assert (run["requests"], run["blocks"], run["refused"]) == (len(requests), blocks_asked, refused)
+    assert (run["stored"], run["removed"], run["events"]) == (sink.stored, sink.removed, sink.events)
+    assert run["hits"] == blocks_asked - sink.stored
+    assert run["stream_sha256"] == sink.digest.hexdigest()
+
+
+def test_every_recorded_run_of_our_policies_is_played(recording):
+    assert len(RUNS) == len(recording("logical_mooncake.json")["runs"])

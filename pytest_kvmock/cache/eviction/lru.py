@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable
 
 from pytest_kvmock.cache.pool import Slot
@@ -15,14 +15,17 @@ class LruPolicy:
     reused and freed again counts as new; that it is looked at or matched while active changes nothing.
     """
 
+    # A slot stands in the queue once for each time it was inserted; the entry at the front was number `_first`. An entry
+    # counts while `slot.place` is its number; so `remove` need not look for it.
+
     finds_by_place = False
     collisions = 0
 
     def __init__(self) -> None:
-        self._slots: OrderedDict[Slot, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._slots)
+        self._queue: deque[Slot] = deque()
+        self._first = 1
+        self._next = 1
+        self._limit = 1024
 
     def register(self, slot: Slot) -> None:
         """Nothing to note."""
@@ -32,15 +35,35 @@ class LruPolicy:
 
     def insert(self, slot: Slot) -> None:
         """The slot is the last to go now."""
-        self._slots[slot] = None
+        slot.place = self._next
+        self._next += 1
+        self._queue.append(slot)
 
     def remove(self, slot: Slot) -> None:
         """The slot is in use."""
-        del self._slots[slot]
+        slot.place = 0
+        if len(self._queue) > self._limit:
+            self._clean()
+
+    def _clean(self) -> None:
+        """Drop the entries that do not count, and number the others anew."""
+        self._queue = deque(self.order())
+        self._limit = 2 * len(self._queue) + 1024
+        self._first = 1
+        self._next = len(self._queue) + 1
+        for number, slot in enumerate(self._queue, 1):
+            slot.place = number
 
     def evict(self) -> Slot | None:
         """Choose the slot that was inserted longest ago."""
-        return self._slots.popitem(last=False)[0] if self._slots else None
+        queue = self._queue
+        while queue:
+            slot = queue.popleft()
+            self._first += 1
+            if slot.place == self._first - 1:
+                slot.place = 0
+                return slot
+        return None
 
     def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - never asked
         """A slot answers to its own lineage hash only."""
@@ -52,4 +75,4 @@ class LruPolicy:
 
     def order(self) -> list[Slot]:
         """From the one inserted longest ago."""
-        return list(self._slots)
+        return [slot for number, slot in enumerate(self._queue, self._first) if slot.place == number]

@@ -1,0 +1,138 @@
+"""What the tests of the block managers share: managers to try, and programs to play on them."""
+
+import random
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from pytest_kvmock.cache.eviction.lineage import LineagePolicy
+from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.logical import LogicalManager
+from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.events import Cleared, Stored
+from pytest_kvmock.moves import Deref, Promote, Use
+from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock.tokens import lineage_hash
+
+POLICIES = {"lineage": LineagePolicy, "lru": LruPolicy}
+
+
+def new_manager(backend, num_blocks, block_size=16, *, silent=False, **options):
+    sink = None if silent else CapturingSink()
+    return LogicalManager(
+        backend=backend,
+        eviction=POLICIES[backend](),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        sink=sink,
+        **options,
+    )
+
+
+def event_rows(events):
+    """Events in the short form of the recordings."""
+    rows = []
+    for event in events:
+        data = event.data
+        if isinstance(data, Stored):
+            blocks = [[block, local] for block, local, _ in data.blocks]
+            rows.append(["S", event.event_id, data.parent_hash, blocks])
+        elif isinstance(data, Cleared):
+            rows.append(["C", event.event_id])
+        else:
+            rows.append(["R", event.event_id, list(data.block_hashes)])
+    return rows
+
+
+def state_of(manager):
+    """All that a manager shows, to see that nothing changed."""
+    return (
+        manager.active_blocks,
+        manager.inactive_blocks(),
+        sorted(manager.resident()),
+        manager.metrics(),
+        list(manager.sink.events),
+    )
+
+
+@dataclass
+class Player:
+    """Plays the operations of a recorded program (`golden/README.md`) on a manager of ours."""
+
+    manager: LogicalManager
+    sequences: dict = field(default_factory=dict)
+    partials: dict = field(default_factory=dict)
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def block(self, name):
+        if not isinstance(name, str):
+            return name
+        if name not in self.partials:
+            self.partials[name] = UUID(int=self.rng.getrandbits(128), version=4)
+        return self.partials[name]
+
+    def blocks(self, names):
+        return [self.block(name) for name in names]
+
+    def play(self, operation):
+        """Do one operation, and return its row: value, events, active, references, inactive."""
+        kind, *arguments = operation
+        value = getattr(self, f"play_{kind}")(*arguments)
+        manager = self.manager
+        events = event_rows(manager.sink.take())
+        counts = [manager.num_active_blocks, manager.num_active_block_refs, manager.num_inactive_blocks]
+        return [value, events, *counts]
+
+    def send(self, moves):
+        for move in moves:
+            self.manager.process(move)
+        return len(moves)
+
+    def play_use(self, names, local_hashes, plhs, parent):
+        plhs = [lineage_hash(*plh) for plh in plhs]
+        return self.manager.process(Use(self.blocks(names), local_hashes, plhs, None, self.block(parent)))
+
+    def play_deref(self, names):
+        return self.manager.process(Deref(self.blocks(names)))
+
+    def play_promote(self, partial, block, parent, local_hash, plh):
+        move = Promote(self.block(partial), block, parent, local_hash, lineage_hash(*plh))
+        return self.manager.process(move)
+
+    def play_new(self, name, tokens, max_output):
+        sequence = ActiveSequence(tokens, max_output, self.manager.block_size, rng=self.rng)
+        self.sequences[name] = sequence
+        return len(sequence.unique_blocks)
+
+    def play_alloc(self, name, target):
+        sequence = self.sequences[name]
+        before = sequence.num_allocated_tokens
+        if target <= before:
+            return [0, 0]
+        move = sequence.prepare_allocation(target)
+        if move is None:
+            sequence.commit_allocation(target)
+            return [0, 0]
+        served = self.manager.process(move)
+        if served < len(move.blocks):
+            size = self.manager.block_size
+            target = min(target, (-(-before // size) + served) * size)
+        sequence.commit_allocation(target)
+        return [len(move.blocks), served]
+
+    def play_push(self, name, token):
+        sequence = self.sequences[name]
+        for move in sequence.push(token):
+            if not self.manager.process(move):
+                sequence.pop()
+                return False
+        sequence.commit_allocation(len(sequence))
+        return True
+
+    def play_free(self, name):
+        return self.send(self.sequences.pop(name).free_signal())
+
+    def play_reset(self, name):
+        return self.send(self.sequences[name].reset_with_signal())
+
+    def play_cost(self, name):
+        return list(self.manager.prefill_cost(self.sequences[name]))

@@ -1,0 +1,144 @@
+"""What holds for every program of moves, whatever it does."""
+
+from uuid import UUID
+
+import pytest
+from cache_helpers import event_rows, new_manager, state_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_kvmock.moves import Deref, MoveError, Promote, Use
+from pytest_kvmock.tokens import lineage_hash
+
+# Blocks of a small tree: block n > 0 hangs below n // 3; block 0 and every multiple of 7 are roots. Other blocks get
+# the lineage hash of one of them under a name of their own (from 100), or share its place with another parent (200).
+PARTIALS = [UUID(int=number, version=4) for number in range(4)]
+
+
+def parent_of(block):
+    return None if block % 7 == 0 else block // 3
+
+
+def lineage_of(block):
+    if block >= 200:
+        block -= 200
+        return lineage_hash(block, 5000 + block, depth_of(block))
+    block %= 100
+    return lineage_hash(block, parent_of(block), depth_of(block))
+
+
+def depth_of(block):
+    parent = parent_of(block)
+    return 0 if parent is None else 1 + depth_of(parent)
+
+
+def chain_to(block):
+    chain = [block]
+    while (parent := parent_of(chain[0])) is not None:
+        chain.insert(0, parent)
+    return chain
+
+
+blocks = st.integers(0, 25)
+names = st.one_of(blocks, blocks.map(lambda block: 100 + block), blocks.map(lambda block: 200 + block))
+partials = st.sampled_from(PARTIALS)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("use"), blocks.map(chain_to)),
+        st.tuples(st.just("use"), st.lists(st.one_of(names, partials), max_size=6)),
+        st.tuples(st.just("deref"), st.lists(st.one_of(names, partials), min_size=1, max_size=4)),
+        st.tuples(st.just("free"), st.randoms(use_true_random=False)),
+        st.tuples(st.just("promote"), partials, names),
+    ),
+    max_size=60,
+)
+backends = st.sampled_from(["lineage", "lru"])
+
+
+def move_of(manager, kind, *arguments):
+    if kind == "use":
+        full = [block for block in arguments[0] if not isinstance(block, UUID)]
+        return Use(arguments[0], [block + 1000 for block in full], [lineage_of(block) for block in full])
+    if kind == "deref":
+        return Deref(arguments[0])
+    if kind == "free":  # some of what is active, in any order
+        active = [block for block, references in manager.active_blocks.items() for _ in range(references)]
+        arguments[0].shuffle(active)
+        return Deref(active[: len(active) // 2 + 1])
+    partial, block = arguments
+    return Promote(partial, block, None, block + 1000, lineage_of(block))
+
+
+@settings(max_examples=300, deadline=None)
+@given(backends, st.integers(1, 12), operations)
+def test_every_slot_is_somewhere_and_a_refused_move_changes_nothing(backend, capacity, program):
+    manager = new_manager(backend, capacity)
+    for operation in program:
+        before = state_of(manager)
+        try:
+            manager.process(move_of(manager, *operation))
+        except MoveError:
+            assert before == state_of(manager)
+        metrics = manager.metrics()
+        active, inactive = manager.num_active_blocks, manager.num_inactive_blocks
+        assert capacity == active + inactive + metrics.reset_pool_size
+        assert inactive == len(manager.inactive_blocks())
+        assert active + inactive == len(manager.resident()) + metrics.inflight_mutable
+        assert sum(manager.active_blocks.values()) == manager.num_active_block_refs
+        assert list(range(len(manager.sink.events))) == [event.event_id for event in manager.sink.events]
+
+
+@settings(max_examples=300, deadline=None)
+@given(backends, st.integers(1, 12), st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=60))
+def test_a_ledger_that_believes_the_events_holds_what_the_manager_holds(backend, capacity, requests):
+    # Chains used whole and freed tail first, as schedulers do: neither hazard can be reached.
+    manager = new_manager(backend, capacity)
+    held, ledger = [], set()
+    for chain, free_first in requests:
+        if held and (free_first or len(held) > 2):
+            manager.process(Deref(held.pop(0)[::-1]))
+        served = manager.use(chain)
+        if served:
+            held.append(chain[:served])
+        for kind, _, *rest in event_rows(manager.sink.take()):
+            if kind == "S":
+                parent, pairs = rest
+                stored = [block for block, _ in pairs]
+                assert parent is None or parent in ledger
+                assert not ledger.intersection(stored)  # no Stored of a present block
+                ledger.update(stored)
+            else:
+                (removed,) = rest
+                assert ledger.issuperset(removed)
+                assert not set(removed) & manager.active_blocks.keys()  # no Removed of an active one
+                ledger.difference_update(removed)
+        assert sorted(ledger) == sorted(manager.resident())
+
+
+@settings(max_examples=200, deadline=None)
+@given(backends, st.integers(1, 12), st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=40))
+def test_short_forms_do_what_the_moves_do_that_they_stand_for(backend, capacity, requests):
+    short, long = new_manager(backend, capacity), new_manager(backend, capacity)
+    held = []
+    for chain, free_first in requests:
+        if held and free_first:
+            freed = held.pop(0)[::-1]
+            short.deref(freed)
+            long.process(Deref(freed))
+        served = short.use(chain)
+        assert served == long.process(Use(chain, chain, [lineage_of(block) for block in chain]))
+        if served:
+            held.append(chain[:served])
+        assert state_of(long) == state_of(short)
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+def test_the_policies_part_when_a_chain_is_freed_root_first(reverse):
+    streams = []
+    for backend in ("lineage", "lru"):
+        manager = new_manager(backend, 4)
+        manager.use([0, 1, 2, 3])
+        manager.deref([3, 2, 1, 0] if reverse else [0, 1, 2, 3])
+        manager.use([10, 11])
+        streams.append(event_rows(manager.sink.take()))
+    assert reverse == (streams[0] == streams[1])
