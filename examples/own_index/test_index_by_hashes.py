@@ -17,7 +17,7 @@ class HashIndex:
     def apply(self, event):
         blocks, data = self.held[event.worker_id], event.event.data
         if isinstance(data, Stored):
-            chain = blocks.get(data.parent_hash, ())
+            chain = () if data.parent_hash is None else blocks[data.parent_hash]
             for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
                 chain = blocks[block] = (*chain, local)
         else:

@@ -20,7 +20,7 @@ class TokenIndex:
     def apply(self, event):
         blocks, data = self.held[event.worker_id], event.event.data
         if isinstance(data, Stored):
-            prefix = blocks.get(data.parent_hash, ())
+            prefix = () if data.parent_hash is None else blocks[data.parent_hash]
             for block, tokens in zip(data.block_hashes, event.token_ids, strict=True):
                 prefix = blocks[block] = (*prefix, *tokens)
         else:
