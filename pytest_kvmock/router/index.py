@@ -308,7 +308,7 @@ class RadixIndex:
     holds in another tier only, since offloaded children can come without their parents.
 
     Args:
-        semantics: None: a Cleared empties the rank that said it (Dynamo from 1.6). `"e1"`: it empties all ranks of
+        semantics: None: a Cleared empties the rank that said it, in all tiers (Dynamo from 1.6). `"e1"`: it empties all ranks of
             that worker (Dynamo up to 1.3).
 
     Raises:
@@ -348,9 +348,10 @@ class RadixIndex:
             if unknown is not None:
                 _fail(BlockNotFound, event, unknown)
         elif isinstance(data, Cleared):
-            for rank in tree.ranks_of(event.worker_id):
-                if self._clear_all_ranks or rank.key == key:
-                    tree.clear(rank)
+            for each in self._trees.values():
+                for rank in each.ranks_of(event.worker_id):
+                    if self._clear_all_ranks or rank.key == key:
+                        each.clear(rank)
         else:
             raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
 

@@ -518,6 +518,6 @@ def test_a_dump_and_a_worker_s_end_are_of_all_tiers(index):
     assert ({}, {(1, 0): 1}) == (index.find_matches([1]).scores, index.find_matches([1, 2], tier=DISK).scores)
 
 
-def test_cleared_is_of_one_tier(index):
-    tell(index, chain(0, [1]), in_tier(HOST, chain(0, [1])), event(0, Cleared()))
-    assert ({}, {(0, 0): 1}) == (index.find_matches([1]).scores, index.find_matches([1], tier=HOST).scores)
+def test_cleared_is_of_all_tiers_of_its_rank(index):
+    tell(index, chain(0, [1]), in_tier(HOST, chain(0, [1])), in_tier(HOST, chain(1, [1])), event(0, Cleared()))
+    assert ({}, {(1, 0): 1}) == (index.find_matches([1]).scores, index.find_matches([1], tier=HOST).scores)
