@@ -135,6 +135,16 @@ def test(kv_sink): kv_sink(GOOD)
         {"failed": 1},
         shown=["1 KV event error: index_failure (worker 65536, event 0)*"],
     ),
+    "what a sink is compared with raises": Row(
+        "def test(kv_sink):\n kv_sink(GOOD)\n kv_sink.compare(lambda: 1 / 0)",
+        {"failed": 1},
+        shown=["*ZeroDivisionError*"],
+    ),
+    "what a sink is compared with raises, and so did the body": Row(
+        "def test(kv_sink):\n kv_sink(GOOD)\n kv_sink.compare(lambda: 1 / 0)\n assert 0",
+        {"failed": 1},
+        shown=["E *assert 0", "FAILED*::test - assert 0"],
+    ),
     # ------------------------------------------------------------------------------------ skip and xfail
     "skip": Row("def test(kv_sink):\n kv_sink(BAD)\n pytest.skip('why')", {"skipped": 1}, hidden=["*KV event*"]),
     "SkipTest": Row("def test(kv_sink):\n kv_sink(BAD)\n raise unittest.SkipTest('why')", {"skipped": 1}),
@@ -387,7 +397,7 @@ def test(kv_sink): kv_sink(GOOD)
         {"failed": 1},
         shown=[ERROR, LOG],
     ),
-    "TestCase, both": Row(
+    "limit: TestCase, both: the log, and no note": Row(
         """
         class T(unittest.TestCase):
             @pytest.fixture(autouse=True)
@@ -398,6 +408,7 @@ def test(kv_sink): kv_sink(GOOD)
         """,
         {"failed": 1},
         shown=["E *AssertionError: 1 != 2", LOG],
+        hidden=["*kvmock: also*"],
     ),
     "TestCase, late after a body failure": Row(
         """
