@@ -78,6 +78,7 @@ class Case:
 
 
 CASE: Final = pytest.StashKey[Case]()
+_BASE: Final = pytest.StashKey["EngineProfile"]()
 _TRACES: Final = pytest.StashKey[dict[object, tuple["TraceRequest", ...]]]()
 
 
@@ -168,7 +169,11 @@ def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
 
     Markers, then the command line, are laid over it; `kv_profile` is the result.
     """
-    return profile_of(pytestconfig.stash[SETTINGS].ini)
+    stash = pytestconfig.stash
+    base = stash.get(_BASE, None)
+    if base is None:
+        base = stash[_BASE] = profile_of(stash[SETTINGS].ini)
+    return base
 
 
 # ---------------------------------------------------------------------------------------------------- to use

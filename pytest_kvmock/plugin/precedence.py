@@ -13,9 +13,16 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
 
 
-def marker_values(node: pytest.Item) -> tuple[Mapping[str, Any], ...]:
-    """What the `kvmock` markers of a test say, from the outermost to the innermost."""
-    return tuple(mark.kwargs for mark in node.iter_markers("kvmock"))[::-1]
+def marker_values(item: pytest.Item) -> tuple[Mapping[str, Any], ...]:
+    """What the `kvmock` markers of a test say, from the outermost to the innermost.
+
+    pytest lists the marks of a parameter (`pytest.param(marks=...)`) after those of the function; but they are said of
+    fewer tests, so here they are the innermost.
+    """
+    marks = list(item.iter_markers("kvmock"))
+    if len(marks) > 1 and (callspec := getattr(item, "callspec", None)) is not None:
+        marks.sort(key=lambda mark: all(mark is not one for one in callspec.marks))
+    return tuple(mark.kwargs for mark in marks)[::-1]
 
 
 class Policy(NamedTuple):

@@ -58,14 +58,10 @@ def judge_body(case: Case) -> None:
 
 def judge_failed_body(case: Case, failure: BaseException) -> None:
     """Tell what a test whose body failed by itself should know: its failure stays the only one."""
-    if _keeps_its_outcome(failure):
-        return
-    found = _Findings(case)
-    case.errors += len(found.errors)
-    record_properties(case)
-    _note(found, failure)
-    if case.policy.log != "none":
-        add_log(case, "call")
+    if not _keeps_its_outcome(failure):
+        _tell(case, failure)
+        if case.policy.log != "none":
+            add_log(case, "call")
 
 
 def judge_late(case: Case) -> None:
@@ -82,13 +78,8 @@ def judge_late(case: Case) -> None:
 
 def judge_failed_teardown(case: Case, failure: BaseException) -> None:
     """Tell what a test whose teardown failed by itself should know."""
-    if case.passed and not _keeps_its_outcome(failure):
-        found = _Findings(case)
-        case.errors += len(found.errors)
-        record_properties(case)
-        _note(found, failure)
-        if found.is_failure and case.policy.log != "none":
-            add_log(case, "teardown")
+    if case.passed and not _keeps_its_outcome(failure) and _tell(case, failure) and case.policy.log != "none":
+        add_log(case, "teardown")
 
 
 def _finish(case: Case, found: _Findings, phase: str) -> None:
@@ -113,14 +104,23 @@ def _finish(case: Case, found: _Findings, phase: str) -> None:
         pytest.fail(failure, pytrace=False)
 
 
-def _note(found: _Findings, failure: BaseException) -> None:
+def _tell(case: Case, failure: BaseException) -> bool:
+    """Add a note to a failure of the test's own, if there is something to tell; return whether there is."""
     from pytest_kvmock.hygiene.report import failure_text
 
+    try:
+        found = _Findings(case)
+    except Exception as error:  # noqa: BLE001 - what the user gave to compare with may raise, and is not why it failed
+        failure.add_note(f"kvmock: the events could not be judged: {error!r}")
+        return True
+    case.errors += len(found.errors)
+    record_properties(case)
     problems = found.fatal + found.told
     if problems:
         first_line = failure_text(problems).partition("\n")[0]
         if first_line not in str(failure):  # kv_events.check() may have said it
             failure.add_note(f"kvmock: also {first_line}")
+    return bool(problems)
 
 
 def _keeps_its_outcome(failure: BaseException) -> bool:

@@ -20,13 +20,20 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("option", "message"), OPTIONS)
-@pytest.mark.parametrize("more", [[], ["-n", "1"], ["--kv-list-backends"]], ids=["alone", "xdist", "list"])
+@pytest.mark.parametrize("more", [[], ["--kv-list-backends"]], ids=["run", "list"])
 def test_a_wrong_option_is_a_usage_error(nested, option, message, more):
-    result = nested("def test(): pass", option, *more, plugins=["xdist"])
+    result = nested("def test(): pass", option, *more)
 
     assert pytest.ExitCode.USAGE_ERROR == result.ret
     assert [] == [line for line in result.errlines if "Traceback" in line]
     result.stderr.fnmatch_lines([f"ERROR: {option.partition('=')[0]}: {message}"])
+
+
+def test_a_wrong_option_is_a_usage_error_under_xdist(nested):
+    result = nested("def test(): pass", "--kv-events=some", "-n", "1", plugins=["xdist"])
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert ["ERROR: --kv-events: got 'some'; allowed: failed, all, none"] == [line for line in result.errlines if line]
 
 
 INI = [
@@ -150,25 +157,29 @@ def test_a_wrong_marker_of_a_testcase_is_one_line_at_setup(nested, marker, messa
     result.stdout.no_fnmatch_line("*During handling*")
 
 
-@pytest.mark.parametrize(("marker", "message"), MARKERS)
-@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "xdist"])
-def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested, marker, message, workers):
-    result = nested(
-        "def test(kv_sink): pass",
-        *workers,
-        plugins=["xdist"],
-        files={
-            "conftest.py": f"""
-            import pytest
-            def pytest_collection_modifyitems(items):
-                for item in items:
-                    item.add_marker(pytest.mark.{marker})
-            """
-        },
-    )
+LATE = """
+import pytest
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.{marker})
+"""
 
-    result.assert_outcomes(errors=1)
+
+@pytest.mark.parametrize(("marker", "message"), MARKERS)
+def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested, marker, message):
+    result = nested("def test(kv_router): pass", files={"conftest.py": LATE.replace("{marker}", marker)})
+
+    result.assert_outcomes(errors=2)
     result.stdout.fnmatch_lines([f"kvmock: {pattern(marker)}: {message}"])
+
+
+def test_a_wrong_marker_that_came_late_is_the_same_over_the_matrix_and_under_xdist(nested):
+    files = {"conftest.py": LATE.replace("{marker}", "kv_backends('lruu')")}
+
+    result = nested("def test(kv_router): pass", "-n", "2", plugins=["xdist"], files=files)
+
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(["kvmock: kv_backends('lruu'): unknown backend 'lruu'; known: lineage, lru"])
 
 
 # ---------------------------------------------------------------------------------------------------- fixtures

@@ -29,6 +29,24 @@ class Row:
     marks: list[object] = field(default_factory=list)
 
 
+INDEX = """
+from pytest_kvmock.router.index import RadixIndex
+
+class Index:
+        def __init__(self): self.inner = RadixIndex()
+"""
+
+ASYNC_INDEX = (
+    INDEX
+    + """
+        async def apply(self, event): self.inner.apply(event)
+        async def find_matches(self, hashes): return self.inner.find_matches(hashes)
+
+@pytest.fixture
+def kv_index(): return Index()
+"""
+)
+
 TABLE = {
     "pass": Row("def test(kv_sink): kv_sink(GOOD)", {"passed": 1}, hidden=["*kvmock*events*", "*KV event*"]),
     "unused": Row("def test(): pass", {"passed": 1}, hidden=["*KV event*"]),
@@ -77,6 +95,55 @@ TABLE = {
         {"errors": 1},
         shown=["E *OSError: mine"],
         hidden=["*KV event error*"],
+    ),
+    # ------------------------------------------------------------------------------------ other rules
+    "an event is lost": Row(
+        "def test(kv_router, kv_prompt):\n kv_router.drop_next()\n kv_router.worker(0).serve(kv_prompt())",
+        {"failed": 2},
+        shown=["1 KV event error: event_id_gap (worker 0*", "FAILED*test?lru?*1 KV event error: event_id_gap*"],
+    ),
+    "an index forgets": Row(
+        INDEX
+        + """
+        def apply(self, event):
+            if isinstance(event.event.data, Stored):
+                self.inner.apply(event)
+        def find_matches(self, hashes): return self.inner.find_matches(hashes)
+
+@pytest.fixture
+def kv_index(): return Index()
+
+def test(kv_router, kv_prompt):
+    worker = kv_router.worker(0)
+    worker.serve(kv_prompt())
+    worker.clear()
+        """,
+        {"failed": 2},
+        shown=["1 KV event error: index_drift (worker 0*"],
+    ),
+    "an index raises": Row(
+        INDEX
+        + """
+        def apply(self, event): raise OSError("full")
+        def find_matches(self, hashes): return {}
+
+@pytest.fixture
+def kv_index(): return Index()
+
+def test(kv_sink): kv_sink(GOOD)
+        """,
+        {"failed": 1},
+        shown=["1 KV event error: index_failure (worker 65536, event 0)*"],
+    ),
+    "what a sink is compared with raises": Row(
+        "def test(kv_sink):\n kv_sink(GOOD)\n kv_sink.compare(lambda: 1 / 0)",
+        {"failed": 1},
+        shown=["*ZeroDivisionError*"],
+    ),
+    "what a sink is compared with raises, and so did the body": Row(
+        "def test(kv_sink):\n kv_sink(GOOD)\n kv_sink.compare(lambda: 1 / 0)\n assert 0",
+        {"failed": 1},
+        shown=["E *assert 0", "FAILED*::test - assert 0"],
     ),
     # ------------------------------------------------------------------------------------ skip and xfail
     "skip": Row("def test(kv_sink):\n kv_sink(BAD)\n pytest.skip('why')", {"skipped": 1}, hidden=["*KV event*"]),
@@ -137,6 +204,11 @@ TABLE = {
         shown=[f"KvEventWarning: {ERROR}", LOG],
         hidden=["*pytest_kvmock/plugin*"],
         args=["-W", "error"],
+    ),
+    "errors warned of, and the warning filtered": Row(
+        "@pytest.mark.kvmock(event_errors='warn')\ndef test(kv_sink): kv_sink(BAD)",
+        {"passed": 1},
+        args=["-W", "ignore::pytest_kvmock.plugin.KvEventWarning"],
     ),
     "warnings are recorded": Row("def test(kv_sink):\n kv_sink(GOOD)\n kv_sink(TWICE)", {"passed": 1}),
     "warnings are shown with the log": Row(
@@ -258,6 +330,18 @@ TABLE = {
         shown=["E *OSError: mine", f"E {NOTE}", LATE_LOG],
         hidden=["*ExceptionGroup*"],
     ),
+    "unused, and the teardown fails": Row(
+        """
+        @pytest.fixture
+        def mine():
+            yield
+            raise OSError("mine")
+        def test(mine): pass
+        """,
+        {"passed": 1, "errors": 1},
+        shown=["E *OSError: mine"],
+        hidden=["*KV event*", "*kvmock:*"],
+    ),
     "late, and only warned of": Row(
         """
         @pytest.fixture
@@ -325,7 +409,7 @@ TABLE = {
         {"failed": 1},
         shown=[ERROR, LOG],
     ),
-    "TestCase, both": Row(
+    "limit: TestCase, both: the log, and no note": Row(
         """
         class T(unittest.TestCase):
             @pytest.fixture(autouse=True)
@@ -336,6 +420,7 @@ TABLE = {
         """,
         {"failed": 1},
         shown=["E *AssertionError: 1 != 2", LOG],
+        hidden=["*kvmock: also*"],
     ),
     "TestCase, late after a body failure": Row(
         """
@@ -407,6 +492,38 @@ TABLE = {
         "@pytest.mark.anyio\nasync def test(kv_sink):\n kv_sink(BAD)\n assert 0",
         {"failed": 2},
         shown=["E *assert 0", f"E {NOTE}"],
+        plugins=["anyio"],
+    ),
+    "asyncio, an async index is not flushed": Row(
+        ASYNC_INDEX + "\n@pytest.mark.asyncio\nasync def test(kv_sink): kv_sink(GOOD)",
+        {"failed": 1},
+        shown=["1 KV event error: not_flushed (worker 65536, event 0)*"],
+        plugins=["pytest_asyncio.plugin"],
+    ),
+    "asyncio, an async index is flushed": Row(
+        ASYNC_INDEX
+        + """
+@pytest.mark.asyncio
+async def test(kv_router, kv_worker, kv_prompt):
+    prompt = kv_prompt()
+    kv_worker.serve(prompt)
+    await kv_router.aflush()
+    assert await kv_router.aoverlap(prompt) == {0: 4}
+        """,
+        {"passed": 2},
+        plugins=["pytest_asyncio.plugin"],
+    ),
+    "anyio, an async index is flushed": Row(
+        ASYNC_INDEX
+        + """
+@pytest.mark.anyio
+async def test(kv_router, kv_worker, kv_prompt):
+    prompt = kv_prompt()
+    kv_worker.serve(prompt)
+    await kv_router.aflush()
+    assert await kv_router.aoverlap(prompt) == {0: 4}
+        """,
+        {"passed": 4},
         plugins=["anyio"],
     ),
     "anyio, late": Row(

@@ -224,6 +224,20 @@ def test_markers_that_come_late_count_when_the_test_is_set_up(nested):
     result.assert_outcomes(passed=1)
 
 
+def test_a_marker_of_a_parameter_counts(nested):
+    result = nested(
+        """
+        @pytest.mark.kvmock(num_blocks=4, workers=2)
+        @pytest.mark.parametrize("expected", [
+            4, pytest.param(8, marks=pytest.mark.kvmock(num_blocks=8), id="marked")
+        ])
+        def test(kv_profile, expected): assert (kv_profile.num_blocks, kv_profile.workers) == (expected, 2)
+        """
+    )
+
+    result.assert_outcomes(passed=2)
+
+
 def test_random_things_depend_on_seed_and_test_and_on_nothing_else(nested):
     source = """
     def test_a(kv_prompt): print("drew", kv_prompt().tokens[:3])

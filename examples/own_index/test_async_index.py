@@ -1,0 +1,48 @@
+"""An async index of your own: events wait until the test lets the index have them, in the test's own loop.
+
+`await kv_router.aflush()` gives the index what waits, and compares it with what is right. Events that nobody flushed
+fail the test. It works with any plugin that runs async tests; here it is anyio's.
+"""
+
+import asyncio
+
+import pytest
+
+from pytest_kvmock import RadixIndex
+
+
+class QueuedIndex:
+    """Queues events, and takes them when it is flushed."""
+
+    def __init__(self):
+        self.queue, self.tree = asyncio.Queue(), RadixIndex()
+
+    async def apply(self, event):
+        await self.queue.put(event)
+
+    async def flush(self):
+        while not self.queue.empty():
+            self.tree.apply(await self.queue.get())
+
+    async def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes)
+
+
+@pytest.fixture
+def kv_index():
+    return QueuedIndex()
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.mark.anyio
+async def test_it_is_asked_after_a_flush(kv_router, kv_prompt):
+    prompt = kv_prompt(blocks=4)
+    kv_router.worker(0).serve(prompt)
+    assert {} == await kv_router.aoverlap(prompt)
+
+    await kv_router.aflush()
+    assert {0: 4} == await kv_router.aoverlap(prompt)

@@ -1,0 +1,177 @@
+"""A small KV-aware router: it sends a prompt to the worker that has most of it cached and is not too busy.
+
+It is what `test_prefix_router.py` tests. Its index hashes by itself and never looks at how the engines hash: a block's
+key is BLAKE2b of the key before it and of the block's content. What the content is, a subclass says: the token ids that
+travel with the events (`TokenIndex`), or the local hashes in them (`HashIndex`), for request traces without tokens.
+
+The cost of a worker is that of Dynamo's router: the blocks it would have to prefill, weighted, and the blocks that its
+running requests hold.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+
+from pytest_kvmock import Removed, RouterEvent, StorageTier, Stored
+
+ROOT = b""
+"""The key before the first block."""
+
+
+class PrefixIndex:
+    """Which worker has which prefix cached, by the events of the workers. One rank a worker, one tier.
+
+    Attributes:
+        stale: workers of which an event was lost, so that what is known of them may be wrong.
+    """
+
+    def __init__(self) -> None:
+        self.stale: set[int] = set()
+        self._owners: dict[bytes, set[int]] = {}
+        self._keys: dict[int, dict[int, bytes]] = {}  # of each worker: its own name of a block, and our key
+        self._next_id: dict[int, int] = {}
+
+    def contents(self, query: Sequence[int]) -> list[bytes]:
+        """Content of each whole block of a query."""
+        raise NotImplementedError
+
+    def stored_contents(self, event: RouterEvent) -> list[bytes]:
+        """Content of each block that a Stored names."""
+        raise NotImplementedError
+
+    def apply(self, event: RouterEvent) -> None:
+        """Take one event of a worker."""
+        worker, event_id, data = event.worker_id, event.event.event_id, event.event.data
+        if event_id != self._next_id.get(worker, event_id):
+            self.stale.add(worker)
+        self._next_id[worker] = event_id + 1
+        if event.storage_tier is not StorageTier.DEVICE:
+            return
+        if isinstance(data, Stored):
+            self._store(worker, data, self.stored_contents(event))
+        elif isinstance(data, Removed):
+            for block in data.block_hashes:
+                self._disown(worker, self._keys.get(worker, {}).pop(block, ROOT))
+        else:
+            self._forget(worker)
+
+    def remove_worker(self, worker: int) -> None:
+        """The worker is gone, or begins anew."""
+        self._forget(worker)
+        self._next_id.pop(worker, None)
+
+    def match(self, query: Sequence[int]) -> dict[int, int]:
+        """How many leading blocks of a query each worker has; who has none is absent."""
+        matches: dict[int, int] = {}
+        left: set[int] | None = None
+        for depth, key in enumerate(chain(ROOT, self.contents(query)), 1):
+            owners = self._owners.get(key, set())
+            left = owners if left is None else left & owners
+            if not left:
+                break
+            matches.update(dict.fromkeys(left, depth))
+        return matches
+
+    def size(self, worker: int) -> int:
+        """How many blocks a worker has."""
+        return len(self._keys.get(worker, ()))
+
+    def _store(self, worker: int, data: Stored, contents: list[bytes]) -> None:
+        keys = self._keys.setdefault(worker, {})
+        parent = ROOT if data.parent_hash is None else keys.get(data.parent_hash)
+        if parent is None:
+            return  # its Stored was lost: nobody can say where these blocks belong
+        for block, key in zip(data.block_hashes, chain(parent, contents), strict=True):
+            keys[block] = key
+            self._owners.setdefault(key, set()).add(worker)
+
+    def _disown(self, worker: int, key: bytes) -> None:
+        owners = self._owners.get(key)
+        if owners is not None:
+            owners.discard(worker)
+            if not owners:
+                del self._owners[key]
+
+    def _forget(self, worker: int) -> None:
+        for key in self._keys.pop(worker, {}).values():
+            self._disown(worker, key)
+        self.stale.discard(worker)
+
+
+class TokenIndex(PrefixIndex):
+    """An index of token ids, asked with the tokens of a prompt."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__()
+        self._block_size = block_size
+
+    def contents(self, query: Sequence[int]) -> list[bytes]:
+        """Cut token ids into blocks."""
+        size = self._block_size
+        return [array("I", query[i : i + size]).tobytes() for i in range(0, len(query) - size + 1, size)]
+
+    def stored_contents(self, event: RouterEvent) -> list[bytes]:
+        """Take the token ids beside the event."""
+        return [array("I", tokens).tobytes() for tokens in event.token_ids or ()]
+
+    match_tokens = PrefixIndex.match
+
+
+class HashIndex(PrefixIndex):
+    """An index of local hashes, asked with the local hashes of a prompt."""
+
+    def contents(self, query: Sequence[int]) -> list[bytes]:
+        """Make each hash a block."""
+        return [local.to_bytes(8) for local in query]
+
+    def stored_contents(self, event: RouterEvent) -> list[bytes]:
+        """Take the local hashes of the event."""
+        assert isinstance(event.event.data, Stored)
+        return self.contents(event.event.data.tokens_hashes)
+
+    find_matches = PrefixIndex.match
+
+
+class PrefixRouter:
+    """Chooses a worker for each prompt.
+
+    Args:
+        index: what the workers have cached.
+        workers: how many workers there are, with ids from 0.
+        overlap_weight: what a block to prefill costs; a block that a running request holds costs 1.
+    """
+
+    def __init__(self, index: PrefixIndex, workers: int, overlap_weight: float = 1.0) -> None:
+        self.index = index
+        self._workers = workers
+        self._weight = overlap_weight
+        self._active: Counter[int] = Counter()  # blocks of the running requests of each worker
+
+    def route(self, query: Sequence[int]) -> int:
+        """Choose the cheapest worker, and count the request as running there until it is finished.
+
+        Among equals it is the one with the fewest blocks cached.
+        """
+        blocks, overlap = len(self.index.contents(query)), self.index.match(query)
+        costs = [(self._cost(w, blocks, overlap.get(w, 0)), self.index.size(w), w) for w in range(self._workers)]
+        worker = min(costs)[-1]
+        self._active[worker] += blocks
+        return worker
+
+    def finish(self, worker: int, query: Sequence[int]) -> None:
+        """A request that was routed is done."""
+        self._active[worker] -= len(self.index.contents(query))
+
+    def _cost(self, worker: int, blocks: int, overlap: int) -> float:
+        cached = 0 if worker in self.index.stale else overlap
+        return self._weight * (blocks - cached) + self._active[worker]
+
+
+def chain(parent: bytes, contents: Sequence[bytes]) -> Iterator[bytes]:
+    """Keys of consecutive blocks after `parent`."""
+    for content in contents:
+        parent = blake2b(parent + content, digest_size=16).digest()
+        yield parent

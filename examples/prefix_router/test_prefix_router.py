@@ -1,0 +1,102 @@
+"""Tests of a KV-aware router that hashes token ids by itself.
+
+`kv_index` is overridden with the router's own index. From then on every event that a mock engine publishes goes to that
+index, is checked, and what the index answers is compared with what is right; a test has to say only what is special
+about it. Each test runs once for each eviction backend.
+"""
+
+import pytest
+from prefix_router import PrefixRouter, TokenIndex
+
+
+@pytest.fixture
+def kv_index(kv_profile):
+    return TokenIndex(kv_profile.block_size)
+
+
+@pytest.fixture
+def router(kv_index, kv_router):
+    return PrefixRouter(kv_index, len(kv_router.workers))
+
+
+@pytest.mark.kvmock(workers=2)
+def test_a_warm_worker_is_preferred(router, kv_router, kv_prompt):
+    system_prompt = kv_prompt(blocks=4)
+    kv_router.worker(1).serve(system_prompt)
+
+    question = kv_prompt(blocks=1, after=system_prompt)
+
+    assert {1: 4} == kv_router.overlap(question)  # our index answers this
+    assert 1 == router.route(question.tokens)
+
+
+@pytest.mark.kvmock(workers=2)
+def test_load_beats_a_small_overlap(router, kv_router, kv_prompt):
+    system_prompt = kv_prompt(blocks=1)
+    kv_router.worker(0).serve(system_prompt)
+    first, second, third = (kv_prompt(blocks=3, after=system_prompt).tokens for _ in range(3))
+    assert 0 == router.route(first)  # 4 blocks, of which 3 are to prefill: 3 against 4
+
+    assert 1 == router.route(second)  # 3 and the 4 that run there, against 4
+
+    router.finish(0, first)
+    assert 0 == router.route(third)
+
+
+def test_blocks_of_the_answer_count(router, kv_router, kv_prompt):
+    prompt = kv_prompt(blocks=2)
+    with kv_router.worker(0).prefill(prompt) as request:
+        request.decode(range(17))  # one block of 16, which is published when the 17th token comes
+
+    assert {0: 3} == kv_router.overlap([*prompt.tokens, *range(16)])
+
+
+@pytest.mark.kvmock(num_blocks=4)
+def test_an_eviction_reaches_the_router(router, kv_router, kv_events, kv_prompt):
+    worker, old, new = kv_router.worker(0), kv_prompt(blocks=4), kv_prompt(blocks=3)
+    stored = worker.serve(old).stored_blocks
+
+    worker.serve(new)
+
+    assert [*stored[:0:-1]] == kv_events.removed_blocks  # the tail goes first
+    assert {0: 1} == kv_router.overlap(old)
+    assert {0: 3} == kv_router.overlap(new)
+
+
+@pytest.mark.kvmock(workers=2)
+def test_a_lost_event_is_detected(router, kv_router, kv_events, kv_prompt):
+    worker, prompt = kv_router.worker(0), kv_prompt(blocks=4)
+    worker.serve(prompt)
+
+    with kv_router.drop_next(), kv_events.expect_error("event_id_gap"):
+        worker.serve(kv_prompt(blocks=2))  # its Stored is lost
+        worker.serve(kv_prompt(blocks=2))  # so the id of this one is not the next
+
+    assert {0} == router.index.stale
+    assert 1 == router.route(prompt.tokens)  # what a stale worker has is not believed
+
+
+@pytest.mark.kvmock(workers=2)
+def test_a_restart_that_nobody_announced_is_detected(router, kv_router, kv_events, kv_prompt):
+    worker, prompt = kv_router.worker(0), kv_prompt(blocks=4)
+    worker.serve(prompt)
+
+    worker.restart()
+    kv_events.expect_error("event_id_gap")
+    worker.serve(kv_prompt(blocks=2))  # event 0 again
+
+    assert {0} == router.index.stale
+    assert 1 == router.route(prompt.tokens)
+
+
+@pytest.mark.kvmock(workers=2)
+def test_a_worker_that_restarted_is_cold(router, kv_router, kv_prompt):
+    worker, prompt = kv_router.worker(0), kv_prompt(blocks=4)
+    worker.serve(prompt)
+
+    worker.restart(announced=True)
+
+    assert {} == kv_router.overlap(prompt)
+    worker.serve(kv_prompt(blocks=2))
+    assert set() == router.index.stale
+    assert 1 == router.route(prompt.tokens)  # both are cold, and worker 1 has more room

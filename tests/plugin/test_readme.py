@@ -1,0 +1,99 @@
+"""README is run: its Python blocks are tests that pass, its failure is what pytest prints, its tables are the code's."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from pytest_kvmock import plugin
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock.plugin.markers import KVMOCK_KEYS
+from pytest_kvmock.plugin.options import OPTIONS
+from pytest_kvmock.plugin.precedence import Policy
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+BLOCKS = re.findall(r"^(?:<!-- (\w+) -->\n)?```(\w+)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+PASSING = [text for mark, language, text in BLOCKS if language == "python" and mark != "fails"]
+(FAILING,) = (text for mark, language, text in BLOCKS if language == "python" and mark == "fails")
+(OUTPUT,) = (text for mark, _, text in BLOCKS if mark == "output")
+
+
+def first_cells(heading):
+    """What stands in code in the first column of the tables under a heading."""
+    section = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `([^`]*)`", section, re.MULTILINE)
+
+
+def name_of(block):
+    """The first class or test that a block defines."""
+    defined = [node.name for node in ast.parse(block).body if hasattr(node, "name")]
+    return next(name for name in defined if not name.startswith(("kv_", "anyio_")))
+
+
+@pytest.mark.parametrize("block", PASSING, ids=name_of)
+def test_a_python_block_is_a_module_of_tests_that_pass(nested, block):
+    expected = block.count("def test_") * (1 if "kv_sink" in block else 2)  # a sink alone needs no backend
+
+    result = nested("", plugins=["anyio"], files={"test_it.py": block})
+
+    result.assert_outcomes(passed=expected)
+
+
+def test_the_failure_is_what_pytest_prints(nested, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    result = nested("", files={"test_it.py": FAILING})
+
+    result.assert_outcomes(failed=1)
+    assert OUTPUT in result.stdout.str() + "\n"
+
+
+def test_the_first_test_has_ten_lines():
+    assert 10 == len(PASSING[0].strip().splitlines())
+
+
+def test_the_rules_are_those_of_the_code():
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*) \|$", README, re.MULTILINE)
+    assert [(rule.name, rule.kind, rule.broken_when) for rule in RULES.values()] == [
+        row for row in rows if row[1] in ("error", "warning")
+    ]
+
+
+def test_every_fixture_is_listed():
+    public = [name for name in plugin.__all__ if re.match(r"(make_)?kv_", name)]
+    assert sorted(public) == sorted(first_cells("Fixtures"))
+
+
+def test_every_key_of_the_marker_is_listed_with_its_default():
+    section = README.split("\n## Markers\n")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| `?([^`|]*?)`? \|$", section, re.MULTILINE))
+    assert set(KVMOCK_KEYS) == set(rows)
+    profile, policy = EngineProfile(), Policy()
+    defaults = {key: getattr(profile, key) for key in KVMOCK_KEYS if hasattr(profile, key)}
+    defaults |= {"event_errors": policy.event_errors, "event_warnings": policy.event_warnings}
+    defaults |= {"allow": tuple(policy.allow), "sync": "auto"}
+    assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
+
+
+def test_every_option_is_listed():
+    section = README.split("\n## Options and ini settings\n")[1].split("\n## ")[0]
+    known = [name for option in OPTIONS for name in (option.flag, option.ini) if name]
+    assert sorted([*known, "--kv-list-backends"]) == sorted(set(re.findall(r"`(--[\w-]+|kvmock_\w+)[ `]", section)))
+
+
+def test_the_files_it_names_exist():
+    named = re.findall(r"`((?:examples|tests)/[\w/.]*)`", README)
+    assert named
+    assert [] == [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_indexes_are_those_of_the_examples():
+    for file in ("test_index_by_hashes.py", "test_index_by_tokens.py", "test_async_index.py"):
+        example = (ROOT / "examples/own_index" / file).read_text(encoding="utf-8")
+        methods = re.search(r"    def __init__.*?\n\n\n", example, re.DOTALL)
+        assert methods is not None
+        assert methods[0] in README
