@@ -73,9 +73,11 @@ class MoveDriver:
 
     def shortage(self, request: _MoveRequest) -> tuple[int, int]:
         """(needed, free): every block that no request holds takes a slot, whether it is cached or new."""
+        blocks, free = request.sequence.unique_blocks, self._free()
+        if len(blocks) <= free:  # so it fits, however many of them are held already
+            return len(blocks), free
         references = self.manager.references
-        needed = sum(not references(block) for block in request.sequence.unique_blocks)
-        return needed, self._free()
+        return sum(not references(block) for block in blocks), free
 
     def _free(self) -> int:
         return self.manager.max_capacity - self.manager.num_active_blocks
@@ -120,15 +122,13 @@ class MoveDriver:
 
     def release(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first."""
-        self._free_blocks(request.sequence.free_signal())
+        # One move instead of one a block, as the sequence would make them: a Deref says nothing, so nobody can tell.
+        self.manager.process(Deref(request.sequence.allocated_blocks[::-1]))
 
     def preempt(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first; the sequence keeps what it generated."""
-        self._free_blocks(request.sequence.reset_with_signal())
-
-    def _free_blocks(self, moves: Sequence[Deref]) -> None:
-        # One move instead of one a block: a Deref says nothing, so nobody can tell.
-        self.manager.process(Deref([block for move in moves for block in move.blocks]))
+        self.release(request)
+        request.sequence.num_allocated_tokens = 0
 
     def clear(self) -> bool:
         """Drop all that is cached."""
