@@ -120,7 +120,17 @@ class LogicalManager:
         """References to one block now; 0 for what is not in use."""
         if isinstance(block, UUID):
             return int(block in self._partials)
-        return self._references_of(block)
+        return self._names.references_of(block)
+
+    def count_unused(self, blocks: Iterable[Block]) -> int:
+        """How many of these blocks are not in use; each takes a slot from the reset or the inactive pool when it is."""
+        own, references_of = self._names.own, self.references
+        unused = 0
+        for block in blocks:
+            slot = own.get(block)  # type: ignore[arg-type]
+            if slot is None or not slot.refs:
+                unused += not references_of(block)
+        return unused
 
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
@@ -148,13 +158,13 @@ class LogicalManager:
         block that was evicted and stored again in one Use has none.
         """
         blocks = sequence.unique_blocks
+        registered, held_by = self._pool.registered, self._names.held_by
         overlap = 0
         if sequence.enable_prefix_caching:
             for block, plh in zip(blocks, sequence.positional_lineage_hashes, strict=False):
-                if not isinstance(block, int) or self._names.held_by(block) is None:
-                    slot = self._pool.registered.get(plh)
-                    if slot is None or not slot.known:
-                        break
+                slot = registered.get(plh)
+                if (slot is None or not slot.known) and (isinstance(block, UUID) or held_by(block) is None):
+                    break
                 overlap += 1
         cached = min(overlap * self.block_size, sequence.num_input_tokens)
         return PrefillCost(len(blocks) - overlap, sequence.num_input_tokens - cached, cached)

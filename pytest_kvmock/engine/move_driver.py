@@ -73,9 +73,7 @@ class MoveDriver:
 
     def shortage(self, request: _MoveRequest) -> tuple[int, int]:
         """(needed, free): every block that no request holds takes a slot, whether it is cached or new."""
-        references = self.manager.references
-        needed = sum(not references(block) for block in request.sequence.unique_blocks)
-        return needed, self._free()
+        return self.manager.count_unused(request.sequence.unique_blocks), self._free()
 
     def _free(self) -> int:
         return self.manager.max_capacity - self.manager.num_active_blocks
@@ -120,15 +118,16 @@ class MoveDriver:
 
     def release(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first."""
-        self._free_blocks(request.sequence.free_signal())
+        self._free_blocks(request.sequence)
 
     def preempt(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first; the sequence keeps what it generated."""
-        self._free_blocks(request.sequence.reset_with_signal())
+        self._free_blocks(request.sequence)
+        request.sequence.commit_allocation(0)
 
-    def _free_blocks(self, moves: Sequence[Deref]) -> None:
-        # One move instead of one a block: a Deref says nothing, so nobody can tell.
-        self.manager.process(Deref([block for move in moves for block in move.blocks]))
+    def _free_blocks(self, sequence: ActiveSequence) -> None:
+        # One move for the Derefs of `free_signal`, one a block: a Deref says nothing, so nobody can tell.
+        self.manager.process(Deref(sequence.allocated_blocks[::-1]))
 
     def clear(self) -> bool:
         """Drop all that is cached."""

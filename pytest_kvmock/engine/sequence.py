@@ -284,6 +284,11 @@ class ActiveSequence:
         self.num_allocated_tokens = 0
         return frees
 
+    @property
+    def allocated_blocks(self) -> list[Block]:
+        """The blocks that are allocated, in order."""
+        return self.unique_blocks[: self._blocks_for(self.num_allocated_tokens)]
+
     def _frees(self, tokens: int) -> list[Deref]:
         return [Deref([block]) for block in reversed(self.unique_blocks[: self._blocks_for(tokens)])]
 
