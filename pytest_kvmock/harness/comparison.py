@@ -9,16 +9,24 @@ All of it is written once, for sync and async indexes: generators yield the call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from inspect import isawaitable
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
-from pytest_kvmock.harness.under_test import IndexUnderTest, UnreadableAnswer, agree, first_difference, question
+from pytest_kvmock.harness.under_test import (
+    Call,
+    IndexUnderTest,
+    UnreadableAnswer,
+    agree,
+    first_difference,
+    question,
+)
 from pytest_kvmock.hygiene.ledger import Ledger, Stream, StreamKey, Wound
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.text import block_text, worker_text
+from pytest_kvmock.hygiene.text import NOBODY, block_text, worker_text
 
 if TYPE_CHECKING:
     from pytest_kvmock.router.index import RadixIndex
@@ -29,9 +37,6 @@ SYNC: Final = ("every", "auto", "end")
 ALWAYS_UPTO: Final = 2000
 """With sync="auto", this many events are each followed by a comparison, then one in `THEN_ONE_IN`."""
 THEN_ONE_IN: Final = 16
-
-Call: TypeAlias = tuple[Callable[..., Any], Any]
-"""A function of the index under test, and the argument to call it with."""
 
 Findings: TypeAlias = Generator[Call, Any, list[Problem]]
 
@@ -87,12 +92,24 @@ class Chain(NamedTuple):
         return Chain(self.local[start:stop], self.blocks[start:stop], tokens)
 
 
-class _Heard(NamedTuple):
+class Heard(NamedTuple):
     """An event that the index under test has not been given yet."""
 
     event: RouterEvent
     position: int
     problems: list[Problem]
+
+    @property
+    def key(self) -> StreamKey:
+        """Whose it is."""
+        return self.event.worker_id, self.event.event.dp_rank
+
+
+class Gone(NamedTuple):
+    """The news, which the index under test has not been told yet, that these begin anew."""
+
+    keys: Sequence[StreamKey]
+    calls: Sequence[Call]
 
 
 class Comparison:
@@ -106,13 +123,13 @@ class Comparison:
         sync: after every event, after some of many, or at the end alone.
 
     Attributes:
-        waiting: events that the index has not been given yet: an async one's, until it is flushed.
+        waiting: what the index has not been given yet: an async one's events, until it is flushed.
     """
 
     def __init__(
         self, under_test: IndexUnderTest, reference: RadixIndex, ledger: Ledger, rng: Random, sync: Sync
     ) -> None:
-        self.waiting: list[_Heard] = []
+        self.waiting: deque[Heard | Gone] = deque()
         self._under_test = under_test
         self._reference = reference
         self._ledger = ledger
@@ -125,35 +142,65 @@ class Comparison:
 
     def heard(self, event: RouterEvent, position: int, problems: list[Problem]) -> None:
         """Queue an event that ledger and reference have taken, with what the ledger found wrong with it."""
-        self.waiting.append(_Heard(event, position, problems))
+        self.waiting.append(Heard(event, position, problems))
 
     def catch_up(self) -> Findings:
         """Give the index what is waiting, in order; then compare with where the reference is now."""
         found: list[Problem] = []
-        questions: list[tuple[_Heard, list[Chain]]] = []
+        questions: list[tuple[Heard, list[Chain]]] = []
         naming: list[tuple[Wound, tuple[int, ...]]] = []
         while self.waiting:
-            heard = self.waiting.pop(0)
-            data = heard.event.event.data
-            key = (heard.event.worker_id, heard.event.event.dp_rank)
+            heard = self.waiting.popleft()
+            if isinstance(heard, Gone):
+                found += yield from self._tell(heard)
+                continue
+            data, key = heard.event.event.data, heard.key
             wound = self._wounds.get(key)
             try:
                 yield self._under_test.apply, heard.event
             except Exception as error:  # noqa: BLE001 - as in run
-                found.append(self._failure("apply", error, heard))
+                found.append(self._failure("apply", error, key, heard))
             if self._due(heard.position):
                 questions.append((heard, list(self._touched(heard.event))))
             if isinstance(data, Cleared):
                 self._wounds.pop(key, None)
-            elif wound is not None:
+                continue
+            if wound is not None:
                 naming.append((wound, data.block_hashes))
+            if self._told:  # what an event names again may drift again
+                self._told.difference_update((*key, block) for block in data.block_hashes)
         if questions:
             found += yield from self.flush()
         for heard, chains in questions:
             for chain in chains:
-                found += yield from self._differences(chain, heard)
+                found += self.news((yield from self._differences(chain, heard.key, heard)), heard)
         for wound, blocks in naming:  # last, so that an event's own names do not count for itself
             wound.named.update(blocks)
+        return found
+
+    def gone(self, keys: Sequence[StreamKey], calls: Sequence[Call]) -> None:
+        """Tell the index that some begin anew; an async one is told in its turn, after the events before.
+
+        Raises:
+            Exception: whatever the index raises when it is told.
+        """
+        if self._under_test.is_async:
+            self.waiting.append(Gone(keys, calls))
+            return
+        for function, argument in calls:
+            function(argument)
+        for key in keys:
+            self._wounds.pop(key, None)
+
+    def _tell(self, gone: Gone) -> Findings:
+        found: list[Problem] = []
+        for function, argument in gone.calls:
+            try:
+                yield function, argument
+            except Exception as error:  # noqa: BLE001 - as in run
+                found.append(self._failure("remove_worker", error, gone.keys[0] if gone.keys else NOBODY))
+        for key in gone.keys:
+            self._wounds.pop(key, None)
         return found
 
     def flush(self) -> Findings:
@@ -164,20 +211,36 @@ class Comparison:
         try:
             yield lambda _: flush(), None
         except Exception as error:  # noqa: BLE001 - as in run
-            return [self._failure("flush", error, None)]
+            return [self._failure("flush", error, NOBODY)]
         return []
 
     def everything(self, position: int) -> Findings:
-        """Compare all chains ever stored; for the end of a test.
+        """Compare all chains ever stored; for the end of a test. What is found may be known already: see `news`.
 
         Args:
             position: number of the last event.
         """
-        found: list[Problem] = []
+        found = yield from self.flush()
         for key, stream in list(self._ledger.streams.items()):
-            for block in self._leaves(key):
-                found += yield from self._differences(self._chain(stream, block), None, position)
+            leaves = self._leaves(key)
+            for block in leaves:
+                found += yield from self._differences(self._chain(stream, block), key, None, position)
+            for chain in self._strangers(self._chain(stream, leaves[-1])) if leaves else ():
+                found += yield from self._differences(chain, key, None, position)
         return found
+
+    def news(self, found: list[Problem], heard: Heard | None = None) -> list[Problem]:
+        """Those of `found` that were not reported before, each listed where it belongs."""
+        out = []
+        for problem in found:
+            if problem.rule == "index_drift":
+                told = (problem.worker_id, problem.dp_rank, problem.blocks[0])
+                if told in self._told:
+                    continue
+                self._told.add(told)
+                self._fold(problem, heard)
+            out.append(problem)
+        return out
 
     def _due(self, position: int) -> bool:
         if self._sync == "auto":
@@ -204,9 +267,11 @@ class Comparison:
             touched = list(stream.emptied)
         for block in touched:
             yield self._chain(stream, block)
-        if not touched:
-            return
-        chain = self._chain(stream, touched[-1])
+        if touched:
+            yield from self._strangers(self._chain(stream, touched[-1]))
+
+    def _strangers(self, chain: Chain) -> Iterator[Chain]:
+        """Yield a chain with its first block exchanged, and without it."""
         if len(chain.local) > 1:
             foreign, size, rest = self._rng.getrandbits(64), chain.block_size, chain.part(1, len(chain.local))
             tokens = None
@@ -233,7 +298,7 @@ class Comparison:
 
     # --------------------------------------------------------------------------------------------- answers
 
-    def _differences(self, chain: Chain, heard: _Heard | None, position: int = -1) -> Findings:
+    def _differences(self, chain: Chain, key: StreamKey, heard: Heard | None, position: int = -1) -> Findings:
         """Ask for a chain; where the answer is not the reference's, find the shortest part of it that shows so."""
         try:
             if (yield from self._agrees(chain)):
@@ -244,15 +309,12 @@ class Comparison:
                     break
             answer = self._under_test.read((yield self._question(shortest)))
         except Exception as error:  # noqa: BLE001 - as in run
-            return [self._failure("a question", error, heard, position)]
+            return [self._failure("a question", error, key, heard, position)]
         expected = self._reference.find_matches(shortest.local).scores
         if agree(answer, expected):
             return []  # an index that changes its mind between two questions: the next question shows it again
         worker, rank, got, due = first_difference(answer, expected)
         block = shortest.blocks[-1]
-        if (worker, rank, block) in self._told:
-            return []
-        self._told.add((worker, rank, block))
         stream = self._ledger.streams.get((worker, rank))
         if stream is None or block not in stream.origin:
             story = "it never stored it; was the index empty at the start?"
@@ -269,7 +331,7 @@ class Comparison:
             heard.position if heard else position,
             (block,),
         )
-        return [self._fold(problem, heard)]
+        return [problem]
 
     def _agrees(self, chain: Chain) -> Generator[Call, Any, bool]:
         answer = self._under_test.read((yield self._question(chain)))
@@ -280,29 +342,28 @@ class Comparison:
             list(chain.local), chain.tokens, takes_tokens=self._under_test.takes_tokens
         )
 
-    def _failure(self, what: str, error: Exception, heard: _Heard | None, position: int = -1) -> Problem:
+    def _failure(
+        self, what: str, error: Exception, key: StreamKey, heard: Heard | None = None, position: int = -1
+    ) -> Problem:
         """The index under test raised, or answered what cannot be read."""
         event = heard.event if heard else None
-        worker, rank = (event.worker_id, event.event.dp_rank) if event else (-1, 0)
         unreadable = isinstance(error, UnreadableAnswer)
         known = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}"
         problem = Problem(
             "index_failure",
-            worker,
-            rank,
+            *key,
             known,
             "an index takes every sound event, and answers every question",
             event,
             heard.position if heard else position,
         )
         self._fold(problem, heard)
-        if event is not None:
-            self._wounds[worker, rank] = Wound(problem.cause or problem)
+        self._wounds[key] = Wound(problem.cause or problem)
         return problem
 
     # ---------------------------------------------------------------------------------------------- wounds
 
-    def _fold(self, problem: Problem, heard: _Heard | None) -> Problem:
+    def _fold(self, problem: Problem, heard: Heard | None) -> None:
         """List a problem under the fault of the event itself, or under a wound of the index or of the stream."""
         own = next((p for p in heard.problems if p.is_error), None) if heard else None
         key = (problem.worker_id, problem.dp_rank)
@@ -313,8 +374,3 @@ class Comparison:
             problem.follows_from(wound.cause)
         elif key in self._ledger.streams:
             Ledger.fold(self._ledger.streams[key], problem)
-        return problem
-
-    def forget(self, key: StreamKey) -> None:
-        """The worker and rank begin anew, and the index knows."""
-        self._wounds.pop(key, None)

@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pytest_kvmock.events import RouterEvent, StorageTier
-from pytest_kvmock.harness.comparison import Comparison, Sync, arun, run
+from pytest_kvmock.harness.comparison import Comparison, Heard, Sync, arun, run
 from pytest_kvmock.harness.under_test import IndexUnderTest
 from pytest_kvmock.hygiene.ledger import Ledger, StreamKey
 from pytest_kvmock.hygiene.log import EventLog
@@ -100,32 +100,17 @@ class Judge:
 
         Raises:
             ValueError: the index under test cannot be told; nothing is forgotten.
+            Exception: whatever the index under test raises when it is told; nothing else is forgotten.
         """
         known = [key for key in self.ledger.streams if key[0] == worker_id]
         gone = known if dp_rank is None else [(worker_id, dp_rank)]
-        self._tell_gone(worker_id, [rank for _, rank in gone], whole=gone == known)
+        if self._comparison is not None and self.under_test is not None:
+            ranks = [rank for _, rank in gone]
+            self._comparison.gone(gone, self.under_test.farewell(worker_id, ranks, whole=gone == known))
         for key in gone:
             self.reference.remove_worker_dp_rank(*key)
             self.ledger.restarted(key, first_id=first_id)
-            if self._comparison is not None:
-                self._comparison.forget(key)
         return gone
-
-    def _tell_gone(self, worker_id: int, ranks: list[int], *, whole: bool) -> None:
-        under_test = self.under_test
-        if under_test is None:
-            return
-        if whole and under_test.remove_worker is not None:
-            under_test.remove_worker(worker_id)
-        elif under_test.remove_rank is not None:
-            for dp_rank in ranks:
-                under_test.remove_rank(worker_id, dp_rank)
-        else:
-            need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
-            raise ValueError(
-                f"the index under test ({type(under_test.index).__name__}) cannot be told that worker {worker_id} "
-                f"is gone: it has no {need}"
-            )
 
     # ------------------------------------------------------------------------------------------ comparisons
 
@@ -145,19 +130,23 @@ class Judge:
             self.log.note(self.ledger.drift(key, list(resident()), position, tier))
 
     def compare(self) -> list[Problem]:
-        """Compare all chains ever stored; empty without an index under test, and for an async one."""
+        """Compare all chains ever stored, and note what is new; nothing to do without an index under test, or async.
+
+        Returns:
+            All differences there are now, reported before or not.
+        """
         if self._comparison is None or self.is_async:
             return []
         found = run(self._comparison.everything(self.log.total - 1))
-        self.log.note(found)
+        self.log.note(self._comparison.news(found))
         return found
 
     async def acompare(self) -> list[Problem]:
-        """Give an async index the events that wait, and compare it with the reference."""
+        """As `compare`, for an async index, which is first given the events that wait."""
         assert self._comparison is not None
-        found = await arun(self._comparison.catch_up())
-        found += await arun(self._comparison.everything(self.log.total - 1))
-        self.log.note(found)
+        self.log.note(await arun(self._comparison.catch_up()))
+        found = await arun(self._comparison.everything(self.log.total - 1))
+        self.log.note(self._comparison.news(found))
         return found
 
     def differences(self, residents: Residents) -> list[Problem]:
@@ -174,11 +163,13 @@ class Judge:
 
     def close_async(self) -> None:
         """The test body has ended: note events that an async index was not given."""
-        comparison = self._comparison
-        if comparison is None or not self.is_async or not comparison.waiting:
+        if self._comparison is None or not self.is_async:
             return
-        first, count = comparison.waiting[0], len(comparison.waiting)
-        comparison.waiting.clear()
+        waiting = [heard for heard in self._comparison.waiting if isinstance(heard, Heard)]
+        self._comparison.waiting.clear()
+        if not waiting:
+            return
+        first, count = waiting[0], len(waiting)
         problem = Problem(
             "not_flushed",
             first.event.worker_id,

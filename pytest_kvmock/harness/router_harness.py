@@ -306,15 +306,21 @@ class RouterHarness:
         with self._lock:
             for key in self._judge.gone(id, first_id=None):
                 self.delivery.published.pop(key, None)
+                for tier in StorageTier:
+                    self._resident.pop((key, tier), None)
                 self._workers.pop(self._key(*key), None)
 
     def restarted(self, worker: KvWorker, *, announced: bool) -> None:
-        """A worker has begun anew; called by `HarnessWorker.restart`."""
+        """A worker begins anew; called by `HarnessWorker.restart`.
+
+        Raises:
+            ValueError: it is announced, and the index under test cannot be told; nothing has changed.
+        """
         key = (worker.worker_id, worker.dp_rank)
         with self._lock:
-            self.delivery.published[key] = 0
             if announced:
                 self._judge.gone(*key, first_id=0)
+            self.delivery.published[key] = 0
 
     # ------------------------------------------------------------------------------------------ comparisons
 

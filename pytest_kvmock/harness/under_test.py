@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from inspect import iscoroutinefunction
 from typing import Any, TypeAlias
 
@@ -13,6 +13,10 @@ Scores: TypeAlias = dict[tuple[int, int], int]
 
 WorkerScores: TypeAlias = dict[int, int]
 """Matched blocks by worker alone: the most over its ranks."""
+
+
+Call: TypeAlias = tuple[Callable[[Any], Any], Any]
+"""A function of the index under test, and the argument to call it with."""
 
 
 class UnreadableAnswer(ValueError):  # noqa: N818 - named for what it is
@@ -37,6 +41,10 @@ class IndexUnderTest:
     def __init__(self, index: Any) -> None:
         self.index = index
         name = type(index).__name__
+        if isinstance(index, type):
+            raise TypeError(
+                f"the index under test is a class, {index.__name__}; it must be an object, {index.__name__}()"
+            )
         apply = getattr(index, "apply", None)
         if not callable(apply):
             raise TypeError(f"the index under test ({name}) has no apply(event), which takes a RouterEvent")
@@ -53,17 +61,40 @@ class IndexUnderTest:
         self.remove_worker = self._method("remove_worker")
         self.remove_rank = self._method("remove_worker_dp_rank")
         dump = self._method("dump_events")
-        asked = (self.apply, self.ask, self.flush)
-        self.is_async = any(call is not None and iscoroutinefunction(call) for call in asked)
-        if dump is not None and not iscoroutinefunction(dump) and (held := dump()):
+        called = (self.apply, self.ask, self.flush, self.remove_worker, self.remove_rank)
+        self.is_async = any(call is not None and iscoroutinefunction(call) for call in called)
+        held = list(dump() or ()) if dump is not None and not iscoroutinefunction(dump) else []
+        if held:
             raise ValueError(
-                f"the index under test ({name}) is not empty at the start: dump_events() has {len(held)} events; "
-                "each test needs an index of its own"
+                f"the index under test ({name}) is not empty at the start: dump_events() has "
+                f"{len(held)} event{'s' * (len(held) != 1)}; each test needs an index of its own"
             )
 
     def _method(self, name: str) -> Callable[..., Any] | None:
         method = getattr(self.index, name, None)
         return method if callable(method) else None
+
+    def farewell(self, worker_id: int, ranks: Iterable[int], *, whole: bool) -> list[Call]:
+        """The calls that tell it that some ranks of a worker are gone.
+
+        Args:
+            worker_id: which worker.
+            ranks: which of its ranks.
+            whole: they are all that it has.
+
+        Raises:
+            ValueError: it cannot be told.
+        """
+        remove, remove_rank = self.remove_worker, self.remove_rank
+        if whole and remove is not None:
+            return [(remove, worker_id)]
+        if remove_rank is not None:
+            return [(lambda rank: remove_rank(worker_id, rank), dp_rank) for dp_rank in ranks]
+        need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
+        raise ValueError(
+            f"the index under test ({type(self.index).__name__}) cannot be told that worker {worker_id} "
+            f"is gone: it has no {need}"
+        )
 
     def read(self, answer: Any) -> Scores | WorkerScores:
         """Make one shape of an answer: zeros are dropped, keys stay of the form they have.

@@ -61,6 +61,9 @@ class HarnessWorker(KvWorker):
 
         Args:
             announced: whether the router is told, as by a discovery service: it then drops what it knew of the worker.
+
+        Raises:
+            ValueError: it is announced, and the index under test cannot be told; nothing has changed.
         """
-        super().restart()
         self._harness.restarted(self, announced=announced)
+        super().restart()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, Stored
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import EventData
+
+
+NOBODY: Final = (-1, 0)
+"""In place of (worker_id, dp_rank), where a problem is about no worker."""
 
 
 def block_text(block: int) -> str:
@@ -30,6 +34,8 @@ def ids_text(ids: range) -> str:
 
 def worker_text(worker_id: int, dp_rank: int) -> str:
     """A worker; its rank is named where it is not 0."""
+    if (worker_id, dp_rank) == NOBODY:
+        return "no worker"
     return f"worker {worker_id}" + (f" rank {dp_rank}" if dp_rank else "")
 
 

@@ -644,9 +644,13 @@ def test_a_harness_that_saw_nothing_wrong_is_left_quietly(make_kv):
 
 
 def test_a_body_that_fails_keeps_its_own_exception(make_kv):
-    with pytest.raises(KeyError), make_kv() as kv:
-        kv.apply(Removed((7,)))
-        raise KeyError
+    def body():
+        with make_kv() as kv:
+            kv.apply(Removed((7,)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        body()
 
 
 def test_allowed_rules_and_what_follows_from_them_are_no_failure(make_kv):

@@ -1,0 +1,94 @@
+"""What a test expects to go wrong, and the log as a reader of a harness sees it."""
+
+import pytest
+
+from pytest_kvmock import KvEventsError
+from pytest_kvmock.events import Removed, RouterEvent, Stored
+
+
+def one_block(number):
+    return Stored(None, (number,), (number,))
+
+
+@pytest.fixture
+def kv(make_kv):
+    return make_kv(workers=2)
+
+
+def test_an_error_expected_in_a_with_block_is_none_at_the_end(kv):
+    with kv.events.expect_error("event_id_gap"):
+        kv.drop_next()
+        kv.worker(0).serve(kv.prompt(1))
+        kv.worker(0).serve(kv.prompt(1))
+    kv.worker(0).clear()
+    assert ([], [], []) == tuple(kv.judge())
+    assert 1 == len(kv.events.errors)
+
+
+def test_a_lost_last_event_is_seen_by_the_flush_when_the_block_is_left(kv):
+    with kv.events.expect_error("event_id_gap"), kv.drop_next():
+        kv.worker(0).serve(kv.prompt(1))
+
+
+def test_an_error_that_came_before_the_block_does_not_count(kv):
+    kv.apply(Removed((7,)))
+    with (
+        pytest.raises(KvEventsError, match="expected 1 block_not_found, saw none in 2 KV events"),
+        kv.events.expect_error("block_not_found"),
+    ):
+        kv.apply(one_block(1))
+
+
+def test_more_than_expected_is_a_failure_and_the_rest_stand(kv, rules_of):
+    with (
+        pytest.raises(KvEventsError, match="expected 1 block_not_found, saw 2 in 2 KV events"),
+        kv.events.expect_error("block_not_found"),
+    ):
+        kv.apply([Removed((7,)), Removed((8,))])
+    assert ["block_not_found"] == rules_of(kv.judge().errors)
+
+
+def test_what_follows_from_another_fault_counts(kv):
+    with kv.events.expect_error("event_id_gap"), kv.events.expect_error("parent_block_not_found"):
+        kv.drop_next()
+        kv.apply([one_block(1), Stored(1, (2,), (2,))])
+    assert [] == kv.judge().errors
+
+
+def test_another_error_than_the_expected_one_stands(kv, rules_of):
+    with kv.events.expect_error("event_id_gap"):
+        kv.drop_next()
+        kv.apply([one_block(1), one_block(2)])
+        kv.apply(Removed((7,)), worker_id=1)
+    assert ["block_not_found"] == rules_of(kv.judge().errors)
+
+
+def test_drift_is_expected_for_the_whole_test(kv):
+    kv.events.expect_error("engine_drift")
+    kv.worker(0).serve(kv.prompt(1))
+    kv.apply(one_block(1))
+    assert ([], [], []) == tuple(kv.judge())
+
+
+def test_each_worker_and_rank_has_its_part_of_the_log(make_kv):
+    kv = make_kv(dp_size=2, workers=2)
+    for worker in kv.workers.values():
+        worker.serve(kv.prompt(1))
+    assert (2, 1, 0) == (
+        len(kv.events.for_worker(0)),
+        len(kv.events.for_worker(0, dp_rank=1)),
+        len(kv.events.for_worker(5)),
+    )
+
+
+def test_what_is_taken_are_router_events_and_the_world_goes_on(kv):
+    asked = kv.prompt(1)
+    kv.worker(1).serve(asked)
+    (taken,) = kv.events.take()
+    assert isinstance(taken, RouterEvent)
+    assert (1, 0) == (taken.worker_id, taken.event.event_id)
+    assert [] == list(kv.events)
+    kv.worker(1).serve(kv.prompt(1, after=asked))
+    assert [1] == [entry.event.event.event_id for entry in kv.events]
+    kv.events.check(at_least=2)
+    kv.assert_in_sync()

@@ -1,0 +1,540 @@
+"""A user's index plugged into a harness: every kind of it, and every way in which one can be wrong."""
+
+import asyncio
+
+import pytest
+from faulty_indexes import (
+    Answers,
+    Async,
+    AsyncManageable,
+    ByTokens,
+    ByWorker,
+    ForgetsOneRemoved,
+    IgnoresCleared,
+    Manageable,
+    MatchesByContentAlone,
+    Queued,
+    RaisesOnce,
+    RaisesWhenAsked,
+    RemovesFromTheWrongWorker,
+    ScoresObject,
+    Sound,
+    WithZeros,
+)
+
+from pytest_kvmock import KvEventsError, Prompt
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.router.index import OverlapScores
+
+BY_RANK = (Sound, ScoresObject, WithZeros, ByTokens, Manageable, Queued)
+
+
+def busy(kv, rounds=12, workers=(0, 1)):
+    """Traffic that fills the workers and evicts."""
+    for _ in range(rounds):
+        for worker in workers:
+            kv.worker(worker).serve(kv.prompt(3, tail=1), output_tokens=5)
+
+
+def chain(kv, *numbers, worker=0):
+    """Store a chain of blocks by hand."""
+    kv.apply(Stored(None, numbers, numbers), worker_id=worker)
+
+
+def shown(kv):
+    return {rule for problem in kv.events.problems for rule in [problem.rule]}
+
+
+# -------------------------------------------------------------------------------------------------- sound ones
+
+
+@pytest.mark.parametrize("kind", [*BY_RANK, ByWorker])
+@pytest.mark.parametrize("sync", ["every", "auto", "end"])
+def test_a_sound_index_of_each_kind_passes(make_kv, kind, sync):
+    with make_kv(index=kind(), sync=sync, workers=2) as kv:
+        busy(kv)
+        kv.worker(0).clear()
+        kv.worker(0).serve(kv.prompt(2))
+        kv.assert_in_sync()
+    assert [] == kv.events.problems
+
+
+@pytest.mark.parametrize("kind", [*BY_RANK, ByWorker])
+def test_the_index_that_is_plugged_in_answers(make_kv, kind):
+    index = kind()
+    kv = make_kv(index=index, workers=2)
+    asked = kv.prompt(3)
+    kv.worker(1).serve(asked)
+    assert {1: 3} == kv.overlap(asked)
+    assert {} == kv.overlap(kv.prompt(1))
+    assert index is kv.index
+    assert kv.reference is not index
+
+
+def test_without_one_the_reference_answers(make_kv):
+    kv = make_kv()
+    assert kv.index is kv.reference
+
+
+@pytest.mark.parametrize("kind", [Sound, ByTokens])
+def test_ranks_are_told_apart_by_an_index_that_does(make_kv, kind):
+    with make_kv(index=kind(), dp_size=2) as kv:
+        asked = kv.prompt(3)
+        kv.worker(0, 0).serve(asked.tokens[:4])
+        kv.worker(0, 1).serve(asked)
+        assert {(0, 0): 1, (0, 1): 3} == kv.overlap(asked)
+
+
+def test_an_answer_by_worker_is_the_most_over_its_ranks(make_kv):
+    with make_kv(index=ByWorker(), dp_size=2) as kv:
+        asked = kv.prompt(3)
+        kv.worker(0, 0).serve(asked.tokens[:4])
+        kv.worker(0, 1).serve(asked)
+        assert {0: 3} == kv.overlap(asked)
+
+
+def test_overlap_by_hashes_asks_the_index_too(make_kv):
+    kv = make_kv(index=Sound())
+    chain(kv, 1, 2)
+    assert {0: 2} == kv.overlap_for_hashes([1, 2, 3])
+
+
+def test_an_index_of_tokens_cannot_be_asked_with_hashes(make_kv):
+    kv = make_kv(index=ByTokens())
+    for ask in (lambda: kv.overlap(Prompt(hashes=[1])), lambda: kv.overlap_for_hashes([1])):
+        with pytest.raises(ValueError, match=r"takes tokens \(match_tokens\), and this prompt has only hashes"):
+            ask()
+
+
+def test_an_index_of_tokens_cannot_be_compared_on_events_without_them(make_kv):
+    kv = make_kv(index=ByTokens())
+    chain(kv, 1, 2)
+    (problem,) = kv.judge().errors
+    assert "index_failure" == problem.rule
+    assert "takes tokens (match_tokens), and this prompt has only hashes" in problem.known
+
+
+# -------------------------------------------------------------------------------------- flush, dump_events, remove
+
+
+def test_flush_is_called_before_an_index_is_asked(make_kv):
+    index = Queued()
+    kv = make_kv(index=index, sync="end")
+    chain(kv, 1, 2)
+    assert 1 == len(index.queue)
+    assert {0: 2} == kv.overlap_for_hashes([1, 2])
+    assert [] == index.queue
+
+
+def test_an_index_that_never_catches_up_is_found(make_kv, rules_of):
+    class Lazy(Queued):
+        def flush(self):
+            pass
+
+    kv = make_kv(index=Lazy())
+    chain(kv, 1)
+    assert ["index_drift"] == rules_of(kv.judge().errors)
+
+
+@pytest.mark.parametrize("as_generator", [False, True])
+def test_an_index_that_is_not_empty_is_refused(make_kv, as_generator):
+    class Used(Manageable):
+        def dump_events(self):
+            events = super().dump_events()
+            return (event for event in events) if as_generator else events
+
+    index = Used()
+    make_kv(index=index)
+    index.apply(RouterEvent(0, KvCacheEvent(0, Stored(None, (1,), (1,)))))
+    with pytest.raises(ValueError, match=r"\(Used\) is not empty at the start: dump_events\(\) has 1 event; each"):
+        make_kv(index=index)
+
+
+def test_an_index_that_is_not_empty_and_cannot_say_so_is_found_at_the_first_drift(make_kv):
+    index = Sound()
+    for worker in (0, 1):
+        index.apply(RouterEvent(worker, KvCacheEvent(0, Stored(None, (1, 2), (1, 2)))))
+    kv = make_kv(index=index)
+    chain(kv, 1)
+    (problem,) = kv.judge().errors
+    assert ("index_drift", 1, (1,), 0) == (problem.rule, problem.worker_id, problem.blocks, problem.event_id)
+    assert "it never stored it; was the index empty at the start?" in problem.known
+
+
+def test_an_index_is_told_of_a_removed_worker(make_kv):
+    index = Manageable()
+    with make_kv(index=index, workers=2) as kv:
+        asked = kv.prompt(2)
+        for worker in (0, 1):
+            kv.worker(worker).serve(asked)
+        kv.remove_worker(0)
+        assert [0] == index.told
+        assert {1: 2} == kv.overlap(asked)
+
+
+def test_an_index_is_told_of_an_announced_restart(make_kv):
+    index = Manageable()
+    with make_kv(index=index, dp_size=2) as kv:
+        asked = kv.prompt(2)
+        for worker in kv.workers.values():
+            worker.serve(asked)
+        kv.worker(0, 1).restart(announced=True)
+        assert [(0, 1)] == index.told
+        assert {(0, 0): 2} == kv.overlap(asked)
+        kv.worker(0, 1).serve(asked)
+
+
+def test_an_index_that_cannot_be_told_is_refused_and_nothing_changes(make_kv):
+    kv = make_kv(index=Sound(), workers=2)
+    asked = kv.prompt(2)
+    kv.worker(0).serve(asked)
+    request = kv.worker(0).prefill(asked)
+    with pytest.raises(ValueError, match=r"\(Sound\) cannot be told that worker 0 is gone: it has no remove_worker"):
+        kv.remove_worker(0)
+    with pytest.raises(ValueError, match="cannot be told that worker 0 is gone"):
+        kv.worker(0).restart(announced=True)
+    assert "running" == request.status
+    assert {0: 2} == kv.overlap(asked)
+    assert [0, 1] == list(kv.workers)
+    kv.assert_in_sync()
+
+
+def test_an_index_that_raises_when_told_keeps_everything_as_it_was(make_kv):
+    class Stubborn(Manageable):
+        def remove_worker(self, worker_id):
+            raise OSError("no")
+
+    kv = make_kv(index=Stubborn())
+    asked = kv.prompt(2)
+    kv.worker(0).serve(asked)
+    manager = kv.worker(0).manager
+    for call in (lambda: kv.remove_worker(0), lambda: kv.worker(0).restart(announced=True)):
+        with pytest.raises(OSError, match="no"):
+            call()
+    assert manager is kv.worker(0).manager
+    assert {0: 2} == kv.overlap(asked)
+    kv.assert_in_sync()
+
+
+# --------------------------------------------------------------------------------------------------- bad indexes
+
+
+class NoApply:
+    def find_matches(self, hashes):
+        return {}
+
+
+class NoQuestion:
+    def apply(self, event):
+        pass
+
+
+class NotCallable(Sound):
+    apply = 7
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (NoApply(), r"\(NoApply\) has no apply\(event\), which takes a RouterEvent"),
+        (NotCallable(), r"\(NotCallable\) has no apply\(event\)"),
+        (NoQuestion(), r"\(NoQuestion\) has neither find_matches\(local_hashes\) nor match_tokens\(tokens\)"),
+        (Sound, "is a class, Sound; it must be an object, Sound"),
+        (object(), r"\(object\) has no apply"),
+    ],
+    ids=range(5),
+)
+def test_an_index_that_lacks_something_is_refused(make_kv, index, message):
+    with pytest.raises(TypeError, match=message):
+        make_kv(index=index)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, 3, [0, 1], "no", {"0": 1}, {0: "1"}, {0: 1.0}, {0: 1, (1, 0): 1}, {(0,): 1}, OverlapScores(None)]
+)
+def test_an_answer_that_cannot_be_read_is_one_problem_that_says_what_came(make_kv, answer):
+    kv = make_kv(index=Answers(answer))
+    chain(kv, 1, 2)
+    with pytest.raises(ValueError, match=r"Answers answered .*; expected .*worker_id or"):
+        kv.overlap_for_hashes([1])
+    (problem,) = kv.judge().errors
+    assert ("index_failure", 0, 0) == (problem.rule, problem.worker_id, problem.event_id)
+    assert "Answers answered" in problem.known
+
+
+def test_an_index_that_always_raises_when_asked_is_one_problem_a_worker(make_kv, rules_of):
+    kv = make_kv(index=RaisesWhenAsked(), workers=2)
+    busy(kv)
+    errors = kv.judge().errors
+    assert ["index_failure", "index_failure"] == rules_of(errors)
+    assert [0, 1] == [problem.worker_id for problem in errors]
+    assert "a question raised ZeroDivisionError: no" == errors[0].known
+
+
+def test_an_index_that_always_raises_at_the_end_is_one_problem_a_worker(make_kv, rules_of):
+    kv = make_kv(index=RaisesWhenAsked(), workers=2, sync="end")
+    busy(kv)
+    assert ["index_failure", "index_failure"] == rules_of(kv.judge().errors)
+
+
+def test_a_flush_that_raises_is_one_problem_and_names_no_worker(make_kv):
+    class Broken(Manageable):
+        def flush(self):
+            raise OSError("gone")
+
+    kv = make_kv(index=Broken(), sync="end")
+    chain(kv, 1)
+    kv.flush()
+    (problem,) = kv.judge().errors
+    assert ("index_failure", "flush raised OSError: gone") == (problem.rule, problem.known)
+    assert "worker -1" not in repr(problem)
+
+
+def test_what_an_index_raises_does_not_reach_the_code_under_test(make_kv):
+    kv = make_kv(index=RaisesOnce())
+    assert 2 == len(kv.worker(0).serve(kv.prompt(2)).stored_blocks)
+
+
+# ------------------------------------------------------------------------------------- wrong ones, and at which event
+
+
+def test_a_forgotten_removed_is_found_at_that_event(make_kv):
+    kv = make_kv(index=ForgetsOneRemoved())
+    chain(kv, 1, 2, 3)
+    kv.apply([Removed((3,)), Stored(2, (4,), (4,))])
+    (problem,) = kv.judge().errors
+    assert ("index_drift", 1, (3,)) == (problem.rule, problem.event_id, problem.blocks)
+    assert problem.known.startswith("the index under test answers 3 blocks of worker 0 for the chain of 3 that ends in")
+    assert "block 3 was removed by event 1" in problem.known
+    assert "2 blocks, as the reference index says" == problem.right
+
+
+def test_an_ignored_cleared_is_found_at_that_event(make_kv, rules_of):
+    kv = make_kv(index=IgnoresCleared())
+    chain(kv, 1, 2)
+    chain(kv, 5)
+    kv.apply([Cleared(), Stored(None, (9,), (9,))])
+    errors = kv.judge().errors
+    assert {("index_drift", 2)} == {(problem.rule, problem.event_id) for problem in errors}
+    assert 1 <= len(errors) <= 3
+
+
+def test_a_removal_from_the_wrong_worker_is_found_at_that_event(make_kv):
+    kv = make_kv(index=RemovesFromTheWrongWorker(), workers=2)
+    chain(kv, 1, 2)
+    chain(kv, 1, 2, worker=1)
+    kv.apply(Removed((2,)))
+    (problem,) = kv.judge().errors
+    assert ("index_drift", 0, 1) == (problem.rule, problem.worker_id, problem.event_id)
+
+
+def test_a_match_by_content_alone_is_found_at_the_first_chain(make_kv):
+    kv = make_kv(index=MatchesByContentAlone())
+    chain(kv, 1)
+    assert set() == shown(kv)
+    chain(kv, 2, 3)
+    assert {"index_drift"} == shown(kv)
+    assert 1 == kv.events.errors[0].event_id
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_index_that_raises_once_fails_at_that_event_and_what_it_missed_follows(make_kv, at, rules_of):
+    kv = make_kv(index=RaisesOnce(at))
+    chain(kv, 1)
+    kv.apply([Stored(1, (2,), (2,)), Stored(2, (3,), (3,)), Stored(3, (4,), (4,))])
+    (problem,) = kv.judge().errors
+    assert ("index_failure", at) == (problem.rule, problem.event_id)
+    assert "apply raised OSError: disk full" == problem.known
+    assert {"index_failure", "index_drift"} >= set(rules_of(problem.consequences())) > set()
+
+
+def test_an_index_that_refuses_a_wrong_event_is_noted_under_what_is_wrong_with_it(make_kv, rules_of):
+    class Strict(Sound):
+        def apply(self, event):
+            if isinstance(event.event.data, Stored) and event.event.data.parent_hash == 9:
+                raise LookupError(9)
+            super().apply(event)
+
+    kv = make_kv(index=Strict())
+    kv.apply(Stored(9, (1,), (1,)))
+    (problem,) = kv.judge().errors
+    assert "parent_block_not_found" == problem.rule
+    assert "index_failure" in rules_of(problem.consequences())
+
+
+FAULTY = (ForgetsOneRemoved, IgnoresCleared, RemovesFromTheWrongWorker, MatchesByContentAlone, RaisesOnce)
+
+
+@pytest.mark.parametrize("kind", FAULTY)
+@pytest.mark.parametrize("sync", ["every", "auto", "end"])
+def test_each_wrong_index_is_found_in_traffic(make_kv, kind, sync):
+    index = kind()
+    if sync == "end" and kind is ForgetsOneRemoved:
+        index.forgets = 1000  # a later Removed of its parent hides a single one
+    kv = make_kv(index=index, sync=sync, workers=2)
+    busy(kv)
+    if kind is IgnoresCleared:
+        kv.worker(0).clear()
+    before_the_end = shown(kv)
+    errors = kv.judge().errors
+    assert errors
+    assert {"index_drift", "index_failure"} >= {problem.rule for problem in errors}
+    if sync == "end" and kind is not RaisesOnce:  # what is raised is heard at once
+        assert set() == before_the_end
+    else:
+        assert set() < before_the_end
+
+
+def test_a_fault_is_told_once_a_block(make_kv):
+    kv = make_kv(index=ForgetsOneRemoved())
+    chain(kv, 1, 2)
+    kv.apply([Removed((2,)), Removed((1,)), Stored(None, (1,), (1,))])
+    for _ in range(3):
+        kv.flush()
+    assert 1 == len(kv.judge().errors)
+    assert [] == kv.judge().errors
+
+
+def test_index_and_reference_out_of_sync_are_asserted_each_time(make_kv):
+    kv = make_kv(index=ForgetsOneRemoved())
+    chain(kv, 1, 2)
+    kv.assert_in_sync()
+    kv.apply(Removed((2,)))
+    for _ in range(2):
+        with pytest.raises(KvEventsError, match="index_drift"):
+            kv.assert_in_sync()
+    assert 1 == len(kv.events.errors)
+    kv.apply(Stored(1, (2,), (2,)))
+    kv.assert_in_sync()
+
+
+def test_how_often_an_index_is_asked_is_said_by_sync(make_kv, monkeypatch):
+    from pytest_kvmock.harness import comparison
+
+    monkeypatch.setattr(comparison, "ALWAYS_UPTO", 10)
+    asked = {}
+    for sync in ("every", "auto", "end"):
+        index = Sound()
+        kv = make_kv(index=index, sync=sync)
+        for number in range(200):
+            chain(kv, number)
+            if number == 9:
+                asked[sync, 10] = index.asked
+        asked[sync] = index.asked
+    assert (10, 10, 0) == (asked["every", 10], asked["auto", 10], asked["end", 10])
+    assert (200, 0) == (asked["every"], asked["end"])
+    assert 10 < asked["auto"] < 60
+
+
+# -------------------------------------------------------------------------------------------------- async indexes
+
+
+def test_events_wait_for_an_async_index_until_it_is_flushed(make_kv):
+    async def body(kv):
+        asked = kv.prompt(2)
+        kv.worker(0).serve(asked)
+        assert {} == await kv.aoverlap(asked)
+        await kv.aflush()
+        assert {0: 2} == await kv.aoverlap(asked)
+        await kv.aassert_in_sync()
+
+    kv = make_kv(index=Async())
+    asyncio.run(body(kv))
+    assert ([], [], []) == tuple(kv.judge())
+
+
+def test_an_async_index_is_not_asked_without_await(make_kv):
+    kv = make_kv(index=Async())
+    with pytest.raises(TypeError, match=r"overlap cannot ask an async index \(Async\): use `await kv_router.aoverlap"):
+        kv.overlap([1, 2, 3, 4])
+    with pytest.raises(TypeError, match="aassert_in_sync"):
+        kv.assert_in_sync()
+
+
+def test_an_index_that_is_not_async_is_not_awaited(make_kv):
+    async def body(kv):
+        for call in (kv.aflush, kv.aassert_in_sync, lambda: kv.aoverlap([1])):
+            with pytest.raises(TypeError, match="is for an async index under test; this one is asked without await"):
+                await call()
+
+    asyncio.run(body(make_kv(index=Sound())))
+    asyncio.run(body(make_kv()))
+
+
+def test_events_that_wait_at_the_end_are_not_flushed(make_kv):
+    kv = make_kv(index=Async())
+    kv.worker(0).serve(kv.prompt(1))
+    kv.worker(0).serve(kv.prompt(1))
+    (problem,) = kv.judge().errors
+    assert ("not_flushed", 0) == (problem.rule, problem.event_id)
+    assert "2 events waited for the async index when the test body ended, this one first" == problem.known
+
+
+def test_a_wrong_async_index_is_found_at_the_flush(make_kv):
+    class Forgetful(Async):
+        async def apply(self, event):
+            if not isinstance(event.event.data, Removed):
+                await super().apply(event)
+
+    async def body(kv):
+        chain(kv, 1, 2, 3)
+        kv.apply(Removed((3,)))
+        assert [] == kv.events.problems
+        await kv.aflush()
+
+    kv = make_kv(index=Forgetful())
+    asyncio.run(body(kv))
+    (problem,) = kv.judge().errors
+    assert ("index_drift", (3,)) == (problem.rule, problem.blocks)
+
+
+def test_an_async_index_that_raises_is_found_at_the_flush(make_kv):
+    class Raising(Async):
+        async def apply(self, event):
+            if event.event.event_id == 1:
+                raise OSError("gone")
+            await super().apply(event)
+
+    async def body(kv):
+        chain(kv, 1)
+        chain(kv, 2)
+        await kv.aflush()
+
+    kv = make_kv(index=Raising())
+    asyncio.run(body(kv))
+    (problem,) = kv.judge().errors
+    assert ("index_failure", 1) == (problem.rule, problem.event_id)
+
+
+@pytest.mark.parametrize("what", ["remove", "restart"])
+@pytest.mark.parametrize("kind", [Async, AsyncManageable])
+def test_an_async_index_is_told_of_a_worker_that_is_gone_in_its_turn(make_kv, kind, what):
+    class Index(kind):
+        if kind is Async:
+
+            def remove_worker(self, worker_id):
+                self.tree.remove_worker(worker_id)
+
+    async def body(kv):
+        asked, worker = kv.prompt(2), kv.worker(0)
+        worker.serve(asked)
+        kv.worker(1).serve(asked)
+        if what == "remove":
+            kv.remove_worker(0)
+        else:
+            worker.restart(announced=True)
+        kv.worker(0).serve(asked.tokens[:4])
+        await kv.aflush()
+        assert {0: 1, 1: 2} == await kv.aoverlap(asked)
+        await kv.aassert_in_sync()
+
+    kv = make_kv(index=Index(), workers=2)
+    asyncio.run(body(kv))
+    assert ([], [], []) == tuple(kv.judge())
+
+
+def test_a_worker_that_is_gone_is_not_told_to_an_async_index_without_a_flush(make_kv, rules_of):
+    kv = make_kv(index=AsyncManageable())
+    kv.worker(0).serve(kv.prompt(1))
+    kv.remove_worker(0)
+    assert ["not_flushed"] == rules_of(kv.judge().errors)

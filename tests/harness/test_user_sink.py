@@ -1,0 +1,164 @@
+"""Where a block manager of the user's own publishes."""
+
+import pytest
+
+from pytest_kvmock import KvEventsError, create_manager
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.tokens import sequence_hashes
+
+FIRST = 2**16
+
+
+def one_block(number):
+    return Stored(None, (number,), (number,))
+
+
+@pytest.fixture
+def kv(make_kv):
+    return make_kv(None)
+
+
+@pytest.fixture
+def sink(kv):
+    return kv.make_sink()
+
+
+def test_each_is_a_worker_of_its_own(kv):
+    sinks = [kv.make_sink() for _ in range(3)]
+    assert [FIRST, FIRST + 1, FIRST + 2] == [sink.worker_id for sink in sinks]
+    for count, sink in enumerate(sinks, 1):
+        sink(Stored(None, tuple(range(1, count + 1)), tuple(range(1, count + 1))))
+    assert {FIRST: 1, FIRST + 1: 2, FIRST + 2: 3} == kv.overlap_for_hashes([1, 2, 3])
+    kv.assert_no_event_errors()
+
+
+def test_one_that_speaks_for_several_ranks_takes_no_others_id(kv):
+    first = kv.make_sink()
+    for rank in (0, 1, 2):
+        first(KvCacheEvent(0, one_block(1), rank))
+    assert FIRST + 1 == kv.make_sink().worker_id
+
+
+def test_it_is_called_or_published_to_and_captures(kv, sink):
+    sink(one_block(1))
+    sink.publish(Stored(1, (2,), (2,)))
+    sink(Removed((2,)))
+    sink(Cleared())
+    assert [0, 1, 2, 3] == [event.event_id for event in sink.events]
+    assert [entry.event.event for entry in kv.events] == sink.events
+    assert f"<KvSink worker {FIRST}, 4 events>" == repr(sink)
+    kv.assert_no_event_errors()
+
+
+def test_events_keep_their_ids_which_may_begin_anywhere(kv, sink):
+    sink(KvCacheEvent(41, one_block(1)))
+    sink(one_block(2))
+    assert [41, 42] == [event.event_id for event in sink.events]
+    kv.assert_no_event_errors()
+    sink(KvCacheEvent(44, one_block(3)))
+    (problem,) = kv.judge().errors
+    assert ("event_id_gap", 44) == (problem.rule, problem.event_id)
+
+
+def test_a_router_event_is_relabelled_and_keeps_the_rest(kv, sink):
+    sink(RouterEvent(3, KvCacheEvent(7, one_block(1), 2), StorageTier.HOST_PINNED, [(1, 2, 3, 4)]))
+    (entry,) = kv.events
+    assert (FIRST, 2, 7) == (entry.event.worker_id, entry.event.event.dp_rank, entry.event.event.event_id)
+    assert (StorageTier.HOST_PINNED, [(1, 2, 3, 4)]) == (entry.storage_tier, entry.token_ids)
+
+
+def test_tier_and_token_ids_travel_beside_an_event(kv, sink):
+    sink(one_block(1), StorageTier.DISK, [(1, 2, 3, 4)])
+    sink.publish(one_block(1), token_ids=[(5, 6, 7, 8)])
+    assert [StorageTier.DISK, StorageTier.DEVICE] == [entry.storage_tier for entry in kv.events]
+    assert [[(1, 2, 3, 4)], [(5, 6, 7, 8)]] == [entry.token_ids for entry in kv.events]
+    assert {} == kv.warning_counts()  # another tier, so no duplicate
+
+
+def test_a_manager_publishes_to_it(kv, sink):
+    manager = create_manager("lru", num_blocks=2, block_size=4, sink=sink)
+    sink.compare(manager.resident)
+    for number in range(5):
+        manager.use([number])
+        manager.deref(number)
+    kv.assert_in_sync()
+    assert 8 == len(sink.events)  # five stored, three removed
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "stored", [one_block(1)], KvCacheEvent(0, 7), RouterEvent(0, None)])
+def test_what_is_no_event_is_refused_and_not_captured(kv, sink, wrong):
+    with pytest.raises(TypeError, match="a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, got"):
+        sink(wrong)
+    assert ([], 0) == (sink.events, kv.events.total)
+    sink(one_block(1))
+    assert [0] == [event.event_id for event in sink.events]
+
+
+def test_hashes_are_free_unless_it_is_chained(kv):
+    free, chained = kv.make_sink(), kv.make_sink(chained=True)
+    for sink in (free, chained):
+        sink(Stored(None, (1, 2), (1, 2)))
+    (problem,) = kv.judge().errors
+    assert ("wrong_hash", chained.worker_id) == (problem.rule, problem.worker_id)
+    chained(Stored(None, tuple(sequence_hashes([5, 6])), (5, 6)))
+    assert [] == kv.judge().errors
+
+
+# ------------------------------------------------------------------------------------------------------- compare
+
+
+def test_without_compare_what_is_resident_is_not_asked_for(kv, sink):
+    sink(one_block(1))
+    kv.assert_in_sync()
+
+
+def test_a_missing_removed_is_drift(kv, sink):
+    resident = {1, 2}
+    sink.compare(lambda: resident)
+    sink(one_block(1))
+    sink(one_block(2))
+    kv.assert_in_sync()
+    resident.discard(1)
+    with pytest.raises(KvEventsError, match="engine_drift"):
+        kv.assert_in_sync()
+    (problem,) = kv.judge().errors
+    assert ("engine_drift", FIRST, (1,)) == (problem.rule, problem.worker_id, problem.blocks)
+    assert "1 block is not held by the engine, and the events say otherwise: block 1 is held" == problem.known
+    assert "what the engine drops is published as Removed" == problem.right
+
+
+def test_a_missing_stored_is_drift(kv, sink):
+    sink.compare(lambda: [1])
+    (problem,) = kv.judge().errors
+    assert "1 block is held by the engine, and the events say otherwise: block 1 was never stored" == problem.known
+
+
+@pytest.mark.parametrize("resident", [list, set, tuple, iter, dict.fromkeys])
+def test_any_iterable_of_hashes_tells_what_is_resident(kv, sink, resident):
+    sink.compare(lambda: resident([1]))
+    sink(one_block(1))
+    kv.assert_in_sync()
+
+
+def test_ranks_and_tiers_are_compared_by_themselves(kv, sink):
+    sink.compare(lambda: [1])
+    sink.compare(lambda: [2], dp_rank=1)
+    sink.compare(lambda: [3], storage_tier=StorageTier.DISK)
+    sink(one_block(1))
+    sink(KvCacheEvent(0, one_block(2), 1))
+    assert [(3,)] == [problem.blocks for problem in kv.judge().errors]
+    sink(one_block(3), StorageTier.DISK)
+    kv.assert_in_sync()
+
+
+def test_what_cannot_be_called_cannot_be_compared(sink):
+    with pytest.raises(TypeError, match=r"compare takes a callable that tells the resident block hashes, got \[1\]"):
+        sink.compare([1])
+
+
+def test_a_removed_one_is_not_compared_any_more(kv, sink):
+    sink.compare(lambda: [1])
+    sink(one_block(1))
+    kv.remove_worker(sink.worker_id)
+    kv.assert_in_sync()
+    assert {} == kv.overlap_for_hashes([1])
