@@ -97,6 +97,7 @@ class Expectation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        __tracebackhide__ = True  # a test's failure shows the test
         self._log.flush()
         unmet = self.settle()
         if unmet is not None and kind is None:
@@ -244,6 +245,7 @@ class EventLog:
         Raises:
             KvEventsError: an error that is not expected, or fewer events.
         """
+        __tracebackhide__ = True
         self.flush()
         wrong = [problem for problem in self.errors if not problem.covered()]
         if wrong:
