@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
-from itertools import repeat
-from operator import or_
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
-from pytest_kvmock.cache.manager import (
-    PrefillCost,
-    Publisher,
-    SequenceBlocks,
+from pytest_kvmock.cache.manager import PrefillCost, Publisher, SequenceBlocks
+from pytest_kvmock.cache.names import Names
+from pytest_kvmock.cache.pool import BlockPool, EvictionPolicy, PoolMetrics, Slot
+from pytest_kvmock.cache.rules import (
+    are_plhs,
     check_dp_rank,
     check_full,
     check_logical_block_size,
     check_num_blocks,
+    entries_of,
     flatten,
-    is_full,
 )
-from pytest_kvmock.cache.pool import BlockPool, EvictionPolicy, PoolMetrics, Slot
-from pytest_kvmock.events import BlockTokens, Cleared, Removed, StorageTier, Stored
+from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, MoveError, Promote, Use
 from pytest_kvmock.sinks import Sink
 from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_position
@@ -31,17 +27,13 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_positio
 #
 # Three names meet here. Moves and events name blocks by sequence hash; the pool caches them by lineage hash (PLH); a
 # slot is where one is. Reuse is decided by PLH, so a slot that was stored under one sequence hash may be held under
-# others that come with the same PLH; its Removed names the first. Nearly always a slot is held by its own name alone:
-# then `_named` finds it and `Slot.refs` counts. All other holds, by *aliases*, are in `_alias_slots` and `_alias_refs`,
-# and while there are any, the loops below go their careful way.
+# others that come with the same PLH; its Removed names the first. `Names` knows who holds what. Nearly always a slot is
+# held by its own name alone; while there are others, aliases, the loops below go their careful way.
 #
 # Within one Use evictions happen at once and are told at the end: one Stored, then one Removed. Only then does the
 # manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
 # new entry, a Removed follows its Stored, and its real eviction will say nothing (`Slot.known`). The real manager does
 # this; it is not ours to mend.
-
-
-_PLH_END = 3 << 126
 
 
 class LogicalManager:
@@ -76,10 +68,7 @@ class LogicalManager:
         self._publisher = Publisher(sink, dp_rank)
         self._pool = BlockPool(num_blocks, eviction)
         self._partials: dict[UUID, Slot] = {}
-        self._named: dict[int, Slot] = {}  # registered slots by their own name; the first of two with one name
-        self._homonyms = 0  # registered slots that are not in _named, because another one has their name
-        self._alias_slots: dict[int, Slot] = {}
-        self._alias_refs: dict[int, int] = {}
+        self._names = Names()
         self._references = 0
         self._num_inactive = 0
 
@@ -123,9 +112,8 @@ class LogicalManager:
     @property
     def active_blocks(self) -> Mapping[Block, int]:
         """References to each block in use, partial ones included."""
-        blocks: dict[Block, int] = {name: slot.refs for name, slot in self._named.items() if slot.refs}
-        blocks.update(self._alias_refs.items())
-        blocks.update(dict.fromkeys(self._partials, 1))
+        blocks: dict[Block, int] = dict.fromkeys(self._partials, 1)
+        blocks.update(self._names.references().items())
         return blocks
 
     def references(self, block: Block) -> int:
@@ -163,7 +151,7 @@ class LogicalManager:
         overlap = 0
         if sequence.enable_prefix_caching:
             for block, plh in zip(blocks, sequence.positional_lineage_hashes, strict=False):
-                if not isinstance(block, int) or self._held_by(block) is None:
+                if not isinstance(block, int) or self._names.held_by(block) is None:
                     slot = self._pool.registered.get(plh)
                     if slot is None or not slot.known:
                         break
@@ -187,9 +175,10 @@ class LogicalManager:
         raise MoveError(f"expected a Use, Deref or Promote, got {move!r:.200}")
 
     def _use(self, move: Use) -> int:
-        entries = _entries(move)
+        entries = entries_of(move)
         pool, policy, partials = self._pool, self._pool.inactive, self._partials
-        named, aliases, registered = self._named, self._alias_slots, pool.registered
+        names, registered = self._names, pool.registered
+        named, aliases = names.own, names.alias_slots
         remove, register = policy.remove, policy.register
         find = policy.find if policy.finds_by_place else None
         evicted: list[int] = []  # lineage hashes
@@ -223,8 +212,8 @@ class LogicalManager:
                 own.refs = 1
                 woken += 1
                 anchor = name
-            elif aliases and self._held_by(name) is not None:
-                self._hold_again(name)
+            elif aliases and self._names.held_by(name) is not None:
+                self._names.hold_again(name)
                 anchor = name
             else:
                 slot = registered.get(plh)
@@ -246,7 +235,7 @@ class LogicalManager:
                         named[name] = slot
                         slot.refs = 1
                     else:
-                        self._hold_new(slot)
+                        self._names.hold_new(slot)
                     register(slot)
                     stored.append(name)
                     stored_locals.append(local)
@@ -259,7 +248,7 @@ class LogicalManager:
                     else:
                         woken += 1
                         remove(slot)
-                    self._hold(slot, name)
+                    self._names.hold(slot, name)
                     anchor = name
             parent = name
             served += 1
@@ -290,10 +279,10 @@ class LogicalManager:
             del pool.registered[slot.plh]
             evicted.append(slot.plh)
             removed.append(slot.name if slot.known else None)
-            if self._homonyms:
-                self._drop_homonym(slot)
+            if self._names.homonyms:
+                self._names.drop(slot)
             else:
-                del self._named[slot.name]
+                del self._names.own[slot.name]
         return slot
 
     def _handle_evictions(self, evicted: list[int], removed: list[int | None]) -> None:
@@ -312,9 +301,9 @@ class LogicalManager:
             self._publisher.publish(Removed(names))
 
     def _deref(self, blocks: Sequence[Block]) -> int:
-        if self._alias_slots or self._pool.inactive.collisions:
+        if self._names.alias_slots or self._pool.inactive.collisions:
             return self._deref_carefully(blocks)
-        named = self._named
+        named = self._names.own
         try:
             if len(blocks) == 1:
                 slot = named[blocks[0]]  # type: ignore[index]
@@ -349,7 +338,7 @@ class LogicalManager:
                 self._pool.give_back(self._partials.pop(block))
             else:
                 self._references -= 1
-                slot = self._let_go(block)
+                slot = self._names.let_go(block)
                 if not slot.refs and not slot.aliases:
                     self._pool.inactive.insert(slot)
                     self._num_inactive += 1
@@ -367,7 +356,7 @@ class LogicalManager:
             if isinstance(block, UUID):
                 has = int(block in self._partials)
             else:
-                has = self._references_of(block)
+                has = self._names.references_of(block)
                 if has == times:
                     last.append(block)
             if times > has:
@@ -382,7 +371,7 @@ class LogicalManager:
         names: dict[Slot, int] = {}
         falling: list[Slot] = []
         for name in last:
-            slot = self._held_by(name)
+            slot = self._names.held_by(name)
             assert slot is not None
             names[slot] = names.get(slot, 0) + 1
             if names[slot] == slot.aliases + (slot.refs > 0):
@@ -400,8 +389,8 @@ class LogicalManager:
         assert plh is not None
         mutable = self._partials.pop(move.partial)
         self._references += 1
-        if self._held_by(name) is not None:
-            self._hold_again(name)
+        if self._names.held_by(name) is not None:
+            self._names.hold_again(name)
             pool.give_back(mutable)
             return 1
         pool.match_hashes_requested += 1
@@ -413,7 +402,7 @@ class LogicalManager:
             else:
                 pool.inactive.remove(slot)
                 self._num_inactive -= 1
-            self._hold(slot, name)
+            self._names.hold(slot, name)
             pool.give_back(mutable)
             return 1
         mutable.plh = plh
@@ -423,7 +412,7 @@ class LogicalManager:
         mutable.local_hash = move.local_hash
         mutable.token_ids = move.token_ids
         pool.registered[plh] = mutable
-        self._hold_new(mutable)
+        self._names.hold_new(mutable)
         pool.inactive.register(mutable)
         pool.registrations += 1
         beside = None if move.token_ids is None else [move.token_ids]
@@ -440,69 +429,8 @@ class LogicalManager:
         if move.parent is not None:
             check_full(move.parent, f"{what} to block {move.block}: parent")
         check_full(move.local_hash, f"{what} to block {move.block}: local hash")
-        if move.plh is None or not _are_plhs((move.plh,)):
+        if move.plh is None or not are_plhs((move.plh,)):
             raise MoveError(f"{what} to block {move.block}: plh must be a lineage hash, got {move.plh!r}")
-
-    # ------------------------------------------------------------------------------------------ who holds what, by name
-
-    def _held_by(self, name: int) -> Slot | None:
-        """Return the slot that a name holds."""
-        slot = self._alias_slots.get(name)
-        if slot is None:
-            slot = self._named.get(name)
-            if slot is not None and not slot.refs:
-                return None
-        return slot
-
-    def _references_of(self, name: int) -> int:
-        if name in self._alias_refs:
-            return self._alias_refs[name]
-        slot = self._named.get(name)
-        return 0 if slot is None else slot.refs
-
-    def _hold(self, slot: Slot, name: int) -> None:
-        """Let a name hold a registered slot; it holds none yet."""
-        if self._named.get(name) is slot:
-            slot.refs = 1
-        else:
-            self._alias_slots[name] = slot
-            self._alias_refs[name] = 1
-            slot.aliases += 1
-
-    def _hold_new(self, slot: Slot) -> None:
-        """Let a slot that was just registered be held by its own name."""
-        if slot.name in self._named:
-            self._homonyms += 1
-        else:
-            self._named[slot.name] = slot
-        self._hold(slot, slot.name)
-
-    def _hold_again(self, name: int) -> None:
-        """One reference more for a name that holds a slot."""
-        if name in self._alias_refs:
-            self._alias_refs[name] += 1
-        else:
-            self._named[name].refs += 1
-
-    def _let_go(self, name: int) -> Slot:
-        """One reference less; returns the slot."""
-        slot = self._alias_slots.get(name)
-        if slot is None:
-            slot = self._named[name]
-            slot.refs -= 1
-            return slot
-        self._alias_refs[name] -= 1
-        if not self._alias_refs[name]:
-            del self._alias_refs[name], self._alias_slots[name]
-            slot.aliases -= 1
-        return slot
-
-    def _drop_homonym(self, slot: Slot) -> None:
-        """Forget the name of an evicted slot, which others may have too."""
-        if self._named.get(slot.name) is slot:
-            del self._named[slot.name]
-        else:
-            self._homonyms -= 1
 
     # ------------------------------------------------------------------------------------------- clear and short forms
 
@@ -511,8 +439,8 @@ class LogicalManager:
         if self._references or self._partials:
             return False
         self._pool.drain()
-        self._named.clear()
-        self._homonyms = self._num_inactive = 0
+        self._names = Names()
+        self._num_inactive = 0
         self._publisher.publish(Cleared())
         return True
 
@@ -562,8 +490,8 @@ class LogicalManager:
 
     def _find_name(self, name: int) -> Slot | None:
         """Return the slot that a name holds; else the one that was stored under it."""
-        slot = self._held_by(name) or self._named.get(name)
-        if slot is None and self._homonyms:
+        slot = self._names.held_by(name) or self._names.own.get(name)
+        if slot is None and self._names.homonyms:
             same = (slot for slot in self._pool.registered.values() if slot.name == name)
             slot = next(same, None)
         return slot
@@ -591,85 +519,3 @@ class LogicalManager:
                 above = lineage_hash(name, lineage_fragment(above), lineage_position(above) + 1)
             plhs.append(above)
         return plhs
-
-
-# ------------------------------------------------------------------------------------------------- a Use, checked
-
-
-def _are_plhs(plhs: Sequence[int]) -> bool:
-    """Whether these are lineage hashes: 128 bits, of which the two highest are not both set."""
-    try:
-        # One pass in C, in which a negative one and one too large show; and so does what is no integer.
-        bits = reduce(or_, plhs, 0)
-    except TypeError:
-        return False
-    if bits >> 126 == 3:  # one, or two together
-        return all(plh >> 126 < 3 for plh in plhs)
-    return 0 <= bits < _PLH_END
-
-
-def _are_u64(values: Sequence[Any]) -> bool:
-    """Whether these are integers from 0 to 2**64 - 1; checked in C."""
-    try:
-        array("Q", values)
-    except (TypeError, OverflowError):
-        return False
-    return True
-
-
-def _entries(move: Use) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
-    """Check a Use, and line its lists up: name, lineage hash (None for a partial block), local hash, token ids.
-
-    Raises:
-        MoveError: the Use breaks a rule.
-    """
-    blocks, plhs, local_hashes, token_ids = move.blocks, move.plhs, move.local_hashes, move.token_ids
-    all_full = _are_u64(blocks)
-    num_full = len(blocks) if all_full else _count_full(blocks)
-    if len(plhs) != num_full:
-        raise MoveError(_lengths("plhs", len(plhs), num_full, blocks))
-    if local_hashes and len(local_hashes) != num_full:
-        raise MoveError(_lengths("local_hashes", len(local_hashes), num_full, blocks, "none, or "))
-    if token_ids is not None and len(token_ids) != num_full:
-        raise MoveError(_lengths("token_ids", len(token_ids), num_full, blocks, "None, or "))
-    if move.parent is not None:
-        if isinstance(move.parent, UUID):
-            raise MoveError(f"Use{_first(blocks)}: its parent {move.parent} is partial")
-        check_full(move.parent, f"Use{_first(blocks)}: parent")
-    if not _are_plhs(plhs):
-        bad = next(plh for plh in plhs if not _are_plhs((plh,)))
-        raise MoveError(f"Use{_first(blocks)}: {bad!r} is no lineage hash, an integer of 128 bits")
-    if not _are_u64(local_hashes):
-        for local in local_hashes:
-            check_full(local, f"Use{_first(blocks)}: local hash")
-    if all_full:
-        return zip(blocks, plhs, local_hashes or repeat(0), token_ids or repeat(None), strict=False)
-    return _line_up(blocks, plhs, local_hashes, token_ids)
-
-
-def _line_up(
-    blocks: Sequence[Block], plhs: Sequence[int], local_hashes: Sequence[int], token_ids: BlockTokens | None
-) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
-    rest = zip(plhs, local_hashes or repeat(0), token_ids or repeat(None), strict=False)
-    for block in blocks:
-        yield (block, None, 0, None) if isinstance(block, UUID) else (block, *next(rest))
-
-
-def _count_full(blocks: Sequence[Block]) -> int:
-    full = 0
-    for block in blocks:
-        if not isinstance(block, UUID):
-            if not is_full(block):
-                raise MoveError(
-                    f"Use of block {block!r}: a block is a sequence hash (an integer from 0 to 2**64 - 1) or a UUID"
-                )
-            full += 1
-    return full
-
-
-def _first(blocks: Sequence[Block]) -> str:
-    return f" of block {blocks[0]}" if blocks else ""
-
-
-def _lengths(what: str, got: int, expected: int, blocks: Sequence[Block], also: str = "") -> str:
-    return f"Use{_first(blocks)}: {got} {what} for {expected} full blocks; expected {also}one for each full block"

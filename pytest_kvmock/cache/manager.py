@@ -8,12 +8,10 @@ from typing import NamedTuple, Protocol
 from uuid import UUID
 
 from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, StorageTier
-from pytest_kvmock.moves import Block, Move, MoveError
+from pytest_kvmock.moves import Block, Move
 from pytest_kvmock.sinks import Sink
 
 _log = logging.getLogger("pytest_kvmock.cache")
-
-_U64 = 2**64 - 1
 
 
 class PrefillCost(NamedTuple):
@@ -191,51 +189,3 @@ class Publisher:
             self.sink.publish(event, tier, token_ids)
         except Exception as error:  # noqa: BLE001 - whatever a listener does, the engine goes on
             _log.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=True)
-
-
-def check_num_blocks(num_blocks: int) -> int:
-    """Return `num_blocks`, or raise a ValueError that says what it must be."""
-    if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1:
-        raise ValueError(f"num_blocks must be an integer of at least 1, got {num_blocks!r}")
-    return num_blocks
-
-
-def check_logical_block_size(block_size: int) -> int:
-    """Return `block_size`, or raise a ValueError: kvbm-logical takes powers of two, and a sequence two tokens or more."""
-    if (
-        not isinstance(block_size, int)
-        or isinstance(block_size, bool)
-        or not 2 <= block_size <= 1024
-        or block_size & (block_size - 1)
-    ):
-        raise ValueError(f"block_size must be a power of two from 2 to 1024 (tokens a block), got {block_size!r}")
-    return block_size
-
-
-def check_dp_rank(dp_rank: int) -> int:
-    """Return `dp_rank`, or raise a ValueError that says what it must be."""
-    if not isinstance(dp_rank, int) or isinstance(dp_rank, bool) or not 0 <= dp_rank < 2**32:
-        raise ValueError(f"dp_rank must be an integer from 0 to 4294967295, got {dp_rank!r}")
-    return dp_rank
-
-
-def is_full(block: object) -> bool:
-    """Whether this names a full block: a u64."""
-    return isinstance(block, int) and not isinstance(block, bool) and 0 <= block <= _U64
-
-
-def check_full(block: object, what: str) -> None:
-    """Raise a MoveError unless this names a full block."""
-    if not is_full(block):
-        raise MoveError(f"{what} {block!r}: expected a sequence hash, an integer from 0 to 2**64 - 1")
-
-
-def flatten(blocks: tuple[Block | Iterable[Block], ...]) -> list[Block]:
-    """Blocks given one by one, as a list, or both."""
-    flat: list[Block] = []
-    for block in blocks:
-        if isinstance(block, Iterable) and not isinstance(block, (str, bytes)):
-            flat.extend(block)
-        else:
-            flat.append(block)  # type: ignore[arg-type]  # what is no block is refused by process
-    return flat

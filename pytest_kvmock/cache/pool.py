@@ -96,6 +96,9 @@ class EvictionPolicy(Protocol):
     def refused(self, slots: Iterable[Slot]) -> Slot | None:
         """Return the first of `slots` that could not be inserted, were they inserted in this order."""
 
+    def clear(self) -> None:
+        """Forget all slots; none is registered any more."""
+
     def order(self) -> list[Slot]:
         """Return the inactive slots in the order in which they would be evicted. May cost a sort."""
 
@@ -194,9 +197,10 @@ class BlockPool:
 
     def drain(self) -> None:
         """Empty all slots, of which none is active, in the order of eviction."""
-        while (slot := self.inactive.evict()) is not None:
-            del self.registered[slot.plh]
-            self.give_back(slot)
+        self._reset.extend(self.inactive.order())
+        self.reset_is_empty = self._fresh == self.total and not self._reset
+        self.inactive.clear()
+        self.registered.clear()
 
     def metrics(self, *, mutable: int, immutable: int, inactive: int) -> PoolMetrics:
         """Take a snapshot; what is held is the manager's to say."""

@@ -48,19 +48,20 @@ class MoveDriver:
         self._prefix_caching = prefix_caching
         self._rng = rng
 
-    def _sequence(self, prompt: Prompt) -> ActiveSequence:
+    def _sequence(self, prompt: Prompt, rng: Random | None = None) -> ActiveSequence:
         return ActiveSequence(
             prompt,
             _NO_LIMIT,
             self.manager.block_size,
             self._prefix_caching,
             prompt.tokens is not None,
-            rng=self._rng,
+            rng=rng or self._rng,
         )
 
     def look(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached."""
-        return self.manager.prefill_cost(self._sequence(prompt)).cached_tokens
+        # With names from elsewhere: whoever only looks must not change what is generated next.
+        return self.manager.prefill_cost(self._sequence(prompt, Random(0))).cached_tokens  # noqa: S311 - mock data
 
     def open(self, prompt: Prompt) -> _MoveRequest:
         """A request that has no block yet."""
@@ -86,27 +87,29 @@ class MoveDriver:
             self.manager.process(move)
 
     def plan(self, request: _MoveRequest, tokens: int | Sequence[int]) -> tuple[Sequence[int], int, int]:
-        """The tokens of the steps, the blocks that they open, and how many there is room for.
+        """The tokens of the steps, the most blocks that they hold at once beyond today's, and how many are free.
 
         A partial block that fills up as one that another request holds gives its own back (Promote), so the steps
         are walked through, not only counted.
         """
-        sequence = request.sequence
+        steps = self._steps(tokens)
+        needed = most = 0
+        for filled in _openings(request.sequence, steps):
+            if filled is not None and self.manager.references(filled):
+                needed -= 1
+            needed += 1
+            most = max(most, needed)
+        return steps, most, self._free()
+
+    def _steps(self, tokens: int | Sequence[int]) -> Sequence[int]:
         if isinstance(tokens, int):
             if isinstance(tokens, bool) or tokens < 0:
                 raise ValueError(f"decode: a count of tokens is an integer of at least 0, got {tokens!r}")
-            steps: Sequence[int] = [self._rng.getrandbits(32) for _ in range(tokens)]
-        else:
-            steps = Prompt.of(tokens).tokens or ()
-        room = self._free()
-        opened = 0
-        for filled in _openings(sequence, steps):
-            if filled is not None and self.manager.references(filled):
-                room += 1
-            opened += 1
-            if opened > room:
-                break
-        return steps, opened, room
+            return [self._rng.getrandbits(32) for _ in range(tokens)]
+        steps = Prompt.of(tokens).tokens
+        if steps is None:
+            raise ValueError(f"decode takes tokens, or how many; got {tokens!r}")
+        return steps
 
     def extend(self, request: _MoveRequest, token: int) -> None:
         """One decode step."""

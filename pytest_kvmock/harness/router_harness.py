@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from random import Random
 from threading import RLock
 from types import MappingProxyType
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from pytest_kvmock.backends import EngineProfile, backend_spec
 from pytest_kvmock.events import (
     Cleared,
-    EventData,
     KvCacheEvent,
     Removed,
     RouterEvent,
@@ -23,7 +23,7 @@ from pytest_kvmock.harness.comparison import SYNC, Sync
 from pytest_kvmock.harness.delivery import Delivery, Drop
 from pytest_kvmock.harness.judge import Judge, Verdict
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, question
-from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink, Published, is_event
 from pytest_kvmock.harness.worker import HarnessWorker
 from pytest_kvmock.hygiene.ledger import StreamKey
 from pytest_kvmock.hygiene.log import KINDS, STATUSES, EventLog, KvEventsError
@@ -81,8 +81,8 @@ class RouterHarness:
         if sync not in SYNC:
             raise ValueError(f"unknown sync {sync!r}; known: {', '.join(SYNC)}")
         self.profile = profile or EngineProfile()
-        self.events = EventLog(self.flush)
         self._allow = frozenset(map(check_rule, allow))
+        self.events = EventLog(self.flush, allow=self._allow)
         self._rng = Random(f"{self.profile.seed}:{name}")  # noqa: S311 - mock data
         self._lock = RLock()
         # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
@@ -90,6 +90,7 @@ class RouterHarness:
         self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
         self._workers: dict[WorkerKey, KvWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
+        self._sinks = 0
         self._spec: BackendSpec | None = None
         if backend is not None:
             self.use_backend(backend)
@@ -181,7 +182,8 @@ class RouterHarness:
         Args:
             chained: whether its hashes must be Dynamo's chain (`wrong_hash`).
         """
-        worker_id = FIRST_SINK_WORKER + sum(key[0] >= FIRST_SINK_WORKER for key in self._judge.ledger.streams)
+        worker_id = FIRST_SINK_WORKER + self._sinks
+        self._sinks += 1
         self._judge.ledger.open((worker_id, 0), first_id=None, block_size=self.profile.block_size)
         return KvSink(self, worker_id, chained=chained)
 
@@ -204,29 +206,33 @@ class RouterHarness:
             tail: further tokens, less than a block.
 
         Raises:
-            ValueError: `after` has no tokens.
+            ValueError: `after` has no tokens, or a size is out of range.
         """
+        size = self.profile.block_size
+        if blocks < 0 or not 0 <= tail < size:
+            raise ValueError(
+                f"prompt: blocks is at least 0 and tail from 0 to {size - 1} tokens, got blocks={blocks}, tail={tail}"
+            )
         shared: tuple[int, ...] = ()
         if after is not None:
             tokens = Prompt.of(after).tokens
             if tokens is None:
                 raise ValueError("prompt(after=...) needs a prompt of tokens; this one has only hashes")
             shared = tokens
-        fresh = blocks * self.profile.block_size + tail
+        fresh = blocks * size + tail
         return Prompt((*shared, *(self._rng.randrange(100_000) for _ in range(fresh))))
 
     # ----------------------------------------------------------------------------------------------- events
 
     def next_id(self, worker_id: int, dp_rank: int) -> int:
-        """The id that the next event of a worker without one gets; it is used up."""
+        """The id that an event of this worker gets if it has none; it is used up."""
         worker = self._workers.get(self._key(worker_id, dp_rank))
-        if worker is not None:
-            return worker.manager.take_event_id()
-        return self.delivery.published.get((worker_id, dp_rank), 0)
+        published = self.delivery.published.get((worker_id, dp_rank), 0)  # by hand perhaps, with ids of its own
+        return published if worker is None else max(published, worker.manager.take_event_id())
 
     def apply(
         self,
-        events: EventData | KvCacheEvent | RouterEvent | Iterable[EventData | KvCacheEvent | RouterEvent],
+        events: Published | Iterable[Published],
         worker_id: int = 0,
         dp_rank: int = 0,
     ) -> None:
@@ -246,13 +252,18 @@ class RouterHarness:
         elif not isinstance(events, Iterable) or isinstance(events, (str, bytes, Mapping)):
             _refuse(events)
         for event in events:
-            if isinstance(event, (Stored, Removed, Cleared)):
-                event = KvCacheEvent(self.next_id(worker_id, dp_rank), event, dp_rank)  # noqa: PLW2901
-            if isinstance(event, KvCacheEvent):
-                event = RouterEvent(worker_id, event)  # noqa: PLW2901
-            if not isinstance(event, RouterEvent):
-                _refuse(event)
-            self.hear(event)
+            with self._lock:  # from the next id on, or two threads would get one id
+                self.hear(self._addressed(event, worker_id, dp_rank))
+
+    def _addressed(self, event: Published, worker_id: int, dp_rank: int) -> RouterEvent:
+        """An event with what it lacks: id, rank and worker."""
+        if isinstance(event, (Stored, Removed, Cleared)):
+            event = KvCacheEvent(self.next_id(worker_id, dp_rank), event, dp_rank)
+        if isinstance(event, KvCacheEvent):
+            event = RouterEvent(worker_id, event)
+        if not is_event(event):
+            _refuse(event)
+        return event
 
     def hear(self, event: RouterEvent, *, chained: bool = False) -> None:
         """An event is published; it arrives if nothing is in the way.
@@ -263,6 +274,10 @@ class RouterHarness:
         """
         with self._lock:
             self.delivery.publish(event, chained=chained)
+
+    def publishing(self) -> AbstractContextManager[bool]:
+        """Hold up all other publishers while the context lasts."""
+        return self._lock
 
     # ----------------------------------------------------------------------------------------------- faults
 
@@ -440,7 +455,7 @@ class RouterHarness:
         """
         __tracebackhide__ = True
         self.flush()
-        warnings = [problem for problem in self.events.warnings if not problem.covered()]
+        warnings = self.events.unexcused(self.events.warnings)
         if warnings:
             raise KvEventsError(problems_text(warnings, "warning"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 from pytest_kvmock.events import (
     BlockTokens,
@@ -23,6 +23,15 @@ FIRST_SINK_WORKER: Final = 2**16
 """Sinks are workers of their own, with ids from here on."""
 
 Published = EventData | KvCacheEvent | RouterEvent
+
+
+def is_event(event: object) -> TypeGuard[RouterEvent]:
+    """Whether it is a RouterEvent, and inside it is what should be."""
+    return (
+        isinstance(event, RouterEvent)
+        and isinstance(event.event, KvCacheEvent)
+        and isinstance(event.event.data, (Stored, Removed, Cleared))
+    )
 
 
 class KvSink:
@@ -64,18 +73,18 @@ class KvSink:
         """
         if isinstance(event, RouterEvent):
             storage_tier, token_ids = event.storage_tier, event.token_ids
-            inner = event.event
-        elif isinstance(event, KvCacheEvent):
-            inner = event
-        elif isinstance(event, (Stored, Removed, Cleared)):
-            inner = KvCacheEvent(self._harness.next_id(self.worker_id, 0), event)
-        else:
-            raise TypeError(
-                "a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
-                f"got {event!r:.80} ({type(event).__name__})"
-            )
-        self.events.append(inner)
-        self._harness.hear(RouterEvent(self.worker_id, inner, storage_tier, token_ids), chained=self.chained)
+            event = event.event
+        with self._harness.publishing():  # from the next id on, or two threads would get one id
+            if isinstance(event, (Stored, Removed, Cleared)):
+                event = KvCacheEvent(self._harness.next_id(self.worker_id, 0), event)
+            said = RouterEvent(self.worker_id, event, storage_tier, token_ids)
+            if not is_event(said):
+                raise TypeError(
+                    "a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
+                    f"got {event!r:.80} ({type(event).__name__})"
+                )
+            self.events.append(event)
+            self._harness.hear(said, chained=self.chained)
 
     __call__ = publish
 

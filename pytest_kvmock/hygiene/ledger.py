@@ -325,7 +325,7 @@ class Ledger:
     def published(self, key: StreamKey, next_id: int, position: int) -> list[Problem]:
         """Compare with what the worker says that it published: ids below `next_id`, all of which are due by now."""
         stream = self.streams.get(key) or self.open(key, first_id=0)
-        due = stream.next_id or 0
+        due = next_id - 1 if stream.next_id is None else stream.next_id  # what came before the first is unknown
         if next_id <= due:
             return []
         missing = range(due, next_id)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -103,14 +104,19 @@ class Expectation:
         if unmet is not None and kind is None:
             raise KvEventsError(unmet)
 
-    def settle(self) -> str | None:
-        """Mark what was expected; the sentence that says what is amiss, or None."""
+    def mark(self) -> int:
+        """Mark what was expected, as far as it has come; how many came, those beyond what was expected too."""
         seen = [problem for problem in self._log.problems[self._since :] if problem.rule == self.rule]
         for problem in seen[: self.times]:
             problem.expected = True
-        if len(seen) == self.times:
+        return len(seen)
+
+    def settle(self) -> str | None:
+        """Mark what was expected; the sentence that says what is amiss, or None."""
+        seen = self.mark()
+        if seen == self.times:
             return None
-        return expectation_text(self.rule, self.times, len(seen), self._log.total)
+        return expectation_text(self.rule, self.times, seen, self._log.total)
 
 
 class EventLog:
@@ -119,18 +125,24 @@ class EventLog:
     Iterating gives `LogEntry` objects. `stored`, `removed` and `cleared` are events, `stored_blocks` and
     `removed_blocks` their blocks in order.
 
+    Args:
+        flush: has everything compared that can be.
+        allow: rules whose breach `check` lets pass.
+
     Attributes:
         problems: every problem so far, also those found by comparisons, and those that follow from others.
+        expectations: what the test expects to go wrong and has not been settled yet.
         total: how many events arrived, those taken or cleared away too.
     """
 
-    def __init__(self, flush: Callable[[], None] | None = None) -> None:
+    def __init__(self, flush: Callable[[], None] | None = None, *, allow: Collection[str] = ()) -> None:
         self._entries: list[LogEntry] = []
         self._flush = flush
+        self._allow = allow
         self.problems: list[Problem] = []
         self.expectations: list[Expectation] = []
         self.total = 0
-        self._kinds = dict.fromkeys(KINDS, 0)
+        self._counts: Counter[tuple[int, int, str]] = Counter()  # events by worker, rank and kind
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -151,7 +163,7 @@ class EventLog:
         entry = LogEntry(self.total, event)
         self.total += 1
         self._entries.append(entry)
-        self._kinds[entry.kind] += 1
+        self._counts[event.worker_id, event.event.dp_rank, kind_of(event)] += 1
         return entry
 
     def note(self, problems: list[Problem], entry: LogEntry | None = None) -> None:
@@ -209,19 +221,20 @@ class EventLog:
             if problem.rule in STATUSES and problem.event is not None and kind_of(problem.event) == kind:
                 wrong.setdefault(problem.position, problem.rule)
         if status == "ok":
-            return self._kinds[kind] - len(wrong)
+            return sum(count for (*_, counted), count in self._counts.items() if counted == kind) - len(wrong)
         return sum(rule == status for rule in wrong.values())
 
     def for_worker(self, worker_id: int, dp_rank: int | None = None) -> EventLog:
         """The part of the log that is about one worker, or about one rank of it."""
-        part = EventLog(self._flush)
-        part._entries = [
-            e for e in self._entries if e.event.worker_id == worker_id and dp_rank in (None, e.event.event.dp_rank)
-        ]
-        part.problems = [p for p in self.problems if p.worker_id == worker_id and dp_rank in (None, p.dp_rank)]
-        part.total = len(part._entries)
-        for entry in part._entries:
-            part._kinds[entry.kind] += 1
+
+        def asked_for(worker: int, rank: int) -> bool:
+            return worker == worker_id and dp_rank in (None, rank)
+
+        part = EventLog(self._flush, allow=self._allow)
+        part._entries = [e for e in self._entries if asked_for(e.event.worker_id, e.event.event.dp_rank)]
+        part.problems = [p for p in self.problems if asked_for(p.worker_id, p.dp_rank)]
+        part._counts.update({key: count for key, count in self._counts.items() if asked_for(key[0], key[1])})
+        part.total = part._counts.total()
         return part
 
     def take(self) -> list[RouterEvent]:
@@ -247,11 +260,17 @@ class EventLog:
         """
         __tracebackhide__ = True
         self.flush()
-        wrong = [problem for problem in self.errors if not problem.covered()]
+        wrong = self.unexcused(self.errors)
         if wrong:
             raise KvEventsError(errors_text(wrong))
         if self.total < at_least:
             raise KvEventsError(f"expected at least {at_least} KV events by now, {self.total} arrived")
+
+    def unexcused(self, problems: list[Problem]) -> list[Problem]:
+        """Those of `problems` that the test neither expects, within a `with` or for the whole test, nor allows."""
+        for expectation in self.expectations:
+            expectation.mark()
+        return [problem for problem in problems if not problem.covered() and problem.rule not in self._allow]
 
     def expect_error(self, rule: str, times: int = 1) -> Expectation:
         """Say that this many breaches of a rule will come, consequences of another fault counted.

@@ -111,7 +111,7 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     for values in markers:
         sync = values.get("sync", sync)
     try:
-        harness = RouterHarness(profile, backend=None, index=kv_index, sync=sync, name=item.nodeid)
+        harness = RouterHarness(profile, backend=None, index=kv_index, sync=sync, allow=policy.allow, name=item.nodeid)
     except (TypeError, ValueError) as error:
         _fail_at_setup(item, str(error))
     case = item.stash[CASE] = Case(item, harness, policy)

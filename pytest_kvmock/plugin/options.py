@@ -78,13 +78,6 @@ def positive(value: object) -> int:
     return number
 
 
-def boolean(value: object) -> bool:
-    """Let True and False pass; pytest has read the text already."""
-    if not isinstance(value, bool):
-        raise ValueError(f"got {value!r}; allowed: true, false")  # noqa: TRY004 - one family of errors
-    return value
-
-
 def names(value: object) -> tuple[str, ...]:
     """Read one name or several."""
     given: tuple[object, ...]
@@ -239,7 +232,7 @@ OPTIONS: Final = (
     ),
     Option(
         "prefix_caching",
-        boolean,
+        bool,  # pytest has read the text
         "whether the mock engines cache prefixes (default: true)",
         ini="kvmock_prefix_caching",
         ini_type="bool",

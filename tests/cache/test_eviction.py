@@ -107,6 +107,18 @@ def test_a_slot_can_be_registered_anew(policy):
     assert [1, 0, 9] == evict_all(policy)
 
 
+def test_nothing_is_left_after_a_clear(policy):
+    slots = chain(policy, range(4))
+    insert(policy, slots[::-1])
+    policy.remove(slots[0])
+    policy.clear()
+    assert [] == policy.order()
+    again = chain(policy, range(3))
+    insert(policy, again)
+    assert 3 == len(policy.order())
+    assert again[-1 if isinstance(policy, LineagePolicy) else 0] is policy.evict()
+
+
 # ---------------------------------------------------------------------------------------------------------- lineage
 
 
@@ -114,7 +126,7 @@ def test_lineage_evicts_a_single_root():
     policy = LineagePolicy()
     insert(policy, chain(policy, [1]))
     assert [1] == evict_all(policy)
-    assert [] == [level for level in policy._levels.values() if level]
+    assert {} == policy._nodes
 
 
 def test_lineage_evicts_the_child_before_its_older_parent():
@@ -136,7 +148,7 @@ def test_lineage_knows_no_parent_of_an_orphan():
     policy = LineagePolicy()
     insert(policy, chain(policy, [3], start=7, parent=2))
     assert [3] == evict_all(policy)
-    assert [] == [level for level in policy._levels.values() if level]
+    assert {} == policy._nodes
 
 
 def test_lineage_has_one_leaf_a_chain():

@@ -345,7 +345,7 @@ def test_slots_are_handed_out_in_the_order_in_which_they_came_back(make_manager)
     manager.process(Deref([P2]))
     manager.process(Deref([P1]))
     use_roots(manager, [1, 2, 3])
-    assert [2, 1, 0] == [manager._named[block].block_id for block in (1, 2, 3)]
+    assert [2, 1, 0] == [manager._names.own[block].block_id for block in (1, 2, 3)]
 
 
 # --------------------------------------------------------------------------------------------------- whole requests
@@ -628,7 +628,7 @@ def test_clear_drops_what_is_cached_and_says_so(make_manager):
     assert 4 == manager.metrics().reset_pool_size
     assert 4 == use_roots(manager, [1, 2, 3, 4])
     # The reset pool has 2 and 3 first, then what was dropped, in the order of eviction.
-    assert [2, 3, 1, 0] == [manager._named[block].block_id for block in (1, 2, 3, 4)]
+    assert [2, 3, 1, 0] == [manager._names.own[block].block_id for block in (1, 2, 3, 4)]
 
 
 def test_clear_does_nothing_while_a_block_is_in_use(make_manager):
@@ -658,7 +658,7 @@ def test_short_forms_play_the_master_example():
     assert 3 == manager.use([10, 11, 12])
     assert 1 == manager.use([13])
     assert [[4, 3, 6], [5]] == [row[2] for row in take(manager) if row[0] == "R"]
-    assert chain_plh(9) == manager._named[9].plh
+    assert chain_plh(9) == manager._names.own[9].plh
 
 
 def test_a_missing_local_hash_is_the_block_itself(make_manager):
@@ -677,7 +677,7 @@ def test_a_new_block_continues_the_parent_that_is_named(make_manager):
     manager.deref([3])
     manager.use([4], parent=3)  # inactive will do
     assert [None, 2, 3] == [row[2] for row in take(manager)]
-    assert [lineage_hash(3, 2, 2), lineage_hash(4, 3, 3)] == [manager._named[block].plh for block in (3, 4)]
+    assert [lineage_hash(3, 2, 2), lineage_hash(4, 3, 3)] == [manager._names.own[block].plh for block in (3, 4)]
 
 
 def test_a_known_block_keeps_its_lineage(make_manager):
@@ -685,7 +685,7 @@ def test_a_known_block_keeps_its_lineage(make_manager):
     manager.use([1, 2])
     manager.use([2, 3])  # as a root 2 would have another lineage hash
     assert {1: 1, 2: 2, 3: 1} == manager.active_blocks
-    assert lineage_hash(3, 2, 2) == manager._named[3].plh
+    assert lineage_hash(3, 2, 2) == manager._names.own[3].plh
     manager.deref([2, 3, 2, 1])
     assert 1 == manager.use([2])
     assert 1 == manager.num_active_blocks
@@ -697,7 +697,7 @@ def test_a_promoted_block_stands_below_its_parent(make_manager):
     manager.use([1, P1])
     manager.promote(P1, 2, parent=1)
     assert ["S", 1, 1, [[2, 2]]] == take(manager)[1]
-    assert lineage_hash(2, 1, 1) == manager._named[2].plh
+    assert lineage_hash(2, 1, 1) == manager._names.own[2].plh
 
 
 @pytest.mark.parametrize("parent", [99, P1, "x"], ids=str)

@@ -49,6 +49,7 @@ operations = st.lists(
         st.tuples(st.just("deref"), st.lists(st.one_of(names, partials), min_size=1, max_size=4)),
         st.tuples(st.just("free"), st.randoms(use_true_random=False)),
         st.tuples(st.just("promote"), partials, names),
+        st.tuples(st.just("clear")),
     ),
     max_size=60,
 )
@@ -75,10 +76,15 @@ def test_every_slot_is_somewhere_and_a_refused_move_changes_nothing(backend, cap
     manager = new_manager(backend, capacity)
     for operation in program:
         before = state_of(manager)
-        try:
-            manager.process(move_of(manager, *operation))
-        except MoveError:
-            assert before == state_of(manager)
+        if operation == ("clear",):
+            idle = not manager.num_active_blocks
+            assert idle == manager.clear()
+            assert idle or before == state_of(manager)
+        else:
+            try:
+                manager.process(move_of(manager, *operation))
+            except MoveError:
+                assert before == state_of(manager)
         metrics = manager.metrics()
         active, inactive = manager.num_active_blocks, manager.num_inactive_blocks
         assert capacity == active + inactive + metrics.reset_pool_size

@@ -167,9 +167,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.mark.parametrize(("marker", "message"), MARKERS)
 def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested, marker, message):
-    result = nested("def test(kv_sink): pass", files={"conftest.py": LATE.replace("{marker}", marker)})
+    result = nested("def test(kv_router): pass", files={"conftest.py": LATE.replace("{marker}", marker)})
 
-    result.assert_outcomes(errors=1)
+    result.assert_outcomes(errors=2)
     result.stdout.fnmatch_lines([f"kvmock: {pattern(marker)}: {message}"])
 
 

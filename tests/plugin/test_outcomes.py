@@ -330,6 +330,18 @@ def test(kv_sink): kv_sink(GOOD)
         shown=["E *OSError: mine", f"E {NOTE}", LATE_LOG],
         hidden=["*ExceptionGroup*"],
     ),
+    "unused, and the teardown fails": Row(
+        """
+        @pytest.fixture
+        def mine():
+            yield
+            raise OSError("mine")
+        def test(mine): pass
+        """,
+        {"passed": 1, "errors": 1},
+        shown=["E *OSError: mine"],
+        hidden=["*KV event*", "*kvmock:*"],
+    ),
     "late, and only warned of": Row(
         """
         @pytest.fixture

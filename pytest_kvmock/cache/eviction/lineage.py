@@ -26,17 +26,27 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_parent_fragment, line
 # until its last child goes, and then its number stands in `_exposed`. The parked go before the queued: their turn has
 # come already.
 
+_SLACK = 1024  # entries that do not count, before the queue is cleaned
+
+# The key of a place is `position << 118 | fragment`. Below position 256, where the mode bits of a lineage hash are 0,
+# that is the hash without its parent fragment.
+_MODE_1 = 1 << 126
 _MASK59 = 2**59 - 1
+_OWN = _MODE_1 - 1 ^ _MASK59 << 59
+_ABOVE = [(position - 1) << 118 for position in range(256)]
+
+
+def _key(plh: int) -> int:
+    return plh & _OWN if plh < _MODE_1 else lineage_position(plh) << 118 | lineage_fragment(plh)
 
 
 class _Node:
     """A place in the forest."""
 
-    __slots__ = ("children", "entries", "fragment", "level", "owner", "parent", "parked", "pins", "slot")
+    __slots__ = ("children", "entries", "key", "owner", "parent", "parked", "pins", "slot")
 
     def __init__(self) -> None:
-        self.level: dict[int, _Node]  # the nodes at its position
-        self.fragment = 0
+        self.key = 0
         self.slot: Slot | None = None  # the inactive block; None for a ghost
         self.entries = 0  # in the queue
         self.parked = -1
@@ -57,14 +67,18 @@ class LineagePolicy:
     finds_by_place = True
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self.collisions = 0
-        self._levels: defaultdict[int, dict[int, _Node]] = defaultdict(dict)
+        self._nodes: dict[int, _Node] = {}
         self._queue: deque[_Node] = deque()
-        self._limit = 1024
+        self._limit = _SLACK
         self._numbers = count()
         self._parked: dict[int, _Node] = {}
         self._exposed: list[int] = []
         self._spare: list[_Node] = []
+        self._sought = self._sought_key = -1
         self._rivals: defaultdict[_Node, list[Slot]] = defaultdict(list)  # blocks beside the owner of their place
         # Links that outlive the child: a place whose block changed its parent is still counted by the old one. Only
         # blocks that share a place make them.
@@ -72,66 +86,51 @@ class LineagePolicy:
 
     def register(self, slot: Slot) -> None:
         """Give the slot its place, and its parent's."""
-        plh = slot.plh
-        position = plh >> 118
-        if position < 256:  # the mode bits are 0: as the functions do, inline
-            fragment = plh & _MASK59
-            above = plh >> 59 & _MASK59
-        else:
-            position, fragment, above = lineage_position(plh), lineage_fragment(plh), lineage_parent_fragment(plh)
-        level = self._levels[position]
-        node = level.get(fragment)
+        plh, nodes = slot.plh, self._nodes
+        key = self._sought_key if plh is self._sought else _key(plh)
+        node = nodes.get(key)
         if node is None:
-            node = self._new_node(level, fragment)
+            node = nodes[key] = self._spare.pop() if self._spare else _Node()
+            node.key = key
         slot.place = node
         if node.owner is None:
             node.owner = slot
         else:
             self.collisions += 1
             self._rivals[node].append(slot)
-        if position:
-            level = self._levels[position - 1]
-            node = level.get(above)
-            if node is None:
-                node = self._new_node(level, above)
-            node.pins += 1
-            slot.above = node
+        if plh >= _MODE_1:
+            above = (lineage_position(plh) - 1) << 118 | lineage_parent_fragment(plh)
+        elif position := plh >> 118:
+            above = _ABOVE[position] | plh >> 59 & _MASK59
         else:
             slot.above = None
-
-    def _new_node(self, level: dict[int, _Node], fragment: int) -> _Node:
-        level[fragment] = node = self._spare.pop() if self._spare else _Node()
-        node.level = level
-        node.fragment = fragment
-        return node
+            return
+        node = nodes.get(above)
+        if node is None:
+            node = nodes[above] = self._spare.pop() if self._spare else _Node()
+            node.key = above
+        node.pins += 1
+        slot.above = node
 
     def _drop(self, node: _Node) -> None:
-        """Forget a place that nobody needs: no block of its own, no block below it."""
+        """Forget a place if nobody needs it: no block of its own, no block below it."""
         if node.owner is None and not node.pins and not node.children:
-            del node.level[node.fragment]
+            del self._nodes[node.key]
             self._spare.append(node)
 
-    def _unregister(self, slot: Slot) -> None:
-        node: _Node = slot.place
-        if self.collisions and node in self._rivals:
-            self.collisions -= 1
-            rivals = self._rivals[node]
-            if node.owner is slot:
-                node.owner = rivals.pop()
-            else:
-                rivals.remove(slot)
-            if not rivals:
-                del self._rivals[node]
-        else:
+    def _disown(self, node: _Node, slot: Slot) -> None:
+        """A block is cached no more whose place others may share."""
+        rivals = self._rivals.get(node)
+        if rivals is None:
             node.owner = None
-            if not node.pins and not node.children:
-                del node.level[node.fragment]
-                self._spare.append(node)
-        node = slot.above
-        if node is not None:
-            node.pins -= 1
-            if node.owner is None:
-                self._drop(node)
+            return
+        self.collisions -= 1
+        if node.owner is slot:
+            node.owner = rivals.pop()
+        else:
+            rivals.remove(slot)
+        if not rivals:
+            del self._rivals[node]
 
     def touch(self, slot: Slot) -> None:
         """Nothing to note."""
@@ -142,42 +141,48 @@ class LineagePolicy:
         node.slot = slot
         node.entries += 1
         self._queue.append(node)
-        if node.parent is not slot.above:
-            self._link(node, slot.above)
-
-    def _link(self, node: _Node, parent: _Node) -> None:
+        parent: _Node = slot.above
+        if node.parent is parent:
+            return
         if node.parent is not None:
-            self._left_behind.add((node.parent, node.fragment))
+            self._left_behind.add((node.parent, node.key))
         node.parent = parent
-        if self._left_behind and (parent, node.fragment) in self._left_behind:
-            self._left_behind.remove((parent, node.fragment))
+        if self._left_behind and (parent, node.key) in self._left_behind:
+            self._left_behind.remove((parent, node.key))
         else:
             parent.children += 1
 
     def remove(self, slot: Slot) -> None:
         """Take the slot out; its place stays as a ghost while it has children."""
-        self._leave(slot.place)
+        node: _Node = slot.place
+        node.slot = None
+        if node.parked >= 0:
+            self._unpark(node)
+        if not node.children and node.parent is not None:
+            self._prune(node)
         if len(self._queue) > self._limit:
             self._clean()
 
-    def _leave(self, node: _Node) -> None:
-        node.slot = None
-        if node.parked >= 0:
-            del self._parked[node.parked]
-            node.parked = -1
-        while not node.children:
-            parent = node.parent
-            if parent is None:
-                return
+    def _unpark(self, node: _Node) -> None:
+        del self._parked[node.parked]
+        node.parked = -1
+
+    def _prune(self, node: _Node) -> None:
+        """Cut a ghost without children off its parent, and so on upward."""
+        parent = node.parent
+        while parent is not None:
             node.parent = None
             parent.children -= 1
+            if parent.children:
+                return
             if parent.slot is not None:
-                if parent.parked >= 0 and not parent.children:
+                if parent.parked >= 0:
                     heappush(self._exposed, parent.parked)
                 return
             if parent.owner is None:
                 self._drop(parent)
             node = parent
+            parent = node.parent
 
     def _clean(self) -> None:
         """Drop the entries that do not count."""
@@ -187,7 +192,7 @@ class LineagePolicy:
         for node in nodes:
             node.entries = 1
         self._queue = deque(nodes)
-        self._limit = 2 * len(nodes) + 1024
+        self._limit = 2 * len(nodes) + _SLACK
 
     def _queued(self) -> list[_Node]:
         """Nodes whose entry in the queue counts, in order."""
@@ -196,38 +201,55 @@ class LineagePolicy:
 
     def evict(self) -> Slot | None:
         """Choose the leaf whose turn is first; None where no block is a leaf (only shared places can do that)."""
-        node = self._next_leaf()
+        node = self._next_exposed() if self._exposed else None
         if node is None:
-            return None
+            queue = self._queue
+            while queue:
+                node = queue.popleft()
+                node.entries -= 1
+                if not node.entries and node.slot is not None:
+                    if not node.children:
+                        break
+                    node.parked = next(self._numbers)
+                    self._parked[node.parked] = node
+            else:
+                return None
         slot = node.slot
         assert slot is not None
-        self._leave(node)
-        self._unregister(slot)
+        node.slot = None
+        if node.parent is not None:
+            self._prune(node)
+        if self.collisions:
+            self._disown(node, slot)
+        else:
+            node.owner = None
+        if node.owner is None and not node.pins:
+            del self._nodes[node.key]
+            self._spare.append(node)
+        node = slot.above
+        if node is not None:
+            node.pins -= 1
+            if node.owner is None:
+                self._drop(node)
         return slot
 
-    def _next_leaf(self) -> _Node | None:
+    def _next_exposed(self) -> _Node | None:
         while self._exposed:
             node = self._parked.get(heappop(self._exposed))
             if node is not None and not node.children:
+                self._unpark(node)
                 return node
-        queue = self._queue
-        while queue:
-            node = queue.popleft()
-            node.entries -= 1
-            if not node.entries and node.slot is not None:
-                if not node.children:
-                    return node
-                node.parked = next(self._numbers)
-                self._parked[node.parked] = node
         return None
+
+    def clear(self) -> None:
+        """No slot and no place is left."""
+        self._reset()
 
     def find(self, plh: int) -> Slot | None:
         """Return the inactive block at the place of `plh`; its own lineage hash may have another parent."""
-        position = plh >> 118
-        if position < 256:
-            node = self._levels[position].get(plh & _MASK59)
-        else:
-            node = self._levels[lineage_position(plh)].get(lineage_fragment(plh))
+        self._sought = plh  # it is nearly always registered next
+        self._sought_key = key = plh & _OWN if plh < _MODE_1 else _key(plh)
+        node = self._nodes.get(key)
         return None if node is None else node.slot
 
     def refused(self, slots: Iterable[Slot]) -> Slot | None:
@@ -244,7 +266,7 @@ class LineagePolicy:
         """Play the evictions through; blocks that could never go stand at the end."""
         waiting = [*(self._parked[number] for number in sorted(self._parked)), *self._queued()]
         turns = {node: turn for turn, node in enumerate(waiting)}
-        children = {node: node.children for level in self._levels.values() for node in level.values()}
+        children = {node: node.children for node in self._nodes.values()}
         leaves = [turn for turn, node in enumerate(waiting) if not node.children]
         heapify(leaves)
         order: dict[_Node, None] = {}

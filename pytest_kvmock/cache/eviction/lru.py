@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from pytest_kvmock.cache.pool import Slot
 
+_SLACK = 1024  # entries that do not count, before the queue is cleaned
+
 
 class LruPolicy:
     """Least recently inserted first (kvbm-logical, `LruBackend`).
@@ -25,7 +27,7 @@ class LruPolicy:
         self._queue: deque[Slot] = deque()
         self._first = 1
         self._next = 1
-        self._limit = 1024
+        self._limit = _SLACK
 
     def register(self, slot: Slot) -> None:
         """Nothing to note."""
@@ -48,7 +50,7 @@ class LruPolicy:
     def _clean(self) -> None:
         """Drop the entries that do not count, and number the others anew."""
         self._queue = deque(self.order())
-        self._limit = 2 * len(self._queue) + 1024
+        self._limit = 2 * len(self._queue) + _SLACK
         self._first = 1
         self._next = len(self._queue) + 1
         for number, slot in enumerate(self._queue, 1):
@@ -64,6 +66,11 @@ class LruPolicy:
                 slot.place = 0
                 return slot
         return None
+
+    def clear(self) -> None:
+        """No slot is left; numbers go on, so that no old one counts."""
+        self._queue.clear()
+        self._first = self._next
 
     def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - never asked
         """A slot answers to its own lineage hash only."""

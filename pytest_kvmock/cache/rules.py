@@ -1,0 +1,144 @@
+"""What a manager's arguments and moves must be; what is wrong is said before anything changes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from itertools import repeat
+from operator import or_
+from typing import Any
+from uuid import UUID
+
+from pytest_kvmock.events import BlockTokens
+from pytest_kvmock.moves import Block, MoveError, Use
+
+_U64 = 2**64 - 1
+_PLH_END = 3 << 126
+
+
+def check_num_blocks(num_blocks: int) -> int:
+    """Return `num_blocks`, or raise a ValueError that says what it must be."""
+    if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1:
+        raise ValueError(f"num_blocks must be an integer of at least 1, got {num_blocks!r}")
+    return num_blocks
+
+
+def check_logical_block_size(block_size: int) -> int:
+    """Return `block_size`, or raise a ValueError: kvbm-logical takes powers of two, and a sequence two tokens or more."""
+    if (
+        not isinstance(block_size, int)
+        or isinstance(block_size, bool)
+        or not 2 <= block_size <= 1024
+        or block_size & (block_size - 1)
+    ):
+        raise ValueError(f"block_size must be a power of two from 2 to 1024 (tokens a block), got {block_size!r}")
+    return block_size
+
+
+def check_dp_rank(dp_rank: int) -> int:
+    """Return `dp_rank`, or raise a ValueError that says what it must be."""
+    if not isinstance(dp_rank, int) or isinstance(dp_rank, bool) or not 0 <= dp_rank < 2**32:
+        raise ValueError(f"dp_rank must be an integer from 0 to 4294967295, got {dp_rank!r}")
+    return dp_rank
+
+
+def is_full(block: object) -> bool:
+    """Whether this names a full block: a u64."""
+    return isinstance(block, int) and not isinstance(block, bool) and 0 <= block <= _U64
+
+
+def check_full(block: object, what: str) -> None:
+    """Raise a MoveError unless this names a full block."""
+    if not is_full(block):
+        raise MoveError(f"{what} {block!r}: expected a sequence hash, an integer from 0 to 2**64 - 1")
+
+
+def flatten(blocks: tuple[Block | Iterable[Block], ...]) -> list[Block]:
+    """Blocks given one by one, as a list, or both."""
+    flat: list[Block] = []
+    for block in blocks:
+        if isinstance(block, Iterable) and not isinstance(block, (str, bytes)):
+            flat.extend(block)
+        else:
+            flat.append(block)  # type: ignore[arg-type]  # what is no block is refused by process
+    return flat
+
+
+def are_plhs(plhs: Sequence[int]) -> bool:
+    """Whether these are lineage hashes: 128 bits, of which the two highest are not both set."""
+    try:
+        # One pass in C, in which a negative one and one too large show; and so does what is no integer.
+        bits = reduce(or_, plhs, 0)
+    except TypeError:
+        return False
+    if bits >> 126 == 3:  # one, or two together
+        return all(plh >> 126 < 3 for plh in plhs)
+    return 0 <= bits < _PLH_END
+
+
+def _are_u64(values: Sequence[Any]) -> bool:
+    """Whether these are integers from 0 to 2**64 - 1; checked in C."""
+    try:
+        array("Q", values)
+    except (TypeError, OverflowError):
+        return False
+    return True
+
+
+def entries_of(move: Use) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
+    """Check a Use, and line its lists up: name, lineage hash (None for a partial block), local hash, token ids.
+
+    Raises:
+        MoveError: the Use breaks a rule.
+    """
+    blocks, plhs, local_hashes, token_ids = move.blocks, move.plhs, move.local_hashes, move.token_ids
+    all_full = _are_u64(blocks)
+    num_full = len(blocks) if all_full else _count_full(blocks)
+    if len(plhs) != num_full:
+        raise MoveError(_lengths("plhs", len(plhs), num_full, blocks))
+    if local_hashes and len(local_hashes) != num_full:
+        raise MoveError(_lengths("local_hashes", len(local_hashes), num_full, blocks, "none, or "))
+    if token_ids is not None and len(token_ids) != num_full:
+        raise MoveError(_lengths("token_ids", len(token_ids), num_full, blocks, "None, or "))
+    if move.parent is not None:
+        if isinstance(move.parent, UUID):
+            raise MoveError(f"Use{_first(blocks)}: its parent {move.parent} is partial")
+        check_full(move.parent, f"Use{_first(blocks)}: parent")
+    if not are_plhs(plhs):
+        bad = next(plh for plh in plhs if not are_plhs((plh,)))
+        raise MoveError(f"Use{_first(blocks)}: {bad!r} is no lineage hash, an integer of 128 bits")
+    if not _are_u64(local_hashes):
+        for local in local_hashes:
+            check_full(local, f"Use{_first(blocks)}: local hash")
+    if all_full:
+        return zip(blocks, plhs, local_hashes or repeat(0), token_ids or repeat(None), strict=False)
+    return _line_up(blocks, plhs, local_hashes, token_ids)
+
+
+def _line_up(
+    blocks: Sequence[Block], plhs: Sequence[int], local_hashes: Sequence[int], token_ids: BlockTokens | None
+) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
+    rest = zip(plhs, local_hashes or repeat(0), token_ids or repeat(None), strict=False)
+    for block in blocks:
+        yield (block, None, 0, None) if isinstance(block, UUID) else (block, *next(rest))
+
+
+def _count_full(blocks: Sequence[Block]) -> int:
+    full = 0
+    for block in blocks:
+        if not isinstance(block, UUID):
+            if not is_full(block):
+                raise MoveError(
+                    f"Use of block {block!r}: a block is a sequence hash (an integer from 0 to 2**64 - 1) or a UUID"
+                )
+            full += 1
+    return full
+
+
+def _first(blocks: Sequence[Block]) -> str:
+    return f" of block {blocks[0]}" if blocks else ""
+
+
+def _lengths(what: str, got: int, expected: int, blocks: Sequence[Block], also: str = "") -> str:
+    return f"Use{_first(blocks)}: {got} {what} for {expected} full blocks; expected {also}one for each full block"

@@ -1,0 +1,67 @@
+"""Workers to try, outside any harness."""
+
+from random import Random
+
+import pytest
+
+from pytest_kvmock import create_manager
+from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.events import Stored
+from pytest_kvmock.sinks import CapturingSink
+
+
+@pytest.fixture(params=["lineage", "lru"])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def make_worker(backend):
+    """Make a worker of 8 blocks of 4 tokens, unless told otherwise; its events are in `worker.heard`."""
+
+    def make(num_blocks=8, block_size=4, *, seed=0, **options):
+        heard = CapturingSink()
+
+        def make_manager(sink):
+            return create_manager(backend, num_blocks=num_blocks, block_size=block_size, sink=sink)
+
+        worker = KvWorker(make_manager, sink=heard, rng=Random(seed), **options)
+        worker.heard = heard
+        return worker
+
+    return make
+
+
+@pytest.fixture
+def worker(make_worker):
+    return make_worker()
+
+
+@pytest.fixture
+def state_of():
+    """Everything that a worker, its manager and its listener show."""
+
+    def state(worker):
+        manager = worker.manager
+        return (
+            list(worker.requests),
+            [request.blocks for request in worker.requests],
+            manager.active_blocks,
+            manager.num_active_block_refs,
+            manager.inactive_blocks(),
+            sorted(manager.resident()),
+            manager.metrics(),
+            list(worker.heard.events),
+        )
+
+    return state
+
+
+@pytest.fixture
+def stored_of():
+    """(parent, blocks) of each Stored."""
+
+    def stored(events):
+        return [(e.data.parent_hash, list(e.data.block_hashes)) for e in events if isinstance(e.data, Stored)]
+
+    return stored

@@ -1,0 +1,681 @@
+"""A worker turns requests into what a real engine would say."""
+
+from random import Random
+
+import pytest
+
+from pytest_kvmock import OutOfBlocks, Prompt
+from pytest_kvmock.engine.worker import KvWorker, RequestError, Served
+from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
+from pytest_kvmock.tokens import block_hashes, sequence_hashes
+
+
+def prompt(*numbers):
+    """A prompt of one block of four equal tokens for each number."""
+    return Prompt([number for number in numbers for _ in range(4)])
+
+
+def chain(tokens, block_size=4):
+    """Sequence hashes of the whole blocks of these tokens."""
+    return sequence_hashes(block_hashes(list(tokens), block_size))
+
+
+# ------------------------------------------------------------------------------------------------------- prefill
+
+
+def test_a_prefill_stores_the_whole_blocks_of_the_prompt_in_one_event(worker):
+    asked = Prompt(range(10))
+    request = worker.prefill(asked)
+    first, second = chain(range(8))
+    (event,) = worker.heard.events
+    assert (0, 0) == (event.event_id, event.dp_rank)
+    assert Stored(None, (first, second), tuple(block_hashes(range(8), 4))) == event.data
+    assert 0 == request.cached_tokens
+    assert asked is request.prompt
+    assert 10 == len(request)
+    assert [first, second] == request.blocks[:2]
+    assert {first: 1, second: 1, request.blocks[2]: 1} == worker.manager.active_blocks
+
+
+def test_token_ids_travel_beside_the_event(worker):
+    worker.serve(range(10))
+    (event,) = worker.heard.router_events
+    assert [(0, 1, 2, 3), (4, 5, 6, 7)] == [tuple(ids) for ids in event.token_ids]
+
+
+def test_tokens_are_taken_where_prompts_are(worker):
+    worker.serve([7] * 8)
+    assert (8, 8, 8) == (
+        worker.cached_tokens([7] * 8),
+        worker.cached_tokens(Prompt([7] * 8)),
+        worker.cached_tokens((7,) * 9),
+    )
+
+
+def test_a_second_prefill_reuses_what_is_cached_and_stores_the_rest_after_it(worker, stored_of):
+    worker.serve(prompt(1, 2))
+    served = worker.serve(prompt(1, 2, 3))
+    a, b, c = chain(prompt(1, 2, 3).tokens)
+    assert Served(8, (c,)) == served
+    assert [(None, [a, b]), (b, [c])] == stored_of(worker.heard.events)
+
+
+def test_a_prompt_of_whole_blocks_that_is_all_cached_costs_and_says_nothing(worker):
+    worker.serve(prompt(1, 2))
+    served = worker.serve(prompt(1, 2))
+    assert Served(8, ()) == served
+    assert 1 == len(worker.heard.events)
+
+
+def test_requests_that_overlap_share_blocks(worker):
+    first, second = worker.prefill(prompt(1, 2)), worker.prefill(prompt(1, 3))
+    shared, own = chain(prompt(1, 2).tokens)
+    assert (0, 4) == (first.cached_tokens, second.cached_tokens)
+    assert (3, 4) == (worker.manager.num_active_blocks, worker.manager.num_active_block_refs)
+    assert [first, second] == worker.requests
+    first.finish()
+    assert [second] == worker.requests
+    assert [own] == worker.manager.inactive_blocks()
+    assert 1 == worker.manager.active_blocks[shared]
+    second.finish()
+    assert (0, 3) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
+
+
+def test_a_full_worker_evicts_and_says_so_after_what_it_stored(make_worker):
+    worker = make_worker(num_blocks=3)
+    worker.serve(prompt(1, 2))
+    served = worker.serve(prompt(3, 4))
+    a, b = chain(prompt(1, 2).tokens)
+    assert [Stored, Stored, Removed] == [type(event.data) for event in worker.heard.events]
+    assert Removed((b,)) == worker.heard.events[2].data  # the tail goes before its parent
+    assert [0, 1, 2] == [event.event_id for event in worker.heard.events]
+    assert sorted([a, *served.stored_blocks]) == sorted(worker.manager.resident())
+
+
+def test_an_empty_prompt_is_refused(worker, state_of):
+    before = state_of(worker)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        worker.prefill([])
+    assert before == state_of(worker)
+
+
+def test_a_prompt_of_hashes_is_served_without_token_ids(worker, stored_of):
+    local = [11, 12]
+    served = worker.serve(Prompt(hashes=local, num_tokens=10))
+    assert Served(0, tuple(sequence_hashes(local))) == served
+    (event,) = worker.heard.router_events
+    assert (11, 12) == event.event.data.tokens_hashes
+    assert event.token_ids is None
+    assert 8 == worker.cached_tokens(Prompt(hashes=[11, 12, 13]))
+
+
+def test_a_prompt_of_hashes_that_fits_no_block_size_of_the_worker_is_refused(worker, state_of):
+    before = state_of(worker)
+    with pytest.raises(ValueError, match="does not fit block_size=4"):
+        worker.prefill(Prompt(hashes=[1, 2], num_tokens=1024))
+    assert before == state_of(worker)
+
+
+# ------------------------------------------------------------------------------------------------------- chunks
+
+
+def test_a_chunked_prefill_stores_chunk_by_chunk_each_after_the_one_before(make_worker, stored_of):
+    worker = make_worker(num_blocks=8, block_size=64, chunk=256)
+    tokens = list(range(512))
+    request = worker.prefill(tokens)
+    blocks = chain(tokens, 64)
+    assert [(None, blocks[:4]), (blocks[3], blocks[4:])] == stored_of(worker.heard.events)
+    assert blocks == request.blocks
+
+
+def test_a_chunk_that_ends_inside_a_block_takes_the_whole_block(make_worker, stored_of):
+    worker = make_worker(chunk=6)
+    worker.serve(range(11))
+    first, second = chain(range(8))
+    assert [(None, [first, second])] == stored_of(worker.heard.events)
+
+
+def test_a_chunk_below_a_block_stores_no_block_twice(make_worker, stored_of):
+    worker = make_worker(chunk=1)
+    request = worker.prefill(range(9))
+    first, second = chain(range(8))
+    assert [(None, [first]), (first, [second])] == stored_of(worker.heard.events)
+    assert dict.fromkeys(request.blocks, 1) == worker.manager.active_blocks
+
+
+# ------------------------------------------------------------------------------------------------------- decode
+
+
+def test_a_block_is_stored_on_the_first_token_of_the_next_one(worker, stored_of):
+    with worker.prefill(range(3)) as request:
+        partial = request.blocks[0]
+        request.decode([3])
+        assert [partial] == request.blocks
+        assert [] == worker.heard.events
+        request.decode([4])
+        (full,) = chain(range(4))
+        assert [(None, [full])] == stored_of(worker.heard.events)
+        assert full == request.blocks[0]
+        assert 2 == len(request.blocks)
+        assert [tuple(range(4))] == [tuple(ids) for ids in worker.heard.router_events[0].token_ids]
+
+
+def test_a_block_that_the_last_token_fills_is_never_stored(worker):
+    worker.serve(range(3), output_tokens=1)
+    assert [] == worker.heard.events
+    assert (0, 0) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
+
+
+def test_a_prompt_of_whole_blocks_opens_a_block_with_its_first_token_and_stores_nothing(worker):
+    with worker.prefill(prompt(1)) as request:
+        request.decode()
+        assert 2 == len(request.blocks)
+    assert 1 == len(worker.heard.events)
+
+
+def test_decoding_over_two_borders_stores_two_blocks_each_after_the_one_before(worker, stored_of):
+    with worker.prefill(range(3)) as request:
+        request.decode(range(3, 9))
+    first, second = chain(range(8))
+    assert [(None, [first]), (first, [second])] == stored_of(worker.heard.events)
+    assert 8 == worker.cached_tokens(range(9))
+
+
+def test_what_was_decoded_is_a_prefix_for_the_next_turn(worker):
+    with worker.prefill(range(6)) as request:
+        request.decode(range(6, 13))
+    assert 12 == worker.cached_tokens(range(20))
+
+
+def test_a_count_decodes_that_many_tokens_and_tokens_decode_themselves(worker):
+    with worker.prefill(range(3)) as request:
+        request.decode(5)
+        request.decode([1, 2])
+        request.decode(0)
+        request.decode([])
+        request.decode()
+        assert 11 == len(request)
+
+
+def test_a_prompt_of_hashes_decodes_blocks_that_nobody_can_share(make_worker):
+    one, other = make_worker(seed=1), make_worker(seed=2)
+    asked = Prompt(hashes=[5], num_tokens=6)
+    stored = [w.serve(asked, output_tokens=3).stored_blocks for w in (one, other)]
+    assert [2, 2] == [len(blocks) for blocks in stored]
+    assert stored[0][0] == stored[1][0]
+    assert stored[0][1] != stored[1][1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        (-1, ValueError, "decode: a count of tokens is an integer of at least 0, got -1"),
+        (True, ValueError, "got True"),
+        ([1, -1], ValueError, "token 1 is -1"),
+        ([2**32], ValueError, "token 0 is 4294967296"),
+        (["a"], TypeError, "token 0 is 'a'"),
+        (Prompt(hashes=[1]), ValueError, "decode takes tokens"),
+    ],
+)
+def test_wrong_tokens_are_refused_and_none_is_decoded(worker, state_of, tokens, error, message):
+    request = worker.prefill(range(3))
+    before = state_of(worker)
+    with pytest.raises(error, match=message):
+        request.decode(tokens)
+    assert before == state_of(worker)
+    assert 3 == len(request)
+
+
+# ---------------------------------------------------------------------------------------------------- no room
+
+
+def test_a_prefill_that_does_not_fit_changes_nothing(worker, state_of):
+    worker.serve(prompt(9))
+    worker.prefill(prompt(1, 2, 3, 4, 5))
+    before = state_of(worker)
+    with pytest.raises(OutOfBlocks) as raised:
+        worker.prefill(prompt(1, 2, 6, 7, 8, 10))
+    assert before == state_of(worker)
+    assert (4, 3) == (raised.value.requested, raised.value.available)
+    assert "4 blocks are needed and 3 are available" == str(raised.value)
+
+
+def test_a_prefill_that_just_fits_is_admitted(worker):
+    worker.serve(prompt(9))
+    worker.prefill(prompt(1, 2, 3, 4, 5))
+    worker.prefill(prompt(1, 2, 6, 7, 8))
+    assert (8, 0) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
+
+
+def test_a_chunked_prefill_that_does_not_fit_changes_nothing_either(make_worker, state_of):
+    worker = make_worker(num_blocks=4, chunk=4)
+    before = state_of(worker)
+    with pytest.raises(OutOfBlocks) as raised:
+        worker.prefill(range(17))
+    assert before == state_of(worker)
+    assert (5, 4) == (raised.value.requested, raised.value.available)
+
+
+def test_cached_blocks_that_nobody_holds_need_room_as_well(make_worker, state_of):
+    worker = make_worker(num_blocks=3)
+    worker.serve(prompt(1, 2))
+    worker.prefill(prompt(3))
+    before = state_of(worker)
+    with pytest.raises(OutOfBlocks) as raised:
+        worker.prefill(prompt(1, 2, 4))
+    assert (3, 2) == (raised.value.requested, raised.value.available)
+    assert before == state_of(worker)
+
+
+def test_a_decode_that_does_not_fit_generates_no_token(make_worker, state_of):
+    worker = make_worker(num_blocks=3)
+    request = worker.prefill(range(6))
+    before = state_of(worker)
+    with pytest.raises(OutOfBlocks) as raised:
+        request.decode(11)  # its block has room for two; then three more blocks are opened
+    assert before == state_of(worker)
+    assert 6 == len(request)
+    assert (3, 1) == (raised.value.requested, raised.value.available)
+    request.decode(6)
+    assert 12 == len(request)
+    with pytest.raises(OutOfBlocks):
+        request.decode()
+
+
+def test_what_is_needed_does_not_depend_on_how_soon_it_fails(make_worker):
+    worker = make_worker(num_blocks=2)
+    request = worker.prefill(range(4))
+    with pytest.raises(OutOfBlocks) as raised:
+        request.decode(40)
+    assert (10, 1) == (raised.value.requested, raised.value.available)
+
+
+def test_a_resume_that_does_not_fit_leaves_it_preempted(make_worker, state_of):
+    worker = make_worker(num_blocks=4)
+    request = worker.prefill(range(10))
+    request.preempt()
+    other = worker.prefill(prompt(7, 8))
+    before = state_of(worker)
+    with pytest.raises(OutOfBlocks) as raised:
+        request.resume()
+    assert before == state_of(worker)
+    assert "preempted" == request.status
+    assert (3, 2) == (raised.value.requested, raised.value.available)
+    other.finish()
+    request.resume()
+    assert "running" == request.status
+
+
+def test_serve_lets_the_prompt_go_when_its_output_does_not_fit(make_worker):
+    worker = make_worker(num_blocks=2)
+    with pytest.raises(OutOfBlocks):
+        worker.serve(range(8), output_tokens=1)
+    assert [] == worker.requests
+    assert (0, 2) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
+    assert Served(4, ()) == worker.serve(range(4))
+
+
+def test_a_block_that_fills_up_as_one_that_another_request_holds_gives_its_slot_back(make_worker):
+    worker = make_worker(num_blocks=3)
+    worker.prefill(range(4))
+    second = worker.prefill(range(3))
+    second.decode([3, 9, 9, 9, 9])  # its first block becomes the one that is held: one slot back, one for the next
+    assert 2 == worker.manager.active_blocks[chain(range(4))[0]]
+    assert 2 == worker.manager.num_active_blocks
+    with pytest.raises(OutOfBlocks) as raised:
+        second.decode(5)
+    assert (2, 1) == (raised.value.requested, raised.value.available)
+
+
+def test_a_full_worker_decodes_into_a_block_that_another_request_holds(make_worker):
+    worker = make_worker(num_blocks=2)
+    worker.prefill(range(4))
+    second = worker.prefill(range(3))
+    second.decode([3, 9])
+    assert [chain(range(4))[0]] == second.blocks[:1]
+    assert 2 == worker.manager.num_active_blocks
+    assert 1 == len(worker.heard.events)
+
+
+def test_a_slot_given_back_is_counted_only_from_then_on(make_worker, state_of):
+    worker = make_worker(num_blocks=2)
+    worker.prefill(range(4))
+    second = worker.prefill(range(3))
+    before = state_of(worker)
+    with pytest.raises(OutOfBlocks) as raised:
+        second.decode([4, 9])  # another block: nothing is given back
+    assert (1, 0) == (raised.value.requested, raised.value.available)
+    assert before == state_of(worker)
+
+
+def test_a_block_that_fills_up_as_a_cached_one_gives_its_slot_back_and_takes_that_one(make_worker):
+    worker = make_worker(num_blocks=2)
+    worker.serve(range(4))
+    request = worker.prefill(range(3))
+    request.decode([3, 9])
+    assert 2 == worker.manager.num_active_blocks
+    assert 0 == worker.manager.num_inactive_blocks
+    assert 1 == len(worker.heard.events)  # cached already: no second Stored, nothing removed
+
+
+# --------------------------------------------------------------------------------------------------- one request
+
+
+def test_a_request_finishes_when_its_with_block_is_left(worker):
+    with worker.prefill(range(6)) as request:
+        assert "running" == request.status
+        assert [request] == worker.requests
+    assert "finished" == request.status
+    assert [] == worker.requests
+    assert (0, 1) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
+
+
+def test_a_request_finishes_when_its_with_block_raises(worker):
+    with pytest.raises(KeyError), worker.prefill(range(6)):
+        raise KeyError
+    assert [] == worker.requests
+    assert 0 == worker.manager.num_active_blocks
+
+
+def test_a_with_block_may_finish_its_request_itself(worker):
+    with worker.prefill(range(6)) as request:
+        request.finish()
+    assert "finished" == request.status
+
+
+def test_a_with_block_may_leave_its_request_preempted(worker):
+    with worker.prefill(range(6)) as request:
+        request.preempt()
+    assert "finished" == request.status
+    assert [] == worker.requests
+
+
+def test_a_with_block_whose_worker_restarted_is_left_quietly(worker):
+    with worker.prefill(range(6)) as request:
+        worker.restart()
+    assert "lost" == request.status
+
+
+@pytest.mark.parametrize(
+    ("before", "call", "message"),
+    [
+        ("finish", "finish", "finish on a request that is finished; it must be running or preempted"),
+        ("finish", "decode", "decode on a request that is finished; it must be running"),
+        ("finish", "preempt", "preempt on a request that is finished; it must be running"),
+        ("finish", "resume", "resume on a request that is finished; it must be preempted"),
+        ("preempt", "decode", "decode on a request that is preempted; it must be running"),
+        ("preempt", "preempt", "preempt on a request that is preempted; it must be running"),
+        (None, "resume", "resume on a request that is running; it must be preempted"),
+        ("restart", "finish", "finish on a request that is lost"),
+        ("restart", "decode", "decode on a request that is lost"),
+        ("restart", "resume", "resume on a request that is lost"),
+    ],
+)
+def test_what_a_requests_state_does_not_allow_is_refused(worker, state_of, before, call, message):
+    request = worker.prefill(range(6))
+    if before == "restart":
+        worker.restart()
+    elif before is not None:
+        getattr(request, before)()
+    then = state_of(worker)
+    with pytest.raises(RequestError, match=message):
+        getattr(request, call)()
+    assert then == state_of(worker)
+
+
+def test_blocks_are_a_copy(worker):
+    request = worker.prefill(range(6))
+    request.blocks.clear()
+    assert 2 == len(request.blocks)
+
+
+# -------------------------------------------------------------------------------------------- preempt and resume
+
+
+def test_a_preempted_request_lets_its_blocks_go_tail_first_and_says_nothing(worker):
+    request = worker.prefill(range(9))
+    first, second = chain(range(8))
+    request.preempt()
+    assert [second, first] == worker.manager.inactive_blocks()
+    assert 0 == worker.manager.num_active_blocks
+    assert [request] == worker.requests
+    assert 1 == len(worker.heard.events)
+
+
+def test_a_resumed_request_keeps_what_it_generated_and_reuses_what_is_cached(worker, stored_of):
+    request = worker.prefill(range(6))
+    request.decode([6, 7, 8])
+    blocks = request.blocks
+    request.preempt()
+    assert (9, blocks) == (len(request), request.blocks)
+    request.resume()
+    assert (9, blocks, "running") == (len(request), request.blocks, request.status)
+    assert 6 == request.cached_tokens  # of the prompt, which has no more
+    assert 2 == len(worker.heard.events)
+    request.decode([9, 10, 11, 12])
+    assert chain(range(12)) == request.blocks[:3]
+
+
+def test_a_resumed_request_stores_again_what_was_evicted_meanwhile(make_worker, stored_of):
+    worker = make_worker(num_blocks=3)
+    request = worker.prefill(range(6))
+    request.decode([6, 7, 8])
+    request.preempt()
+    worker.serve(prompt(7, 8))
+    request.resume()
+    first, second = chain(range(8))
+    assert 4 == request.cached_tokens
+    assert (first, [second]) == stored_of(worker.heard.events)[-1]
+
+
+def test_a_resumed_prefill_is_chunked_again(make_worker, stored_of):
+    worker = make_worker(chunk=4)
+    request = worker.prefill(range(8))
+    request.preempt()
+    assert worker.manager.clear()
+    request.resume()
+    first, second = chain(range(8))
+    assert [(None, [first]), (first, [second])] * 2 == stored_of(worker.heard.events)
+
+
+def test_a_request_may_finish_while_it_is_preempted(worker):
+    request = worker.prefill(range(6))
+    request.preempt()
+    request.finish()
+    assert [] == worker.requests
+    assert (0, 1) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
+
+
+# --------------------------------------------------------------------------------------------------------- serve
+
+
+def test_serve_answers_what_was_cached_and_what_became_so(worker):
+    assert Served(0, tuple(chain(range(4)))) == worker.serve(range(6), output_tokens=2)
+    served = worker.serve(range(6), output_tokens=3)
+    assert 4 == served.cached_tokens
+    assert 1 == len(served.stored_blocks)
+    assert [] == worker.requests
+
+
+def test_serve_does_not_count_what_others_store(worker):
+    worker.serve(range(4))
+    assert () == worker.serve(range(4)).stored_blocks
+    worker.prefill(prompt(3))
+    assert 2 == len(worker.heard.events)
+
+
+# -------------------------------------------------------------------------------------------------- cached_tokens
+
+
+def test_a_look_touches_nothing(worker, state_of):
+    for number in range(6):
+        worker.serve(prompt(number))
+    oldest = prompt(0)
+    before = state_of(worker)
+    assert 4 == worker.cached_tokens(oldest)
+    assert 0 == worker.cached_tokens(prompt(77))
+    assert before == state_of(worker)
+
+
+def test_a_look_does_not_change_what_comes_after_it(make_worker):
+    def traffic(look):
+        worker = make_worker(seed=3)
+        worker.serve(range(6), output_tokens=7)
+        if look:
+            worker.cached_tokens(range(7))
+        worker.serve(range(20, 26), output_tokens=7)
+        return worker.heard.events
+
+    assert traffic(look=False) == traffic(look=True)
+
+
+def test_a_look_sees_blocks_in_use(worker):
+    with worker.prefill(range(8)):
+        assert 8 == worker.cached_tokens(range(9))
+
+
+# ------------------------------------------------------------------------------------------------ clear, restart
+
+
+def test_clear_drops_all_and_says_so(worker):
+    worker.serve(range(8))
+    assert worker.clear()
+    assert Cleared() == worker.heard.events[-1].data
+    assert 0 == worker.cached_tokens(range(8))
+    assert [] == list(worker.manager.resident())
+
+
+def test_clear_does_nothing_while_a_request_is_open(worker, state_of):
+    with worker.prefill(range(8)) as request:
+        before = state_of(worker)
+        assert not worker.clear()
+        assert before == state_of(worker)
+        request.preempt()
+        assert not worker.clear()
+    assert worker.clear()
+
+
+def test_clear_does_nothing_while_a_block_is_held_by_hand(worker):
+    worker.manager.use([1])
+    assert not worker.clear()
+    assert 1 == len(worker.heard.events)
+
+
+def test_a_restarted_worker_is_empty_and_counts_from_0(worker):
+    worker.serve(range(8))
+    request, before = worker.prefill(range(4)), worker.manager
+    worker.restart()
+    assert worker.manager is not before
+    assert ([], "lost") == (worker.requests, request.status)
+    assert 0 == worker.cached_tokens(range(8))
+    assert 1 == len(worker.heard.events)  # a crash says nothing
+    worker.serve(range(4))
+    assert 0 == worker.heard.events[-1].event_id
+
+
+# --------------------------------------------------------------------------------------------- no prefix caching
+
+
+def test_without_prefix_caching_nothing_is_published_or_found_again(make_worker):
+    worker = make_worker(prefix_caching=False)
+    for _ in range(3):
+        assert Served(0, ()) == worker.serve(range(10), output_tokens=9)
+    assert worker.clear()
+    assert [] == worker.heard.events
+    assert not worker.has_published
+
+
+def test_without_prefix_caching_two_requests_share_no_block(make_worker):
+    worker = make_worker(num_blocks=3, prefix_caching=False)
+    one = worker.prefill(range(4))
+    two = worker.prefill(range(4))
+    assert 2 == worker.manager.num_active_blocks
+    assert set(one.blocks).isdisjoint(two.blocks)
+    with pytest.raises(OutOfBlocks) as raised:
+        worker.prefill(range(8))
+    assert (2, 1) == (raised.value.requested, raised.value.available)
+
+
+def test_without_prefix_caching_a_resumed_request_finds_its_own_blocks(make_worker):
+    worker = make_worker(prefix_caching=False)
+    request = worker.prefill(range(8))
+    blocks = request.blocks
+    request.preempt()
+    request.resume()
+    assert blocks == request.blocks
+    assert (2, 0) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
+    assert 0 == request.cached_tokens
+
+
+# ------------------------------------------------------------------------------------------------------- the rest
+
+
+def test_it_names_itself(make_worker, backend):
+    worker = make_worker(worker_id=3, dp_rank=1)
+    assert f"<KvWorker 3 rank 1 {backend}>" == repr(worker)
+    assert backend == worker.backend
+    assert "<Request of 6 tokens, running>" == repr(worker.prefill(range(6)))
+
+
+def test_the_same_seed_gives_the_same_events_and_blocks(make_worker):
+    def traffic(seed):
+        worker = make_worker(seed=seed)
+        with worker.prefill(range(6)) as request:
+            request.decode(12)
+            return request.blocks, list(worker.heard.events)
+
+    assert traffic(1) == traffic(1)
+    assert traffic(1) != traffic(2)
+
+
+def test_a_worker_without_a_listener_publishes_no_event(backend):
+    made = []
+
+    def make_manager(sink):
+        from pytest_kvmock import create_manager
+
+        made.append(create_manager(backend, num_blocks=4, block_size=4, sink=sink))
+        return made[-1]
+
+    worker = KvWorker(make_manager, rng=Random(0))
+    assert Served(0, tuple(chain(range(4)))) == worker.serve(range(4))
+
+
+def test_events_name_the_device_tier(worker):
+    worker.serve(range(4))
+    assert [StorageTier.DEVICE] == [event.storage_tier for event in worker.heard.router_events]
+
+
+def test_events_are_marked_as_said_for_a_request_only_while_one_makes_them(backend):
+    from pytest_kvmock import create_manager
+
+    marks = []
+
+    class Listener:
+        def publish(self, event, storage_tier=None, token_ids=None):
+            marks.append(worker.serving)
+
+    worker = KvWorker(
+        lambda sink: create_manager(backend, num_blocks=4, block_size=4, sink=sink), sink=Listener(), rng=Random(0)
+    )
+    worker.serve(range(4))
+    worker.manager.use([1])
+    worker.manager.deref(1)
+    worker.clear()
+    assert [True, False, False] == marks
+    assert not worker.serving
+
+
+def test_a_listener_that_raises_does_not_stop_the_worker(backend, caplog):
+    from pytest_kvmock import create_manager
+
+    class Broken:
+        def publish(self, event, storage_tier=None, token_ids=None):
+            raise OSError("gone")
+
+    worker = KvWorker(
+        lambda sink: create_manager(backend, num_blocks=4, block_size=4, sink=sink), sink=Broken(), rng=Random(0)
+    )
+    served = worker.serve(range(4))
+    assert tuple(chain(range(4))) == served.stored_blocks
+    assert "KV event 0 was not taken by its sink" in caplog.text

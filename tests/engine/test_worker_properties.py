@@ -1,0 +1,163 @@
+"""A worker beside the same requests driven by hand, move by move: same events, and the same idea of what fits."""
+
+from copy import deepcopy
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_kvmock import OutOfBlocks, create_manager
+from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.events import Removed, Stored
+from pytest_kvmock.sinks import CapturingSink
+
+CAPACITY, SIZE = 3, 2
+
+tokens = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=4)  # few different ones, so that requests meet
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("prefill"), tokens),
+        st.tuples(st.just("decode"), st.integers(0, 9), tokens),
+        st.tuples(st.sampled_from(["finish", "preempt", "resume"]), st.integers(0, 9)),
+        st.tuples(st.just("clear")),
+    ),
+    max_size=30,
+)
+
+
+class NoRoomByHandError(Exception):
+    pass
+
+
+class ByHand:
+    """Requests as Dynamo's scheduler drives them: one Use a chunk, one Deref a block, tail first."""
+
+    def __init__(self, backend, chunk):
+        self.heard = CapturingSink()
+        self.manager = create_manager(backend, num_blocks=CAPACITY, block_size=SIZE, sink=self.heard)
+        self.chunk = chunk
+        self.requests = []
+        self.rng = Random(0)
+
+    def send(self, moves):
+        for move in moves:
+            if self.manager.process(move) < len(getattr(move, "blocks", "1")) and type(move).__name__ == "Use":
+                raise NoRoomByHandError
+
+    def allocate(self, sequence):
+        chunk = self.chunk or len(sequence)
+        for upto in range(chunk, len(sequence) + chunk, chunk):
+            use = sequence.allocate_blocks_for_chunk(min(upto, len(sequence)))
+            if use is not None:
+                self.send([use])
+
+    def prefill(self, prompt):
+        sequence = ActiveSequence(prompt, 1000, SIZE, emit_token_ids=True, rng=self.rng)
+        self.allocate(sequence)
+        self.requests.append(sequence)
+
+    def decode(self, index, new):
+        sequence = self.requests[index]
+        for token in new:
+            self.send(sequence.push(token))
+            sequence.commit_allocation(len(sequence))
+
+    def finish(self, index):
+        self.send(self.requests.pop(index).free_signal())
+
+    def preempt(self, index):
+        self.send(self.requests[index].reset_with_signal())
+
+    def resume(self, index):
+        self.allocate(self.requests[index])
+
+    def clear(self):
+        return not self.requests and self.manager.clear()
+
+
+def allowed(worker, step):
+    """The step with the request that it means, or None when no request is in the state that it needs."""
+    kind, *rest = step
+    if kind in ("prefill", "clear"):
+        return step
+    status = {"decode": ("running",), "preempt": ("running",), "resume": ("preempted",)}
+    states = status.get(kind, ("running", "preempted"))
+    fitting = [i for i, request in enumerate(worker.requests) if request.status in states]
+    if not fitting:
+        return None
+    return (kind, fitting[rest[0] % len(fitting)], *rest[1:])
+
+
+def do(worker, kind, *rest):
+    if kind == "prefill":
+        worker.prefill(rest[0])
+    elif kind == "clear":
+        return worker.clear()
+    else:
+        getattr(worker.requests[rest[0]], kind)(*rest[1:])
+    return None
+
+
+def shown(manager):
+    return (
+        manager.num_active_blocks,
+        manager.num_active_block_refs,
+        manager.inactive_blocks(),
+        sorted(manager.resident()),
+        sorted(manager.active_blocks.values()),
+    )
+
+
+@settings(max_examples=200)
+@given(steps=steps, backend=st.sampled_from(["lineage", "lru"]), chunk=st.sampled_from([None, 1, 2, 3]))
+def test_a_worker_says_and_refuses_what_requests_driven_by_hand_do(steps, backend, chunk):
+    heard = CapturingSink()
+
+    def make_manager(sink):
+        return create_manager(backend, num_blocks=CAPACITY, block_size=SIZE, sink=sink)
+
+    worker = KvWorker(make_manager, sink=heard, chunk=chunk, rng=Random(1))
+    hand = ByHand(backend, chunk)
+    for given_step in steps:
+        step = allowed(worker, given_step)
+        if step is None:
+            continue
+        tried = deepcopy(hand)
+        try:
+            answer = getattr(tried, step[0])(*step[1:])
+        except NoRoomByHandError:
+            before = (shown(worker.manager), list(heard.events), [len(r) for r in worker.requests])
+            with pytest.raises(OutOfBlocks) as raised:
+                do(worker, *step)
+            assert CAPACITY - worker.manager.num_active_blocks == raised.value.available < raised.value.requested
+            assert before == (shown(worker.manager), list(heard.events), [len(r) for r in worker.requests])
+            continue
+        hand = tried
+        assert answer == do(worker, *step)
+        assert hand.heard.router_events == heard.router_events
+        assert shown(hand.manager) == shown(worker.manager)
+        in_pools = worker.manager.num_active_blocks + worker.manager.num_inactive_blocks
+        assert CAPACITY == in_pools + worker.manager.metrics().reset_pool_size
+        assert _held(heard.events) == set(worker.manager.resident())
+    for request in list(worker.requests):
+        request.finish()
+    assert 0 == worker.manager.num_active_block_refs == worker.manager.num_active_blocks
+    assert len(_held(heard.events)) == worker.manager.num_inactive_blocks
+    assert list(range(len(heard.events))) == [event.event_id for event in heard.events]
+
+
+def _held(events):
+    """What a listener believes to be cached."""
+    held = set()
+    for event in events:
+        if isinstance(event.data, Stored):
+            assert held.isdisjoint(event.data.block_hashes)
+            held.update(event.data.block_hashes)
+        elif isinstance(event.data, Removed):
+            assert held.issuperset(event.data.block_hashes)
+            held.difference_update(event.data.block_hashes)
+        else:
+            held.clear()
+    return held

@@ -1,0 +1,691 @@
+"""The harness as a library: its workers, what it hears, what it answers, and what is lost on the way."""
+
+import sys
+import threading
+
+import pytest
+
+from pytest_kvmock import EngineProfile, KvEventsError, Prompt, RouterHarness
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock.tokens import block_hashes, sequence_hashes
+
+
+class Raising:
+    """A sink that raises on the events with these ids."""
+
+    def __init__(self, *ids):
+        self.ids = ids
+        self.heard = []
+
+    def publish(self, event, storage_tier=None, token_ids=None):
+        self.heard.append(event.event_id)
+        if event.event_id in self.ids:
+            raise OSError("disk full")
+
+
+def one_block(number):
+    return Stored(None, (number,), (number,))
+
+
+def ids(log):
+    return [entry.event.event.event_id for entry in log]
+
+
+# ------------------------------------------------------------------------------------------------------ workers
+
+
+def test_workers_of_the_profile_exist_from_the_start(make_kv):
+    kv = make_kv(workers=3)
+    assert [0, 1, 2] == list(kv.workers)
+    assert [0, 1, 2] == [worker.worker_id for worker in kv.workers.values()]
+    assert kv.worker(1) is kv.workers[1]
+    with pytest.raises(TypeError):
+        kv.workers[9] = None
+
+
+def test_ranks_of_the_profile_exist_from_the_start_and_are_named(make_kv):
+    kv = make_kv(workers=2, dp_size=2)
+    assert [(0, 0), (0, 1), (1, 0), (1, 1)] == list(kv.workers)
+    assert (1, 1) == (kv.worker(1, 1).worker_id, kv.worker(1, 1).dp_rank)
+    kv.worker(1, 1).serve(range(4))
+    (entry,) = kv.events
+    assert (1, 1) == (entry.event.worker_id, entry.event.event.dp_rank)
+
+
+def test_a_worker_is_made_when_it_is_asked_for(make_kv, kv):
+    assert kv.worker(7) is kv.worker(7)
+    assert [0, 7] == list(kv.workers)
+    assert kv.worker(7, dp_rank=2) is kv.workers[7, 2]
+    assert 1 == kv.next_worker().worker_id
+    assert [] == list(make_kv(workers=0).workers)
+
+
+def test_workers_have_the_profiles_size_and_their_backend(make_kv):
+    kv = make_kv("lru", num_blocks=5, block_size=8)
+    manager = kv.worker(0).manager
+    assert ("lru", 5, 8) == (manager.backend, manager.max_capacity, manager.block_size)
+    assert "lineage" == kv.worker(1, backend="lineage").backend
+    assert "lru" == kv.backend
+
+
+def test_a_harness_without_a_backend_has_no_worker_until_it_gets_one(make_kv):
+    kv = make_kv(None, workers=2)
+    assert (None, {}) == (kv.backend, dict(kv.workers))
+    with pytest.raises(ValueError, match="no backend yet"):
+        kv.worker(0)
+    kv.use_backend("lru")
+    kv.use_backend("lru")
+    assert ["lru", "lru"] == [worker.backend for worker in kv.workers.values()]
+    with pytest.raises(ValueError, match="'lru' already; it cannot become 'lineage'"):
+        kv.use_backend("lineage")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda kv: kv.worker(-1), "a worker id is an integer from 0 to 65535, got -1"),
+        (lambda kv: kv.worker(2**16), "got 65536"),
+        (lambda kv: kv.worker("0"), "got '0'"),
+        (lambda kv: kv.worker(0, -1), "a dp_rank is an integer of at least 0, got -1"),
+        (lambda kv: kv.worker(1, backend="nope"), "unknown backend 'nope'; known: lineage, lru"),
+        (lambda kv: kv.worker(0, backend="lru"), "worker 0 has backend 'lineage', not 'lru'"),
+        (lambda kv: kv.drop_next(0), "n must be an integer of at least 1, got 0"),
+        (lambda kv: kv.drop_next(True), "got True"),
+        (lambda kv: kv.drop_next(kind="store"), "unknown kind 'store'; known: stored, removed, cleared"),
+        (lambda kv: kv.ok_count("store"), "unknown kind 'store'; known: stored, removed, cleared"),
+        (lambda kv: kv.status_count("stored", "bad"), "unknown status 'bad'; known: ok, parent_block_not_found"),
+        (lambda kv: RouterHarness(backend="nope"), "unknown backend 'nope'"),
+        (lambda kv: RouterHarness(sync="never"), "unknown sync 'never'; known: every, auto, end"),
+        (lambda kv: RouterHarness(allow=["nope"]), "unknown rule 'nope'; known: parent_block_not_found"),
+    ],
+    ids=range(14),
+)
+def test_what_cannot_be_is_refused_with_what_can(kv, call, message):
+    before = list(kv.workers)
+    with pytest.raises(ValueError, match=message):
+        call(kv)
+    assert before == list(kv.workers)
+
+
+def test_a_backend_that_lies_about_its_name_is_caught(monkeypatch, make_kv):
+    from pytest_kvmock import backends
+
+    liar = backends.BackendSpec("lineage", "nobody", backends.BACKENDS["lru"].make)
+    monkeypatch.setattr(backends, "BACKENDS", {"lineage": liar})
+    with pytest.raises(ValueError, match="backend 'lineage' made a manager that calls itself 'lru'"):
+        make_kv("lineage")
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_are_fresh_or_begin_with_another(kv):
+    first = kv.prompt(blocks=2)
+    second = kv.prompt(blocks=3, after=first, tail=1)
+    assert (8, 21) == (first.num_tokens, second.num_tokens)
+    assert first.tokens == second.tokens[:8]
+    assert set(block_hashes(first.tokens, 4)).isdisjoint(block_hashes(kv.prompt(2).tokens, 4))
+    assert (1, 2, 3) == kv.prompt(1, after=[1, 2, 3]).tokens[:3]
+    assert 16 == kv.prompt().num_tokens
+
+
+def test_a_prompt_after_hashes_is_refused(kv):
+    with pytest.raises(ValueError, match="needs a prompt of tokens"):
+        kv.prompt(after=Prompt(hashes=[1]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"), [({"blocks": -1}, "blocks"), ({"tail": -1}, "tail"), ({"tail": 4}, "tail")]
+)
+def test_a_prompt_of_an_impossible_size_is_refused(kv, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        kv.prompt(**sizes)
+
+
+def test_prompts_and_events_are_the_same_for_the_same_seed_and_name(make_kv):
+    def traffic(**given):
+        kv = make_kv(**given)
+        kv.worker(0).serve(kv.prompt(2, tail=1), output_tokens=5)
+        return [entry.event for entry in kv.events]
+
+    assert traffic() == traffic()
+    assert traffic() != traffic(seed=1)
+    assert traffic() != traffic(name="other")
+
+
+# -------------------------------------------------------------------------------------------------------- apply
+
+
+def test_bare_data_gets_its_workers_next_id(kv):
+    kv.apply([one_block(1), one_block(2)])
+    kv.worker(0).manager.use([7])
+    kv.apply(Removed((1,)))
+    kv.apply(one_block(1), worker_id=4)
+    assert [0, 1, 2, 3, 0] == ids(kv.events)
+    assert [0, 0, 0, 0, 4] == [entry.event.worker_id for entry in kv.events]
+    assert [] == kv.events.problems
+
+
+def test_bare_data_of_a_rank_counts_by_itself(make_kv):
+    kv = make_kv(dp_size=2)
+    kv.apply([one_block(1), one_block(2)], dp_rank=1)
+    kv.apply(one_block(3))
+    assert [(0, 1), (1, 1), (0, 0)] == [(e.event.event.event_id, e.event.event.dp_rank) for e in kv.events]
+    assert {(0, 1): 1} == kv.overlap_for_hashes([2])
+
+
+def test_each_form_of_event_is_taken_one_or_many(kv):
+    kv.apply(KvCacheEvent(0, one_block(1)))
+    kv.apply(RouterEvent(3, KvCacheEvent(5, one_block(1)), StorageTier.DISK, [(1, 2, 3, 4)]))
+    kv.apply(event for event in (KvCacheEvent(1, Cleared()), one_block(2)))
+    assert [0, 5, 1, 2] == ids(kv.events)
+    assert StorageTier.DISK == kv.events[1].storage_tier
+    assert [(1, 2, 3, 4)] == list(kv.events[1].token_ids)
+    kv.assert_no_event_errors()
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 7, "stored", {"stored": 1}, b"", KvCacheEvent(0, "stored"), RouterEvent(0, KvCacheEvent(0, None))]
+)
+def test_what_is_no_event_is_refused_and_nothing_is_heard(kv, wrong):
+    with pytest.raises(TypeError, match="apply takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent"):
+        kv.apply(wrong)
+    assert 0 == len(kv.events) == kv.events.total
+    kv.apply(one_block(1))
+    assert [0] == ids(kv.events)
+
+
+def test_events_before_one_that_is_none_have_been_heard(kv):
+    with pytest.raises(TypeError, match=r"got None \(NoneType\)"):
+        kv.apply([one_block(1), None, one_block(2)])
+    assert [1] == kv.events.stored_blocks
+
+
+# ------------------------------------------------------------------------------------------------------ overlap
+
+
+def test_overlap_counts_leading_blocks_of_each_worker_that_has_any(make_kv):
+    kv = make_kv(workers=3)
+    long = kv.prompt(3)
+    kv.worker(0).serve(long)
+    kv.worker(1).serve(long.tokens[:4])
+    assert {0: 3, 1: 1} == kv.overlap(long)
+    assert {0: 3, 1: 1} == kv.overlap(list(long.tokens))
+    assert {0: 3, 1: 1} == kv.overlap(kv.prompt(2, after=long))
+    assert {} == kv.overlap(kv.prompt(1))
+    assert {} == kv.overlap([])
+    assert {0: 2, 1: 1} == kv.overlap_for_hashes(block_hashes(long.tokens[:8], 4))
+
+
+def test_overlap_names_ranks_where_a_worker_has_several(make_kv):
+    kv = make_kv(workers=2, dp_size=2)
+    asked = kv.prompt(2)
+    kv.worker(1, 1).serve(asked)
+    assert {(1, 1): 2} == kv.overlap(asked)
+
+
+def test_overlap_names_the_one_rank_that_is_not_the_first(kv):
+    kv.apply(one_block(1), worker_id=2)
+    kv.apply(one_block(1), worker_id=2, dp_rank=3)
+    assert {2: 1, (2, 3): 1} == kv.overlap_for_hashes([1])
+
+
+# --------------------------------------------------------------------------------------------------------- drops
+
+
+def test_a_dropped_event_is_neither_heard_nor_logged(kv, rules_of):
+    kv.drop_next()
+    kv.apply(one_block(1))
+    assert (0, {}) == (len(kv.events), kv.overlap_for_hashes([1]))
+    kv.apply(one_block(2))
+    assert ["event_id_gap"] == rules_of(kv.judge().errors)
+
+
+def test_so_many_are_dropped_of_that_kind(kv):
+    kv.drop_next(2, kind="removed")
+    kv.apply([one_block(1), Removed((1,)), one_block(2), Removed((2,)), Removed((3,)), Cleared()])
+    assert [0, 2, 4, 5] == ids(kv.events)
+
+
+def test_two_drops_take_their_own_events(kv):
+    kv.drop_next(kind="cleared")
+    kv.drop_next(kind="stored")
+    kv.apply([one_block(1), Cleared(), one_block(2), Cleared()])
+    assert [2, 3] == ids(kv.events)
+
+
+def test_no_event_is_dropped_after_the_with_block(kv):
+    with kv.drop_next(5) as drop:
+        kv.apply([one_block(1), one_block(2)])
+    assert 3 == drop.left
+    kv.apply(one_block(3))
+    assert [2] == ids(kv.events)
+    with kv.drop_next() as drop:
+        kv.apply(one_block(4))
+    assert 0 == drop.left
+
+
+def test_a_transport_may_lose_double_and_delay(kv):
+    late = []
+
+    def transport(event):
+        if event.event.event_id == 0:
+            late.append(event)
+            return []
+        return [event, *late]
+
+    kv.delivery.transport = transport
+    kv.apply([one_block(1), one_block(2)])
+    assert [1, 0] == ids(kv.events)
+
+
+# ------------------------------------------------------------------------------------------ remove_worker, restart
+
+
+def test_a_removed_worker_is_forgotten_with_all_its_ranks(make_kv):
+    kv = make_kv(workers=2, dp_size=2)
+    asked = kv.prompt(2)
+    for worker in kv.workers.values():
+        worker.serve(asked)
+    kv.remove_worker(0)
+    assert {(1, 0): 2, (1, 1): 2} == kv.overlap(asked)
+    assert [(1, 0), (1, 1)] == list(kv.workers)
+    kv.assert_in_sync()
+
+
+def test_a_removed_worker_may_come_back_with_any_id(kv):
+    asked = kv.prompt(2)
+    worker = kv.worker(0)
+    worker.serve(asked)
+    kv.remove_worker(0)
+    worker.clear()
+    worker.serve(asked)
+    assert {0: 2} == kv.overlap(asked)
+    assert [0, 1, 2] == ids(kv.events)
+    kv.assert_no_event_errors()
+
+
+def test_a_worker_of_a_removed_ones_id_is_a_new_one(kv):
+    before = kv.worker(0)
+    before.serve(kv.prompt(1))
+    kv.remove_worker(0)
+    assert kv.worker(0) is not before
+    kv.worker(0).serve(kv.prompt(2))
+    assert [0, 0] == ids(kv.events)
+    kv.assert_no_event_errors()
+
+
+def test_a_removed_worker_that_goes_on_is_unknown_to_the_router(kv, rules_of):
+    asked, worker = kv.prompt(1), kv.worker(0)
+    worker.serve(asked)
+    kv.remove_worker(0)
+    worker.serve(kv.prompt(1, after=asked))
+    assert ["parent_block_not_found"] == rules_of(kv.judge().errors)
+
+
+def test_a_lost_event_of_a_worker_that_came_back_names_no_event_before_it(kv):
+    worker = kv.worker(0)
+    worker.serve(kv.prompt(1))
+    kv.remove_worker(0)
+    kv.drop_next()
+    worker.serve(kv.prompt(1))
+    (problem,) = kv.judge().errors
+    assert "the worker published ids up to 1; event 1 did not arrive" == problem.known
+
+
+def test_to_remove_an_unknown_worker_is_no_error(kv):
+    kv.remove_worker(9)
+    assert [0] == list(kv.workers)
+
+
+def test_an_announced_restart_is_told_to_the_router(kv):
+    asked, worker = kv.prompt(2), kv.worker(0)
+    worker.serve(asked)
+    worker.restart(announced=True)
+    assert {} == kv.overlap(asked)
+    kv.assert_in_sync()
+    worker.serve(asked)
+    assert [0, 0] == ids(kv.events)
+    assert {0: 2} == kv.overlap(asked)
+    assert worker is kv.worker(0)
+    kv.assert_no_event_errors()
+
+
+def test_an_announced_restart_of_one_rank_leaves_the_others(make_kv):
+    kv = make_kv(dp_size=2)
+    asked = kv.prompt(2)
+    for worker in kv.workers.values():
+        worker.serve(asked)
+    kv.worker(0, 1).restart(announced=True)
+    assert {(0, 0): 2} == kv.overlap(asked)
+    kv.assert_in_sync()
+
+
+def test_a_silent_restart_shows_at_the_next_event(kv, rules_of):
+    worker = kv.worker(0)
+    worker.serve(kv.prompt(2))
+    worker.restart()
+    worker.serve(kv.prompt(1))
+    assert ["event_id_gap"] == rules_of(kv.events.errors)
+
+
+def test_a_silent_restart_shows_at_the_flush_where_nothing_follows(kv, rules_of):
+    worker = kv.worker(0)
+    worker.serve(kv.prompt(2))
+    worker.restart()
+    kv.flush()
+    assert ["engine_drift"] == rules_of(kv.events.errors)
+
+
+# --------------------------------------------------------------------------------------------------------- sinks
+
+
+def test_sinks_before_and_after_the_router_hear_everything(kv):
+    before, after = CapturingSink(), CapturingSink()
+    kv.add_sink(before, before=True)
+    kv.add_sink(after)
+    kv.worker(0).serve(range(4))
+    kv.apply(Removed((7,)))
+    assert [e.event.event for e in kv.events] == before.events == after.events
+    assert [(0, 1, 2, 3)] == [tuple(ids) for ids in before.router_events[0].token_ids]
+
+
+def test_a_sink_before_the_router_that_raises_keeps_the_event_from_all_after_it(kv, rules_of):
+    raising, second, after = Raising(1), CapturingSink(), CapturingSink()
+    for sink, before in ((raising, True), (second, True), (after, False)):
+        kv.add_sink(sink, before=before)
+    kv.apply([one_block(1), one_block(2), one_block(3)])
+    assert [0, 1, 2] == raising.heard
+    assert [0, 2] == ids(kv.events) == [e.event_id for e in second.events] == [e.event_id for e in after.events]
+    (problem,) = kv.judge().errors
+    assert ("sink_failure", 1) == (problem.rule, problem.event_id)
+    assert "Raising.publish raised OSError: disk full; the router never got the event" == problem.known
+
+
+def test_a_sink_after_the_router_that_raises_keeps_nothing_from_it(kv, rules_of):
+    second = CapturingSink()
+    kv.add_sink(Raising(1))
+    kv.add_sink(second)
+    kv.apply([one_block(1), one_block(2), Stored(2, (3,), (3,))])
+    assert [0, 1, 2] == ids(kv.events)
+    assert [0, 2] == [event.event_id for event in second.events]
+    (problem,) = kv.judge().errors
+    assert ("sink_failure", 1) == (problem.rule, problem.event_id)
+    assert "Raising.publish raised OSError: disk full" == problem.known
+
+
+def test_what_a_sink_kept_from_the_router_is_listed_under_it(kv, rules_of):
+    kv.add_sink(Raising(0), before=True)
+    worker = kv.worker(0)
+    asked = kv.prompt(1)
+    worker.serve(asked)
+    worker.serve(kv.prompt(1, after=asked))
+    (problem,) = kv.judge().errors
+    assert ["parent_block_not_found"] == rules_of(problem.consequences())
+
+
+def test_a_worker_goes_on_when_a_sink_raises(kv):
+    kv.add_sink(Raising(0), before=True)
+    assert 2 == len(kv.worker(0).serve(kv.prompt(2)).stored_blocks)
+    assert 2 == len(kv.worker(0).manager.resident())
+
+
+# ------------------------------------------------------------------------------------------------------- counters
+
+
+def test_counters_count_a_stream_made_by_hand(make_kv):
+    kv = make_kv(None)
+    kv.apply(
+        [
+            Stored(None, (1, 2), (1, 2)),  # ok
+            Stored(2, (3,), (3,)),  # ok
+            Stored(2, (3,), (3,)),  # ok, and a duplicate
+            Stored(99, (4,), (4,)),  # parent_block_not_found
+            Stored(5, (5,), (5,)),  # invalid_block
+            Removed((3,)),  # ok
+            Removed((3,)),  # block_not_found
+            Removed((1, 77, 78)),  # block_not_found, once
+            Cleared(),  # ok
+        ],
+        worker_id=1,
+    )
+    assert (3, 1, 1) == tuple(map(kv.ok_count, ("stored", "removed", "cleared")))
+    expected = {
+        ("stored", "parent_block_not_found"): 1,
+        ("stored", "block_not_found"): 0,
+        ("stored", "invalid_block"): 1,
+        ("removed", "parent_block_not_found"): 0,
+        ("removed", "block_not_found"): 2,
+        ("removed", "invalid_block"): 0,
+    }
+    assert expected == kv.invalid_counts()
+    assert {pair: kv.status_count(*pair) for pair in expected} == expected
+    assert {"duplicate_store": 1} == kv.warning_counts()
+
+
+def test_counters_count_what_follows_from_another_fault_too(kv):
+    kv.drop_next()
+    kv.apply([one_block(1), Stored(1, (2,), (2,)), Removed((1,))])
+    assert 1 == len(kv.judge().errors)
+    assert (1, 0) == (
+        kv.status_count("stored", "parent_block_not_found"),
+        kv.status_count("removed", "block_not_found"),
+    )
+
+
+def test_counters_outlive_the_log(kv):
+    kv.apply([one_block(1), Removed((9,))])
+    kv.events.clear()
+    assert (1, 0, 1) == (kv.ok_count("stored"), kv.ok_count("removed"), kv.status_count("removed", "block_not_found"))
+    part = kv.events.for_worker(0)
+    assert (1, 0) == (part.status_count("stored", "ok"), part.status_count("removed", "ok"))
+
+
+# --------------------------------------------------------------------------------------------------------- threads
+
+
+def test_two_threads_that_publish_take_turns(make_kv):
+    kv = make_kv(None)
+    sink = kv.make_sink()
+    inside, most = 0, 0
+
+    def transport(event):
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        inside -= 1
+        return [event]
+
+    kv.delivery.transport = transport
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    start = threading.Barrier(4)
+
+    def publish(thread):
+        start.wait()
+        for number in range(300):
+            if thread < 2:
+                sink(one_block(1000 * thread + number))
+            else:
+                kv.apply(one_block(1000 * thread + number), worker_id=1)
+
+    threads = [threading.Thread(target=publish, args=(thread,)) for thread in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert 1 == most
+    assert list(range(600)) == ids(kv.events.for_worker(1))
+    assert list(range(600)) == ids(kv.events.for_worker(sink.worker_id))
+    assert [*range(600)] == [event.event_id for event in sink.events]
+    kv.assert_no_event_errors()
+
+
+# --------------------------------------------------------------------------------------------------------- judging
+
+
+def test_clean_traffic_passes_every_assertion(kv):
+    worker = kv.worker(0)
+    for _ in range(5):
+        worker.serve(kv.prompt(3, tail=2), output_tokens=6)
+    worker.clear()
+    kv.assert_no_event_errors()
+    kv.assert_no_event_warnings()
+    kv.assert_in_sync()
+    assert ([], [], []) == tuple(kv.judge())
+
+
+def test_errors_are_asserted_and_expected_ones_are_not(kv):
+    with kv.events.expect_error("block_not_found"):
+        kv.apply(Removed((7,)))
+    kv.assert_no_event_errors()
+    kv.apply(Removed((8,)))
+    with pytest.raises(KvEventsError, match=r"1 KV event error: block_not_found \(worker 0, event 1\)"):
+        kv.assert_no_event_errors()
+
+
+def test_an_error_expected_for_the_whole_test_is_no_error_before_its_end(kv):
+    kv.events.expect_error("block_not_found")
+    kv.apply(Removed((7,)))
+    kv.assert_no_event_errors()
+    kv.apply(Removed((8,)))
+    with pytest.raises(KvEventsError, match=r"1 KV event error: block_not_found \(worker 0, event 1\)"):
+        kv.assert_no_event_errors()
+    assert ["expected 1 block_not_found, saw 2 in 2 KV events"] == kv.judge().unmet
+
+
+def test_an_allowed_error_is_no_error_before_the_end_either(make_kv):
+    kv = make_kv(allow=["block_not_found"])
+    kv.apply(Removed((7,)))
+    kv.assert_no_event_errors()
+    kv.apply(Stored(3, (4,), (4,)))
+    with pytest.raises(KvEventsError, match="1 KV event error: parent_block_not_found"):
+        kv.assert_no_event_errors()
+
+
+def test_errors_known_at_the_flush_are_asserted(kv):
+    kv.drop_next()
+    kv.worker(0).serve(range(4))
+    with pytest.raises(KvEventsError, match="event_id_gap"):
+        kv.assert_no_event_errors()
+
+
+def test_warnings_are_asserted_apart(kv):
+    kv.apply([one_block(1), one_block(1)])
+    kv.assert_no_event_errors()
+    with pytest.raises(KvEventsError, match=r"1 KV event warning: duplicate_store \(worker 0, event 1\)"):
+        kv.assert_no_event_warnings()
+
+
+def test_stream_and_engine_out_of_sync_are_asserted_each_time(kv):
+    asked = kv.prompt(2)
+    kv.drop_next()
+    kv.worker(0).serve(asked)
+    for _ in range(2):
+        with pytest.raises(KvEventsError, match="engine_drift"):
+            kv.assert_in_sync()
+    kv.worker(0).clear()
+    kv.assert_in_sync()
+
+
+def test_a_problem_is_handed_out_once_and_late_ones_the_next_time(kv, rules_of):
+    kv.apply(Removed((7,)))
+    assert ["block_not_found"] == rules_of(kv.judge().errors)
+    assert ([], [], []) == tuple(kv.judge())
+    kv.apply([Stored(9, (1,), (1,)), one_block(1)])
+    late = kv.judge()
+    assert (["parent_block_not_found"], ["duplicate_store"]) == (rules_of(late.errors), rules_of(late.warnings))
+    assert ([], [], []) == tuple(kv.judge())
+
+
+def test_an_expectation_that_is_not_met_is_said_once(kv):
+    kv.events.expect_error("event_id_gap", times=2)
+    assert ["expected 2 event_id_gap, saw none in 0 KV events"] == kv.judge().unmet
+    assert [] == kv.judge().unmet
+
+
+def test_drift_is_reported_once_a_block(kv, rules_of):
+    worker = kv.worker(0)
+    worker.serve(kv.prompt(1))
+    kv.apply(one_block(5))
+    assert ["engine_drift"] == rules_of(kv.judge().errors)
+    kv.apply(one_block(6))
+    (problem,) = kv.judge().errors
+    assert (6,) == problem.blocks
+
+
+def test_a_worker_that_only_lends_its_name_is_not_compared(kv):
+    kv.apply(one_block(5))
+    kv.assert_in_sync()
+
+
+def test_without_prefix_caching_nothing_is_published_or_compared(make_kv):
+    kv = make_kv(prefix_caching=False)
+    kv.worker(0).serve(kv.prompt(3))
+    assert 0 == len(kv.events)
+    kv.assert_in_sync()
+
+
+# --------------------------------------------------------------------------------------------------- with harness
+
+
+def test_a_harness_judges_when_it_is_left(make_kv):
+    with pytest.raises(KvEventsError, match="1 KV event error: block_not_found"), make_kv() as kv:
+        kv.apply(Removed((7,)))
+
+
+def test_a_harness_that_saw_nothing_wrong_is_left_quietly(make_kv):
+    with make_kv() as kv:
+        kv.worker(0).serve(kv.prompt(3))
+
+
+def test_a_body_that_fails_keeps_its_own_exception(make_kv):
+    with pytest.raises(KeyError), make_kv() as kv:
+        kv.apply(Removed((7,)))
+        raise KeyError
+
+
+def test_allowed_rules_and_what_follows_from_them_are_no_failure(make_kv):
+    with make_kv(allow=["event_id_gap"]) as kv:
+        kv.drop_next()
+        asked = kv.prompt(1)
+        kv.worker(0).serve(asked)
+        kv.worker(0).serve(kv.prompt(1, after=asked))
+    assert 1 == len(kv.events.errors)
+
+
+def test_an_unmet_expectation_is_a_failure(make_kv):
+    with pytest.raises(KvEventsError, match="expected 1 engine_drift, saw none"), make_kv() as kv:
+        kv.events.expect_error("engine_drift")
+
+
+def test_warnings_are_no_failure(make_kv):
+    with make_kv() as kv:
+        kv.apply([one_block(1), one_block(1)])
+    assert {"duplicate_store": 1} == kv.warning_counts()
+
+
+def test_a_sequence_hash_is_judged_for_what_workers_publish_for_requests_only(kv, rules_of):
+    wrong = sequence_hashes([1, 2])
+    kv.apply(Stored(None, (wrong[0], 77), (1, 2)))  # by hand: hashes are free
+    assert [] == kv.judge().errors
+
+    def transport(event):
+        data = event.event.data
+        return [
+            RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, Stored(None, (5,), data.tokens_hashes)))
+        ]
+
+    kv.delivery.transport = transport
+    kv.worker(0).serve(range(4))
+    assert ["wrong_hash", "engine_drift"] == rules_of(kv.judge().errors)[:2]
+
+
+def test_the_profile_in_force_is_shown():
+    profile = EngineProfile(block_size=8)
+    assert profile is RouterHarness(profile).profile
+    assert EngineProfile() == RouterHarness().profile

@@ -1,0 +1,123 @@
+"""What the fixtures give, and that those of one test are parts of one harness."""
+
+from __future__ import annotations
+
+
+def test_all_fixtures_of_a_test_share_one_harness(nested):
+    result = nested(
+        """
+        def test(kv_events, kv_sink, make_kv_sink, kv_router, kv_worker, make_kv_manager, kv_prompt):
+            assert kv_events is kv_router.events
+            kv_sink(GOOD)
+            other = make_kv_sink(chained=True)
+            other(Stored(None, (3,), (3,)))
+            kv_worker.serve(kv_prompt(2))
+            make_kv_manager().use([7])
+            heard = [entry.event.worker_id for entry in kv_events]
+            assert heard == [kv_sink.worker_id, other.worker_id, 0, 1]
+            assert len(set(heard)) == 4
+        """
+    )
+
+    result.assert_outcomes(passed=2)
+
+
+def test_the_harness_of_each_test_is_new(nested):
+    result = nested(
+        """
+        seen = []
+        def test_1(kv_router): seen.append(kv_router)
+        def test_2(kv_router):
+            assert kv_router not in seen
+            assert not len(kv_router.events)
+        """,
+        "--kv-backend=lru",
+    )
+
+    result.assert_outcomes(passed=2)
+
+
+def test_a_sink_made_chained_has_its_hashes_judged(nested):
+    result = nested(
+        """
+        def test(make_kv_sink): make_kv_sink(chained=True)(Stored(None, (3,), (4,)))
+        def test_free(make_kv_sink): make_kv_sink()(Stored(None, (3,), (4,)))
+        """
+    )
+
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["1 KV event error: wrong_hash *"])
+
+
+def test_a_second_manager_is_that_of_the_next_worker(nested):
+    result = nested(
+        """
+        @pytest.mark.kvmock(workers=2)
+        def test(make_kv_manager, kv_router):
+            managers = [make_kv_manager(), make_kv_manager(backend="lru")]
+            assert managers == [kv_router.worker(2).manager, kv_router.worker(3).manager]
+            assert [manager.backend for manager in managers] == [kv_router.backend, "lru"]
+        """
+    )
+
+    result.assert_outcomes(passed=2)
+
+
+def test_prompts_are_fresh_and_share_what_they_come_after(nested):
+    result = nested(
+        """
+        @pytest.mark.kvmock(block_size=4)
+        def test(kv_prompt):
+            one, other = kv_prompt(), kv_prompt(blocks=1)
+            assert (len(one.tokens), len(other.tokens)) == (16, 4)
+            assert one.tokens[:4] != other.tokens
+            assert kv_prompt(2, after=other).tokens[:4] == other.tokens
+        """
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+def test_kv_index_is_none_by_default_and_the_reference_answers(nested):
+    result = nested(
+        """
+        def test(kv_index, kv_router, kv_worker, kv_prompt):
+            assert kv_index is None
+            prompt = kv_prompt()
+            kv_worker.serve(prompt)
+            assert kv_router.overlap(prompt) == {0: 4}
+        """
+    )
+
+    result.assert_outcomes(passed=2)
+
+
+def test_sync_is_what_the_innermost_marker_says(nested):
+    result = nested(
+        """
+        class Index:
+            asked = 0
+            def apply(self, event): pass
+            def find_matches(self, hashes):
+                self.asked += 1
+                return {65536: len(hashes)}
+
+        @pytest.fixture
+        def kv_index(): return Index()
+
+        @pytest.mark.kvmock(sync="every")
+        class TestC:
+            def test_every(self, kv_index, kv_sink):
+                kv_sink(GOOD)
+                assert kv_index.asked
+
+            @pytest.mark.kvmock(sync="end", allow=["index_drift"])
+            def test_end(self, kv_index, kv_sink):
+                kv_sink(GOOD)
+                assert not kv_index.asked
+        """,
+        "-o",
+        "kvmock_allow=index_drift",
+    )
+
+    result.assert_outcomes(passed=2)
