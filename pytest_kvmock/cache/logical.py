@@ -120,7 +120,7 @@ class LogicalManager:
         """References to one block now; 0 for what is not in use."""
         if isinstance(block, UUID):
             return int(block in self._partials)
-        return self._references_of(block)
+        return self._names.references_of(block)
 
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
