@@ -324,9 +324,9 @@ class Comparison:
             "index_drift",
             worker,
             rank,
-            f"the index under test answers {got} blocks of {worker_text(worker, rank)} for the chain of "
+            f"the index under test answers {_count(got)} of {worker_text(worker, rank)} for the chain of "
             f"{len(shortest.local)} that ends in block {block_text(block)}; {story}",
-            f"{due} blocks, as the reference index says",
+            f"{_count(due)}, as the reference index says",
             heard.event if heard else None,
             heard.position if heard else position,
             (block,),
@@ -374,3 +374,15 @@ class Comparison:
             problem.follows_from(wound.cause)
         elif key in self._ledger.streams:
             Ledger.fold(self._ledger.streams[key], problem)
+<<<<<<< HEAD
+=======
+        return problem
+
+    def forget(self, key: StreamKey) -> None:
+        """The worker and rank begin anew, and the index knows."""
+        self._wounds.pop(key, None)
+
+
+def _count(blocks: int) -> str:
+    return "1 block" if blocks == 1 else f"{blocks} blocks"
+>>>>>>> examples

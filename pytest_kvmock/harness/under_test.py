@@ -163,6 +163,7 @@ def question(hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_token
     Raises:
         ValueError: it takes tokens, and there are none.
     """
+    __tracebackhide__ = True
     if not takes_tokens:
         return hashes
     if tokens is None:

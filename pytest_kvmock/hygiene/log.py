@@ -98,6 +98,7 @@ class Expectation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        __tracebackhide__ = True  # a test's failure shows the test
         self._log.flush()
         unmet = self.settle()
         if unmet is not None and kind is None:
@@ -257,6 +258,7 @@ class EventLog:
         Raises:
             KvEventsError: an error that is not expected, or fewer events.
         """
+        __tracebackhide__ = True
         self.flush()
         wrong = self.unexcused(self.errors)
         if wrong:
