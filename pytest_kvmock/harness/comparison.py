@@ -374,15 +374,7 @@ class Comparison:
             problem.follows_from(wound.cause)
         elif key in self._ledger.streams:
             Ledger.fold(self._ledger.streams[key], problem)
-<<<<<<< HEAD
-=======
-        return problem
-
-    def forget(self, key: StreamKey) -> None:
-        """The worker and rank begin anew, and the index knows."""
-        self._wounds.pop(key, None)
 
 
 def _count(blocks: int) -> str:
     return "1 block" if blocks == 1 else f"{blocks} blocks"
->>>>>>> examples
