@@ -173,7 +173,10 @@ class Comparison:
             found += yield from self.flush()
         for heard, chains in questions:
             for chain in chains:
-                found += self.news((yield from self._differences(chain, heard.key, heard)), heard)
+                differences = yield from self._differences(chain, heard.key, heard)
+                found += self.news(differences, heard)
+                if any(problem.rule == "index_failure" for problem in differences):
+                    break  # it would fail the other questions too
         for wound, blocks in naming:  # last, so that an event's own names do not count for itself
             wound.named.update(blocks)
         return found
@@ -324,7 +327,7 @@ class Comparison:
             "index_drift",
             worker,
             rank,
-            f"the index under test answers {_count(got)} of {worker_text(worker, rank)} for the chain of "
+            f"the index under test ({self._under_test.name}) answers {_count(got)} of {worker_text(worker, rank)} for the chain of "
             f"{len(shortest.local)} that ends in block {block_text(block)}; {story}",
             f"{_count(due)}, as the reference index says",
             heard.event if heard else None,

@@ -95,6 +95,9 @@ class RouterHarness:
         if backend is not None:
             self.use_backend(backend)
 
+    def __repr__(self) -> str:
+        return f"<RouterHarness {self.backend}: {len(self._workers)} workers, {self.events.total} events>"
+
     # ---------------------------------------------------------------------------------------------- workers
 
     @property
