@@ -122,16 +122,6 @@ class LogicalManager:
             return int(block in self._partials)
         return self._names.references_of(block)
 
-    def count_unused(self, blocks: Iterable[Block]) -> int:
-        """How many of these blocks are not in use; each takes a slot from the reset or the inactive pool when it is."""
-        own, references_of = self._names.own, self.references
-        unused = 0
-        for block in blocks:
-            slot = own.get(block)  # type: ignore[arg-type]
-            if slot is None or not slot.refs:
-                unused += not references_of(block)
-        return unused
-
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
         return [slot.name for slot in self._pool.inactive.order()]

@@ -148,9 +148,6 @@ class KvManager(Protocol):
     def references(self, block: Block) -> int:
         """References to one block now; 0 for what is not in use."""
 
-    def count_unused(self, blocks: Iterable[Block]) -> int:
-        """How many of these blocks are not in use; each takes a slot from the reset or the inactive pool when it is."""
-
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
 

@@ -73,7 +73,11 @@ class MoveDriver:
 
     def shortage(self, request: _MoveRequest) -> tuple[int, int]:
         """(needed, free): every block that no request holds takes a slot, whether it is cached or new."""
-        return self.manager.count_unused(request.sequence.unique_blocks), self._free()
+        blocks, free = request.sequence.unique_blocks, self._free()
+        if len(blocks) <= free:  # so it fits, however many of them are held already
+            return len(blocks), free
+        references = self.manager.references
+        return sum(not references(block) for block in blocks), free
 
     def _free(self) -> int:
         return self.manager.max_capacity - self.manager.num_active_blocks
@@ -118,16 +122,13 @@ class MoveDriver:
 
     def release(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first."""
-        self._free_blocks(request.sequence)
+        # One move instead of one a block, as the sequence would make them: a Deref says nothing, so nobody can tell.
+        self.manager.process(Deref(request.sequence.allocated_blocks[::-1]))
 
     def preempt(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first; the sequence keeps what it generated."""
-        self._free_blocks(request.sequence)
+        self.release(request)
         request.sequence.commit_allocation(0)
-
-    def _free_blocks(self, sequence: ActiveSequence) -> None:
-        # One move for the Derefs of `free_signal`, one a block: a Deref says nothing, so nobody can tell.
-        self.manager.process(Deref(sequence.allocated_blocks[::-1]))
 
     def clear(self) -> bool:
         """Drop all that is cached."""

@@ -274,6 +274,11 @@ class ActiveSequence:
 
     # ------------------------------------------------------------------------------------------------- freeing
 
+    @property
+    def allocated_blocks(self) -> list[Block]:
+        """The blocks that are allocated, in order."""
+        return self.unique_blocks[: self._blocks_for(self.num_allocated_tokens)]
+
     def free_signal(self) -> list[Deref]:
         """Make one Deref for each allocated block, tail first."""
         return self._frees(self.num_allocated_tokens)
@@ -283,11 +288,6 @@ class ActiveSequence:
         frees = self.free_signal()
         self.num_allocated_tokens = 0
         return frees
-
-    @property
-    def allocated_blocks(self) -> list[Block]:
-        """The blocks that are allocated, in order."""
-        return self.unique_blocks[: self._blocks_for(self.num_allocated_tokens)]
 
     def _frees(self, tokens: int) -> list[Deref]:
         return [Deref([block]) for block in reversed(self.unique_blocks[: self._blocks_for(tokens)])]

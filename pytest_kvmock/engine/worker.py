@@ -74,7 +74,7 @@ class Driver(Protocol):
         """Tokens of the request's prompt that are cached now."""
 
     def shortage(self, request: Any) -> tuple[int, int]:
-        """Blocks that the whole request needs and that nobody holds, and how many nobody holds."""
+        """Blocks that the whole request needs and that nobody holds (at most), and how many nobody holds."""
 
     def admit(self, request: Any, upto: int) -> None:
         """Get blocks for the first `upto` tokens; it is known that they fit."""

@@ -84,6 +84,13 @@ class Stream:
         """Whether the events say that the block is held, in any tier."""
         return any(block in held for held in self.tiers.values()) or block in self.implied
 
+    def settle(self, blocks: Iterable[int]) -> None:
+        """An event has said what these are: no longer implied by another, and no longer adrift."""
+        if self.implied:
+            self.implied.difference_update(blocks)
+        if self.drifted:
+            self.drifted.difference_update(blocks)
+
     def forget(self) -> None:
         """Nothing is held any more, and that is known."""
         device = list(self.tiers[StorageTier.DEVICE])
@@ -270,8 +277,7 @@ class Ledger:
             stream.implied.add(parent)
         held.update(zip(hashes, data.tokens_hashes, strict=True))
         stream.origin.update(zip(hashes, repeat(event)))
-        stream.implied.difference_update(hashes)
-        stream.drifted.difference_update(hashes)
+        stream.settle(hashes)
         if stream.wound is not None:
             stream.wound.named.update(hashes)
             if parent is not None:
@@ -306,9 +312,8 @@ class Ledger:
             self.fold(stream, self._problem("block_not_found", stream, stream.history(part[0]), right, part))
             for part in self._parts(stream, unknown)
         ]
-        stream.implied.difference_update(hashes)
         stream.gone.update(zip(hashes, repeat(event)))
-        stream.drifted.difference_update(hashes)
+        stream.settle(hashes)
         if stream.wound is not None:
             stream.wound.named.update(hashes)
         return problems
