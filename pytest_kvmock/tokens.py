@@ -400,7 +400,8 @@ class Prompt:
         if not whole <= self.num_tokens < whole + block_size:
             raise ValueError(
                 f"a prompt of {len(self._given)} block hashes and num_tokens={self.num_tokens} does not fit "
-                f"block_size={block_size}: expected {whole} to {whole + block_size - 1} tokens"
+                f"block_size={block_size}: expected {whole} to {whole + block_size - 1} tokens. The engine's block size "
+                "must be the one that the hashes were made with (512 in Mooncake traces)"
             )
         return self.num_tokens
 

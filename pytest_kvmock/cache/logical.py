@@ -148,13 +148,13 @@ class LogicalManager:
         block that was evicted and stored again in one Use has none.
         """
         blocks = sequence.unique_blocks
+        registered, held_by = self._pool.registered, self._names.held_by
         overlap = 0
         if sequence.enable_prefix_caching:
             for block, plh in zip(blocks, sequence.positional_lineage_hashes, strict=False):
-                if not isinstance(block, int) or self._names.held_by(block) is None:
-                    slot = self._pool.registered.get(plh)
-                    if slot is None or not slot.known:
-                        break
+                slot = registered.get(plh)
+                if (slot is None or not slot.known) and (isinstance(block, UUID) or held_by(block) is None):
+                    break
                 overlap += 1
         cached = min(overlap * self.block_size, sequence.num_input_tokens)
         return PrefillCost(len(blocks) - overlap, sequence.num_input_tokens - cached, cached)

@@ -128,7 +128,7 @@ class MoveDriver:
     def preempt(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first; the sequence keeps what it generated."""
         self.release(request)
-        request.sequence.num_allocated_tokens = 0
+        request.sequence.commit_allocation(0)
 
     def clear(self) -> bool:
         """Drop all that is cached."""

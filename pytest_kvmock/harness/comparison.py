@@ -173,7 +173,10 @@ class Comparison:
             found += yield from self.flush()
         for heard, chains in questions:
             for chain in chains:
-                found += self.news((yield from self._differences(chain, heard.key, heard)), heard)
+                differences = yield from self._differences(chain, heard.key, heard)
+                found += self.news(differences, heard)
+                if any(problem.rule == "index_failure" for problem in differences):
+                    break  # it would fail the other questions too
         for wound, blocks in naming:  # last, so that an event's own names do not count for itself
             wound.named.update(blocks)
         return found
@@ -324,9 +327,9 @@ class Comparison:
             "index_drift",
             worker,
             rank,
-            f"the index under test answers {got} blocks of {worker_text(worker, rank)} for the chain of "
+            f"the index under test ({self._under_test.name}) answers {_count(got)} of {worker_text(worker, rank)} for the chain of "
             f"{len(shortest.local)} that ends in block {block_text(block)}; {story}",
-            f"{due} blocks, as the reference index says",
+            f"{_count(due)}, as the reference index says",
             heard.event if heard else None,
             heard.position if heard else position,
             (block,),
@@ -374,3 +377,7 @@ class Comparison:
             problem.follows_from(wound.cause)
         elif key in self._ledger.streams:
             Ledger.fold(self._ledger.streams[key], problem)
+
+
+def _count(blocks: int) -> str:
+    return "1 block" if blocks == 1 else f"{blocks} blocks"

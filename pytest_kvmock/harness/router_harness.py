@@ -95,6 +95,9 @@ class RouterHarness:
         if backend is not None:
             self.use_backend(backend)
 
+    def __repr__(self) -> str:
+        return f"<RouterHarness {self.backend}: {len(self._workers)} workers, {self.events.total} events>"
+
     # ---------------------------------------------------------------------------------------------- workers
 
     @property
@@ -338,6 +341,7 @@ class RouterHarness:
         Raises:
             TypeError: the index is not async.
         """
+        __tracebackhide__ = True
         self._need_async("aflush")
         await self._judge.acompare()
         self.flush()
@@ -365,11 +369,13 @@ class RouterHarness:
             TypeError: the index is async: `await kv_router.aoverlap(prompt)`.
             ValueError: the index takes tokens, and the prompt has none.
         """
+        __tracebackhide__ = True
         self._need_sync("overlap", "aoverlap")
         return self._named(self._ask(self._question(prompt)))
 
     async def aoverlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
         """As `overlap`, for an async index, as far as it was flushed."""
+        __tracebackhide__ = True
         under_test = self._need_async("aoverlap")
         answer = under_test.ask(self._question(prompt))
         if hasattr(answer, "__await__"):
@@ -381,6 +387,7 @@ class RouterHarness:
         return self.overlap(Prompt(hashes=local_hashes))
 
     def _question(self, prompt: Prompt | TokenIds) -> Any:
+        __tracebackhide__ = True
         prompt = Prompt.of(prompt)
         takes_tokens = self._judge.under_test is not None and self._judge.under_test.takes_tokens
         hashes = [] if takes_tokens else list(prompt.block_hashes(self.profile.block_size))
@@ -401,6 +408,7 @@ class RouterHarness:
         return out
 
     def _need_sync(self, what: str, instead: str) -> None:
+        __tracebackhide__ = True
         if self._judge.is_async:
             raise TypeError(
                 f"{what} cannot ask an async index ({type(self.index).__name__}): "
@@ -408,6 +416,7 @@ class RouterHarness:
             )
 
     def _need_async(self, what: str) -> IndexUnderTest:
+        __tracebackhide__ = True
         if self._judge.under_test is None or not self._judge.is_async:
             raise TypeError(f"{what} is for an async index under test; this one is asked without await")
         return self._judge.under_test
@@ -444,6 +453,7 @@ class RouterHarness:
         Raises:
             KvEventsError: with the report.
         """
+        __tracebackhide__ = True
         self.events.check()
 
     def assert_no_event_warnings(self) -> None:
@@ -452,6 +462,7 @@ class RouterHarness:
         Raises:
             KvEventsError: with the report.
         """
+        __tracebackhide__ = True
         self.flush()
         warnings = self.events.unexcused(self.events.warnings)
         if warnings:
@@ -464,16 +475,19 @@ class RouterHarness:
             KvEventsError: with the report.
             TypeError: the index is async: `await kv_router.aassert_in_sync()`.
         """
+        __tracebackhide__ = True
         self._need_sync("assert_in_sync", "aassert_in_sync")
         with self._lock:
             self._raise_if_any(self._judge.compare())
 
     async def aassert_in_sync(self) -> None:
         """As `assert_in_sync`, for an async index, which is flushed first."""
+        __tracebackhide__ = True
         self._need_async("aassert_in_sync")
         self._raise_if_any(await self._judge.acompare())
 
     def _raise_if_any(self, found: list[Problem]) -> None:
+        __tracebackhide__ = True
         self.flush()
         found = found + self._judge.differences(self._residents())
         if found:

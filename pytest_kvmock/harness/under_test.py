@@ -40,7 +40,7 @@ class IndexUnderTest:
 
     def __init__(self, index: Any) -> None:
         self.index = index
-        name = type(index).__name__
+        self.name = name = type(index).__name__
         if isinstance(index, type):
             raise TypeError(
                 f"the index under test is a class, {index.__name__}; it must be an object, {index.__name__}()"
@@ -92,8 +92,7 @@ class IndexUnderTest:
             return [(lambda rank: remove_rank(worker_id, rank), dp_rank) for dp_rank in ranks]
         need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
         raise ValueError(
-            f"the index under test ({type(self.index).__name__}) cannot be told that worker {worker_id} "
-            f"is gone: it has no {need}"
+            f"the index under test ({self.name}) cannot be told that worker {worker_id} is gone: it has no {need}"
         )
 
     def read(self, answer: Any) -> Scores | WorkerScores:
@@ -105,7 +104,7 @@ class IndexUnderTest:
         scores = getattr(answer, "scores", answer)
         if not isinstance(scores, Mapping):
             raise UnreadableAnswer(
-                f"{type(self.index).__name__} answered {answer!r:.120}; expected a mapping of worker_id or "
+                f"{self.name} answered {answer!r:.120}; expected a mapping of worker_id or "
                 "(worker_id, dp_rank) to a number of blocks, or an object with such a mapping in .scores"
             )
         out: dict[Any, int] = {}
@@ -114,7 +113,7 @@ class IndexUnderTest:
             is_pair = isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, int) for part in key)
             if not (is_pair or isinstance(key, int)) or not isinstance(blocks, int) or ranked not in (None, is_pair):
                 raise UnreadableAnswer(
-                    f"{type(self.index).__name__} answered the entry {key!r}: {blocks!r}; expected worker_id or "
+                    f"{self.name} answered the entry {key!r}: {blocks!r}; expected worker_id or "
                     "(worker_id, dp_rank), the same form in one answer, and a number of blocks"
                 )
             ranked = is_pair
@@ -163,6 +162,7 @@ def question(hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_token
     Raises:
         ValueError: it takes tokens, and there are none.
     """
+    __tracebackhide__ = True
     if not takes_tokens:
         return hashes
     if tokens is None:

@@ -244,10 +244,11 @@ class Ledger:
             missing = range(due, got)
             stream.holes.append(missing)
             known = f"{ids_text(missing)} did not arrive"
-        elif stream.last is not None and stream.last.event.event_id == got:
+        elif event == stream.last:
             known = f"event {got} had arrived already"
         else:
-            known = f"event {due - 1} had arrived: ids went backwards, as after a restart that nobody announced"
+            before = "another event" if got == due - 1 else "event"
+            known = f"{before} {due - 1} had arrived: ids went backwards, as after a restart that nobody announced"
         problem = Problem(
             "event_id_gap", stream.worker_id, stream.dp_rank, known, f"event {due} was due", event, position
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
@@ -22,7 +21,6 @@ class KvEventsError(AssertionError):
     """Events were wrong, or an error that a test expected did not come. The message is the report."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class LogEntry:
     """One event as it arrived.
 
@@ -32,9 +30,12 @@ class LogEntry:
         problems: what is wrong with it, causes before consequences; empty when nothing is.
     """
 
-    position: int
-    event: RouterEvent
-    problems: list[Problem] = field(default_factory=list)
+    __slots__ = ("event", "position", "problems")
+
+    def __init__(self, position: int, event: RouterEvent) -> None:
+        self.position = position
+        self.event = event
+        self.problems: Sequence[Problem] = ()
 
     def __repr__(self) -> str:
         return f"<{entry_line(self).strip()}>"
@@ -98,6 +99,7 @@ class Expectation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        __tracebackhide__ = True  # a test's failure shows the test
         self._log.flush()
         unmet = self.settle()
         if unmet is not None and kind is None:
@@ -169,7 +171,7 @@ class EventLog:
         """Add problems, with the event that shows them or without."""
         self.problems += problems
         if entry is not None:
-            entry.problems += problems
+            entry.problems = (*entry.problems, *problems)
 
     def flush(self) -> None:
         """Have everything compared that can be by now."""
@@ -257,6 +259,7 @@ class EventLog:
         Raises:
             KvEventsError: an error that is not expected, or fewer events.
         """
+        __tracebackhide__ = True
         self.flush()
         wrong = self.unexcused(self.errors)
         if wrong:

@@ -108,7 +108,7 @@ def log_text(log: EventLog, last: int = 20) -> str:
     entries = list(log)
     start = max(0, len(entries) - last)
     broken = [entry for entry in entries[:start] if entry.problems][:last]
-    lines = [f"{len(entries)} events" + (f", the last {last}" if start else "")]
+    lines = [f"{len(entries)} event{'s' * (len(entries) != 1)}" + (f", the last {last}" if start else "")]
     if broken:
         lines += [*map(entry_line, broken), "  ..."]
     lines += map(entry_line, entries[start:])

@@ -304,7 +304,9 @@ def test_a_forgotten_removed_is_found_at_that_event(make_kv):
     kv.apply([Removed((3,)), Stored(2, (4,), (4,))])
     (problem,) = kv.judge().errors
     assert ("index_drift", 1, (3,)) == (problem.rule, problem.event_id, problem.blocks)
-    assert problem.known.startswith("the index under test answers 3 blocks of worker 0 for the chain of 3 that ends in")
+    assert problem.known.startswith(
+        "the index under test (ForgetsOneRemoved) answers 3 blocks of worker 0 for the chain of 3"
+    )
     assert "block 3 was removed by event 1" in problem.known
     assert "2 blocks, as the reference index says" == problem.right
 

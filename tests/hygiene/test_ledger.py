@@ -132,6 +132,25 @@ def test_ids_that_are_not_due_are_gaps(ids, gaps):
     assert gaps == [i for i, _ in found]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "known"),
+    [
+        (stored(1), stored(1), "event 0 had arrived already"),
+        (
+            stored(1),
+            stored(2),
+            "another event 0 had arrived: ids went backwards, as after a restart that nobody announced",
+        ),
+    ],
+    ids=["the same event", "another event"],
+)
+def test_an_id_that_comes_twice_is_a_repeat_or_a_restart(first, second, known):
+    ledger = Ledger()
+    ledger.observe(RouterEvent(0, KvCacheEvent(0, first)), 0)
+    gap, *_ = ledger.observe(RouterEvent(0, KvCacheEvent(0, second)), 1)
+    assert ("event_id_gap", known) == (gap.rule, gap.known)
+
+
 def test_a_stream_that_may_begin_anywhere_does():
     ledger = Ledger()
     ledger.open((3, 0), first_id=None)

@@ -81,6 +81,12 @@ def test_the_log_shows_its_end_and_what_broke_a_rule_before():
     assert 8 == len(lines)
 
 
+def test_a_log_of_one_event_says_so():
+    kv = RouterHarness(backend=None)
+    kv.apply([Cleared()])
+    assert ["1 event", "    0  event 0  worker 0  Cleared"] == log_text(kv.events).splitlines()
+
+
 def test_expectations_count_what_follows_from_a_cause_too():
     kv = RouterHarness(backend=None)
     with kv.events.expect_error("event_id_gap"), kv.events.expect_error("block_not_found"):

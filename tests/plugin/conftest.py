@@ -40,8 +40,8 @@ def nested(pytester, monkeypatch):
         if source:
             (pytester.path / "test_it.py").write_text(PREAMBLE + textwrap.dedent(source))
         loaded = [part for name in ("kvmock", *plugins) for part in ("-p", name)]
-        # The outer run has imported the plugins already, and may leave event loops to the garbage collector.
-        quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-W", "ignore::ResourceWarning"]
+        # The outer run has imported the plugins already.
+        quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         if "pytest_asyncio.plugin" in plugins:
             quiet += ["-o", "asyncio_default_fixture_loop_scope=function"]
         command = [*loaded, "-p", "no:randomly", "-p", "no:cacheprovider", *quiet, *map(str, args)]

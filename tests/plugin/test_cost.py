@@ -11,13 +11,11 @@ import pytest
 import pytest_kvmock.plugin
 
 MEASURE = """
-import json, sys, time
+import json, sys
 import pytest
 before = set(sys.modules)
-start = time.perf_counter()
 import pytest_kvmock.plugin
-seconds = time.perf_counter() - start
-print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
+print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 LIGHT = {
@@ -36,12 +34,10 @@ def in_a_new_process(code, *args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_importing_the_plugin_is_cheap():
-    runs = [in_a_new_process(MEASURE) for _ in range(5)]
-
-    assert {frozenset(LIGHT)} == {frozenset(modules) for _, modules in runs}
+def test_importing_the_plugin_loads_a_few_modules_and_no_other_library():
+    # The time that it takes is in benchmarks/: a timed test fails on a busy machine.
+    assert LIGHT == set(in_a_new_process(MEASURE))
     assert 8 >= len(LIGHT)
-    assert 0.025 > min(seconds for seconds, _ in runs)  # the bar is 5 ms; this machine may be a slow one
 
 
 def test_a_suite_that_does_not_use_the_plugin_loads_nothing_more(pytester, monkeypatch):
