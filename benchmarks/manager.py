@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import statistics
 import tempfile
-import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 from benchmarks import workload
-from benchmarks.measure import Figure, NotHere, cpu_seconds, dynamo, profile_of, rate
+from benchmarks.measure import Figure, NotHere, cpu_seconds, dynamo, profile_of, rate, wall_seconds
 from pytest_kvmock import create_manager
 from pytest_kvmock.moves import Deref, Use
 from pytest_kvmock.sinks import CapturingSink
@@ -26,40 +26,34 @@ def run(backend):
 
 
 def replay():
-    """A call of Dynamo's replay of the same requests, and its version."""
+    """A directory with the same requests as a trace, a call of Dynamo's replay of it, and its version."""
     core, version = dynamo("1.2")
     directory = tempfile.TemporaryDirectory()
     path = Path(directory.name, "trace.jsonl")
     workload.write_trace(path)
     args = core.MockEngineArgs(block_size=workload.BLOCK_SIZE, num_gpu_blocks=workload.CAPACITY)
-
-    def call(keep=directory):
-        core.run_mocker_trace_replay(str(path), args, replay_concurrency=1, trace_block_size=workload.BLOCK_SIZE)
-
-    return call, version
+    options = {"replay_concurrency": 1, "trace_block_size": workload.BLOCK_SIZE}
+    return directory, partial(core.run_mocker_trace_replay, str(path), args, **options), version
 
 
 def speed():
+    peer, version = None, ""
     try:
-        peer, version = replay()
+        directory, peer, version = replay()
     except NotHere as reason:
-        peer, version = None, str(reason)
+        version = f"not beside run_mocker_trace_replay: {reason}"
     workload.moves()
     for backend, bar in BARS.items():
+        ours = partial(run, backend)
         mine, theirs = [], []
         for _ in range(5):
-            mine.append(cpu_seconds(lambda: run(backend)))
+            mine.append(cpu_seconds(ours))
             if peer is not None:
-                start = time.perf_counter()
-                peer()
-                theirs.append(time.perf_counter() - start)
-        seconds = statistics.median(mine)
-        beside = f"not beside its peer: {version}"
+                theirs.append(wall_seconds(peer))
+        seconds, beside = statistics.median(mine), version
         if theirs:
             other = statistics.median(theirs)
-            beside = (
-                f"run_mocker_trace_replay with its scheduler, {version}: {rate(TOTAL, other)}; {other / seconds:.2f} ×"
-            )
+            beside = f"run_mocker_trace_replay with its scheduler, {version}: {rate(TOTAL, other)}, so {other / seconds:.2f} ×"
         met = TOTAL / seconds >= bar * 1e6
         yield Figure(
             f"blocks through the manager with a capturing sink, {backend}",
@@ -67,8 +61,10 @@ def speed():
             rate(TOTAL, seconds),
             met,
             beside,
-            "" if met else profile_of(lambda: run(backend)),
+            "" if met else profile_of(ours),
         )
+    if peer is not None:
+        directory.cleanup()
 
 
 def memory():
