@@ -36,7 +36,8 @@ HOME = Path(__file__).parent
 HEAD = """# Figures
 
 Measured by `python -m benchmarks`, which rewrites this file; by hand nothing here changes. Ratios are of medians from
-alternating runs in one process; where there is no peer, CPU time counts. The workload, where none is named: 10,000
+alternating runs in one process: CPU time where one thread does the work, the wall clock beside RadixTree, which has its
+own. "load" is that of the machine before the run: above 1 the figures are worse than they would be. The workload, where none is named: 10,000
 requests of 32 blocks of 16 tokens, half of each shared by one of 64 groups, one at a time, capacity 8,192 blocks.
 
 | figure | bar "first" | measured | | peer | command | when and where |
@@ -52,7 +53,7 @@ def main() -> int:
         parser.error(f"unknown group {', '.join(sorted(unknown))}; known: {', '.join(GROUPS)}")
     path = HOME / "results.json"
     rows = json.loads(path.read_text()) if path.is_file() else {}
-    place = f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {os.cpu_count()} CPUs"
+    place = f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
     for group in chosen:
         for measure in GROUPS[group]:
             start = time.monotonic()

@@ -38,7 +38,7 @@ def with_ledger_and_index():
     seconds = statistics.median(cpu_seconds(judged) for _ in range(5))
     met = TOTAL / seconds >= 0.3e6
     yield Figure(
-        "the same with ledger and index, lineage",
+        "blocks through manager, ledger and index (the verdict), lineage",
         "0.3 M/s",
         rate(TOTAL, seconds),
         met,
@@ -51,7 +51,7 @@ def with_an_index_asked_after_every_event():
     for sync in ("every", "auto"):
         seconds = cpu_seconds(partial(judged, Plugged(), sync))
         name = "after every event" if sync == "every" else "as by default"
-        yield Figure(f"the same with an index plugged in and asked {name}", "", rate(TOTAL, seconds))
+        yield Figure(f"and with an index plugged in, asked {name}", "", rate(TOTAL, seconds))
 
 
 def traces():
