@@ -39,25 +39,26 @@ class Stream:
     Attributes:
         tiers: per tier, block hash to local hash of what is held.
         implied: parents that a Stored named though nothing had stored them: believed, so reported once.
-        origin: the event that last stored a block, for every block ever stored.
-        gone: the event that last removed a block.
+        said: every Stored and Removed, in order: its history, which `origin` and `gone` look up.
         emptied: the last Cleared's choice of the blocks that it emptied: the first, one amid, and the last.
         next_id: the id that is due; None when any may come.
         wound: open while blocks are unknown.
     """
 
     __slots__ = (
+        "_gone",
+        "_origin",
+        "_read",
         "block_size",
         "dp_rank",
         "drifted",
         "emptied",
-        "gone",
         "holes",
         "implied",
         "last",
         "next_id",
-        "origin",
         "prefix_closed",
+        "said",
         "tiers",
         "worker_id",
         "wound",
@@ -72,8 +73,10 @@ class Stream:
         self.prefix_closed = prefix_closed
         self.tiers: dict[StorageTier, dict[int, int]] = {StorageTier.DEVICE: {}}
         self.implied: set[int] = set()
-        self.origin: dict[int, RouterEvent] = {}
-        self.gone: dict[int, RouterEvent] = {}
+        self.said: list[RouterEvent] = []
+        self._read = 0
+        self._origin: dict[int, RouterEvent] = {}
+        self._gone: dict[int, RouterEvent] = {}
         self.holes: list[range] = []
         self.last: RouterEvent | None = None
         self.wound: Wound | None = None
@@ -83,6 +86,28 @@ class Stream:
     def holds(self, block: int) -> bool:
         """Whether the events say that the block is held, in any tier."""
         return any(block in held for held in self.tiers.values()) or block in self.implied
+
+    @property
+    def origin(self) -> dict[int, RouterEvent]:
+        """The event that last stored a block, for every block ever stored."""
+        self._read_history()
+        return self._origin
+
+    @property
+    def gone(self) -> dict[int, RouterEvent]:
+        """The event that last removed a block."""
+        self._read_history()
+        return self._gone
+
+    def _read_history(self) -> None:
+        """Look up by block what was said since the last time; where nobody asks, it costs nothing."""
+        for event in self.said[self._read :]:
+            data = event.event.data
+            if isinstance(data, Stored):
+                self._origin.update(zip(data.block_hashes, repeat(event)))
+            elif isinstance(data, Removed):
+                self._gone.update(zip(data.block_hashes, repeat(event)))
+        self._read = len(self.said)
 
     def settle(self, blocks: Iterable[int]) -> None:
         """An event has said what these are: no longer implied by another, and no longer adrift."""
@@ -276,7 +301,7 @@ class Ledger:
         if parent is not None and parent not in held and not stream.holds(parent):
             stream.implied.add(parent)
         held.update(zip(hashes, data.tokens_hashes, strict=True))
-        stream.origin.update(zip(hashes, repeat(event)))
+        stream.said.append(event)
         stream.settle(hashes)
         if stream.wound is not None:
             stream.wound.named.update(hashes)
@@ -306,13 +331,17 @@ class Ledger:
     def _removed(self, stream: Stream, event: RouterEvent, data: Removed) -> list[Problem]:
         hashes = data.block_hashes
         pop = stream.tiers.setdefault(event.storage_tier, {}).pop
-        unknown = [block for block in hashes if pop(block, None) is None and block not in stream.implied]
+        popped = list(map(pop, hashes, repeat(None)))
+        unknown: list[int] = []
+        if None in popped:
+            pairs = zip(hashes, popped, strict=True)
+            unknown = [block for block, local in pairs if local is None and block not in stream.implied]
         right = "a Removed names blocks that are held"
         problems = [
             self.fold(stream, self._problem("block_not_found", stream, stream.history(part[0]), right, part))
             for part in self._parts(stream, unknown)
         ]
-        stream.gone.update(zip(hashes, repeat(event)))
+        stream.said.append(event)
         stream.settle(hashes)
         if stream.wound is not None:
             stream.wound.named.update(hashes)

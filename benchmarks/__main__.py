@@ -1,0 +1,96 @@
+"""Measure the figures, each beside its peer where this environment has it, and write them to RESULTS.md.
+
+    python -m benchmarks                 all that can be measured here
+    python -m benchmarks index verdict   some of the groups
+
+Dynamo 1.2.1 and 1.6.1 cannot be in one process: run it once in an environment of each. A run replaces the rows that it
+measured and leaves the others. `results.json` has the same as data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks import index, manager, plugin_cost, tokens, verdict
+from benchmarks.measure import NotHere
+
+GROUPS = {
+    "import": (plugin_cost.import_cost,),
+    "unused": (plugin_cost.unused_cost,),
+    "used": (plugin_cost.used_cost,),
+    "manager": (manager.speed, manager.memory),
+    "verdict": (verdict.with_ledger_and_index, verdict.with_an_index_asked_after_every_event),
+    "tokens": (tokens.hashes,),
+    "index": (index.speed, index.memory),
+    "trace": (verdict.mooncake,),
+}
+HOME = Path(__file__).parent
+HEAD = """# Figures
+
+Measured by `python -m benchmarks`, which rewrites this file; by hand nothing here changes. Ratios are of medians from
+alternating runs in one process; where there is no peer, CPU time counts. The workload, where none is named: 10,000
+requests of 32 blocks of 16 tokens, half of each shared by one of 64 groups, one at a time, capacity 8,192 blocks.
+
+| figure | bar "first" | measured | | peer | command | when and where |
+|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
+    parser.add_argument("groups", nargs="*", metavar="group", help=f"one of {', '.join(GROUPS)}; all by default")
+    chosen = parser.parse_args().groups or list(GROUPS)
+    if unknown := set(chosen) - set(GROUPS):
+        parser.error(f"unknown group {', '.join(sorted(unknown))}; known: {', '.join(GROUPS)}")
+    path = HOME / "results.json"
+    rows = json.loads(path.read_text()) if path.is_file() else {}
+    place = f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {os.cpu_count()} CPUs"
+    for group in chosen:
+        for measure in GROUPS[group]:
+            start = time.monotonic()
+            try:
+                for figure in measure():
+                    print(f"{figure.name}: {figure.measured}{_mark(figure.met)}  {figure.peer}", flush=True)
+                    command = f"python -m benchmarks {group}"
+                    rows[figure.name] = dataclasses.asdict(figure) | {"command": command, "place": place}
+            except NotHere as reason:
+                print(f"{group}: not measured here: {reason}", file=sys.stderr)
+            print(f"  ({group}, {measure.__name__}: {time.monotonic() - start:.0f} s)", flush=True)
+    path.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    (HOME / "RESULTS.md").write_text(_document(rows))
+    return 0
+
+
+def _mark(met: bool | None) -> str:
+    return "" if met is None else " (reached)" if met else " (MISSED)"
+
+
+def _document(rows: dict[str, dict]) -> str:
+    lines = [HEAD.rstrip("\n")]
+    for row in rows.values():
+        met = {True: "reached", False: "**missed**", None: ""}[row["met"]]
+        cells = (row["name"], row["bar"], row["measured"], met, row["peer"], f"`{row['command']}`", row["place"])
+        lines.append("| " + " | ".join(cells) + " |")
+    missed = [row for row in rows.values() if row["met"] is False and row["profile"]]
+    if missed:
+        lines += [
+            "",
+            "## Where the time goes",
+            "",
+            "Of each figure that misses its bar, by `cProfile`: the functions' own time.",
+        ]
+    for row in missed:
+        lines += ["", f"{row['name']}:", "", "```", row["profile"], "```"]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
