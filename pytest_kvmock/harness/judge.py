@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from inspect import isawaitable
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pytest_kvmock.events import RouterEvent, StorageTier
 from pytest_kvmock.harness.comparison import Comparison, Heard, Sync, arun, run
-from pytest_kvmock.harness.under_test import IndexUnderTest
+from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, question
 from pytest_kvmock.hygiene.ledger import Ledger, StreamKey
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -111,6 +113,37 @@ class Judge:
             self.reference.remove_worker_dp_rank(*key)
             self.ledger.restarted(key, first_id=first_id)
         return gone
+
+    # -------------------------------------------------------------------------------------------- questions
+
+    def ask(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
+        """What the index answers for a prompt: the one under test, or the reference.
+
+        Raises:
+            ValueError: it takes tokens, and the prompt has none.
+            UnreadableAnswer: it is no answer.
+        """
+        __tracebackhide__ = True
+        under_test = self.under_test
+        if under_test is None:
+            return self.reference.find_matches(prompt.block_hashes(block_size)).scores
+        if under_test.flush is not None:
+            under_test.flush()
+        return under_test.read(under_test.ask(self._question(under_test, prompt, block_size)))
+
+    async def aask(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
+        """As `ask`, for an async index, as far as it was flushed."""
+        __tracebackhide__ = True
+        under_test = self.under_test
+        assert under_test is not None
+        answer = under_test.ask(self._question(under_test, prompt, block_size))
+        return under_test.read(await answer if isawaitable(answer) else answer)
+
+    @staticmethod
+    def _question(under_test: IndexUnderTest, prompt: Prompt, block_size: int) -> Sequence[int]:
+        __tracebackhide__ = True
+        hashes = () if under_test.takes_tokens else list(prompt.block_hashes(block_size))
+        return question(hashes, prompt.tokens, takes_tokens=under_test.takes_tokens)
 
     # ------------------------------------------------------------------------------------------ comparisons
 

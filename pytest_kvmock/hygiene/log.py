@@ -216,7 +216,15 @@ class EventLog:
         return [p for p in self.problems if not p.is_error and p.cause is None]
 
     def status_count(self, kind: str, status: str) -> int:
-        """How many events of a kind had a status (see `LogEntry.status`), those cleared away too."""
+        """How many events of a kind had a status (see `LogEntry.status`), those cleared away too.
+
+        Raises:
+            ValueError: an unknown kind or status.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
+        if status not in ("ok", *STATUSES):
+            raise ValueError(f"unknown status {status!r}; known: ok, {', '.join(STATUSES)}")
         wrong: dict[int, str] = {}
         for problem in self.problems:
             if problem.rule in STATUSES and problem.event is not None and kind_of(problem.event) == kind:
