@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec as BackendSpec
     from pytest_kvmock.backends import EngineProfile as EngineProfile
     from pytest_kvmock.backends import create_manager as create_manager
+    from pytest_kvmock.cache.manager import KvManager as KvManager
+    from pytest_kvmock.cache.manager import PrefillCost as PrefillCost
     from pytest_kvmock.engine.sequence import ActiveSequence as ActiveSequence
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
     from pytest_kvmock.engine.worker import Request as Request
     from pytest_kvmock.engine.worker import RequestError as RequestError
+    from pytest_kvmock.engine.worker import Served as Served
     from pytest_kvmock.events import Cleared as Cleared
     from pytest_kvmock.events import KvCacheEvent as KvCacheEvent
     from pytest_kvmock.events import Removed as Removed
@@ -32,12 +35,15 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import Verdict as Verdict
     from pytest_kvmock.hygiene.log import EventLog as EventLog
     from pytest_kvmock.hygiene.log import KvEventsError as KvEventsError
+    from pytest_kvmock.hygiene.log import LogEntry as LogEntry
     from pytest_kvmock.hygiene.problem import Problem as Problem
+    from pytest_kvmock.moves import Block as Block
     from pytest_kvmock.moves import Deref as Deref
     from pytest_kvmock.moves import Destroy as Destroy
     from pytest_kvmock.moves import MoveError as MoveError
     from pytest_kvmock.moves import Promote as Promote
     from pytest_kvmock.moves import Use as Use
+    from pytest_kvmock.plugin.options import KvEventWarning as KvEventWarning
     from pytest_kvmock.router.index import BlockNotFound as BlockNotFound
     from pytest_kvmock.router.index import InvalidBlockSequence as InvalidBlockSequence
     from pytest_kvmock.router.index import KvEventError as KvEventError
@@ -57,6 +63,12 @@ if TYPE_CHECKING:
     from pytest_kvmock.traces import synthetic_trace as synthetic_trace
 
 _HOME = {
+    "KvEventWarning": "plugin.options",
+    "Block": "moves",
+    "LogEntry": "hygiene.log",
+    "Served": "engine.worker",
+    "PrefillCost": "cache.manager",
+    "KvManager": "cache.manager",
     "BACKENDS": "backends",
     "BackendSpec": "backends",
     "EngineProfile": "backends",

@@ -62,6 +62,8 @@ class Stored:
     mm_extra_info: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
+        if type(self.block_hashes) is not tuple or type(self.tokens_hashes) is not tuple:
+            self.block_hashes, self.tokens_hashes = tuple(self.block_hashes), tuple(self.tokens_hashes)
         if len(self.block_hashes) != len(self.tokens_hashes):
             raise ValueError(
                 f"Stored: {len(self.block_hashes)} block_hashes and {len(self.tokens_hashes)} tokens_hashes; "
@@ -85,6 +87,10 @@ class Removed:
     """Blocks are cached no more, in the order in which they were evicted."""
 
     block_hashes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if type(self.block_hashes) is not tuple:
+            self.block_hashes = tuple(self.block_hashes)
 
 
 @dataclass(slots=True, unsafe_hash=True)

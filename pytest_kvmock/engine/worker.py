@@ -307,8 +307,16 @@ class KvWorker:
         """Drop all that is cached, and publish Cleared. False, and no event, while requests are open."""
         return not self.requests and self._driver.clear()
 
-    def restart(self) -> None:
-        """Begin anew, as after a crash: empty, open requests lost, event ids from 0."""
+    def restart(self, *, announced: bool = False) -> None:  # noqa: ARG002 - a worker alone has nobody to tell
+        """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
+
+        Args:
+            announced: whether the router is told, as by a discovery service: it then drops what it knew of the worker.
+                A worker by itself has no router; one of a `RouterHarness` has.
+
+        Raises:
+            ValueError: it is announced, and the index under test cannot be told; nothing has changed.
+        """
         for request in list(self.requests):
             request._end("lost")
         self._driver = self._start()

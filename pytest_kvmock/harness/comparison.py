@@ -135,6 +135,7 @@ class Comparison:
         self._ledger = ledger
         self._rng = rng
         self._sync = sync
+        self._catching_up = False
         self._wounds: dict[StreamKey, Wound] = {}
         self._told: set[tuple[int, int, int]] = set()
 
@@ -145,7 +146,20 @@ class Comparison:
         self.waiting.append(Heard(event, position, problems))
 
     def catch_up(self) -> Findings:
-        """Give the index what is waiting, in order; then compare with where the reference is now."""
+        """Give the index what is waiting, in order; then compare with where the reference is now.
+
+        Raises:
+            RuntimeError: that is under way already, in another task: events would arrive out of order.
+        """
+        if self._catching_up:
+            raise RuntimeError("aflush() is under way already; await one at a time")
+        self._catching_up = True
+        try:
+            return (yield from self._catch_up())
+        finally:
+            self._catching_up = False
+
+    def _catch_up(self) -> Findings:
         found: list[Problem] = []
         questions: list[tuple[Heard, list[Chain]]] = []
         naming: list[tuple[Wound, tuple[int, ...]]] = []
@@ -160,10 +174,12 @@ class Comparison:
                 yield self._under_test.apply, heard.event
             except Exception as error:  # noqa: BLE001 - as in run
                 found.append(self._failure("apply", error, key, heard))
+            else:
+                if isinstance(data, Cleared):
+                    self._wounds.pop(key, None)
             if self._due(heard.position):
                 questions.append((heard, list(self._touched(heard.event))))
             if isinstance(data, Cleared):
-                self._wounds.pop(key, None)
                 continue
             if wound is not None:
                 naming.append((wound, data.block_hashes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from inspect import isawaitable
@@ -62,6 +63,7 @@ class Judge:
         if self.under_test is not None:
             self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync)
         self._judged = 0
+        self._mute: set[StreamKey] = set()  # whose callable has failed to say what is resident
 
     @property
     def is_async(self) -> bool:
@@ -160,7 +162,23 @@ class Judge:
         for key, next_id in published.items():
             self.log.note(self.ledger.published(key, next_id, position))
         for key, tier, resident in residents:
-            self.log.note(self.ledger.drift(key, list(resident()), position, tier))
+            blocks = self._told_by(key, resident)
+            if blocks is not None:
+                self.log.note(self.ledger.drift(key, blocks, position, tier))
+
+    def _told_by(self, key: StreamKey, resident: Callable[[], Iterable[int]]) -> list[int] | None:
+        """What a callable says is resident; None, and a problem noted once, where it cannot say."""
+        try:
+            blocks = list(resident())
+            array("Q", blocks)
+        except Exception as error:  # noqa: BLE001 - a user's callable; what else was found must not be lost
+            if key not in self._mute:
+                self._mute.add(key)
+                known = f"what is resident could not be told: {type(error).__name__}: {error}"
+                right = "a callable given to compare answers the block hashes that are resident"
+                self.log.note([Problem("engine_drift", *key, known, right, position=self.log.total - 1)])
+            return None
+        return blocks
 
     def compare(self) -> list[Problem]:
         """Compare all chains ever stored, and note what is new; nothing to do without an index under test, or async.
@@ -187,9 +205,11 @@ class Judge:
         found = []
         for key, tier, resident in residents:
             stream = self.ledger.streams[key]
-            for blocks, right, had in self.ledger.differences(stream, list(resident()), tier):
+            for blocks, right, had in self.ledger.differences(stream, self._told_by(key, resident) or [], tier):
                 if blocks:
                     found.append(self.ledger.drift_problem(stream, tuple(blocks), right, had))
+        for problem in found:
+            problem.position = self.log.total - 1
         return found
 
     # ---------------------------------------------------------------------------------------------- verdict
@@ -216,8 +236,8 @@ class Judge:
 
     def verdict(self) -> Verdict:
         """What is new since the last verdict. Expectations for the whole test are settled by the first."""
-        unmet = [text for text in (e.settle() for e in self.log.expectations) if text is not None]
+        unmet = self.log.settle()
         self.log.expectations.clear()
         new, self._judged = self.log.problems[self._judged :], len(self.log.problems)
-        standing = [problem for problem in new if problem.cause is None and not problem.expected]
+        standing = [problem for problem in new if problem.cause is None and problem.expected_by is None]
         return Verdict([p for p in standing if p.is_error], [p for p in standing if not p.is_error], unmet)

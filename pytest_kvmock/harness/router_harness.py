@@ -28,7 +28,7 @@ from pytest_kvmock.harness.worker import HarnessWorker
 from pytest_kvmock.hygiene.ledger import StreamKey
 from pytest_kvmock.hygiene.log import STATUSES, EventLog, KvEventsError
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.report import errors_text, failure_text, problems_text
+from pytest_kvmock.hygiene.report import failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import Prompt, TokenIds
@@ -445,7 +445,7 @@ class RouterHarness:
         self.flush()
         warnings = self.events.unexcused(self.events.warnings)
         if warnings:
-            raise KvEventsError(problems_text(warnings, "warning"))
+            raise KvEventsError(problems_text(warnings))
 
     def assert_in_sync(self) -> None:
         """Flush, and raise if stream and engines, or index and reference, differ now, for whatever reason.
@@ -470,7 +470,7 @@ class RouterHarness:
         self.flush()
         found = found + self._judge.differences(self._residents())
         if found:
-            raise KvEventsError(errors_text(found))
+            raise KvEventsError(problems_text(found))
 
     def judge(self) -> Verdict:
         """Flush, compare everything there is to compare, and say what is new since the last time."""
@@ -494,6 +494,6 @@ class RouterHarness:
 
 def _refuse(event: object) -> None:
     raise TypeError(
-        "apply takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, one or more, "
-        f"got {event!r:.80} ({type(event).__name__})"
+        "apply takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, one or more, with tuples of hashes from 0 to "
+        f"2**64 - 1, got {event!r:.80} ({type(event).__name__})"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import iscoroutinefunction
 from typing import Any, TypeAlias
 
@@ -63,7 +63,10 @@ class IndexUnderTest:
         dump = self._method("dump_events")
         called = (self.apply, self.ask, self.flush, self.remove_worker, self.remove_rank)
         self.is_async = any(call is not None and iscoroutinefunction(call) for call in called)
-        held = list(dump() or ()) if dump is not None and not iscoroutinefunction(dump) else []
+        try:
+            held = list(dump() or ()) if dump is not None and not iscoroutinefunction(dump) else []
+        except Exception as error:
+            raise ValueError(f"dump_events() of the index under test ({name}) raised {error!r}") from error
         if held:
             raise ValueError(
                 f"the index under test ({name}) is not empty at the start: dump_events() has "
@@ -111,7 +114,8 @@ class IndexUnderTest:
         ranked = None
         for key, blocks in scores.items():
             is_pair = isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, int) for part in key)
-            if not (is_pair or isinstance(key, int)) or not isinstance(blocks, int) or ranked not in (None, is_pair):
+            is_count = isinstance(blocks, int) and blocks >= 0
+            if not (is_pair or isinstance(key, int)) or not is_count or ranked not in (None, is_pair):
                 raise UnreadableAnswer(
                     f"{self.name} answered the entry {key!r}: {blocks!r}; expected worker_id or "
                     "(worker_id, dp_rank), the same form in one answer, and a number of blocks"
@@ -120,10 +124,6 @@ class IndexUnderTest:
             if blocks:
                 out[key] = blocks
         return out
-
-    async def awaited(self, value: Any) -> Any:
-        """The value of what may be a coroutine."""
-        return await value if isinstance(value, Awaitable) else value
 
 
 def agree(answer: Scores | WorkerScores, expected: Scores) -> bool:

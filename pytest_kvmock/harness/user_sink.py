@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from pytest_kvmock.events import (
     BlockTokens,
@@ -26,12 +27,25 @@ Published = EventData | KvCacheEvent | RouterEvent
 
 
 def is_event(event: object) -> TypeGuard[RouterEvent]:
-    """Whether it is a RouterEvent, and inside it is what should be."""
-    return (
-        isinstance(event, RouterEvent)
-        and isinstance(event.event, KvCacheEvent)
-        and isinstance(event.event.data, (Stored, Removed, Cleared))
-    )
+    """Whether it is a RouterEvent, and inside it is what should be: hashes and ids are unsigned numbers."""
+    if not isinstance(event, RouterEvent) or not isinstance(event.event, KvCacheEvent):
+        return False
+    data = event.event.data
+    if isinstance(data, Stored):
+        parent = () if data.parent_hash is None else (data.parent_hash,)
+        numbers: tuple[Any, ...] = (parent, data.block_hashes, data.tokens_hashes)
+    elif isinstance(data, Removed):
+        numbers = (data.block_hashes,)
+    elif isinstance(data, Cleared):
+        numbers = ()
+    else:
+        return False
+    try:
+        for values in ((event.worker_id, event.event.event_id, event.event.dp_rank), *numbers):
+            array("Q", values)
+    except (TypeError, OverflowError):
+        return False
+    return all(isinstance(values, tuple) for values in numbers)
 
 
 class KvSink:
@@ -80,8 +94,8 @@ class KvSink:
             said = RouterEvent(self.worker_id, event, storage_tier, token_ids)
             if not is_event(said):
                 raise TypeError(
-                    "a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
-                    f"got {event!r:.80} ({type(event).__name__})"
+                    "a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with tuples of hashes from 0 "
+                    f"to 2**64 - 1, got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
             self._harness.hear(said, chained=self.chained)

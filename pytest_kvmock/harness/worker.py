@@ -57,13 +57,6 @@ class HarnessWorker(KvWorker):
         self._harness.hear(RouterEvent(self.worker_id, event, storage_tier, token_ids), chained=self.serving)
 
     def restart(self, *, announced: bool = False) -> None:
-        """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
-
-        Args:
-            announced: whether the router is told, as by a discovery service: it then drops what it knew of the worker.
-
-        Raises:
-            ValueError: it is announced, and the index under test cannot be told; nothing has changed.
-        """
+        """As `KvWorker.restart`; harness and index are told, if it is announced."""
         self._harness.restarted(self, announced=announced)
-        super().restart()
+        super().restart(announced=announced)

@@ -180,14 +180,16 @@ class Stream:
 
     def history(self, block: int) -> str:
         """What the stream said of a block, for messages."""
-        if block in self.implied or any(block in held for held in self.tiers.values()):
-            where = "as a parent only" if block in self.implied else "held"
-            return f"block {block_text(block)} is {where}"
+        if block in self.implied:
+            return f"block {block_text(block)} is held as a parent only"
+        tiers = [tier.value for tier, held in self.tiers.items() if block in held]
+        if tiers:
+            return f"block {block_text(block)} is held" + (f" in {', '.join(tiers)}" if len(self.tiers) > 1 else "")
         removed, stored = self.gone.get(block), self.origin.get(block)
         if removed is not None:
             return f"block {block_text(block)} was removed by event {removed.event.event_id}"
         if stored is not None:
-            return f"block {block_text(block)}, stored by event {stored.event.event_id}, was cleared"
+            return f"block {block_text(block)}, stored by event {stored.event.event_id}, was cleared, or forgotten with its worker"
         return f"block {block_text(block)} was never stored"
 
 
@@ -241,7 +243,8 @@ class Ledger:
         if inner.event_id != stream.next_id and stream.next_id is not None:
             if not stream.take_hole(inner.event_id):
                 cause = self._gap(stream, event, position, problems)
-                stream.next_id = inner.event_id + 1
+                if cause is None:  # a repeat leaves what is due as it was
+                    stream.next_id = inner.event_id + 1
         else:
             stream.next_id = inner.event_id + 1
         data = inner.data
@@ -253,7 +256,7 @@ class Ledger:
             found = []
         for problem in found:
             problem.event, problem.position = event, position
-            if cause is not None:
+            if cause is not None and problem.cause is None:
                 problem.follows_from(cause)
         problems += found
         if isinstance(data, Cleared):
@@ -268,7 +271,7 @@ class Ledger:
         if got > due:
             missing = range(due, got)
             stream.holes.append(missing)
-            known = f"{ids_text(missing)} did not arrive"
+            known = f"{ids_text(missing)} did not arrive" + (f" after event {due - 1}" if due else "")
         elif event == stream.last:
             known = f"event {got} had arrived already"
         else:
@@ -291,6 +294,8 @@ class Ledger:
         if chained and (wrong := _wrong_hash(stream, event, data)) is not None:
             problem = self._problem("wrong_hash", stream, wrong[1], wrong[2], (wrong[0],))
             problem.is_error = stream.prefix_closed
+            if problems and problems[0].cause is None:  # the parent is wrong, so the chain is: one fault
+                problem.follows_from(problems[0])
             problems.append(problem)
         if hashes and not problems and all(map(held.__contains__, hashes)):
             known = f"{blocks_text(hashes)} {'is' if len(hashes) == 1 else 'are'} held already"
@@ -312,14 +317,16 @@ class Ledger:
     def _unsound(self, stream: Stream, held: dict[int, int], data: Stored) -> Iterator[Problem]:
         """The one of invalid_block and parent_block_not_found that a Stored breaks, if any."""
         hashes, parent = data.block_hashes, data.parent_hash
-        if (parent in hashes or len(set(hashes)) != len(hashes)) and (own := _own_parent(hashes, parent)) is not None:
+        twice = len(set(hashes)) != len(hashes)
+        if (twice or parent in hashes) and (own := _own_parent(hashes, parent)) is not None:
             known = f"block {block_text(own)} is named as its own parent"
             yield self._problem("invalid_block", stream, known, "a block's parent is another block", (own,))
             return
-        if not held.keys().isdisjoint(hashes):
+        if twice or not held.keys().isdisjoint(hashes):
+            had = {**dict(zip(hashes[::-1], data.tokens_hashes[::-1], strict=True)), **held} if twice else held
             for block, local in zip(hashes, data.tokens_hashes, strict=True):
-                if held.get(block, local) != local:
-                    known = f"block {block_text(block)} is held with local hash {block_text(held[block])}"
+                if had.get(block, local) != local:
+                    known = f"block {block_text(block)} is held with local hash {block_text(had[block])}"
                     right = f"one block hash has one local hash, not {block_text(local)} too"
                     yield self.fold(stream, self._problem("invalid_block", stream, known, right, (block,)))
                     return

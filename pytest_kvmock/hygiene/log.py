@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
-from pytest_kvmock.hygiene.report import entry_line, errors_text, expectation_text
+from pytest_kvmock.hygiene.report import entry_line, expectation_text, problems_text
 from pytest_kvmock.hygiene.rules import RULES, check_rule
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Expectation:
         self.rule = rule
         self.times = times
         self._log = log
-        self._since = len(log.problems)
+        self.since = len(log.problems)
 
     def __enter__(self) -> Self:
         if RULES[self.rule].at_end:
@@ -93,7 +93,8 @@ class Expectation:
                 f"call kv_events.expect_error({self.rule!r}) without with, for the whole test"
             )
         self._log.expectations.remove(self)
-        self._since = len(self._log.problems)
+        self._log.within.append(self)
+        self.since = len(self._log.problems)
         return self
 
     def __exit__(
@@ -101,23 +102,14 @@ class Expectation:
     ) -> None:
         __tracebackhide__ = True  # a test's failure shows the test
         self._log.flush()
-        unmet = self.settle()
-        if unmet is not None and kind is None:
-            raise KvEventsError(unmet)
+        self._log.within.remove(self)
+        seen = self.mark()
+        if seen != self.times and kind is None:
+            raise KvEventsError(expectation_text(self.rule, self.times, seen, self._log.total))
 
     def mark(self) -> int:
-        """Mark what was expected, as far as it has come; how many came, those beyond what was expected too."""
-        seen = [problem for problem in self._log.problems[self._since :] if problem.rule == self.rule]
-        for problem in seen[: self.times]:
-            problem.expected = True
-        return len(seen)
-
-    def settle(self) -> str | None:
-        """Mark what was expected; the sentence that says what is amiss, or None."""
-        seen = self.mark()
-        if seen == self.times:
-            return None
-        return expectation_text(self.rule, self.times, seen, self._log.total)
+        """Mark what the `with` block expected, as far as it has come; how many came, those beyond that too."""
+        return self._log.mark(self.rule, self.times, self.since, self)
 
 
 class EventLog:
@@ -132,7 +124,8 @@ class EventLog:
 
     Attributes:
         problems: every problem so far, also those found by comparisons, and those that follow from others.
-        expectations: what the test expects to go wrong and has not been settled yet.
+        expectations: what the test expects to go wrong, for the whole test.
+        within: what it expects within the `with` blocks that are open, outermost first.
         total: how many events arrived, those taken or cleared away too.
     """
 
@@ -142,6 +135,7 @@ class EventLog:
         self._allow = allow
         self.problems: list[Problem] = []
         self.expectations: list[Expectation] = []
+        self.within: list[Expectation] = []
         self.total = 0
         self._counts: Counter[tuple[int, int, str]] = Counter()  # events by worker, rank and kind
 
@@ -271,14 +265,35 @@ class EventLog:
         self.flush()
         wrong = self.unexcused(self.errors)
         if wrong:
-            raise KvEventsError(errors_text(wrong))
+            raise KvEventsError(problems_text(wrong))
         if self.total < at_least:
             raise KvEventsError(f"expected at least {at_least} KV events by now, {self.total} arrived")
 
+    def mark(self, rule: str, times: int, since: int, who: Expectation) -> int:
+        """Mark the first `times` breaches of a rule as expected; how many came that nobody else expects."""
+        seen = [p for p in self.problems[since:] if p.rule == rule and p.expected_by in (None, who)]
+        for problem in seen[:times]:
+            problem.expected_by = who
+        return len(seen)
+
+    def settle(self) -> list[str]:
+        """Mark what is expected for the whole test: a sentence for each rule that came more or less often."""
+        by_rule: dict[str, list[Expectation]] = {}
+        for expectation in self.expectations:
+            by_rule.setdefault(expectation.rule, []).append(expectation)
+        unmet = []
+        for rule, expectations in by_rule.items():
+            first, times = expectations[0], sum(expectation.times for expectation in expectations)
+            seen = self.mark(rule, times, first.since, first)
+            if seen != times:
+                unmet.append(expectation_text(rule, times, seen, self.total))
+        return unmet
+
     def unexcused(self, problems: list[Problem]) -> list[Problem]:
         """Those of `problems` that the test neither expects, within a `with` or for the whole test, nor allows."""
-        for expectation in self.expectations:
+        for expectation in reversed(self.within):
             expectation.mark()
+        self.settle()
         return [problem for problem in problems if not problem.covered() and problem.rule not in self._allow]
 
     def expect_error(self, rule: str, times: int = 1) -> Expectation:

@@ -30,7 +30,7 @@ class Problem:
         blocks: the blocks it names, the telling one first; none where it names none.
         cause: the problem that it follows from; then it is listed there and is none of its own.
         folded: the problems that follow from this one.
-        expected: a test said that it would come.
+        expected_by: what of the test said that it would come; None: nothing did.
     """
 
     rule: str
@@ -44,7 +44,7 @@ class Problem:
     is_error: bool = True
     cause: Problem | None = None
     folded: list[Problem] = field(default_factory=list)
-    expected: bool = False
+    expected_by: object = None
 
     def __post_init__(self) -> None:
         if RULES[self.rule].kind == "warning":
@@ -73,7 +73,7 @@ class Problem:
         """Whether a test expected it, or what it follows from."""
         problem: Problem | None = self
         while problem is not None:
-            if problem.expected:
+            if problem.expected_by is not None:
                 return True
             problem = problem.cause
         return False

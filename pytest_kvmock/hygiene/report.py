@@ -46,8 +46,9 @@ def problem_text(problem: Problem) -> str:
     return "\n".join(lines)
 
 
-def problems_text(problems: Sequence[Problem], what: str) -> str:
+def problems_text(problems: Sequence[Problem]) -> str:
     """A headline that stands by itself, and the first problems in full."""
+    what = "error" if any(problem.is_error for problem in problems) else "warning"
     first = problem_line(problems[0])
     more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
     headline = f"{len(problems)} KV event {what}{'s' * (len(problems) != 1)}: {first}{more}"
@@ -55,11 +56,6 @@ def problems_text(problems: Sequence[Problem], what: str) -> str:
     if len(problems) > MOST_PROBLEMS:
         parts.append("  and: " + ", ".join(map(problem_line, problems[MOST_PROBLEMS : MOST_PROBLEMS + 10])))
     return "\n\n".join([headline, *parts])
-
-
-def errors_text(errors: Sequence[Problem]) -> str:
-    """The report of errors, without the log."""
-    return problems_text(errors, "error")
 
 
 def expectation_text(rule: str, times: int, seen: int, events: int) -> str:
@@ -78,7 +74,7 @@ def failure_text(errors: Sequence[Problem], unmet: Sequence[str] = (), *, late: 
     """
     parts = []
     if errors:
-        text = errors_text(errors)
+        text = problems_text(errors)
         headline, _, rest = text.partition("\n")
         if late:
             headline += "; it came after the test body, from a teardown"

@@ -22,7 +22,7 @@ from faulty_indexes import (
     WithZeros,
 )
 
-from pytest_kvmock import KvEventsError, Prompt
+from pytest_kvmock import KvEventsError, Prompt, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
 from pytest_kvmock.router.index import OverlapScores
 
@@ -540,3 +540,63 @@ def test_a_worker_that_is_gone_is_not_told_to_an_async_index_without_a_flush(mak
     kv.worker(0).serve(kv.prompt(1))
     kv.remove_worker(0)
     assert ["not_flushed"] == rules_of(kv.judge().errors)
+
+
+def test_an_index_that_raises_at_a_cleared_fails_once():
+    class RaisesAtCleared(RadixIndex):
+        def apply(self, event):
+            if isinstance(event.event.data, Cleared):
+                raise RuntimeError("no")  # noqa: TRY004 - any error
+            super().apply(event)
+
+    kv = RouterHarness(backend=None, index=RaisesAtCleared())
+    kv.apply([Stored(None, (1, 2), (1, 2)), Cleared()])
+    (error,) = kv.events.errors
+    assert ("index_failure", {"index_drift"}) == (error.rule, {p.rule for p in error.folded})
+
+
+def test_a_dump_that_raises_at_the_start_is_one_error():
+    class Broken(RadixIndex):
+        def dump_events(self):
+            raise RuntimeError("broken")
+
+    with pytest.raises(ValueError, match=r"dump_events\(\) of the index under test \(Broken\) raised RuntimeError"):
+        RouterHarness(backend=None, index=Broken())
+
+
+def test_two_flushes_at_once_are_refused_and_nothing_is_lost():
+    class Slow:
+        def __init__(self):
+            self.inner = RadixIndex()
+            self.turn = asyncio.Event()
+
+        async def apply(self, event):
+            await self.turn.wait()  # another task may run here
+            self.inner.apply(event)
+
+        def find_matches(self, hashes):
+            return self.inner.find_matches(hashes)
+
+    async def main():
+        kv = RouterHarness(backend=None, index=Slow())
+        kv.apply([Stored(None, (1,), (1,)), Stored(1, (2,), (2,))])
+        first = asyncio.ensure_future(kv.aflush())
+        with pytest.raises(RuntimeError, match="aflush\\(\\) is under way already"):
+            await asyncio.gather(first, kv.aflush())
+        kv.index.turn.set()
+        await first
+        await kv.aassert_in_sync()
+        assert [] == kv.judge().errors
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("answer", [{0: -1}, {(0, 0): -2}])
+def test_a_negative_answer_cannot_be_read(answer):
+    class Negative(RadixIndex):
+        def find_matches(self, hashes, *rest):
+            return answer
+
+    kv = RouterHarness(backend=None, index=Negative())
+    kv.apply(Stored(None, (1,), (1,)))
+    assert ["index_failure"] == [p.rule for p in kv.events.errors]

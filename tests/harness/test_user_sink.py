@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_kvmock import KvEventsError, create_manager
+from pytest_kvmock import KvEventsError, RouterHarness, create_manager
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.tokens import sequence_hashes
 
@@ -87,7 +87,10 @@ def test_a_manager_publishes_to_it(kv, sink):
 
 @pytest.mark.parametrize("wrong", [None, 1, "stored", [one_block(1)], KvCacheEvent(0, 7), RouterEvent(0, None)])
 def test_what_is_no_event_is_refused_and_not_captured(kv, sink, wrong):
-    with pytest.raises(TypeError, match="a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, got"):
+    with pytest.raises(
+        TypeError,
+        match=r"a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with tuples of .*, got",
+    ):
         sink(wrong)
     assert ([], 0) == (sink.events, kv.events.total)
     sink(one_block(1))
@@ -162,3 +165,25 @@ def test_a_removed_one_is_not_compared_any_more(kv, sink):
     kv.remove_worker(sink.worker_id)
     kv.assert_in_sync()
     assert {} == kv.overlap_for_hashes([1])
+
+
+@pytest.mark.parametrize("data", [Removed(("a",)), Removed((-3,)), Stored("x", (1,), (1,)), Stored(None, (1.5,), (1,))])
+def test_what_is_no_hash_is_refused_before_it_is_logged(data):
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink()
+    with pytest.raises(TypeError, match=r"with tuples of hashes from 0 to 2\*\*64 - 1"):
+        sink(data)
+    with pytest.raises(TypeError, match=r"with tuples of hashes from 0 to 2\*\*64 - 1"):
+        kv.apply(data)
+    assert (0, []) == (kv.events.total, sink.events)
+
+
+@pytest.mark.parametrize("resident", [lambda: 1 / 0, lambda: 3, lambda: ["a"]])
+def test_a_callable_that_cannot_tell_what_is_resident_is_a_problem_and_loses_no_other(resident):
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink()
+    sink.compare(resident)
+    sink(Removed((9,)))
+    assert ["block_not_found", "engine_drift"] == [p.rule for p in kv.judge().errors]
+    assert "what is resident could not be told: " in kv.events.errors[1].known
+    assert [] == kv.judge().errors

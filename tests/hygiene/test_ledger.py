@@ -49,6 +49,7 @@ class Stream:
         pytest.param([stored(1, 2, 2)], ["invalid_block"], id="own parent inside the event"),
         pytest.param([stored(1), stored(1, local=[7])], ["invalid_block"], id="a second local hash"),
         pytest.param([stored(1), Removed((1,)), stored(1, local=[7])], [], id="another local hash once it is gone"),
+        pytest.param([stored(1, 2, 1, local=[1, 2, 9])], ["invalid_block"], id="two local hashes in one event"),
         pytest.param([stored(1), stored(2, parent=1), stored(1, parent=2)], ["duplicate_store"], id="a cycle is legal"),
         pytest.param([stored(1, 2), stored(1, 2)], ["duplicate_store"], id="stored twice"),
         pytest.param([stored(1, 2), stored(2, 3, parent=1)], [], id="half of it is new"),
@@ -248,7 +249,7 @@ def test_an_expected_cause_covers_what_follows_from_it():
     event = RouterEvent(0, KvCacheEvent(7, Removed((9,))))
     gap, follows = stream.ledger.observe(event, 0)
     assert not follows.covered()
-    gap.expected = True
+    gap.expected_by = stream
     assert follows.covered()
     assert [follows] == list(gap.consequences())
 
@@ -263,3 +264,22 @@ def test_a_chain_is_rebuilt_from_history_and_ends_on_a_cycle():
     assert [1, 2, 3] == known.chain(3)
     stream.say(stored(1, parent=4))
     assert 4 == len(known.chain(4))
+
+
+def test_a_late_event_that_comes_twice_does_not_move_what_is_due():
+    stream = Stream()
+    found = [stream.say(stored(100), 0), stream.say(stored(102), 2), stream.say(stored(101), 1)]
+    found += [stream.say(stored(101), 1), stream.say(stored(103), 3)]
+    assert [[], ["event_id_gap"], [], ["(event_id_gap)", "(duplicate_store)"], []] == found
+
+
+def test_what_is_held_says_in_which_tier_where_there_are_several():
+    stream = Stream()
+    stream.say(stored(1))
+    stream.say(stored(2), tier=HOST)
+    assert "block 1 is held in device" == stream.ledger.streams[0, 0].history(1)
+
+
+def test_a_parent_that_is_not_held_and_the_hashes_under_it_are_one_fault():
+    stream = Stream()
+    assert ["parent_block_not_found", "(wrong_hash)"] == stream.say(stored(5, parent=9, local=[7]), chained=True)

@@ -143,3 +143,37 @@ def test_what_is_known_only_at_the_end_cannot_be_expected_in_a_with(rule):
 def test_a_wrong_expectation_is_refused(rule, times, message):
     with pytest.raises(ValueError, match=message):
         RouterHarness(backend=None).events.expect_error(rule, times=times)
+
+
+def test_check_within_a_with_block_counts_what_the_block_expects():
+    kv = RouterHarness(backend=None)
+    with kv.events.expect_error("block_not_found"):
+        kv.apply(Removed((5,)))
+        kv.events.check()
+        kv.assert_no_event_errors()
+    kv.events.check()
+
+
+def test_expectations_of_one_rule_are_counted_together_and_a_with_block_takes_its_own():
+    kv = RouterHarness(backend=None)
+    kv.events.expect_error("block_not_found")
+    kv.events.expect_error("block_not_found")
+    kv.apply([Removed((1,)), Removed((2,))])
+    with kv.events.expect_error("block_not_found"):
+        kv.apply(Removed((3,)))
+    assert ([], [], []) == tuple(kv.judge())
+
+
+def test_warnings_alone_are_called_warnings():
+    kv = RouterHarness(backend=None)
+    kv.apply([Stored(None, (1,), (1,)), Stored(None, (1,), (1,))])
+    assert failure_text(kv.judge().warnings).startswith("1 KV event warning: duplicate_store (worker 0, event 1)")
+
+
+def test_a_comparison_says_after_which_entry_it_was():
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink()
+    sink.compare(list)
+    sink(Stored(None, (1,), (1,)))
+    with pytest.raises(KvEventsError, match="worker 65536, compared after entry 0 of the log"):
+        kv.assert_in_sync()
