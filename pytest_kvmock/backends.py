@@ -95,6 +95,10 @@ def create_manager(
     return backend_spec(backend).make(num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
 
 
+MOST_WORKERS: Final = 2**16
+"""Worker ids are below this; those above are of sinks."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
     """How large and of what kind the mock engines of a test are.
@@ -123,6 +127,8 @@ class EngineProfile:
     def __post_init__(self) -> None:
         for name, least in (("block_size", 1), ("num_blocks", 1), ("workers", 0), ("dp_size", 1)):
             _check_int(name, getattr(self, name), least)
+        if self.workers > MOST_WORKERS:
+            raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
         if self.chunk is not None:
             _check_int("chunk", self.chunk, 1, " tokens, or None")
         if not isinstance(self.prefix_caching, bool):

@@ -60,7 +60,7 @@ class RouterHarness:
 
     Raises:
         ValueError: an unknown backend, rule or `sync`; an index that says it is not empty.
-        TypeError: an index that lacks a method.
+        TypeError: an index that lacks a method, or an argument of the wrong kind.
 
     Attributes:
         events: every event that arrived, with its verdict.
@@ -80,6 +80,10 @@ class RouterHarness:
     ) -> None:
         if sync not in SYNC:
             raise ValueError(f"unknown sync {sync!r}; known: {', '.join(SYNC)}")
+        if profile is not None and not isinstance(profile, EngineProfile):
+            raise TypeError(f"profile must be an EngineProfile, got {profile!r:.80}")
+        if isinstance(allow, str):
+            raise TypeError(f"allow takes a list or tuple of rules, got the string {allow!r}")
         self.profile = profile or EngineProfile()
         self._allow = frozenset(map(check_rule, allow))
         self.events = EventLog(self.flush, allow=self._allow)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
+from pytest_kvmock.backends import MOST_WORKERS
 from pytest_kvmock.events import (
     BlockTokens,
     Cleared,
@@ -20,7 +21,7 @@ from pytest_kvmock.events import (
 if TYPE_CHECKING:
     from pytest_kvmock.harness.router_harness import RouterHarness
 
-FIRST_SINK_WORKER: Final = 2**16
+FIRST_SINK_WORKER: Final = MOST_WORKERS
 """Sinks are workers of their own, with ids from here on."""
 
 Published = EventData | KvCacheEvent | RouterEvent

@@ -72,9 +72,17 @@ class Case:
             try:
                 self.harness.use_backend(name)  # it makes sure, too, that its managers are what this name says
             except ValueError as error:
-                _fail_at_setup(self.item, f"backend {name}: {error}")
+                _fail_at_setup(self.item, f"backend {name}: {error} ({_block_size_place(self.item)})")
             self.backend = name
         return self.harness
+
+
+def _block_size_place(item: pytest.Item) -> str:
+    """Where the block size of a test comes from: the one field that a backend may refuse."""
+    from pytest_kvmock.plugin.markers import show_mark
+
+    mark = next((mark for mark in item.iter_markers("kvmock") if "block_size" in mark.kwargs), None)
+    return "block_size is from kv_base_profile, or ini kvmock_block_size" if mark is None else show_mark(mark)
 
 
 CASE: Final = pytest.StashKey[Case]()

@@ -51,8 +51,13 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Run tests over the matrix, after every other parametrisation."""
     yield
-    names = metafunc.fixturenames
-    if AXIS in names or CASE_FIXTURE in names:
+    names, definition = metafunc.fixturenames, metafunc.definition
+    if (
+        AXIS in names
+        or CASE_FIXTURE in names
+        or definition.get_closest_marker("kvmock")  # on a test that does not use us it may be wrong all the same
+        or definition.get_closest_marker("kv_backends")
+    ):
         generate(metafunc)
 
 

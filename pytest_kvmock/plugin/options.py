@@ -300,7 +300,8 @@ def read_settings(config: pytest.Config) -> Settings:
             try:
                 value = config.getini(option.ini)
             except (TypeError, ValueError, pytest.UsageError) as error:  # 8.4 to 9.1 raise the first two
-                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
+                expected = {"int": "an integer", "bool": "true or false"}.get(option.ini_type, "a string")
+                raise pytest.UsageError(f"{_ini_place(config, option)}: {expected} is expected: {error}") from None
             if value is not None:
                 ini[option.key] = _checked(option, value, _ini_place(config, option))
     settings = Settings(command_line, ini)

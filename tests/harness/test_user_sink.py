@@ -178,7 +178,9 @@ def test_what_is_no_hash_is_refused_before_it_is_logged(data):
     assert (0, []) == (kv.events.total, sink.events)
 
 
-@pytest.mark.parametrize("resident", [lambda: 1 / 0, lambda: 3, lambda: ["a"]])
+@pytest.mark.parametrize(
+    "resident", [lambda: 1 / 0, lambda: 3, lambda: ["a"]], ids=["it raises", "no iterable", "no hash"]
+)
 def test_a_callable_that_cannot_tell_what_is_resident_is_a_problem_and_loses_no_other(resident):
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
