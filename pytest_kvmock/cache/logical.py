@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any
 from uuid import UUID
 
 from pytest_kvmock.cache.manager import PrefillCost, Publisher, SequenceBlocks
 from pytest_kvmock.cache.names import Names
 from pytest_kvmock.cache.pool import BlockPool, EvictionPolicy, PoolMetrics, Slot
 from pytest_kvmock.cache.rules import (
+    check_deref,
     check_dp_rank,
-    check_full,
     check_logical_block_size,
     check_num_blocks,
     check_promote,
@@ -20,7 +19,8 @@ from pytest_kvmock.cache.rules import (
     entries_of,
 )
 from pytest_kvmock.cache.short_forms import ShortForms
-from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
+from pytest_kvmock.cache.told import Told
+from pytest_kvmock.events import Cleared, StorageTier, Stored
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, MoveError, Promote, Use
 from pytest_kvmock.sinks import Sink
 
@@ -35,22 +35,6 @@ from pytest_kvmock.sinks import Sink
 # manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
 # new entry, a Removed follows its Stored, and its real eviction will say nothing (`Slot.known`). The real manager does
 # this; it is not ours to mend.
-
-
-class Told:
-    """What one Use has to tell at its end, and what its next block hangs below."""
-
-    __slots__ = ("anchor", "evicted", "local_hashes", "parent", "refused", "removed", "stored", "token_ids")
-
-    def __init__(self, parent: Any) -> None:
-        self.anchor = parent  # the Stored's parent: the last hit
-        self.parent = parent  # the full block before the next one, hit or new
-        self.stored: list[int] = []
-        self.local_hashes: list[int] = []
-        self.token_ids: list[Sequence[int]] = []
-        self.evicted: list[int] = []  # lineage hashes
-        self.removed: list[int | None] = []  # what the Removed calls them; None for what the manager has no entry of
-        self.refused = False  # there was no slot for a full block
 
 
 class LogicalManager(ShortForms):
@@ -202,7 +186,7 @@ class LogicalManager(ShortForms):
         raise MoveError(f"expected a Use, Deref or Promote, got {move!r:.200}")
 
     def _use(self, move: Use) -> int:
-        leading, told = check_use(move), Told(move.parent)
+        leading, told, pool = check_use(move), Told(move.parent), self._pool
         served = 0
         # In bulk while every name can only mean the slot that was stored under it.
         if leading and not self._names.alias_slots and not self._names.homonyms:
@@ -211,7 +195,7 @@ class LogicalManager(ShortForms):
                 served = self._store_unknown(move, served, leading, told)
         if served < len(move.blocks) and not told.refused:
             served = self._use_carefully(move, served, told)
-        self._tell(told)
+        told.publish(self._publisher, pool)
         return served
 
     def _hold_leading(self, move: Use, told: Told) -> int:
@@ -332,12 +316,7 @@ class LogicalManager(ShortForms):
                         told.refused = True
                         break
                     slot = empty[0]
-                    slot.plh = plh
-                    slot.name = name
-                    slot.known = True
-                    slot.parent = parent
-                    slot.local_hash = local
-                    slot.token_ids = tokens
+                    slot.fill(name, plh, parent, local, tokens)
                     registered[plh] = slot
                     names.hold_new(slot)
                     policy.register((slot,))
@@ -368,7 +347,7 @@ class LogicalManager(ShortForms):
     def _allocate(self, count: int, told: Told) -> list[Slot]:
         """Take empty slots: from the reset pool while it has any, then by evicting. Fewer when nothing more can go.
 
-        This and `_tell` are where an offload engine would come in: it holds the evicted slot while its block travels
+        This and `Told` are where an offload engine would come in: it holds the evicted slot while its block travels
         to the next tier.
         """
         pool, own = self._pool, self._names.own
@@ -389,33 +368,23 @@ class LogicalManager(ShortForms):
         slots += victims
         return slots
 
-    def _tell(self, told: Told) -> None:
-        """Publish what a Use stored and evicted; drop the entries of what it evicted."""
-        pool, stored, evicted, removed = self._pool, told.stored, told.evicted, told.removed
-        if stored:
-            pool.registrations += len(stored)
-            self._publisher.publish(
-                Stored(told.anchor, tuple(stored), tuple(told.local_hashes)), told.token_ids or None
-            )
-        if not evicted:
-            return
-        pool.evictions += len(evicted)
-        if not pool.registered.keys().isdisjoint(evicted):
-            # Evicted and stored again by the same move: the entry that goes now is the new one.
-            for i, plh in enumerate(evicted):
-                again = pool.registered.get(plh)
-                if again is not None:
-                    removed[i] = again.name
-                    again.known = False
-        names = tuple([name for name in removed if name is not None])
-        if names:
-            self._publisher.publish(Removed(names))
-
     def _deref(self, blocks: Sequence[Block]) -> int:
         if self._names.alias_slots or self._pool.inactive.collisions:
             return self._deref_carefully(blocks)
+        own = self._names.own
         try:
-            slots = list(map(self._names.own.__getitem__, blocks))  # type: ignore[arg-type]
+            if len(blocks) == 1:  # as the real scheduler sends them
+                slot = own[blocks[0]]  # type: ignore[index]
+                refs = slot.refs
+                if not refs:
+                    return self._deref_carefully(blocks)
+                slot.refs = refs - 1
+                self._references -= 1
+                if refs == 1:
+                    self._pool.inactive.insert((slot,))
+                    self._num_inactive += 1
+                return 1
+            slots = list(map(own.__getitem__, blocks))  # type: ignore[arg-type]
         except (KeyError, TypeError):  # a partial block, or one that is not there
             return self._deref_carefully(blocks)
         idle: list[Slot] = []
@@ -434,7 +403,7 @@ class LogicalManager(ShortForms):
         return 1
 
     def _deref_carefully(self, blocks: Sequence[Block]) -> int:
-        self._check_deref(blocks)
+        check_deref(blocks, self._partials, self._names, self._pool.inactive, self.backend)
         for block in blocks:
             if isinstance(block, UUID):
                 self._pool.give_back(self._partials.pop(block))
@@ -445,45 +414,6 @@ class LogicalManager(ShortForms):
                     self._pool.inactive.insert((slot,))
                     self._num_inactive += 1
         return 1
-
-    def _check_deref(self, blocks: Sequence[Block]) -> None:
-        """Raise if a block has fewer references than `blocks` drops, or could not become inactive."""
-        asked: dict[Block, int] = {}
-        for block in blocks:
-            if not isinstance(block, UUID):
-                check_full(block, "Deref of block")
-            asked[block] = asked.get(block, 0) + 1
-        last: list[int] = []
-        for block, times in asked.items():
-            if isinstance(block, UUID):
-                has = int(block in self._partials)
-            else:
-                has = self._names.references_of(block)
-                if has == times:
-                    last.append(block)
-            if times > has:
-                kind = "partial block" if isinstance(block, UUID) else "block"
-                why = f"it has {has} reference(s), and the move drops {times}" if has else "it is not active"
-                raise MoveError(f"Deref of {kind} {block}: {why}")
-        if self._pool.inactive.collisions:
-            self._check_collisions(last)
-
-    def _check_collisions(self, last: list[int]) -> None:
-        """Raise if the policy cannot take the slots of which these are the last names to be dropped."""
-        names: dict[Slot, int] = {}
-        falling: list[Slot] = []
-        for name in last:
-            slot = self._names.held_by(name)
-            assert slot is not None
-            names[slot] = names.get(slot, 0) + 1
-            if names[slot] == slot.aliases + (slot.refs > 0):
-                falling.append(slot)
-        refused = self._pool.inactive.refused(falling)
-        if refused is not None:
-            raise MoveError(
-                f"Deref of block {refused.name}: hash collision. Another block has the same position and fragment as "
-                f"its lineage hash {refused.plh:#034x}, and {self.backend} cannot have both inactive"
-            )
 
     def _promote(self, move: Promote) -> int:
         check_promote(move, self._partials)
@@ -507,12 +437,7 @@ class LogicalManager(ShortForms):
             self._names.hold(slot, name)
             pool.give_back(mutable)
             return 1
-        mutable.plh = plh
-        mutable.name = name
-        mutable.known = True
-        mutable.parent = move.parent
-        mutable.local_hash = move.local_hash
-        mutable.token_ids = move.token_ids
+        mutable.fill(name, plh, move.parent, move.local_hash, move.token_ids)
         pool.registered[plh] = mutable
         self._names.hold_new(mutable)
         pool.inactive.register((mutable,))
@@ -536,11 +461,3 @@ class LogicalManager(ShortForms):
     def take_event_id(self) -> int:
         """Use up the next event id, for an event that somebody else publishes in the manager's name."""
         return self._publisher.take_id()
-
-    def _find(self, name: int) -> Slot | None:
-        """Return the slot that a name holds; else the one that was stored under it."""
-        slot = self._names.held_by(name) or self._names.own.get(name)
-        if slot is None and self._names.homonyms:
-            same = (slot for slot in self._pool.registered.values() if slot.name == name)
-            slot = next(same, None)
-        return slot

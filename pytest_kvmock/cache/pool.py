@@ -17,7 +17,6 @@ class Slot:
     """One physical block, and what is known of the block registered in it.
 
     Attributes:
-        block_id: number of the slot, from 0.
         plh: lineage hash under which it is registered.
         name: sequence hash under which it was stored; other names may hold it later.
         known: whether the manager still has the entry from which it publishes the Removed.
@@ -33,7 +32,6 @@ class Slot:
     __slots__ = (
         "above",
         "aliases",
-        "block_id",
         "known",
         "local_hash",
         "name",
@@ -44,8 +42,7 @@ class Slot:
         "token_ids",
     )
 
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
+    def __init__(self) -> None:
         self.plh = 0
         self.name = 0
         self.known = False
@@ -57,8 +54,17 @@ class Slot:
         self.place: Any = 0
         self.above: Any = 0
 
+    def fill(self, name: int, plh: int, parent: int | None, local_hash: int, token_ids: Sequence[int] | None) -> None:
+        """Note what is stored here now."""
+        self.plh = plh
+        self.name = name
+        self.known = True
+        self.parent = parent
+        self.local_hash = local_hash
+        self.token_ids = token_ids
+
     def __repr__(self) -> str:
-        return f"<Slot {self.block_id}: block {self.name}, {self.refs} references>"
+        return f"<Slot of block {self.name}: {self.refs} references>"
 
 
 class EvictionPolicy(Protocol):
@@ -178,7 +184,7 @@ class BlockPool:
         """Take up to `count` empty slots, first those that have waited longest."""
         first = self._fresh
         self._fresh = min(first + count, self.total)
-        slots = [Slot(number) for number in range(first, self._fresh)]
+        slots = [Slot() for _ in range(first, self._fresh)]
         while self._reset and len(slots) < count:
             slots.append(self._reset.popleft())
         self.allocations_from_reset += len(slots)

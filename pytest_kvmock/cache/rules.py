@@ -10,6 +10,8 @@ from operator import or_
 from typing import Any
 from uuid import UUID
 
+from pytest_kvmock.cache.names import Names
+from pytest_kvmock.cache.pool import EvictionPolicy, Slot
 from pytest_kvmock.moves import Block, MoveError, Promote, Use
 
 _U64 = 2**64 - 1
@@ -147,6 +149,53 @@ def _count_full(blocks: Sequence[Block]) -> int:
                 )
             full += 1
     return full
+
+
+def check_deref(
+    blocks: Sequence[Block], partials: Container[UUID], names: Names, policy: EvictionPolicy, backend: str
+) -> None:
+    """Check a Deref.
+
+    Raises:
+        MoveError: a block has fewer references than `blocks` drops, or could not become inactive.
+    """
+    asked: dict[Block, int] = {}
+    for block in blocks:
+        if not isinstance(block, UUID):
+            check_full(block, "Deref of block")
+        asked[block] = asked.get(block, 0) + 1
+    last: list[int] = []
+    for block, times in asked.items():
+        if isinstance(block, UUID):
+            has = int(block in partials)
+        else:
+            has = names.references_of(block)
+            if has == times:
+                last.append(block)
+        if times > has:
+            kind = "partial block" if isinstance(block, UUID) else "block"
+            why = f"it has {has} reference(s), and the move drops {times}" if has else "it is not active"
+            raise MoveError(f"Deref of {kind} {block}: {why}")
+    if policy.collisions:
+        _check_collisions(last, names, policy, backend)
+
+
+def _check_collisions(last: list[int], names: Names, policy: EvictionPolicy, backend: str) -> None:
+    """Raise if the policy cannot take the slots of which these are the last names to be dropped."""
+    held: dict[Slot, int] = {}
+    falling: list[Slot] = []
+    for name in last:
+        slot = names.held_by(name)
+        assert slot is not None
+        held[slot] = held.get(slot, 0) + 1
+        if held[slot] == slot.aliases + (slot.refs > 0):
+            falling.append(slot)
+    refused = policy.refused(falling)
+    if refused is not None:
+        raise MoveError(
+            f"Deref of block {refused.name}: hash collision. Another block has the same position and fragment as "
+            f"its lineage hash {refused.plh:#034x}, and {backend} cannot have both inactive"
+        )
 
 
 def check_promote(move: Promote, partials: Container[UUID]) -> None:

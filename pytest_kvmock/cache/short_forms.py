@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from uuid import UUID
 
-from pytest_kvmock.cache.pool import Slot
+from pytest_kvmock.cache.names import Names
+from pytest_kvmock.cache.pool import BlockPool, Slot
 from pytest_kvmock.cache.rules import check_full, flatten
 from pytest_kvmock.moves import Block, Deref, Move, MoveError, Promote, Use
 from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_position
@@ -15,13 +16,12 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_positio
 class ShortForms(ABC):
     """Gives them to a manager that caches by lineage hash."""
 
+    _names: Names
+    _pool: BlockPool
+
     @abstractmethod
     def process(self, move: Move) -> int:
         """Do what the move says; see `KvManager.process`."""
-
-    @abstractmethod
-    def _find(self, name: int) -> Slot | None:
-        """Return the slot that a name holds; else the one that was stored under it."""
 
     def use(
         self,
@@ -86,3 +86,11 @@ class ShortForms(ABC):
                 above = lineage_hash(name, lineage_fragment(above), lineage_position(above) + 1)
             plhs.append(above)
         return plhs
+
+    def _find(self, name: int) -> Slot | None:
+        """Return the slot that a name holds; else the one that was stored under it."""
+        slot = self._names.held_by(name) or self._names.own.get(name)
+        if slot is None and self._names.homonyms:
+            same = (slot for slot in self._pool.registered.values() if slot.name == name)
+            slot = next(same, None)
+        return slot

@@ -10,7 +10,7 @@ from pytest_kvmock.tokens import lineage_hash
 
 
 def new_slot(policy, name, plh):
-    slot = Slot(0)
+    slot = Slot()
     slot.name, slot.plh = name, plh
     policy.register([slot])
     return slot

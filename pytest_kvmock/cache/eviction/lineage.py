@@ -108,17 +108,28 @@ class LineagePolicy:
                     parent.key = above
                 parent.pins += 1
                 slot.above = parent
-            key = places[i] if places is not None else _key(plh)
-            node = nodes.get(key)
-            if node is None:
+            if places is not None:
+                key = places[i]
                 node = nodes[key] = spare.pop() if spare else _Node()
                 node.key = key
-            slot.place = node
-            if node.owner is None:
                 node.owner = slot
             else:
-                self.collisions += 1
-                self._rivals[node].append(slot)
+                key = _key(plh)
+                node = self._take_place(key, slot)
+            slot.place = node
+
+    def _take_place(self, key: int, slot: Slot) -> _Node:
+        """Make the slot the owner of its place, or one of its rivals."""
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = self._spare.pop() if self._spare else _Node()
+            node.key = key
+        if node.owner is None:
+            node.owner = slot
+        else:
+            self.collisions += 1
+            self._rivals[node].append(slot)
+        return node
 
     def _drop(self, node: _Node) -> None:
         """Forget a place if nobody needs it: no block of its own, no block below it."""
@@ -238,8 +249,15 @@ class LineagePolicy:
             assert slot is not None
             chosen.append(slot)
             node.slot = None
-            if node.parent is not None:
-                self._prune(node)
+            parent = node.parent
+            if parent is not None:
+                if parent.slot is None:
+                    self._prune(node)
+                else:  # as in _prune, without the call: the parent is nearly always inactive too
+                    node.parent = None
+                    parent.children -= 1
+                    if not parent.children and parent.parked >= 0:
+                        heappush(self._exposed, parent.parked)
             if self.collisions:
                 self._disown(node, slot)
             else:

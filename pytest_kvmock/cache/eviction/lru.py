@@ -38,10 +38,12 @@ class LruPolicy:
 
     def insert(self, slots: Sequence[Slot]) -> None:
         """These slots are the last to go now."""
-        for number, slot in enumerate(slots, self._next):
+        number, append = self._next, self._queue.append
+        for slot in slots:
             slot.place = number
-        self._next += len(slots)
-        self._queue.extend(slots)
+            number += 1
+            append(slot)
+        self._next = number
 
     def remove(self, slots: Sequence[Slot]) -> None:
         """The slots are in use."""
