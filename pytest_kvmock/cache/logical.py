@@ -6,18 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from uuid import UUID
 
+from pytest_kvmock.cache import rules
 from pytest_kvmock.cache.manager import PrefillCost, Publisher, SequenceBlocks
 from pytest_kvmock.cache.names import Names
 from pytest_kvmock.cache.pool import BlockPool, EvictionPolicy, PoolMetrics, Slot
-from pytest_kvmock.cache.rules import (
-    check_deref,
-    check_dp_rank,
-    check_logical_block_size,
-    check_num_blocks,
-    check_promote,
-    check_use,
-    entries_of,
-)
 from pytest_kvmock.cache.short_forms import ShortForms
 from pytest_kvmock.cache.told import Told
 from pytest_kvmock.events import Cleared, StorageTier, Stored
@@ -30,11 +22,7 @@ from pytest_kvmock.sinks import Sink
 # slot is where one is. Reuse is decided by PLH, so a slot that was stored under one sequence hash may be held under
 # others that come with the same PLH; its Removed names the first. `Names` knows who holds what. Nearly always a slot is
 # held by its own name alone; while there are others, aliases, the loops below go their careful way.
-#
-# Within one Use evictions happen at once and are told at the end: one Stored, then one Removed. Only then does the
-# manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
-# new entry, a Removed follows its Stored, and its real eviction will say nothing (`Slot.known`). The real manager does
-# this; it is not ours to mend.
+# What a Use tells of all this, and when: see told.py.
 
 
 class LogicalManager(ShortForms):
@@ -63,9 +51,9 @@ class LogicalManager(ShortForms):
         sink: Sink | None = None,
     ) -> None:
         self.backend = backend
-        self.max_capacity = check_num_blocks(num_blocks)
-        self.block_size = check_logical_block_size(block_size)
-        self.dp_rank = check_dp_rank(dp_rank)
+        self.max_capacity = rules.check_num_blocks(num_blocks)
+        self.block_size = rules.check_logical_block_size(block_size)
+        self.dp_rank = rules.check_dp_rank(dp_rank)
         self._publisher = Publisher(sink, dp_rank)
         self._pool = BlockPool(num_blocks, eviction)
         self._partials: dict[UUID, Slot] = {}
@@ -186,7 +174,7 @@ class LogicalManager(ShortForms):
         raise MoveError(f"expected a Use, Deref or Promote, got {move!r:.200}")
 
     def _use(self, move: Use) -> int:
-        leading, told, pool = check_use(move), Told(move.parent), self._pool
+        leading, told, pool = rules.check_use(move), Told(move.parent), self._pool
         served = 0
         # In bulk while every name can only mean the slot that was stored under it.
         if leading and not self._names.alias_slots and not self._names.homonyms:
@@ -244,7 +232,6 @@ class LogicalManager(ShortForms):
         count = len(slots)
         if count < len(names):
             told.refused = True
-            pool.match_hashes_requested += 1
             names, plhs = names[:count], plhs[:count]
         local_hashes = move.local_hashes[start : start + count] or (0,) * count
         tokens = None if move.token_ids is None else move.token_ids[start : start + count]
@@ -269,7 +256,7 @@ class LogicalManager(ShortForms):
         if tokens is not None:
             told.token_ids.extend(tokens)
         self._references += count
-        pool.match_hashes_requested += count
+        pool.match_hashes_requested += count + told.refused
         return start + count
 
     def _use_carefully(self, move: Use, start: int, told: Told) -> int:
@@ -283,7 +270,7 @@ class LogicalManager(ShortForms):
         anchor, parent = told.anchor, told.parent
         served = partial = woken = shared = stored = 0
 
-        for name, plh, local, tokens in entries_of(move, start):
+        for name, plh, local, tokens in rules.entries_of(move, start):
             own = named.get(name)
             if own is not None and own.refs and not aliases:
                 own.refs += 1
@@ -403,7 +390,7 @@ class LogicalManager(ShortForms):
         return 1
 
     def _deref_carefully(self, blocks: Sequence[Block]) -> int:
-        check_deref(blocks, self._partials, self._names, self._pool.inactive, self.backend)
+        rules.check_deref(blocks, self._partials, self._names, self._pool.inactive, self.backend)
         for block in blocks:
             if isinstance(block, UUID):
                 self._pool.give_back(self._partials.pop(block))
@@ -416,7 +403,7 @@ class LogicalManager(ShortForms):
         return 1
 
     def _promote(self, move: Promote) -> int:
-        check_promote(move, self._partials)
+        rules.check_promote(move, self._partials)
         name, plh, pool = move.block, move.plh, self._pool
         assert plh is not None
         mutable = self._partials.pop(move.partial)

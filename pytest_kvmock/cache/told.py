@@ -9,6 +9,13 @@ from pytest_kvmock.cache.manager import Publisher
 from pytest_kvmock.cache.pool import BlockPool
 from pytest_kvmock.events import Removed, Stored
 
+# Theory of operation
+#
+# Within one Use evictions happen at once and are told at the end: one Stored, then one Removed. Only then does the
+# manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
+# new entry, a Removed follows its Stored, and its real eviction will say nothing (`Slot.known`). The real manager does
+# this; it is not ours to mend.
+
 
 class Told:
     """What one Use has to tell at its end, and what its next block hangs below."""
