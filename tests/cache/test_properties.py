@@ -199,6 +199,13 @@ def test_any_moves_in_bulk_do_what_they_do_block_by_block(backend, capacity, pro
     play_on_both(backend, capacity, [partial(move_of, kind=kind, arguments=rest) for kind, *rest in program])
 
 
+@pytest.mark.parametrize("backend", ["lineage", "lru"])
+def test_a_child_stored_before_its_parent_in_bulk_hangs_below_it(backend):
+    child, parent, other = (Use([block], [block], [lineage_of(block)]) for block in (3, 1, 14))
+    both = Use([3, 1], [3, 1], child.plhs + parent.plhs)
+    play_on_both(backend, 3, [lambda _, move=move: move for move in (both, Deref([1, 3]), other, Deref([14]))])
+
+
 # A request: the chain to a block, how much of it, tokens or not, a partial block at its end, and how it is freed.
 requests = st.lists(
     st.tuples(

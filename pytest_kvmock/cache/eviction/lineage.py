@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, repeat
 
 from pytest_kvmock.cache.pool import Slot
 from pytest_kvmock.tokens import lineage_fragment, lineage_parent_fragment, lineage_position
@@ -96,7 +96,7 @@ class LineagePolicy:
         nodes, spare = self._nodes, self._spare
         node = None  # of the slot before: nearly always the parent of the next one
         key = -1
-        for i, slot in enumerate(slots):
+        for slot, place in zip(slots, places or repeat(None), strict=False):
             plh = slot.plh
             above = (plh >> 59) - _LEVEL if plh < _MODE_1 else _key_above(plh)
             if above < 0:
@@ -108,28 +108,17 @@ class LineagePolicy:
                     parent.key = above
                 parent.pins += 1
                 slot.above = parent
-            if places is not None:
-                key = places[i]
+            key = _key(plh) if place is None else place
+            node = nodes.get(key)  # also where `free_places` found none: a child before it in this run has made it
+            if node is None:
                 node = nodes[key] = spare.pop() if spare else _Node()
                 node.key = key
+            slot.place = node
+            if node.owner is None:
                 node.owner = slot
             else:
-                key = _key(plh)
-                node = self._take_place(key, slot)
-            slot.place = node
-
-    def _take_place(self, key: int, slot: Slot) -> _Node:
-        """Make the slot the owner of its place, or one of its rivals."""
-        node = self._nodes.get(key)
-        if node is None:
-            node = self._nodes[key] = self._spare.pop() if self._spare else _Node()
-            node.key = key
-        if node.owner is None:
-            node.owner = slot
-        else:
-            self.collisions += 1
-            self._rivals[node].append(slot)
-        return node
+                self.collisions += 1
+                self._rivals[node].append(slot)
 
     def _drop(self, node: _Node) -> None:
         """Forget a place if nobody needs it: no block of its own, no block below it."""
@@ -268,7 +257,7 @@ class LineagePolicy:
             above: _Node | None = slot.above
             if above is not None:
                 above.pins -= 1
-                if above.owner is None:
+                if above.owner is None and not above.pins:
                     self._drop(above)
         return chosen
 
