@@ -234,7 +234,7 @@ class LogicalManager(ShortForms):
             told.refused = True
             names, plhs = names[:count], plhs[:count]
         local_hashes = move.local_hashes[start : start + count] or (0,) * count
-        tokens = None if move.token_ids is None else move.token_ids[start : start + count]
+        tokens = move.token_ids[start : start + count] if move.token_ids else ()
         parent = told.parent
         for slot, name, plh, local, token_ids in zip(
             slots, names, plhs, local_hashes, tokens or repeat(None), strict=False
@@ -253,8 +253,7 @@ class LogicalManager(ShortForms):
         policy.register(slots, places)
         told.stored.extend(names)  # type: ignore[arg-type]
         told.local_hashes.extend(local_hashes)
-        if tokens is not None:
-            told.token_ids.extend(tokens)
+        told.token_ids.extend(tokens)
         self._references += count
         pool.match_hashes_requested += count + told.refused
         return start + count
@@ -342,18 +341,18 @@ class LogicalManager(ShortForms):
         if len(slots) == count:
             return slots
         victims = pool.inactive.evict(count - len(slots))
-        registered, homonyms = pool.registered, self._names.homonyms
+        registered, plhs = pool.registered, [slot.plh for slot in victims]
+        for plh in plhs:
+            del registered[plh]
+        told.evicted += plhs
+        told.removed += [slot.name if slot.known else None for slot in victims]
         for slot in victims:
-            del registered[slot.plh]
-            told.evicted.append(slot.plh)
-            told.removed.append(slot.name if slot.known else None)
-            if homonyms:
+            if self._names.homonyms:
                 self._names.drop(slot)
             else:
                 del own[slot.name]
         self._num_inactive -= len(victims)
-        slots += victims
-        return slots
+        return slots + victims
 
     def _deref(self, blocks: Sequence[Block]) -> int:
         if self._names.alias_slots or self._pool.inactive.collisions:
@@ -368,7 +367,7 @@ class LogicalManager(ShortForms):
                 slot.refs = refs - 1
                 self._references -= 1
                 if refs == 1:
-                    self._pool.inactive.insert((slot,))
+                    self._pool.inactive.insert_one(slot)
                     self._num_inactive += 1
                 return 1
             slots = list(map(own.__getitem__, blocks))  # type: ignore[arg-type]
@@ -398,7 +397,7 @@ class LogicalManager(ShortForms):
                 self._references -= 1
                 slot = self._names.let_go(block)
                 if not slot.refs and not slot.aliases:
-                    self._pool.inactive.insert((slot,))
+                    self._pool.inactive.insert_one(slot)
                     self._num_inactive += 1
         return 1
 

@@ -92,6 +92,9 @@ class EvictionPolicy(Protocol):
     def insert(self, slots: Sequence[Slot]) -> None:
         """Make these slots evictable: nobody holds them any more."""
 
+    def insert_one(self, slot: Slot) -> None:
+        """The same for one slot: schedulers free block by block."""
+
     def remove(self, slots: Sequence[Slot]) -> None:
         """Make inactive slots active: look-ups matched them."""
 

@@ -159,6 +159,10 @@ class LineagePolicy:
                 else:
                     self._change_parent(node, parent)
 
+    def insert_one(self, slot: Slot) -> None:
+        """Put one slot into the forest."""
+        self.insert((slot,))
+
     def _change_parent(self, node: _Node, parent: _Node) -> None:
         """Link a place to a parent where blocks share places; the old one, if there is one, goes on counting it."""
         if node.parent is not None:

@@ -45,6 +45,12 @@ class LruPolicy:
             append(slot)
         self._next = number
 
+    def insert_one(self, slot: Slot) -> None:
+        """The slot is the last to go now."""
+        slot.place = self._next
+        self._next += 1
+        self._queue.append(slot)
+
     def remove(self, slots: Sequence[Slot]) -> None:
         """The slots are in use."""
         for slot in slots:
