@@ -341,13 +341,13 @@ class LogicalManager(ShortForms):
         if len(slots) == count:
             return slots
         victims = pool.inactive.evict(count - len(slots))
-        registered, plhs = pool.registered, [slot.plh for slot in victims]
-        for plh in plhs:
-            del registered[plh]
-        told.evicted += plhs
-        told.removed += [slot.name if slot.known else None for slot in victims]
+        registered, homonyms = pool.registered, self._names.homonyms
+        evicted, removed = told.evicted, told.removed
         for slot in victims:
-            if self._names.homonyms:
+            del registered[slot.plh]
+            evicted.append(slot.plh)
+            removed.append(slot.name if slot.known else None)
+            if homonyms:
                 self._names.drop(slot)
             else:
                 del own[slot.name]

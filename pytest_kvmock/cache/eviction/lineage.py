@@ -157,14 +157,19 @@ class LineagePolicy:
                     node.parent = parent
                     parent.children += 1
                 else:
-                    self._change_parent(node, parent)
+                    self._link(node, parent)
 
     def insert_one(self, slot: Slot) -> None:
         """Put one slot into the forest."""
-        self.insert((slot,))
+        node: _Node = slot.place
+        node.slot = slot
+        node.entries += 1
+        self._queue.append(node)
+        if node.parent is not slot.above:
+            self._link(node, slot.above)
 
-    def _change_parent(self, node: _Node, parent: _Node) -> None:
-        """Link a place to a parent where blocks share places; the old one, if there is one, goes on counting it."""
+    def _link(self, node: _Node, parent: _Node) -> None:
+        """Make a place the child of another; its old parent, if blocks that share a place gave it one, still counts it."""
         if node.parent is not None:
             self._left_behind.add((node.parent, node.key))
         node.parent = parent
