@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from itertools import repeat
 from uuid import UUID
 
+from pytest_kvmock.cache import rules
 from pytest_kvmock.cache.manager import PrefillCost, Publisher, SequenceBlocks
 from pytest_kvmock.cache.names import Names
 from pytest_kvmock.cache.pool import BlockPool, EvictionPolicy, PoolMetrics, Slot
-from pytest_kvmock.cache.rules import (
-    are_plhs,
-    check_dp_rank,
-    check_full,
-    check_logical_block_size,
-    check_num_blocks,
-    entries_of,
-    flatten,
-)
-from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
+from pytest_kvmock.cache.short_forms import ShortForms
+from pytest_kvmock.cache.told import Told
+from pytest_kvmock.events import Cleared, StorageTier, Stored
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, MoveError, Promote, Use
 from pytest_kvmock.sinks import Sink
-from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_position
 
 # Theory of operation
 #
@@ -29,14 +22,10 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_positio
 # slot is where one is. Reuse is decided by PLH, so a slot that was stored under one sequence hash may be held under
 # others that come with the same PLH; its Removed names the first. `Names` knows who holds what. Nearly always a slot is
 # held by its own name alone; while there are others, aliases, the loops below go their careful way.
-#
-# Within one Use evictions happen at once and are told at the end: one Stored, then one Removed. Only then does the
-# manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
-# new entry, a Removed follows its Stored, and its real eviction will say nothing (`Slot.known`). The real manager does
-# this; it is not ours to mend.
+# What a Use tells of all this, and when: see told.py.
 
 
-class LogicalManager:
+class LogicalManager(ShortForms):
     """Hands out blocks, caches them by lineage hash, evicts by a policy, and publishes what changed.
 
     Args:
@@ -62,9 +51,9 @@ class LogicalManager:
         sink: Sink | None = None,
     ) -> None:
         self.backend = backend
-        self.max_capacity = check_num_blocks(num_blocks)
-        self.block_size = check_logical_block_size(block_size)
-        self.dp_rank = check_dp_rank(dp_rank)
+        self.max_capacity = rules.check_num_blocks(num_blocks)
+        self.block_size = rules.check_logical_block_size(block_size)
+        self.dp_rank = rules.check_dp_rank(dp_rank)
         self._publisher = Publisher(sink, dp_rank)
         self._pool = BlockPool(num_blocks, eviction)
         self._partials: dict[UUID, Slot] = {}
@@ -175,24 +164,102 @@ class LogicalManager:
         raise MoveError(f"expected a Use, Deref or Promote, got {move!r:.200}")
 
     def _use(self, move: Use) -> int:
-        entries = entries_of(move)
+        leading, told, pool = rules.check_use(move), Told(move.parent), self._pool
+        served = 0
+        # In bulk while every name can only mean the slot that was stored under it.
+        if leading and not self._names.alias_slots and not self._names.homonyms:
+            served = self._hold_leading(move, told)
+            if served < leading:
+                served = self._store_unknown(move, served, leading, told)
+        if served < len(move.blocks) and not told.refused:
+            served = self._use_carefully(move, served, told)
+        told.publish(self._publisher, pool)
+        return served
+
+    def _hold_leading(self, move: Use, told: Told) -> int:
+        """Hold the leading blocks that are cached, up to the first that is not: they are most of most Uses."""
+        own = self._names.own
+        woken: list[Slot] = []
+        held = 0
+        for slot, plh in zip(map(own.get, move.blocks), move.plhs, strict=False):  # type: ignore[arg-type]
+            if slot is None:
+                break
+            refs = slot.refs
+            if not refs:
+                if slot.plh != plh:
+                    break
+                woken.append(slot)
+            slot.refs = refs + 1
+            held += 1
+        if held:
+            told.anchor = told.parent = move.blocks[held - 1]
+            self._references += held
+        if woken:
+            self._pool.inactive.remove(woken)
+            self._pool.match_hashes_requested += len(woken)
+            self._pool.match_blocks_returned += len(woken)
+            self._num_inactive -= len(woken)
+        return held
+
+    def _store_unknown(self, move: Use, start: int, end: int, told: Told) -> int:
+        """Store the blocks from `start` to `end`, if none of them is known in any way; returns where it stopped.
+
+        All slots are taken at once then. Nothing that goes for them can be asked for by a later block of the run, nor
+        can one block of it meet another: so the order in which they are taken and filled shows nowhere.
+        """
+        names, plhs, pool = move.blocks[start:end], move.plhs[start:end], self._pool
+        own, policy = self._names.own, pool.inactive
+        if len(set(names)) < len(names) or not own.keys().isdisjoint(names):
+            return start
+        places = None
+        if policy.finds_by_place:
+            places = policy.free_places(plhs)
+            if places is None:
+                return start
+        elif len(set(plhs)) < len(plhs) or not pool.registered.keys().isdisjoint(plhs):
+            return start
+        slots = self._allocate(len(names), told)
+        count = len(slots)
+        if count < len(names):
+            told.refused = True
+            names, plhs = names[:count], plhs[:count]
+        local_hashes = move.local_hashes[start : start + count] or (0,) * count
+        tokens = move.token_ids[start : start + count] if move.token_ids else ()
+        parent = told.parent
+        for slot, name, plh, local, token_ids in zip(
+            slots, names, plhs, local_hashes, tokens or repeat(None), strict=False
+        ):
+            slot.plh = plh
+            slot.name = name  # type: ignore[assignment]  # the leading blocks are full ones
+            slot.known = True
+            slot.parent = parent
+            slot.local_hash = local
+            slot.token_ids = token_ids
+            slot.refs = 1
+            parent = name
+        told.parent = parent
+        own.update(zip(names, slots, strict=True))  # type: ignore[arg-type]
+        pool.registered.update(zip(plhs, slots, strict=True))
+        policy.register(slots, places)
+        told.stored.extend(names)  # type: ignore[arg-type]
+        told.local_hashes.extend(local_hashes)
+        told.token_ids.extend(tokens)
+        self._references += count
+        pool.match_hashes_requested += count + told.refused
+        return start + count
+
+    def _use_carefully(self, move: Use, start: int, told: Told) -> int:
+        """Use the blocks from `start` on one by one; returns where it stopped."""
         pool, policy, partials = self._pool, self._pool.inactive, self._partials
         names, registered = self._names, pool.registered
         named, aliases = names.own, names.alias_slots
-        remove, register = policy.remove, policy.register
         find = policy.find if policy.finds_by_place else None
-        evicted: list[int] = []  # lineage hashes
-        removed: list[int | None] = []  # what to call them in the event; None for what the manager has no entry of
-        stored: list[int] = []
-        stored_locals: list[int] = []
-        stored_tokens: list[Sequence[int]] = []
         # The event's anchor moves with hits alone, even with those that come after new blocks; the parent in a slot's
         # entry is the full block before it, hit or new.
-        anchor: Any = move.parent
-        parent: Any = anchor
-        served = partial = woken = shared = refused = 0
+        anchor, parent = told.anchor, told.parent
+        served = partial = woken = shared = stored = 0
 
-        for name, plh, local, tokens in entries:
+        for name, plh, local, tokens in rules.entries_of(move, start):
             own = named.get(name)
             if own is not None and own.refs and not aliases:
                 own.refs += 1
@@ -200,139 +267,119 @@ class LogicalManager:
             elif plh is None:
                 # A partial block has no references to count, and moves neither anchor nor parent.
                 if name not in partials:
-                    slot = self._allocate(evicted, removed)
-                    if slot is None:
+                    empty = self._allocate(1, told)
+                    if not empty:
                         break
-                    partials[name] = slot
+                    partials[name] = empty[0]
                 partial += 1
                 served += 1
                 continue
             elif own is not None and own.plh == plh and not aliases:
-                remove(own)
+                policy.remove((own,))
                 own.refs = 1
                 woken += 1
                 anchor = name
-            elif aliases and self._names.held_by(name) is not None:
-                self._names.hold_again(name)
+            elif aliases and names.held_by(name) is not None:
+                names.hold_again(name)
                 anchor = name
             else:
                 slot = registered.get(plh)
                 if slot is None and find is not None:
                     slot = find(plh)
                 if slot is None:
-                    slot = self._allocate(evicted, removed)
-                    if slot is None:
-                        refused = 1
+                    empty = self._allocate(1, told)
+                    if not empty:
+                        told.refused = True
                         break
-                    slot.plh = plh
-                    slot.name = name
-                    slot.known = True
-                    slot.parent = parent
-                    slot.local_hash = local
-                    slot.token_ids = tokens
+                    slot = empty[0]
+                    slot.fill(name, plh, parent, local, tokens)
                     registered[plh] = slot
-                    if own is None:
-                        named[name] = slot
-                        slot.refs = 1
-                    else:
-                        self._names.hold_new(slot)
-                    register(slot)
-                    stored.append(name)
-                    stored_locals.append(local)
+                    names.hold_new(slot)
+                    policy.register((slot,))
+                    stored += 1
+                    told.stored.append(name)
+                    told.local_hashes.append(local)
                     if tokens is not None:
-                        stored_tokens.append(tokens)
+                        told.token_ids.append(tokens)
                 else:
                     if slot.refs or slot.aliases:
                         shared += 1
                         policy.touch(slot)
                     else:
                         woken += 1
-                        remove(slot)
-                    self._names.hold(slot, name)
+                        policy.remove((slot,))
+                    names.hold(slot, name)
                     anchor = name
             parent = name
             served += 1
 
+        told.anchor, told.parent = anchor, parent
         self._references += served - partial
-        self._num_inactive -= woken + len(evicted)
+        self._num_inactive -= woken
         pool.match_blocks_returned += woken + shared
-        pool.match_hashes_requested += woken + shared + len(stored) + refused
-        if stored:
-            pool.registrations += len(stored)
-            beside = None if move.token_ids is None else stored_tokens
-            self._publisher.publish(Stored(anchor, tuple(stored), tuple(stored_locals)), beside)
-        if evicted:
-            self._handle_evictions(evicted, removed)
-        return served
+        pool.match_hashes_requested += woken + shared + stored + told.refused
+        return start + served
 
-    def _allocate(self, evicted: list[int], removed: list[int | None]) -> Slot | None:
-        """Take one empty slot: from the reset pool while it has any, else by evicting. None when nothing can go.
+    def _allocate(self, count: int, told: Told) -> list[Slot]:
+        """Take empty slots: from the reset pool while it has any, then by evicting. Fewer when nothing more can go.
 
-        This and `_handle_evictions` are where an offload engine would come in: it holds the evicted slot while its
-        block travels to the next tier.
+        This and `Told` are where an offload engine would come in: it holds the evicted slot while its block travels
+        to the next tier.
         """
-        pool = self._pool
-        if not pool.reset_is_empty:
-            return pool.take_reset()
-        slot = pool.inactive.evict()
-        if slot is not None:
-            del pool.registered[slot.plh]
+        pool, own = self._pool, self._names.own
+        slots = pool.take_reset(count)
+        if len(slots) == count:
+            return slots
+        victims = pool.inactive.evict(count - len(slots))
+        registered, homonyms = pool.registered, self._names.homonyms
+        evicted, removed = told.evicted, told.removed
+        for slot in victims:
+            del registered[slot.plh]
             evicted.append(slot.plh)
             removed.append(slot.name if slot.known else None)
-            if self._names.homonyms:
+            if homonyms:
                 self._names.drop(slot)
             else:
-                del self._names.own[slot.name]
-        return slot
-
-    def _handle_evictions(self, evicted: list[int], removed: list[int | None]) -> None:
-        """Drop the entries of what one move evicted, and publish them as one Removed."""
-        registered = self._pool.registered
-        self._pool.evictions += len(evicted)
-        if not registered.keys().isdisjoint(evicted):
-            # Evicted and stored again by the same move: the entry that goes now is the new one.
-            for i, plh in enumerate(evicted):
-                again = registered.get(plh)
-                if again is not None:
-                    removed[i] = again.name
-                    again.known = False
-        names = tuple([name for name in removed if name is not None])
-        if names:
-            self._publisher.publish(Removed(names))
+                del own[slot.name]
+        self._num_inactive -= len(victims)
+        return slots + victims
 
     def _deref(self, blocks: Sequence[Block]) -> int:
         if self._names.alias_slots or self._pool.inactive.collisions:
             return self._deref_carefully(blocks)
-        named = self._names.own
+        own = self._names.own
         try:
-            if len(blocks) == 1:
-                slot = named[blocks[0]]  # type: ignore[index]
+            if len(blocks) == 1:  # as the real scheduler sends them
+                slot = own[blocks[0]]  # type: ignore[index]
                 refs = slot.refs
                 if not refs:
                     return self._deref_carefully(blocks)
                 slot.refs = refs - 1
                 self._references -= 1
                 if refs == 1:
-                    self._pool.inactive.insert(slot)
+                    self._pool.inactive.insert_one(slot)
                     self._num_inactive += 1
                 return 1
-            slots = [named[block] for block in blocks]  # type: ignore[index]
-        except (KeyError, TypeError):
+            slots = list(map(own.__getitem__, blocks))  # type: ignore[arg-type]
+        except (KeyError, TypeError):  # a partial block, or one that is not there
             return self._deref_carefully(blocks)
-        counts = [slot.refs for slot in slots]
-        if 0 in counts or len(set(slots)) < len(slots):
-            return self._deref_carefully(blocks)
-        insert = self._pool.inactive.insert
-        for slot, refs in zip(slots, counts, strict=True):
-            slot.refs = refs - 1
-            if refs == 1:
-                insert(slot)
+        idle: list[Slot] = []
+        for i, slot in enumerate(slots):
+            refs = slot.refs = slot.refs - 1
+            if not refs:
+                idle.append(slot)
+            elif refs < 0:
+                for undo in slots[: i + 1]:
+                    undo.refs += 1
+                return self._deref_carefully(blocks)
         self._references -= len(slots)
-        self._num_inactive += counts.count(1)
+        if idle:
+            self._pool.inactive.insert(idle)
+            self._num_inactive += len(idle)
         return 1
 
     def _deref_carefully(self, blocks: Sequence[Block]) -> int:
-        self._check_deref(blocks)
+        rules.check_deref(blocks, self._partials, self._names, self._pool.inactive, self.backend)
         for block in blocks:
             if isinstance(block, UUID):
                 self._pool.give_back(self._partials.pop(block))
@@ -340,51 +387,12 @@ class LogicalManager:
                 self._references -= 1
                 slot = self._names.let_go(block)
                 if not slot.refs and not slot.aliases:
-                    self._pool.inactive.insert(slot)
+                    self._pool.inactive.insert_one(slot)
                     self._num_inactive += 1
         return 1
 
-    def _check_deref(self, blocks: Sequence[Block]) -> None:
-        """Raise if a block has fewer references than `blocks` drops, or could not become inactive."""
-        asked: dict[Block, int] = {}
-        for block in blocks:
-            if not isinstance(block, UUID):
-                check_full(block, "Deref of block")
-            asked[block] = asked.get(block, 0) + 1
-        last: list[int] = []
-        for block, times in asked.items():
-            if isinstance(block, UUID):
-                has = int(block in self._partials)
-            else:
-                has = self._names.references_of(block)
-                if has == times:
-                    last.append(block)
-            if times > has:
-                kind = "partial block" if isinstance(block, UUID) else "block"
-                why = f"it has {has} reference(s), and the move drops {times}" if has else "it is not active"
-                raise MoveError(f"Deref of {kind} {block}: {why}")
-        if self._pool.inactive.collisions:
-            self._check_collisions(last)
-
-    def _check_collisions(self, last: list[int]) -> None:
-        """Raise if the policy cannot take the slots of which these are the last names to be dropped."""
-        names: dict[Slot, int] = {}
-        falling: list[Slot] = []
-        for name in last:
-            slot = self._names.held_by(name)
-            assert slot is not None
-            names[slot] = names.get(slot, 0) + 1
-            if names[slot] == slot.aliases + (slot.refs > 0):
-                falling.append(slot)
-        refused = self._pool.inactive.refused(falling)
-        if refused is not None:
-            raise MoveError(
-                f"Deref of block {refused.name}: hash collision. Another block has the same position and fragment as "
-                f"its lineage hash {refused.plh:#034x}, and {self.backend} cannot have both inactive"
-            )
-
     def _promote(self, move: Promote) -> int:
-        self._check_promote(move)
+        rules.check_promote(move, self._partials)
         name, plh, pool = move.block, move.plh, self._pool
         assert plh is not None
         mutable = self._partials.pop(move.partial)
@@ -400,39 +408,21 @@ class LogicalManager:
             if slot.refs or slot.aliases:
                 pool.inactive.touch(slot)
             else:
-                pool.inactive.remove(slot)
+                pool.inactive.remove((slot,))
                 self._num_inactive -= 1
             self._names.hold(slot, name)
             pool.give_back(mutable)
             return 1
-        mutable.plh = plh
-        mutable.name = name
-        mutable.known = True
-        mutable.parent = move.parent
-        mutable.local_hash = move.local_hash
-        mutable.token_ids = move.token_ids
+        mutable.fill(name, plh, move.parent, move.local_hash, move.token_ids)
         pool.registered[plh] = mutable
         self._names.hold_new(mutable)
-        pool.inactive.register(mutable)
+        pool.inactive.register((mutable,))
         pool.registrations += 1
         beside = None if move.token_ids is None else [move.token_ids]
         self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), beside)
         return 1
 
-    def _check_promote(self, move: Promote) -> None:
-        what = f"Promote of partial block {move.partial}"
-        if not isinstance(move.partial, UUID) or move.partial not in self._partials:
-            raise MoveError(f"{what}: it is not active")
-        check_full(move.block, f"{what} to block")
-        if isinstance(move.parent, UUID):
-            raise MoveError(f"{what} to block {move.block}: its parent {move.parent} is partial")
-        if move.parent is not None:
-            check_full(move.parent, f"{what} to block {move.block}: parent")
-        check_full(move.local_hash, f"{what} to block {move.block}: local hash")
-        if move.plh is None or not are_plhs((move.plh,)):
-            raise MoveError(f"{what} to block {move.block}: plh must be a lineage hash, got {move.plh!r}")
-
-    # ------------------------------------------------------------------------------------------- clear and short forms
+    # ------------------------------------------------------------------------------------------- ------------ the rest
 
     def clear(self) -> bool:
         """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""
@@ -447,75 +437,3 @@ class LogicalManager:
     def take_event_id(self) -> int:
         """Use up the next event id, for an event that somebody else publishes in the manager's name."""
         return self._publisher.take_id()
-
-    def use(
-        self,
-        blocks: Iterable[Block],
-        *,
-        local_hashes: Sequence[int] | None = None,
-        plhs: Sequence[int] | None = None,
-        token_ids: Sequence[Sequence[int]] | None = None,
-        parent: Block | None = None,
-    ) -> int:
-        """Short form of Use; see `KvManager.use`."""
-        blocks = list(blocks)
-        full: list[int] = [block for block in blocks if not isinstance(block, UUID)]
-        for block in full:
-            check_full(block, "Use of block")
-        above = self._parent_plh(parent, "Use")
-        if plhs is None:
-            plhs = self._lineage(full, above)
-        return self._use(Use(blocks, full if local_hashes is None else local_hashes, plhs, token_ids, parent))
-
-    def deref(self, *blocks: Block | Iterable[Block]) -> None:
-        """Short form of Deref; see `KvManager.deref`."""
-        self._deref(flatten(blocks))
-
-    def promote(
-        self,
-        partial: UUID,
-        block: int,
-        *,
-        parent: int | None = None,
-        local_hash: int | None = None,
-        plh: int | None = None,
-        token_ids: Sequence[int] | None = None,
-    ) -> None:
-        """Short form of Promote; see `KvManager.promote`."""
-        check_full(block, f"Promote of partial block {partial} to block")
-        above = self._parent_plh(parent, "Promote")
-        if plh is None:
-            plh = self._lineage([block], above)[0]
-        self._promote(Promote(partial, block, parent, block if local_hash is None else local_hash, plh, token_ids))
-
-    def _find_name(self, name: int) -> Slot | None:
-        """Return the slot that a name holds; else the one that was stored under it."""
-        slot = self._names.held_by(name) or self._names.own.get(name)
-        if slot is None and self._names.homonyms:
-            same = (slot for slot in self._pool.registered.values() if slot.name == name)
-            slot = next(same, None)
-        return slot
-
-    def _parent_plh(self, parent: Block | None, what: str) -> int | None:
-        if parent is None or isinstance(parent, UUID):  # a partial parent is refused by the move
-            return None
-        check_full(parent, f"{what}: parent")
-        slot = self._find_name(parent)
-        if slot is None:
-            raise MoveError(f"{what}: parent {parent} is not cached; a block's parent must be active or inactive")
-        return slot.plh
-
-    def _lineage(self, names: Iterable[int], above: int | None) -> list[int]:
-        """Lineage hashes of `names`, each below the one before it, unless it has one; the first is below `above`."""
-        plhs: list[int] = []
-        for name in names:
-            slot = self._find_name(name)
-            if slot is not None:
-                above = slot.plh
-            elif above is None:
-                above = lineage_hash(name, None, 0)
-            else:
-                # The parent's own fragment, not its name: a slot may be held under a name that its PLH does not have.
-                above = lineage_hash(name, lineage_fragment(above), lineage_position(above) + 1)
-            plhs.append(above)
-        return plhs

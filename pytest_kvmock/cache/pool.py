@@ -17,7 +17,6 @@ class Slot:
     """One physical block, and what is known of the block registered in it.
 
     Attributes:
-        block_id: number of the slot, from 0.
         plh: lineage hash under which it is registered.
         name: sequence hash under which it was stored; other names may hold it later.
         known: whether the manager still has the entry from which it publishes the Removed.
@@ -33,7 +32,6 @@ class Slot:
     __slots__ = (
         "above",
         "aliases",
-        "block_id",
         "known",
         "local_hash",
         "name",
@@ -44,8 +42,7 @@ class Slot:
         "token_ids",
     )
 
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
+    def __init__(self) -> None:
         self.plh = 0
         self.name = 0
         self.known = False
@@ -57,8 +54,17 @@ class Slot:
         self.place: Any = 0
         self.above: Any = 0
 
+    def fill(self, name: int, plh: int, parent: int | None, local_hash: int, token_ids: Sequence[int] | None) -> None:
+        """Note what is stored here now."""
+        self.plh = plh
+        self.name = name
+        self.known = True
+        self.parent = parent
+        self.local_hash = local_hash
+        self.token_ids = token_ids
+
     def __repr__(self) -> str:
-        return f"<Slot {self.block_id}: block {self.name}, {self.refs} references>"
+        return f"<Slot of block {self.name}: {self.refs} references>"
 
 
 class EvictionPolicy(Protocol):
@@ -66,32 +72,40 @@ class EvictionPolicy(Protocol):
 
     The manager tells a policy of a slot's life, in this order: `register` once, then `insert` and `remove` (or
     `evict`, which ends it) in turns. A policy sees slots, and may keep what it likes in their `place` and `above`.
+    It is told of many slots at once, in the order in which it happened to them. The new blocks of one Use may come as
+    one `evict` and one `register`; a policy must not mind that no other `register` stands between its evictions.
 
     Attributes:
-        finds_by_place: whether `find` is to be asked about a lineage hash that is not registered.
+        finds_by_place: whether `find` and `free_places` are to be asked about lineage hashes that are not registered.
         collisions: how many registered slots are at odds with another one; while it is 0, `refused` is not asked.
     """
 
     finds_by_place: bool
     collisions: int
 
-    def register(self, slot: Slot) -> None:
-        """Take note of a slot that was just registered, and is active."""
+    def register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:
+        """Take note of slots that were just registered, and are active; `places` may be what `free_places` said."""
 
     def touch(self, slot: Slot) -> None:
         """Take note that an active slot was matched by its lineage hash, by a name that did not hold it yet."""
 
-    def insert(self, slot: Slot) -> None:
-        """Make the slot evictable: nobody holds it any more."""
+    def insert(self, slots: Sequence[Slot]) -> None:
+        """Make these slots evictable: nobody holds them any more."""
 
-    def remove(self, slot: Slot) -> None:
-        """Make an inactive slot active: a look-up matched it."""
+    def insert_one(self, slot: Slot) -> None:
+        """The same for one slot: schedulers free block by block."""
 
-    def evict(self) -> Slot | None:
-        """Choose the next inactive slot and forget it; None when none can go."""
+    def remove(self, slots: Sequence[Slot]) -> None:
+        """Make inactive slots active: look-ups matched them."""
+
+    def evict(self, count: int) -> list[Slot]:
+        """Choose the next inactive slots and forget them; fewer than `count` when no more can go."""
 
     def find(self, plh: int) -> Slot | None:
         """Return the inactive slot that answers to a lineage hash that is not its own, if there is one."""
+
+    def free_places(self, plhs: Sequence[int]) -> Sequence[Any] | None:
+        """Return the policy's places of lineage hashes, if every one has a place of its own that no block has."""
 
     def refused(self, slots: Iterable[Slot]) -> Slot | None:
         """Return the first of `slots` that could not be inserted, were they inserted in this order."""
@@ -135,7 +149,6 @@ class BlockPool:
         total: how many slots there are.
         registered: the slot of each registered lineage hash, active or inactive.
         inactive: the policy, which holds the inactive ones.
-        reset_is_empty: whether there is no empty slot.
     """
 
     __slots__ = (
@@ -148,7 +161,6 @@ class BlockPool:
         "match_hashes_requested",
         "registered",
         "registrations",
-        "reset_is_empty",
         "total",
     )
 
@@ -159,7 +171,6 @@ class BlockPool:
         # The reset pool is one queue, 0 to total - 1 at first. Slots that were never used stand at its front and are
         # made when they are taken, so that an idle manager costs nothing.
         self._fresh = 0
-        self.reset_is_empty = False
         self._reset: deque[Slot] = deque()
         self.allocations_from_reset = 0
         self.evictions = 0
@@ -172,21 +183,19 @@ class BlockPool:
         """Empty slots."""
         return self.total - self._fresh + len(self._reset)
 
-    def take_reset(self) -> Slot:
-        """Take the empty slot that has waited longest."""
-        self.allocations_from_reset += 1
-        if self._fresh < self.total:
-            slot = Slot(self._fresh)
-            self._fresh += 1
-        else:
-            slot = self._reset.popleft()
-        self.reset_is_empty = self._fresh == self.total and not self._reset
-        return slot
+    def take_reset(self, count: int) -> list[Slot]:
+        """Take up to `count` empty slots, first those that have waited longest."""
+        first = self._fresh
+        self._fresh = min(first + count, self.total)
+        slots = [Slot() for _ in range(first, self._fresh)]
+        while self._reset and len(slots) < count:
+            slots.append(self._reset.popleft())
+        self.allocations_from_reset += len(slots)
+        return slots
 
     def give_back(self, slot: Slot) -> None:
         """Put an emptied slot at the tail of the reset pool."""
         self._reset.append(slot)
-        self.reset_is_empty = False
 
     def match(self, plh: int) -> Slot | None:
         """Return the slot in which a lineage hash is cached, active or inactive; nothing changes."""
@@ -198,7 +207,6 @@ class BlockPool:
     def drain(self) -> None:
         """Empty all slots, of which none is active, in the order of eviction."""
         self._reset.extend(self.inactive.order())
-        self.reset_is_empty = self._fresh == self.total and not self._reset
         self.inactive.clear()
         self.registered.clear()
 

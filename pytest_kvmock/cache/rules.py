@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import repeat
 from operator import or_
 from typing import Any
 from uuid import UUID
 
-from pytest_kvmock.events import BlockTokens
-from pytest_kvmock.moves import Block, MoveError, Use
+from pytest_kvmock.cache.names import Names
+from pytest_kvmock.cache.pool import EvictionPolicy, Slot
+from pytest_kvmock.moves import Block, MoveError, Promote, Use
 
 _U64 = 2**64 - 1
 _PLH_END = 3 << 126
@@ -86,15 +87,16 @@ def _are_u64(values: Sequence[Any]) -> bool:
     return True
 
 
-def entries_of(move: Use) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
-    """Check a Use, and line its lists up: name, lineage hash (None for a partial block), local hash, token ids.
+def check_use(move: Use) -> int:
+    """Check a Use; returns how many full blocks it begins with, nearly always all but a partial one at the end.
 
     Raises:
         MoveError: the Use breaks a rule.
     """
     blocks, plhs, local_hashes, token_ids = move.blocks, move.plhs, move.local_hashes, move.token_ids
-    all_full = _are_u64(blocks)
-    num_full = len(blocks) if all_full else _count_full(blocks)
+    num_full = leading = _leading_full(blocks)
+    if leading < len(blocks):
+        num_full += _count_full(blocks[leading:])
     if len(plhs) != num_full:
         raise MoveError(_lengths("plhs", len(plhs), num_full, blocks))
     if local_hashes and len(local_hashes) != num_full:
@@ -111,17 +113,30 @@ def entries_of(move: Use) -> Iterator[tuple[Any, int | None, int, Sequence[int] 
     if not _are_u64(local_hashes):
         for local in local_hashes:
             check_full(local, f"Use{_first(blocks)}: local hash")
-    if all_full:
-        return zip(blocks, plhs, local_hashes or repeat(0), token_ids or repeat(None), strict=False)
-    return _line_up(blocks, plhs, local_hashes, token_ids)
+    return leading
 
 
-def _line_up(
-    blocks: Sequence[Block], plhs: Sequence[int], local_hashes: Sequence[int], token_ids: BlockTokens | None
-) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
-    rest = zip(plhs, local_hashes or repeat(0), token_ids or repeat(None), strict=False)
-    for block in blocks:
-        yield (block, None, 0, None) if isinstance(block, UUID) else (block, *next(rest))
+def entries_of(move: Use, start: int) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
+    """Line a Use's lists up from a block on before which all are full: name, lineage hash, local hash, token ids.
+
+    The lineage hash of a partial block is None.
+    """
+    full = zip(
+        move.plhs[start:],
+        move.local_hashes[start:] or repeat(0),
+        repeat(None) if move.token_ids is None else move.token_ids[start:],
+        strict=False,
+    )
+    for block in move.blocks[start:]:
+        yield (block, None, 0, None) if isinstance(block, UUID) else (block, *next(full))
+
+
+def _leading_full(blocks: Sequence[Block]) -> int:
+    if _are_u64(blocks):
+        return len(blocks)
+    if isinstance(blocks[-1], UUID) and _are_u64(blocks[:-1]):
+        return len(blocks) - 1
+    return next((i for i, block in enumerate(blocks) if not is_full(block)), len(blocks))
 
 
 def _count_full(blocks: Sequence[Block]) -> int:
@@ -134,6 +149,72 @@ def _count_full(blocks: Sequence[Block]) -> int:
                 )
             full += 1
     return full
+
+
+def check_deref(
+    blocks: Sequence[Block], partials: Container[UUID], names: Names, policy: EvictionPolicy, backend: str
+) -> None:
+    """Check a Deref.
+
+    Raises:
+        MoveError: a block has fewer references than `blocks` drops, or could not become inactive.
+    """
+    asked: dict[Block, int] = {}
+    for block in blocks:
+        if not isinstance(block, UUID):
+            check_full(block, "Deref of block")
+        asked[block] = asked.get(block, 0) + 1
+    last: list[int] = []
+    for block, times in asked.items():
+        if isinstance(block, UUID):
+            has = int(block in partials)
+        else:
+            has = names.references_of(block)
+            if has == times:
+                last.append(block)
+        if times > has:
+            kind = "partial block" if isinstance(block, UUID) else "block"
+            why = f"it has {has} reference(s), and the move drops {times}" if has else "it is not active"
+            raise MoveError(f"Deref of {kind} {block}: {why}")
+    if policy.collisions:
+        _check_collisions(last, names, policy, backend)
+
+
+def _check_collisions(last: list[int], names: Names, policy: EvictionPolicy, backend: str) -> None:
+    """Raise if the policy cannot take the slots of which these are the last names to be dropped."""
+    held: dict[Slot, int] = {}
+    falling: list[Slot] = []
+    for name in last:
+        slot = names.held_by(name)
+        assert slot is not None
+        held[slot] = held.get(slot, 0) + 1
+        if held[slot] == slot.aliases + (slot.refs > 0):
+            falling.append(slot)
+    refused = policy.refused(falling)
+    if refused is not None:
+        raise MoveError(
+            f"Deref of block {refused.name}: hash collision. Another block has the same position and fragment as "
+            f"its lineage hash {refused.plh:#034x}, and {backend} cannot have both inactive"
+        )
+
+
+def check_promote(move: Promote, partials: Container[UUID]) -> None:
+    """Check a Promote; `partials` are the partial blocks in use.
+
+    Raises:
+        MoveError: the Promote breaks a rule.
+    """
+    what = f"Promote of partial block {move.partial}"
+    if not isinstance(move.partial, UUID) or move.partial not in partials:
+        raise MoveError(f"{what}: it is not active")
+    check_full(move.block, f"{what} to block")
+    if isinstance(move.parent, UUID):
+        raise MoveError(f"{what} to block {move.block}: its parent {move.parent} is partial")
+    if move.parent is not None:
+        check_full(move.parent, f"{what} to block {move.block}: parent")
+    check_full(move.local_hash, f"{what} to block {move.block}: local hash")
+    if move.plh is None or not are_plhs((move.plh,)):
+        raise MoveError(f"{what} to block {move.block}: plh must be a lineage hash, got {move.plh!r}")
 
 
 def _first(blocks: Sequence[Block]) -> str:

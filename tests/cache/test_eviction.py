@@ -10,9 +10,9 @@ from pytest_kvmock.tokens import lineage_hash
 
 
 def new_slot(policy, name, plh):
-    slot = Slot(0)
+    slot = Slot()
     slot.name, slot.plh = name, plh
-    policy.register(slot)
+    policy.register([slot])
     return slot
 
 
@@ -26,14 +26,13 @@ def chain(policy, names, start=0, parent=None):
 
 
 def insert(policy, slots):
-    for slot in slots:
-        policy.insert(slot)
+    policy.insert(slots)
 
 
 def evict_all(policy):
     names = []
-    while (slot := policy.evict()) is not None:
-        names.append(slot.name)
+    while slots := policy.evict(1):
+        names.append(slots[0].name)
     return names
 
 
@@ -50,16 +49,16 @@ def policy(request):
 
 
 def test_an_empty_policy_evicts_nothing(policy):
-    assert policy.evict() is None
+    assert [] == policy.evict(1)
     assert [] == policy.order()
 
 
 def test_order_says_what_evict_will_do(policy):
     tree = [*chain(policy, range(5)), *chain(policy, [15, 16], 2, 1), *chain(policy, [20])]
     insert(policy, [tree[i] for i in (3, 0, 7, 6, 4, 1, 5, 2)])
-    policy.remove(tree[4])
-    policy.remove(tree[0])
-    policy.insert(tree[4])
+    policy.remove([tree[4]])
+    policy.remove([tree[0]])
+    policy.insert([tree[4]])
     expected = names(policy.order())
     assert 7 == len(expected)
     assert expected == evict_all(policy)
@@ -74,8 +73,8 @@ def test_a_chain_freed_tail_first_is_evicted_tail_first(policy):
 def test_a_slot_inserted_again_counts_as_new(policy):
     slots = [*chain(policy, [1]), *chain(policy, [2]), *chain(policy, [3])]
     insert(policy, slots)
-    policy.remove(slots[0])
-    policy.insert(slots[0])
+    policy.remove([slots[0]])
+    policy.insert([slots[0]])
     assert [2, 3, 1] == evict_all(policy)
 
 
@@ -91,7 +90,7 @@ def test_reuse_without_eviction_does_not_pile_up(policy):
     insert(policy, slots[::-1])
     for _ in range(1000):
         for slot in slots:
-            policy.remove(slot)
+            policy.remove([slot])
         insert(policy, slots[::-1])
     assert len(policy._queue) < 2 * 8 + 1024 + 9
     assert [7, 6, 5, 4, 3, 2, 1, 0] == evict_all(policy)
@@ -100,23 +99,23 @@ def test_reuse_without_eviction_does_not_pile_up(policy):
 def test_a_slot_can_be_registered_anew(policy):
     slots = chain(policy, range(3))
     insert(policy, slots[::-1])
-    first = policy.evict()
+    first = policy.evict(1)[0]
     first.name, first.plh = 9, lineage_hash(9, None, 0)
-    policy.register(first)
-    policy.insert(first)
+    policy.register([first])
+    policy.insert([first])
     assert [1, 0, 9] == evict_all(policy)
 
 
 def test_nothing_is_left_after_a_clear(policy):
     slots = chain(policy, range(4))
     insert(policy, slots[::-1])
-    policy.remove(slots[0])
+    policy.remove([slots[0]])
     policy.clear()
     assert [] == policy.order()
     again = chain(policy, range(3))
     insert(policy, again)
     assert 3 == len(policy.order())
-    assert again[-1 if isinstance(policy, LineagePolicy) else 0] is policy.evict()
+    assert again[-1 if isinstance(policy, LineagePolicy) else 0] is policy.evict(1)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------- lineage
@@ -138,9 +137,9 @@ def test_lineage_evicts_the_child_before_its_older_parent():
 def test_lineage_fills_the_ghost_of_a_parent_that_comes_later():
     policy = LineagePolicy()
     parent, child = chain(policy, [1, 2])
-    policy.insert(child)
+    policy.insert([child])
     assert [2] == names(policy.order())
-    policy.insert(parent)
+    policy.insert([parent])
     assert [2, 1] == evict_all(policy)
 
 
@@ -155,7 +154,7 @@ def test_lineage_has_one_leaf_a_chain():
     policy = LineagePolicy()
     insert(policy, chain(policy, [1, 2, 3]))
     insert(policy, chain(policy, [11, 12, 13]))
-    assert 3 == policy.evict().name
+    assert 3 == policy.evict(1)[0].name
     assert [2, 1, 13, 12, 11] == names(policy.order())
 
 
@@ -177,9 +176,9 @@ def test_lineage_prunes_a_chain_of_a_thousand_from_either_end():
     policy = LineagePolicy()
     slots = chain(policy, range(1000))
     insert(policy, slots)
-    policy.remove(slots[-1])
+    policy.remove([slots[-1]])
     assert list(range(998, -1, -1)) == names(policy.order())
-    policy.remove(slots[0])
+    policy.remove([slots[0]])
     assert list(range(998, 0, -1)) == evict_all(policy)
 
 
@@ -187,9 +186,9 @@ def test_lineage_keeps_the_children_of_a_reused_block_evictable():
     policy = LineagePolicy()
     slots = chain(policy, [1, 2, 3])
     insert(policy, slots[::-1])
-    policy.remove(slots[1])
+    policy.remove([slots[1]])
     assert [3, 1] == names(policy.order())
-    policy.insert(slots[1])
+    policy.insert([slots[1]])
     assert [3, 2, 1] == evict_all(policy)
 
 
@@ -199,7 +198,7 @@ def test_lineage_parks_the_root_of_a_chain_freed_root_first():
     insert(policy, slots)
     later = chain(policy, [9])
     insert(policy, later)
-    assert [3, 2] == [policy.evict().name, policy.evict().name]
+    assert [3, 2] == [policy.evict(1)[0].name, policy.evict(1)[0].name]
     insert(policy, chain(policy, [4], 1, 1))  # a new child of 1, whose turn has come
     assert [9, 4, 1] == names(policy.order())
     assert [9, 4, 1] == evict_all(policy)
@@ -216,11 +215,11 @@ def test_lineage_links_across_the_borders_of_the_position_modes():
 def test_lineage_finds_a_block_by_its_place_alone():
     policy = LineagePolicy()
     slot = new_slot(policy, 1, lineage_hash(0xAA, 0x11, 5))
-    policy.insert(slot)
+    policy.insert([slot])
     assert slot is policy.find(lineage_hash(0xAA, 0x22, 5))
     assert policy.find(lineage_hash(0xAB, 0x11, 5)) is None
     assert policy.find(lineage_hash(0xAA, 0x11, 6)) is None
-    policy.remove(slot)
+    policy.remove([slot])
     assert policy.find(lineage_hash(0xAA, 0x22, 5)) is None
 
 
@@ -232,9 +231,9 @@ def test_lineage_counts_blocks_that_share_a_place():
     assert 1 == policy.collisions
     assert None is policy.refused([first])
     assert second is policy.refused([first, second])
-    policy.insert(first)
+    policy.insert([first])
     assert second is policy.refused([second])
-    assert first is policy.evict()
+    assert first is policy.evict(1)[0]
     assert 0 == policy.collisions
 
 
@@ -244,9 +243,9 @@ def test_lineage_never_evicts_above_a_child_that_moved_away():
     policy = LineagePolicy()
     parent, child, grandchild = chain(policy, [1, 2, 3])
     insert(policy, [parent, child, grandchild])
-    policy.remove(child)
+    policy.remove([child])
     rival = new_slot(policy, 4, lineage_hash(2, 77, 1))
-    policy.insert(rival)
+    policy.insert([rival])
     assert [3, 4, 1] == names(policy.order())
     assert [3, 4] == evict_all(policy)
 
@@ -257,7 +256,7 @@ def test_lineage_never_evicts_above_a_child_that_moved_away():
 def test_lru_evicts_in_the_order_of_insertion():
     policy = LruPolicy()
     insert(policy, chain(policy, [1, 2, 3]))
-    assert 1 == policy.evict().name
+    assert 1 == policy.evict(1)[0].name
     assert [2, 3] == names(policy.order())
     assert [2, 3] == evict_all(policy)
 

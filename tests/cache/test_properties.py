@@ -1,13 +1,18 @@
 """What holds for every program of moves, whatever it does."""
 
+from functools import partial
 from uuid import UUID
 
 import pytest
-from cache_helpers import event_rows, new_manager, state_of
+from cache_helpers import POLICIES, event_rows, new_manager, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_kvmock.cache.logical import LogicalManager
+from pytest_kvmock.cache.rules import check_use
+from pytest_kvmock.cache.told import Told
 from pytest_kvmock.moves import Deref, MoveError, Promote, Use
+from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import lineage_hash
 
 # Blocks of a small tree: block n > 0 hangs below n // 3; block 0 and every multiple of 7 are roots. Other blocks get
@@ -56,7 +61,7 @@ operations = st.lists(
 backends = st.sampled_from(["lineage", "lru"])
 
 
-def move_of(manager, kind, *arguments):
+def move_of(manager, kind, arguments):
     if kind == "use":
         full = [block for block in arguments[0] if not isinstance(block, UUID)]
         return Use(arguments[0], [block + 1000 for block in full], [lineage_of(block) for block in full])
@@ -66,8 +71,8 @@ def move_of(manager, kind, *arguments):
         active = [block for block, references in manager.active_blocks.items() for _ in range(references)]
         arguments[0].shuffle(active)
         return Deref(active[: len(active) // 2 + 1])
-    partial, block = arguments
-    return Promote(partial, block, None, block + 1000, lineage_of(block))
+    name, block = arguments
+    return Promote(name, block, None, block + 1000, lineage_of(block))
 
 
 @settings(max_examples=300, deadline=None)
@@ -82,7 +87,7 @@ def test_every_slot_is_somewhere_and_a_refused_move_changes_nothing(backend, cap
             assert idle or before == state_of(manager)
         else:
             try:
-                manager.process(move_of(manager, *operation))
+                manager.process(move_of(manager, operation[0], operation[1:]))
             except MoveError:
                 assert before == state_of(manager)
         metrics = manager.metrics()
@@ -136,6 +141,103 @@ def test_short_forms_do_what_the_moves_do_that_they_stand_for(backend, capacity,
         if served:
             held.append(chain[:served])
         assert state_of(long) == state_of(short)
+
+
+class CarefulManager(LogicalManager):
+    """Goes block by block, and never in bulk."""
+
+    def _use(self, move):
+        check_use(move)
+        told = Told(move.parent)
+        served = self._use_carefully(move, 0, told)
+        told.publish(self._publisher, self._pool)
+        return served
+
+    def _deref(self, blocks):
+        return self._deref_carefully(blocks)
+
+
+def play_on_both(backend, capacity, moves):
+    """Play the moves, made by a function of the manager, in bulk and block by block; all that shows is the same."""
+    bulk = new_manager(backend, capacity)
+    careful = CarefulManager(backend=backend, eviction=POLICIES[backend](), num_blocks=capacity, sink=CapturingSink())
+    for make in moves:
+        move = make(bulk)
+        outcomes = []
+        for manager in (bulk, careful):
+            try:
+                outcomes.append(manager.process(move))
+            except MoveError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+        assert state_of(careful) == state_of(bulk)
+        assert careful.sink.router_events == bulk.sink.router_events
+        assert entries_in(careful) == entries_in(bulk)
+        assert careful._names.homonyms == bulk._names.homonyms
+    while bulk.num_active_blocks:  # then what is left goes, and the order in which it is evicted is seen
+        move = Deref(list(bulk.active_blocks))
+        try:
+            assert bulk.process(move) == careful.process(move)
+        except MoveError:
+            return
+    roots = list(range(1000, 1000 + capacity))
+    move = Use(roots, roots, [lineage_hash(root, None, 0) for root in roots])
+    assert bulk.process(move) == careful.process(move)
+    assert state_of(careful) == state_of(bulk)
+
+
+def entries_in(manager):
+    return {
+        plh: (slot.name, slot.known, slot.parent, slot.local_hash, slot.token_ids, slot.refs, slot.aliases)
+        for plh, slot in manager._pool.registered.items()
+    }
+
+
+@settings(max_examples=400, deadline=None)
+@given(backends, st.integers(1, 12), operations.map(lambda program: [op for op in program if op != ("clear",)]))
+def test_any_moves_in_bulk_do_what_they_do_block_by_block(backend, capacity, program):
+    play_on_both(backend, capacity, [partial(move_of, kind=kind, arguments=rest) for kind, *rest in program])
+
+
+@pytest.mark.parametrize("backend", ["lineage", "lru"])
+def test_a_child_stored_before_its_parent_in_bulk_hangs_below_it(backend):
+    child, parent, other = (Use([block], [block], [lineage_of(block)]) for block in (3, 1, 14))
+    both = Use([3, 1], [3, 1], child.plhs + parent.plhs)
+    play_on_both(backend, 3, [lambda _, move=move: move for move in (both, Deref([1, 3]), other, Deref([14]))])
+
+
+# A request: the chain to a block, how much of it, tokens or not, a partial block at its end, and how it is freed.
+requests = st.lists(
+    st.tuples(
+        st.integers(0, 200).map(chain_to),
+        st.integers(0, 3),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from(["tail first", "root first", "one by one", "kept"]),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(backends, st.integers(1, 24), requests)
+def test_requests_in_bulk_do_what_they_do_block_by_block(backend, capacity, program):
+    moves, last = [], []
+    for number, (chain, start, with_tokens, with_partial, freed) in enumerate(program):
+        part = chain[start:]
+        plhs = [lineage_hash(block, parent_of(block), depth_of(block)) for block in part]
+        names_ = [*part, UUID(int=number, version=4)] if with_partial else part
+        tokens = [[block, number] for block in part] if with_tokens else None
+        parent = chain[start - 1] if 0 < start <= len(chain) else None
+        moves.append(Use(names_, part if number % 5 else (), plhs, tokens, parent))
+        if freed == "one by one":
+            last += [Deref([name]) for name in names_[::-1]]
+        elif freed != "kept":
+            last.append(Deref(names_ if freed == "root first" else names_[::-1]))
+        if number % 3 == 2:
+            moves += last
+            last = []
+    play_on_both(backend, capacity, [lambda _, move=move: move for move in moves])
 
 
 @pytest.mark.parametrize("reverse", [True, False])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, repeat
 
 from pytest_kvmock.cache.pool import Slot
 from pytest_kvmock.tokens import lineage_fragment, lineage_parent_fragment, lineage_position
@@ -28,16 +28,24 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_parent_fragment, line
 
 _SLACK = 1024  # entries that do not count, before the queue is cleaned
 
-# The key of a place is `position << 118 | fragment`. Below position 256, where the mode bits of a lineage hash are 0,
-# that is the hash without its parent fragment.
+# The key of a place is `position << 59 | fragment`. Below position 256, where the mode bits of a lineage hash are 0, a
+# hash is `position << 118 | parent's fragment << 59 | fragment`: shifted by 59 it is the parent's key, one level down.
 _MODE_1 = 1 << 126
-_MASK59 = 2**59 - 1
-_OWN = _MODE_1 - 1 ^ _MASK59 << 59
-_ABOVE = [(position - 1) << 118 for position in range(256)]
+_FRAGMENT = 2**59 - 1
+_LEVEL = 1 << 59
 
 
 def _key(plh: int) -> int:
-    return plh & _OWN if plh < _MODE_1 else lineage_position(plh) << 118 | lineage_fragment(plh)
+    if plh < _MODE_1:
+        return plh >> 118 << 59 | plh & _FRAGMENT
+    return lineage_position(plh) << 59 | lineage_fragment(plh)
+
+
+def _key_above(plh: int) -> int:
+    """The key of the parent's place; negative for a root."""
+    if plh < _MODE_1:
+        return (plh >> 59) - _LEVEL
+    return (lineage_position(plh) - 1) << 59 | lineage_parent_fragment(plh)
 
 
 class _Node:
@@ -78,39 +86,39 @@ class LineagePolicy:
         self._parked: dict[int, _Node] = {}
         self._exposed: list[int] = []
         self._spare: list[_Node] = []
-        self._sought = self._sought_key = -1
         self._rivals: defaultdict[_Node, list[Slot]] = defaultdict(list)  # blocks beside the owner of their place
         # Links that outlive the child: a place whose block changed its parent is still counted by the old one. Only
         # blocks that share a place make them.
         self._left_behind: set[tuple[_Node, int]] = set()
 
-    def register(self, slot: Slot) -> None:
-        """Give the slot its place, and its parent's."""
-        plh, nodes = slot.plh, self._nodes
-        key = self._sought_key if plh is self._sought else _key(plh)
-        node = nodes.get(key)
-        if node is None:
-            node = nodes[key] = self._spare.pop() if self._spare else _Node()
-            node.key = key
-        slot.place = node
-        if node.owner is None:
-            node.owner = slot
-        else:
-            self.collisions += 1
-            self._rivals[node].append(slot)
-        if plh >= _MODE_1:
-            above = (lineage_position(plh) - 1) << 118 | lineage_parent_fragment(plh)
-        elif position := plh >> 118:
-            above = _ABOVE[position] | plh >> 59 & _MASK59
-        else:
-            slot.above = None
-            return
-        node = nodes.get(above)
-        if node is None:
-            node = nodes[above] = self._spare.pop() if self._spare else _Node()
-            node.key = above
-        node.pins += 1
-        slot.above = node
+    def register(self, slots: Sequence[Slot], places: Sequence[int] | None = None) -> None:
+        """Give each slot its place, and its parent's."""
+        nodes, spare = self._nodes, self._spare
+        node = None  # of the slot before: nearly always the parent of the next one
+        key = -1
+        for slot, place in zip(slots, places or repeat(None), strict=False):
+            plh = slot.plh
+            above = (plh >> 59) - _LEVEL if plh < _MODE_1 else _key_above(plh)
+            if above < 0:
+                slot.above = None
+            else:
+                parent = node if above == key else nodes.get(above)
+                if parent is None:
+                    parent = nodes[above] = spare.pop() if spare else _Node()
+                    parent.key = above
+                parent.pins += 1
+                slot.above = parent
+            key = _key(plh) if place is None else place
+            node = nodes.get(key)  # also where `free_places` found none: a child before it in this run has made it
+            if node is None:
+                node = nodes[key] = spare.pop() if spare else _Node()
+                node.key = key
+            slot.place = node
+            if node.owner is None:
+                node.owner = slot
+            else:
+                self.collisions += 1
+                self._rivals[node].append(slot)
 
     def _drop(self, node: _Node) -> None:
         """Forget a place if nobody needs it: no block of its own, no block below it."""
@@ -135,31 +143,50 @@ class LineagePolicy:
     def touch(self, slot: Slot) -> None:
         """Nothing to note."""
 
-    def insert(self, slot: Slot) -> None:
-        """Put the slot into the forest; its turn comes after all others'."""
+    def insert(self, slots: Sequence[Slot]) -> None:
+        """Put the slots into the forest; their turn comes after all others'."""
+        queue = self._queue
+        for slot in slots:
+            node: _Node = slot.place
+            node.slot = slot
+            node.entries += 1
+            queue.append(node)
+            parent: _Node = slot.above
+            if node.parent is not parent:
+                if node.parent is None and not self._left_behind:
+                    node.parent = parent
+                    parent.children += 1
+                else:
+                    self._link(node, parent)
+
+    def insert_one(self, slot: Slot) -> None:
+        """Put one slot into the forest."""
         node: _Node = slot.place
         node.slot = slot
         node.entries += 1
         self._queue.append(node)
-        parent: _Node = slot.above
-        if node.parent is parent:
-            return
+        if node.parent is not slot.above:
+            self._link(node, slot.above)
+
+    def _link(self, node: _Node, parent: _Node) -> None:
+        """Make a place the child of another; its old parent, if blocks that share a place gave it one, still counts it."""
         if node.parent is not None:
             self._left_behind.add((node.parent, node.key))
         node.parent = parent
-        if self._left_behind and (parent, node.key) in self._left_behind:
+        if (parent, node.key) in self._left_behind:
             self._left_behind.remove((parent, node.key))
         else:
             parent.children += 1
 
-    def remove(self, slot: Slot) -> None:
-        """Take the slot out; its place stays as a ghost while it has children."""
-        node: _Node = slot.place
-        node.slot = None
-        if node.parked >= 0:
-            self._unpark(node)
-        if not node.children and node.parent is not None:
-            self._prune(node)
+    def remove(self, slots: Sequence[Slot]) -> None:
+        """Take the slots out; their places stay as ghosts while they have children."""
+        for slot in slots:
+            node: _Node = slot.place
+            node.slot = None
+            if node.parked >= 0:
+                self._unpark(node)
+            if not node.children and node.parent is not None:
+                self._prune(node)
         if len(self._queue) > self._limit:
             self._clean()
 
@@ -199,39 +226,49 @@ class LineagePolicy:
         newest = dict.fromkeys(node for node in reversed(self._queue) if node.slot is not None)
         return list(newest)[::-1]
 
-    def evict(self) -> Slot | None:
-        """Choose the leaf whose turn is first; None where no block is a leaf (only shared places can do that)."""
-        node = self._next_exposed() if self._exposed else None
-        if node is None:
-            queue = self._queue
-            while queue:
-                node = queue.popleft()
-                node.entries -= 1
-                if not node.entries and node.slot is not None:
-                    if not node.children:
-                        break
-                    node.parked = next(self._numbers)
-                    self._parked[node.parked] = node
+    def evict(self, count: int) -> list[Slot]:
+        """Choose the leaves whose turn is first; fewer where no block is a leaf (only shared places can do that)."""
+        queue, nodes, spare = self._queue, self._nodes, self._spare
+        chosen: list[Slot] = []
+        while len(chosen) < count:
+            node = self._next_exposed() if self._exposed else None
+            if node is None:
+                while queue:
+                    node = queue.popleft()
+                    node.entries -= 1
+                    if not node.entries and node.slot is not None:
+                        if not node.children:
+                            break
+                        node.parked = next(self._numbers)
+                        self._parked[node.parked] = node
+                else:
+                    break
+            slot = node.slot
+            assert slot is not None
+            chosen.append(slot)
+            node.slot = None
+            parent = node.parent
+            if parent is not None:
+                if parent.slot is None:
+                    self._prune(node)
+                else:  # as in _prune, without the call: the parent is nearly always inactive too
+                    node.parent = None
+                    parent.children -= 1
+                    if not parent.children and parent.parked >= 0:
+                        heappush(self._exposed, parent.parked)
+            if self.collisions:
+                self._disown(node, slot)
             else:
-                return None
-        slot = node.slot
-        assert slot is not None
-        node.slot = None
-        if node.parent is not None:
-            self._prune(node)
-        if self.collisions:
-            self._disown(node, slot)
-        else:
-            node.owner = None
-        if node.owner is None and not node.pins:
-            del self._nodes[node.key]
-            self._spare.append(node)
-        node = slot.above
-        if node is not None:
-            node.pins -= 1
-            if node.owner is None:
-                self._drop(node)
-        return slot
+                node.owner = None
+            if node.owner is None and not node.pins:
+                del nodes[node.key]
+                spare.append(node)
+            above: _Node | None = slot.above
+            if above is not None:
+                above.pins -= 1
+                if above.owner is None and not above.pins:
+                    self._drop(above)
+        return chosen
 
     def _next_exposed(self) -> _Node | None:
         while self._exposed:
@@ -247,10 +284,18 @@ class LineagePolicy:
 
     def find(self, plh: int) -> Slot | None:
         """Return the inactive block at the place of `plh`; its own lineage hash may have another parent."""
-        self._sought = plh  # it is nearly always registered next
-        self._sought_key = key = plh & _OWN if plh < _MODE_1 else _key(plh)
-        node = self._nodes.get(key)
+        node = self._nodes.get(_key(plh))
         return None if node is None else node.slot
+
+    def free_places(self, plhs: Sequence[int]) -> Sequence[int] | None:
+        """Return the keys of the places, if none is taken (or kept for a child) and no two are the same."""
+        if max(plhs) < _MODE_1:
+            keys = [plh >> 118 << 59 | plh & _FRAGMENT for plh in plhs]
+        else:
+            keys = [_key(plh) for plh in plhs]
+        if len(set(keys)) == len(keys) and self._nodes.keys().isdisjoint(keys):
+            return keys
+        return None
 
     def refused(self, slots: Iterable[Slot]) -> Slot | None:
         """Return the first slot whose place is taken by another block (kvbm-logical: "Hash collision detected")."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pytest_kvmock.cache.pool import Slot
 
@@ -29,21 +30,31 @@ class LruPolicy:
         self._next = 1
         self._limit = _SLACK
 
-    def register(self, slot: Slot) -> None:
+    def register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:
         """Nothing to note."""
 
     def touch(self, slot: Slot) -> None:
         """Nothing to note."""
 
-    def insert(self, slot: Slot) -> None:
+    def insert(self, slots: Sequence[Slot]) -> None:
+        """These slots are the last to go now."""
+        number, append = self._next, self._queue.append
+        for slot in slots:
+            slot.place = number
+            number += 1
+            append(slot)
+        self._next = number
+
+    def insert_one(self, slot: Slot) -> None:
         """The slot is the last to go now."""
         slot.place = self._next
         self._next += 1
         self._queue.append(slot)
 
-    def remove(self, slot: Slot) -> None:
-        """The slot is in use."""
-        slot.place = 0
+    def remove(self, slots: Sequence[Slot]) -> None:
+        """The slots are in use."""
+        for slot in slots:
+            slot.place = 0
         if len(self._queue) > self._limit:
             self._clean()
 
@@ -56,16 +67,18 @@ class LruPolicy:
         for number, slot in enumerate(self._queue, 1):
             slot.place = number
 
-    def evict(self) -> Slot | None:
-        """Choose the slot that was inserted longest ago."""
-        queue = self._queue
-        while queue:
+    def evict(self, count: int) -> list[Slot]:
+        """Choose the slots that were inserted longest ago."""
+        queue, number = self._queue, self._first
+        chosen: list[Slot] = []
+        while queue and len(chosen) < count:
             slot = queue.popleft()
-            self._first += 1
-            if slot.place == self._first - 1:
+            if slot.place == number:
                 slot.place = 0
-                return slot
-        return None
+                chosen.append(slot)
+            number += 1
+        self._first = number
+        return chosen
 
     def clear(self) -> None:
         """No slot is left; numbers go on, so that no old one counts."""
@@ -74,6 +87,10 @@ class LruPolicy:
 
     def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - never asked
         """A slot answers to its own lineage hash only."""
+        return None
+
+    def free_places(self, plhs: Sequence[int]) -> Sequence[Any] | None:  # noqa: ARG002 - never asked
+        """Slots have no places."""
         return None
 
     def refused(self, slots: Iterable[Slot]) -> Slot | None:  # noqa: ARG002 - never asked
