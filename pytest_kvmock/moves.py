@@ -29,7 +29,7 @@ class Use:
     Attributes:
         blocks: the blocks; full ones that are not cached are stored, partial ones get an empty block.
         local_hashes: local hash of each *full* block of `blocks`; or none at all, then events say 0.
-        plhs: lineage hash of each full block.
+        plhs: lineage hash of each full block; None is the same as none of them.
         token_ids: token ids of each full block, to travel with the event; None for none.
         parent: the block before the first; None when the first is a root.
     """
@@ -39,6 +39,10 @@ class Use:
     plhs: Sequence[int] = ()
     token_ids: Sequence[Sequence[int]] | None = None
     parent: Block | None = None
+
+    def __post_init__(self) -> None:
+        if self.plhs is None:
+            self.plhs = ()
 
 
 @dataclass(slots=True)

@@ -66,6 +66,12 @@ def flatten(blocks: tuple[Block | Iterable[Block], ...]) -> list[Block]:
     return flat
 
 
+def check_list(value: object, what: str) -> None:
+    """Raise a MoveError unless this has a length, as a list of blocks or hashes has."""
+    if not hasattr(value, "__len__") or isinstance(value, (str, bytes)):
+        raise MoveError(f"{what}: a list is expected, one entry a block, got {value!r:.80}")
+
+
 def are_plhs(plhs: Sequence[int]) -> bool:
     """Whether these are lineage hashes: 128 bits, of which the two highest are not both set."""
     try:
@@ -94,6 +100,8 @@ def check_use(move: Use) -> int:
         MoveError: the Use breaks a rule.
     """
     blocks, plhs, local_hashes, token_ids = move.blocks, move.plhs, move.local_hashes, move.token_ids
+    for value in (blocks, plhs, local_hashes, token_ids or ()):
+        check_list(value, "Use")
     num_full = leading = _leading_full(blocks)
     if leading < len(blocks):
         num_full += _count_full(blocks[leading:])
@@ -159,6 +167,7 @@ def check_deref(
     Raises:
         MoveError: a block has fewer references than `blocks` drops, or could not become inactive.
     """
+    check_list(blocks, "Deref")
     asked: dict[Block, int] = {}
     for block in blocks:
         if not isinstance(block, UUID):

@@ -33,6 +33,8 @@ class ShortForms(ABC):
         parent: Block | None = None,
     ) -> int:
         """Short form of Use; see `KvManager.use`."""
+        if not isinstance(blocks, Iterable):
+            raise MoveError(f"Use: a list of blocks is expected, got {blocks!r:.80}")
         blocks = list(blocks)
         full: list[int] = [block for block in blocks if not isinstance(block, UUID)]
         for block in full:

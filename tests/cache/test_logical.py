@@ -508,6 +508,22 @@ def test_what_is_no_block_is_refused(make_manager, block):
     refuse(manager, Deref([7, block]), repr(block))
 
 
+@pytest.mark.parametrize(
+    "move",
+    [Use(5), Use([9], 5, [1]), Use([9], [], 5), Use([9], [], [1], 5), Use([9], [], None), Deref(5), Use("ab")],
+    ids=repr,
+)
+def test_what_is_no_list_is_refused(make_manager, move):
+    manager = make_manager(10)
+    use_full(manager, 7, plh(7))
+    refuse(manager, move, "expected")
+
+
+def test_a_short_form_of_what_is_no_list_is_refused(make_manager):
+    with pytest.raises(MoveError, match="Use: a list of blocks is expected, got 5"):
+        make_manager(10).use(5)
+
+
 @pytest.mark.parametrize("bad", [-1, 3 << 126, 2**128, 1.5, None, "x"], ids=repr)
 def test_what_is_no_lineage_hash_is_refused(make_manager, bad):
     manager = make_manager(10)
