@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import tracemalloc
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from benchmarks import workload
@@ -20,9 +21,10 @@ BARS = {"lru": 1.0, "lineage": 0.8}
 TOTAL = workload.REQUESTS * workload.BLOCKS
 
 
-def run(backend):
+def run(backend, of=workload.moves):
     sink = CapturingSink()
-    workload.serve(create_manager(backend, num_blocks=workload.CAPACITY, block_size=workload.BLOCK_SIZE, sink=sink))
+    manager = create_manager(backend, num_blocks=workload.CAPACITY, block_size=workload.BLOCK_SIZE, sink=sink)
+    workload.serve(manager, of)
 
 
 def replay():
@@ -42,9 +44,10 @@ def speed():
         directory, peer, version = replay()
     except NotHere as reason:
         version = f"not beside run_mocker_trace_replay: {reason}"
-    workload.moves()
-    for backend, bar in BARS.items():
-        ours = partial(run, backend)
+    forms = {"a Deref a block": workload.moves, "one Deref a request": workload.moves_of_a_worker}
+    for (backend, bar), (form, of) in product(BARS.items(), forms.items()):
+        of()
+        ours = partial(run, backend, of)
         mine, theirs = [], []
         for _ in range(5):
             mine.append(cpu_seconds(ours))
@@ -56,7 +59,7 @@ def speed():
             beside = f"run_mocker_trace_replay with its scheduler, {version}: {rate(TOTAL, other)}, so {other / seconds:.2f} ×"
         met = TOTAL / seconds >= bar * 1e6
         yield Figure(
-            f"blocks through the manager with a capturing sink, {backend}",
+            f"blocks through the manager with a capturing sink, {backend}, {form}",
             f"{bar} M/s",
             rate(TOTAL, seconds),
             met,

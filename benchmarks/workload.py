@@ -49,6 +49,12 @@ def moves() -> list[list[Use | Deref]]:
 
 
 @cache
+def moves_of_a_worker() -> list[list[Use | Deref]]:
+    """The same with one Deref a request, as `KvWorker` sends it."""
+    return [[Use(r.blocks, r.local, r.plhs), Deref(r.blocks[::-1])] for r in requests()]
+
+
+@cache
 def events() -> list[RouterEvent]:
     """What a worker with an lru cache publishes for it: about 20,000 events of 16 blocks."""
     sink = CapturingSink()
@@ -56,9 +62,9 @@ def events() -> list[RouterEvent]:
     return sink.router_events
 
 
-def serve(manager) -> None:
+def serve(manager, of=moves) -> None:
     process = manager.process
-    for request in moves():
+    for request in of():
         for move in request:
             process(move)
 
