@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import KvSink as KvSink
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness import Verdict as Verdict
+    from pytest_kvmock.harness.delivery import Drop as Drop
+    from pytest_kvmock.harness.router_harness import WorkerKey as WorkerKey
     from pytest_kvmock.hygiene.log import EventLog as EventLog
+    from pytest_kvmock.hygiene.log import Expectation as Expectation
     from pytest_kvmock.hygiene.log import KvEventsError as KvEventsError
     from pytest_kvmock.hygiene.log import LogEntry as LogEntry
     from pytest_kvmock.hygiene.problem import Problem as Problem
@@ -53,7 +56,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.sinks import CapturingSink as CapturingSink
     from pytest_kvmock.sinks import FanOutSink as FanOutSink
     from pytest_kvmock.sinks import JsonlRecorder as JsonlRecorder
+    from pytest_kvmock.sinks import Sink as Sink
     from pytest_kvmock.tokens import Prompt as Prompt
+    from pytest_kvmock.tokens import TokenIds as TokenIds
     from pytest_kvmock.tokens import block_hashes as block_hashes
     from pytest_kvmock.tokens import lineage_hash as lineage_hash
     from pytest_kvmock.tokens import sequence_hashes as sequence_hashes
@@ -63,6 +68,11 @@ if TYPE_CHECKING:
     from pytest_kvmock.traces import synthetic_trace as synthetic_trace
 
 _HOME = {
+    "TokenIds": "tokens",
+    "Sink": "sinks",
+    "Expectation": "hygiene.log",
+    "WorkerKey": "harness.router_harness",
+    "Drop": "harness.delivery",
     "KvEventWarning": "plugin.options",
     "Block": "moves",
     "LogEntry": "hygiene.log",

@@ -15,6 +15,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import repeat
 from typing import Final, NoReturn, TypeAlias
@@ -51,22 +52,20 @@ def check_block_size(block_size: int) -> int:
     return block_size
 
 
-def _token_bytes(tokens: TokenIds) -> bytes:
+def _token_bytes(tokens: TokenIds) -> bytes:  # noqa: RET503 - _raise_for_token does not return
     """Little-endian u32s of `tokens`; the error names the first token that is none."""
     if isinstance(tokens, (bytes, bytearray)) or hasattr(tokens, "__next__"):
-        tokens = list(
-            tokens
-        )  # array() would read bytes as raw memory; an iterator could not be read again for the error
-    try:
+        # array() would read bytes as raw memory; an iterator could not be read again for the error
+        tokens = list(tokens)
+    with suppress(TypeError, OverflowError, ValueError):
         words = array("I", tokens)
-    except (TypeError, OverflowError, ValueError):
-        _raise_for_token(tokens)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
+        if sys.byteorder == "big":
+            words.byteswap()
+        return words.tobytes()
+    _raise_for_token(tokens)  # outside, so that array's own error is not shown above it
 
 
-def _raise_for_token(tokens: TokenIds) -> None:
+def _raise_for_token(tokens: TokenIds) -> NoReturn:
     allowed = "a token id is an integer from 0 to 4294967295"
     if isinstance(tokens, str):
         raise TypeError(f"tokens are token ids, not text: {allowed}, got the string {tokens[:40]!r}")

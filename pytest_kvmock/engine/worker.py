@@ -36,7 +36,7 @@ class OutOfBlocks(RuntimeError):  # noqa: N818 - the name that engines use
         self.available = available
 
     def __str__(self) -> str:
-        return f"{self.requested} blocks are needed and {self.available} are available"
+        return f"{self.requested} blocks are needed and {self.available} are available (num_blocks is the capacity)"
 
 
 class RequestError(RuntimeError):

@@ -9,9 +9,11 @@ All of it is written once, for sync and async indexes: generators yield the call
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from inspect import isawaitable
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -187,7 +189,7 @@ class Comparison:
                 self._told.difference_update((*key, block) for block in data.block_hashes)
         if questions:
             found += yield from self.flush()
-        for heard, chains in questions:
+        for heard, chains in reversed(questions):  # a later event explains a difference better than an earlier one
             for chain in chains:
                 differences = yield from self._differences(chain, heard.key, heard)
                 found += self.news(differences, heard)
@@ -328,17 +330,22 @@ class Comparison:
                     break
             answer = self._under_test.read((yield self._question(shortest)))
         except Exception as error:  # noqa: BLE001 - as in run
-            return [self._failure("a question", error, key, heard, position)]
+            return [self._failure(self._under_test.asked, error, key, heard, position)]
         expected = self._reference.find_matches(shortest.local).scores
         if agree(answer, expected):
             return []  # an index that changes its mind between two questions: the next question shows it again
         worker, rank, got, due = first_difference(answer, expected)
         block = shortest.blocks[-1]
-        stream = self._ledger.streams.get((worker, rank))
-        if stream is None or block not in stream.origin:
-            story = "it never stored it; was the index empty at the start?"
+        stories = [
+            s.history(block) for k, s in self._ledger.streams.items() if k == (worker, rank) and block in s.origin
+        ]
+        others = [worker_text(*k) for k, s in self._ledger.streams.items() if k != (worker, rank) and block in s.origin]
+        if stories:
+            story = stories[0]
+        elif others:
+            story = f"it never stored it, {others[0]} did; was the index empty at the start?"
         else:
-            story = stream.history(block)
+            story = "nobody ever stored it; was the index empty at the start?"
         problem = Problem(
             "index_drift",
             worker,
@@ -367,7 +374,7 @@ class Comparison:
         """The index under test raised, or answered what cannot be read."""
         event = heard.event if heard else None
         unreadable = isinstance(error, UnreadableAnswer)
-        known = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}"
+        known = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}{_place(error)}"
         problem = Problem(
             "index_failure",
             *key,
@@ -393,6 +400,13 @@ class Comparison:
             problem.follows_from(wound.cause)
         elif key in self._ledger.streams:
             Ledger.fold(self._ledger.streams[key], problem)
+
+
+def _place(error: Exception) -> str:
+    """Where an error was raised, for a message: the last line of the user's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else ""
 
 
 def _count(blocks: int) -> str:

@@ -75,14 +75,14 @@ class Judge:
         entry = self.log.append(event)
         problems = self.ledger.observe(event, entry.position, chained=chained)
         if problems:
-            self.log.note(problems, entry)
+            self.log.note(problems)
         with suppress(KvEventError):  # the ledger has said so already, with what was known
             self.reference.apply(event)
         comparison = self._comparison
         if comparison is not None:
             comparison.heard(event, entry.position, problems)
             if not self.is_async and (found := run(comparison.catch_up())):
-                self.log.note(found, entry)
+                self.log.note(found)
 
     def sink_failed(self, problem: Problem, event: RouterEvent, missed: bool) -> None:
         """Note that a sink raised; the event is missed where the sink stood between worker and router."""

@@ -490,10 +490,11 @@ class RouterHarness:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        __tracebackhide__ = True  # a test's failure shows the test
         verdict = self.judge()
         errors = [problem for problem in verdict.errors if problem.rule not in self._allow]
         if kind is None and (errors or verdict.unmet):
-            raise KvEventsError(failure_text(errors, verdict.unmet))
+            raise KvEventsError(failure_text(errors, verdict.unmet, harness=True))
 
 
 def _refuse(event: object) -> None:

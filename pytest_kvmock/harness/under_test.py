@@ -57,6 +57,7 @@ class IndexUnderTest:
         self.apply: Callable[[RouterEvent], Any] = apply
         ask: Any = match if self.takes_tokens else find
         self.ask: Callable[[Any], Any] = ask
+        self.asked = "match_tokens" if self.takes_tokens else "find_matches"
         self.flush = self._method("flush")
         self.remove_worker = self._method("remove_worker")
         self.remove_rank = self._method("remove_worker_dp_rank")

@@ -184,7 +184,8 @@ class Stream:
             return f"block {block_text(block)} is held as a parent only"
         tiers = [tier.value for tier, held in self.tiers.items() if block in held]
         if tiers:
-            return f"block {block_text(block)} is held" + (f" in {', '.join(tiers)}" if len(self.tiers) > 1 else "")
+            where = f" in {', '.join(tiers)}" if len(self.tiers) > 1 else ""
+            return f"block {block_text(block)} is held{where} since event {self.origin[block].event.event_id}"
         removed, stored = self.gone.get(block), self.origin.get(block)
         if removed is not None:
             return f"block {block_text(block)} was removed by event {removed.event.event_id}"
@@ -407,8 +408,8 @@ class Ledger:
 
     def drift_problem(self, stream: Stream, blocks: tuple[int, ...], right: str, had: str) -> Problem:
         """The record of blocks of which stream and engine say different things."""
-        some = f"{len(blocks)} block{'s are' if len(blocks) != 1 else ' is'} {had}, and the events say otherwise"
-        return self._problem("engine_drift", stream, f"{some}: {stream.history(blocks[0])}", right, blocks)
+        known = f"{had} {blocks_text(blocks)}; to the events, {stream.history(blocks[0])}"
+        return self._problem("engine_drift", stream, known, right, blocks)
 
     @staticmethod
     def differences(
@@ -420,8 +421,8 @@ class Ledger:
         extra = [block for block in held if block not in there]
         silent = [block for block in resident if block not in held and block not in stream.implied]
         return [
-            (extra, "what the engine drops is published as Removed", "not held by the engine"),
-            (silent, "what the engine caches is published as Stored", "held by the engine"),
+            (extra, "what the engine drops is published as Removed", "the engine does not hold"),
+            (silent, "what the engine caches is published as Stored", "the engine holds"),
         ]
 
     # ----------------------------------------------------------------------------------------------- wounds

@@ -161,11 +161,15 @@ class EventLog:
         self._counts[event.worker_id, event.event.dp_rank, kind_of(event)] += 1
         return entry
 
-    def note(self, problems: list[Problem], entry: LogEntry | None = None) -> None:
-        """Add problems, with the event that shows them or without."""
+    def note(self, problems: list[Problem]) -> None:
+        """Add problems; those that an event shows are marked at its entry, if that was not cleared away."""
         self.problems += problems
-        if entry is not None:
-            entry.problems = (*entry.problems, *problems)
+        first = self._entries[0].position if self._entries else self.total
+        for problem in problems:
+            if problem.event is not None and problem.position >= first:
+                entry = self._entries[problem.position - first]
+                if entry.event is problem.event:
+                    entry.problems = (*entry.problems, problem)
 
     def flush(self) -> None:
         """Have everything compared that can be by now."""

@@ -18,8 +18,14 @@ MOST_PROBLEMS = 3
 
 def problem_line(problem: Problem) -> str:
     """A problem in a few words: rule, worker and event."""
-    where = "" if problem.event_id is None else f", event {problem.event_id}"
-    return f"{problem.rule} ({worker_text(problem.worker_id, problem.dp_rank)}{where})"
+    who = worker_text(problem.worker_id, problem.dp_rank)
+    event = problem.event
+    if event is None:
+        return f"{problem.rule} ({who})"
+    if (event.worker_id, event.event.dp_rank) == (problem.worker_id, problem.dp_rank):
+        return f"{problem.rule} ({who}, event {event.event.event_id})"
+    said_by = worker_text(event.worker_id, event.event.dp_rank)
+    return f"{problem.rule} ({who}, at event {event.event.event_id} of {said_by})"
 
 
 def problem_text(problem: Problem) -> str:
@@ -42,7 +48,8 @@ def problem_text(problem: Problem) -> str:
             counts[consequence.rule] = counts.get(consequence.rule, 0) + 1
         parts = ", ".join(f"{count} {rule}" for rule, count in counts.items())
         lines.append(f"    follows from it, and is covered by it:  {parts}")
-        lines.append(f"      first: {folded[0].known}")
+        if folded[0].known != problem.known:
+            lines.append(f"      first: {folded[0].known}")
     return "\n".join(lines)
 
 
@@ -64,13 +71,16 @@ def expectation_text(rule: str, times: int, seen: int, events: int) -> str:
     return f"expected {times} {rule}, saw {saw} in {events} KV event{'s' * (events != 1)}"
 
 
-def failure_text(errors: Sequence[Problem], unmet: Sequence[str] = (), *, late: bool = False) -> str:
+def failure_text(
+    errors: Sequence[Problem], unmet: Sequence[str] = (), *, late: bool = False, harness: bool = False
+) -> str:
     """The message of a test that fails for its events.
 
     Args:
         errors: what is wrong, in order; may be empty when `unmet` is not.
         unmet: sentences about expected errors that did not come.
         late: it came after the test's body, from a teardown.
+        harness: it is about a `RouterHarness` by itself, to which no fixture and no marker belongs.
     """
     parts = []
     if errors:
@@ -79,10 +89,12 @@ def failure_text(errors: Sequence[Problem], unmet: Sequence[str] = (), *, late: 
         if late:
             headline += "; it came after the test body, from a teardown"
         rule = errors[0].rule
-        advice = [f'  expected? for the test:  kv_events.expect_error("{rule}")']
+        log = "kv.events" if harness else "kv_events"
+        advice = [f'  expected? for the test:  {log}.expect_error("{rule}")']
         if not RULES[rule].at_end:
-            advice.insert(0, f'  expected? mark it:       with kv_events.expect_error("{rule}"):')
-        advice.append(f'  not your concern?        @pytest.mark.kvmock(allow=["{rule}"])')
+            advice.insert(0, f'  expected? mark it:       with {log}.expect_error("{rule}"):')
+        allow = f'RouterHarness(allow=["{rule}"])' if harness else f'@pytest.mark.kvmock(allow=["{rule}"])'
+        advice.append(f"  not your concern?        {allow}")
         parts.append("\n".join([headline, rest, "", *advice]))
     parts += unmet
     return "\n\n".join(parts)

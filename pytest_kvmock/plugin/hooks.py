@@ -70,6 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Judge the events of the test when its body is over."""
+    __tracebackhide__ = True
     try:
         yield
     except BaseException as failure:
@@ -89,6 +90,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     """Judge what came after the body, when all finalizers are done."""
+    __tracebackhide__ = True
     try:
         yield
     except BaseException as failure:

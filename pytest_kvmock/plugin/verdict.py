@@ -119,7 +119,8 @@ def _tell(case: Case, failure: BaseException) -> bool:
     if problems:
         first_line = failure_text(problems).partition("\n")[0]
         if first_line not in str(failure):  # kv_events.check() may have said it
-            failure.add_note(f"kvmock: also {first_line}")
+            first = problems[0]
+            failure.add_note(f"kvmock: also {first_line}\n  known: {first.known}\n  right: {first.right}")
     return bool(problems)
 
 

@@ -126,14 +126,14 @@ def test_a_missing_removed_is_drift(kv, sink):
         kv.assert_in_sync()
     (problem,) = kv.judge().errors
     assert ("engine_drift", FIRST, (1,)) == (problem.rule, problem.worker_id, problem.blocks)
-    assert "1 block is not held by the engine, and the events say otherwise: block 1 is held" == problem.known
+    assert "the engine does not hold block 1; to the events, block 1 is held since event 0" == problem.known
     assert "what the engine drops is published as Removed" == problem.right
 
 
 def test_a_missing_stored_is_drift(kv, sink):
     sink.compare(lambda: [1])
     (problem,) = kv.judge().errors
-    assert "1 block is held by the engine, and the events say otherwise: block 1 was never stored" == problem.known
+    assert "the engine holds block 1; to the events, block 1 was never stored" == problem.known
 
 
 @pytest.mark.parametrize("resident", [list, set, tuple, iter, dict.fromkeys])
