@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count, repeat
+from itertools import repeat
 
 from pytest_kvmock.cache.pool import Slot
 from pytest_kvmock.tokens import lineage_fragment, lineage_parent_fragment, lineage_position
@@ -82,7 +82,7 @@ class LineagePolicy:
         self._nodes: dict[int, _Node] = {}
         self._queue: deque[_Node] = deque()
         self._limit = _SLACK
-        self._numbers = count()
+        self._number = 0  # of the next node that is parked
         self._parked: dict[int, _Node] = {}
         self._exposed: list[int] = []
         self._spare: list[_Node] = []
@@ -239,7 +239,8 @@ class LineagePolicy:
                     if not node.entries and node.slot is not None:
                         if not node.children:
                             break
-                        node.parked = next(self._numbers)
+                        node.parked = self._number
+                        self._number += 1
                         self._parked[node.parked] = node
                 else:
                     break
