@@ -26,8 +26,9 @@ from pytest_kvmock.harness.under_test import (
     first_difference,
     question,
 )
-from pytest_kvmock.hygiene.ledger import Ledger, Stream, StreamKey, Wound
+from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.stream import Stream, StreamKey, Wound
 from pytest_kvmock.hygiene.text import NOBODY, block_text, worker_text
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pytest_kvmock.hygiene.log import KINDS, kind_of
 from pytest_kvmock.hygiene.problem import Problem
 
 if TYPE_CHECKING:
-    from pytest_kvmock.hygiene.ledger import StreamKey
+    from pytest_kvmock.hygiene.stream import StreamKey
     from pytest_kvmock.sinks import Sink
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from pytest_kvmock.events import RouterEvent, StorageTier
 from pytest_kvmock.harness.comparison import Comparison, Heard, Sync, arun, run
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, question
-from pytest_kvmock.hygiene.ledger import Ledger, StreamKey
+from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.stream import StreamKey
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.tokens import Prompt
 

@@ -25,11 +25,11 @@ from pytest_kvmock.harness.judge import Judge, Verdict
 from pytest_kvmock.harness.under_test import Scores, WorkerScores
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink, Published, is_event
 from pytest_kvmock.harness.worker import HarnessWorker
-from pytest_kvmock.hygiene.ledger import StreamKey
 from pytest_kvmock.hygiene.log import STATUSES, EventLog, KvEventsError
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.report import failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
+from pytest_kvmock.hygiene.stream import StreamKey
 from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import Prompt, TokenIds
 
