@@ -121,6 +121,20 @@ def test_a_wrong_marker_is_one_line_at_collection(nested, marker, message, fixtu
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 
+def test_a_wrong_marker_is_found_on_a_test_that_uses_no_fixture_of_ours(nested):
+    result = nested("@pytest.mark.kvmock(foo=1)\ndef test(): pass\ndef test_other(): pass")
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["test_it.py::test: kvmock(foo=1): unknown key 'foo'; known: block_size, *"])
+
+
+def test_a_block_size_that_the_backend_refuses_says_where_it_comes_from(nested):
+    result = nested("@pytest.mark.kvmock(block_size=12)\ndef test(kv_router): pass\ndef test_other(kv_sink): pass")
+
+    result.assert_outcomes(errors=2, passed=1)
+    result.stdout.fnmatch_lines(["kvmock: backend lru: block_size must be *, got 12 (kvmock(block_size=12))"])
+
+
 def test_a_wrong_marker_is_the_same_line_under_xdist(nested):
     result = nested("@pytest.mark.kvmock(num_blocks=0)\ndef test(kv_sink): pass", "-n", "2", plugins=["xdist"])
 
