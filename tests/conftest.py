@@ -4,10 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# A slow or busy machine is no failure; what must be fast is measured in benchmarks/.
-settings.register_profile("kvmock", deadline=None)
+# A slow or busy machine is no failure; what must be fast is measured in benchmarks/. CI tries the same examples each
+# time, so that a change is judged and not the luck of the day; at a desk new ones are tried.
+settings.register_profile(
+    "kvmock", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
+)
 settings.load_profile("kvmock")
 
 
