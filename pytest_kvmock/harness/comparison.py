@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from inspect import isawaitable
 from pathlib import Path
 from random import Random
@@ -21,7 +21,9 @@ from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
 from pytest_kvmock.harness.under_test import (
     Call,
     IndexUnderTest,
+    Scores,
     UnreadableAnswer,
+    WorkerScores,
     agree,
     first_difference,
     question,
@@ -32,6 +34,7 @@ from pytest_kvmock.hygiene.stream import Stream, StreamKey, Wound
 from pytest_kvmock.hygiene.text import NOBODY, block_text, worker_text
 
 if TYPE_CHECKING:
+    from pytest_kvmock.harness.standard import Standard
     from pytest_kvmock.router.index import RadixIndex
 
 Sync: TypeAlias = Literal["every", "auto", "end"]
@@ -101,6 +104,8 @@ class Heard(NamedTuple):
     event: RouterEvent
     position: int
     problems: list[Problem]
+    given: RouterEvent
+    """What the index gets: the event, unless a fault at its own door changes that."""
 
     @property
     def key(self) -> StreamKey:
@@ -124,18 +129,28 @@ class Comparison:
         ledger: whose history the chains come from.
         rng: picks foreign blocks, and events in long tests.
         sync: after every event, after some of many, or at the end alone.
+        standard: in place of ledger and reference, where the index must survive faults.
 
     Attributes:
         waiting: what the index has not been given yet: an async one's events, until it is flushed.
     """
 
     def __init__(
-        self, under_test: IndexUnderTest, reference: RadixIndex, ledger: Ledger, rng: Random, sync: Sync
+        self,
+        under_test: IndexUnderTest,
+        reference: RadixIndex,
+        ledger: Ledger,
+        rng: Random,
+        sync: Sync,
+        *,
+        standard: Standard | None = None,
     ) -> None:
         self.waiting: deque[Heard | Gone] = deque()
         self._under_test = under_test
-        self._reference = reference
-        self._ledger = ledger
+        self._standard = standard
+        self._reference = reference if standard is None else standard.reference
+        self._ledger = ledger if standard is None else standard.ledger
+        self._arrived = ledger
         self._rng = rng
         self._sync = sync
         self._catching_up = False
@@ -144,9 +159,11 @@ class Comparison:
 
     # ---------------------------------------------------------------------------------------------- events
 
-    def heard(self, event: RouterEvent, position: int, problems: list[Problem]) -> None:
+    def heard(
+        self, event: RouterEvent, position: int, problems: list[Problem], given: RouterEvent | None = None
+    ) -> None:
         """Queue an event that ledger and reference have taken, with what the ledger found wrong with it."""
-        self.waiting.append(Heard(event, position, problems))
+        self.waiting.append(Heard(event, position, problems, event if given is None else given))
 
     def catch_up(self) -> Findings:
         """Give the index what is waiting, in order; then compare with where the reference is now.
@@ -174,14 +191,14 @@ class Comparison:
             data, key = heard.event.event.data, heard.key
             wound = self._wounds.get(key)
             try:
-                yield self._under_test.apply, heard.event
+                yield self._under_test.apply, heard.given
             except Exception as error:  # noqa: BLE001 - as in run
                 found.append(self._failure("apply", error, key, heard))
             else:
                 if isinstance(data, Cleared):
                     self._wounds.pop(key, None)
             if self._due(heard.position):
-                questions.append((heard, list(self._touched(heard.event))))
+                questions.append((heard, [] if self._hurt(key) else list(self._touched(heard.event))))
             if isinstance(data, Cleared):
                 continue
             if wound is not None:
@@ -190,6 +207,9 @@ class Comparison:
                 self._told.difference_update((*key, block) for block in data.block_hashes)
         if questions:
             found += yield from self.flush()
+        for key in {heard.key for heard, _ in questions}:
+            if self._hurt(key):
+                yield from self._heal(key)
         for heard, chains in reversed(questions):  # a later event explains a difference better than an earlier one
             for chain in chains:
                 differences = yield from self._differences(chain, heard.key, heard)
@@ -243,13 +263,44 @@ class Comparison:
             position: number of the last event.
         """
         found = yield from self.flush()
-        for key, stream in list(self._ledger.streams.items()):
-            leaves = self._leaves(key)
-            for block in leaves:
-                found += yield from self._differences(self._chain(stream, block), key, None, position)
-            for chain in self._strangers(self._chain(stream, leaves[-1])) if leaves else ():
-                found += yield from self._differences(chain, key, None, position)
+        for key in list(self._ledger.streams):
+            found += yield from self._all_of(key, position)
         return found
+
+    def settle(self, position: int) -> Findings:
+        """Compare all chains of the streams that faults have hurt, and that the index is to have right by now."""
+        found: list[Problem] = []
+        for key in [] if self._standard is None else list(self._standard.hurt):
+            if key in self._ledger.streams:
+                found += yield from self._all_of(key, position)
+        return found
+
+    def _all_of(self, key: StreamKey, position: int) -> Findings:
+        found: list[Problem] = []
+        stream, leaves = self._ledger.streams[key], self._leaves(key)
+        for block in leaves:
+            found += yield from self._differences(self._chain(stream, block), key, None, position)
+        for chain in self._strangers(self._chain(stream, leaves[-1])) if leaves else ():
+            found += yield from self._differences(chain, key, None, position)
+        if self._standard is not None and not found:
+            self._standard.healed(key)
+        return found
+
+    def _hurt(self, key: StreamKey) -> bool:
+        return self._standard is not None and key in self._standard.hurt
+
+    def _heal(self, key: StreamKey) -> Generator[Call, Any, None]:
+        """Look whether the index has recovered from what hurt a stream."""
+        assert self._standard is not None
+        others = self._standard.hurt.keys() - {key}
+        for where, block in list(self._standard.hurt[key]):
+            try:
+                agrees = yield from self._agrees(self._chain(self._ledger.streams[where], block), others)
+            except Exception:  # noqa: BLE001 - it has not; at the end it is asked again, and that is reported
+                return
+            if not agrees:
+                return
+        self._standard.healed(key)
 
     def news(self, found: list[Problem], heard: Heard | None = None) -> list[Problem]:
         """Those of `found` that were not reported before, each listed where it belongs."""
@@ -322,17 +373,18 @@ class Comparison:
 
     def _differences(self, chain: Chain, key: StreamKey, heard: Heard | None, position: int = -1) -> Findings:
         """Ask for a chain; where the answer is not the reference's, find the shortest part of it that shows so."""
+        ignored = None if heard is None or self._standard is None else self._standard.hurt.keys()
         try:
-            if (yield from self._agrees(chain)):
+            if (yield from self._agrees(chain, ignored)):
                 return []
             for count in range(1, len(chain.local) + 1):
                 shortest = chain.part(0, count)
-                if not (yield from self._agrees(shortest)):
+                if not (yield from self._agrees(shortest, ignored)):
                     break
             answer = self._under_test.read((yield self._question(shortest)))
         except Exception as error:  # noqa: BLE001 - as in run
             return [self._failure(self._under_test.asked, error, key, heard, position)]
-        expected = self._reference.find_matches(shortest.local).scores
+        expected = self._expected(answer, shortest, ignored)
         if agree(answer, expected):
             return []  # an index that changes its mind between two questions: the next question shows it again
         worker, rank, got, due = first_difference(answer, expected)
@@ -353,16 +405,22 @@ class Comparison:
             rank,
             f"the index under test ({self._under_test.name}) answers {_count(got)} of {worker_text(worker, rank)} for the chain of "
             f"{len(shortest.local)} that ends in block {block_text(block)}; {story}",
-            f"{_count(due)}, as the reference index says",
+            f"{_count(due)}, as " + ("the reference index says" if self._standard is None else "was published"),
             heard.event if heard else None,
             heard.position if heard else position,
             (block,),
+            fault=None if self._standard is None else self._standard.strike((worker, rank)),
         )
         return [problem]
 
-    def _agrees(self, chain: Chain) -> Generator[Call, Any, bool]:
+    def _agrees(self, chain: Chain, ignored: Collection[StreamKey] | None) -> Generator[Call, Any, bool]:
         answer = self._under_test.read((yield self._question(chain)))
-        return agree(answer, self._reference.find_matches(chain.local).scores)
+        return agree(answer, self._expected(answer, chain, ignored))
+
+    def _expected(self, answer: Scores | WorkerScores, chain: Chain, ignored: Collection[StreamKey] | None) -> Scores:
+        if self._standard is None:
+            return self._reference.find_matches(chain.local).scores
+        return self._standard.expected(answer, chain.local, ignored)
 
     def _question(self, chain: Chain) -> Call:
         return self._under_test.ask, question(
@@ -383,6 +441,7 @@ class Comparison:
             "an index takes every sound event, and answers every question",
             event,
             heard.position if heard else position,
+            fault=None if self._standard is None else self._standard.strike(key),
         )
         self._fold(problem, heard)
         self._wounds[key] = Wound(problem.cause or problem)
@@ -392,15 +451,17 @@ class Comparison:
 
     def _fold(self, problem: Problem, heard: Heard | None) -> None:
         """List a problem under the fault of the event itself, or under a wound of the index or of the stream."""
-        own = next((p for p in heard.problems if p.is_error), None) if heard else None
+        own = next((p for p in heard.problems if p.is_error and not p.excused), None) if heard else None
         key = (problem.worker_id, problem.dp_rank)
         wound = self._wounds.get(key)
         if own is not None:
             problem.follows_from(own)
         elif wound is not None and problem.block not in wound.named:
             problem.follows_from(wound.cause)
-        elif key in self._ledger.streams:
-            Ledger.fold(self._ledger.streams[key], problem)
+        elif key in self._arrived.streams:
+            Ledger.fold(self._arrived.streams[key], problem)
+            if problem.cause is not None and problem.cause.excused:
+                problem.stand()  # an index that survives a fault is right all the same
 
 
 def _place(error: Exception) -> str:

@@ -28,6 +28,14 @@ def problem_line(problem: Problem) -> str:
     return f"{problem.rule} ({who}, at event {event.event.event_id} of {said_by})"
 
 
+def fault_text(problem: Problem) -> str:
+    """Which injected fault a problem came of, and whether the router must survive it."""
+    fault = problem.fault
+    if fault is None:
+        return ""
+    return f"injected: {fault}" + ("; the router survives it" if problem.excused else "")
+
+
 def problem_text(problem: Problem) -> str:
     """A problem in full: the event, the worker, the block, what was known and what would have been right."""
     lines = []
@@ -41,6 +49,8 @@ def problem_text(problem: Problem) -> str:
         f"    known:  {problem.known}",
         f"    right:  {problem.right}",
     ]
+    if problem.fault is not None:
+        lines.append(f"    fault:  {fault_text(problem)}")
     folded = list(problem.consequences())
     if folded:
         counts: dict[str, int] = {}
@@ -95,6 +105,10 @@ def failure_text(
             advice.insert(0, f'  expected? mark it:       with {log}.expect_error("{rule}"):')
         allow = f'RouterHarness(allow=["{rule}"])' if harness else f'@pytest.mark.kvmock(allow=["{rule}"])'
         advice.append(f"  not your concern?        {allow}")
+        fault = errors[0].fault
+        if fault is not None and not fault.survived:
+            faults = "kv.faults" if harness else "kv_router.faults"
+            advice.append(f'  must it be survived?     {faults}.survive("{fault.kind}")')
         parts.append("\n".join([headline, rest, "", *advice]))
     parts += unmet
     return "\n\n".join(parts)
@@ -102,8 +116,14 @@ def failure_text(
 
 def entry_line(entry: LogEntry) -> str:
     """A line of the log."""
-    marks = "".join(f"  {'!!' if problem.is_error else '!'} {problem.rule}" for problem in entry.problems)
+    marks = "".join(map(_mark, entry.problems))
     return f"{entry.position:>5}  {event_text(entry.event)}{marks}"
+
+
+def _mark(problem: Problem) -> str:
+    weight = "~" if problem.excused else "!!" if problem.is_error else "!"
+    fault = "" if problem.fault is None else f" ({fault_text(problem)})"
+    return f"  {weight} {problem.rule}{fault}"
 
 
 def log_text(log: EventLog, last: int = 20) -> str:
