@@ -189,6 +189,8 @@ class Comparison:
                 found += yield from self._tell(heard)
                 continue
             data, key = heard.event.event.data, heard.key
+            if self._standard is not None and self._hurt(key):
+                self._standard.touched(key, heard.event)
             wound = self._wounds.get(key)
             try:
                 yield self._under_test.apply, heard.given
@@ -207,7 +209,7 @@ class Comparison:
                 self._told.difference_update((*key, block) for block in data.block_hashes)
         if questions:
             found += yield from self.flush()
-        for key in {heard.key for heard, _ in questions}:
+        for key in dict.fromkeys(heard.key for heard, _ in questions):
             if self._hurt(key):
                 yield from self._heal(key)
         for heard, chains in reversed(questions):  # a later event explains a difference better than an earlier one

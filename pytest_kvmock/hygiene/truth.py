@@ -115,8 +115,8 @@ class Truth:
             self._twins[twin] = problem
             if problem.cause is not None and problem.cause.fault is not None:
                 problem.stand()
-                if twin.cause in self._twins:
-                    problem.follows_from(self._twins[twin.cause])
+            if problem.cause is None and twin.cause in self._twins:
+                problem.follows_from(self._twins[twin.cause])
             return
         problem.fault = self.misfits.get(key) or self._blame(problem, key)
         cause = problem.cause
