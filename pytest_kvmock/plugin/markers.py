@@ -7,10 +7,20 @@ from typing import Any, Final
 
 import pytest
 
-from pytest_kvmock.plugin.options import PROFILE_KEYS, REACTIONS, SYNCS, backend_names, one_of, profile_of, rule_names
+from pytest_kvmock.plugin.options import (
+    PROFILE_KEYS,
+    REACTIONS,
+    SYNCS,
+    backend_names,
+    fault_names,
+    fault_rates,
+    one_of,
+    profile_of,
+    rule_names,
+)
 
 POLICY_KEYS: Final = ("event_errors", "event_warnings", "allow")
-KVMOCK_KEYS: Final = (*PROFILE_KEYS, "sync", *POLICY_KEYS)
+KVMOCK_KEYS: Final = (*PROFILE_KEYS, "sync", *POLICY_KEYS, "faults", "survive")
 
 
 def check_kv_backends(mark: pytest.Mark) -> None:
@@ -42,6 +52,8 @@ def check_kvmock(mark: pytest.Mark) -> None:
         "event_warnings": one_of(*REACTIONS),
         "sync": one_of(*SYNCS),
         "allow": rule_names,
+        "faults": fault_rates,
+        "survive": fault_names,
     }
     for key, value in mark.kwargs.items():
         if key not in KVMOCK_KEYS:

@@ -102,6 +102,20 @@ MARKERS = [
     ("kvmock(sync='never')", "sync: got 'never'; allowed: every, auto, end"),
     ("kvmock(allow=['nonsense'])", "allow: unknown rule 'nonsense'; known: parent_block_not_found, *"),
     ("kvmock(allow=7)", "allow: got 7; allowed: a name, or a list of names"),
+    ("kvmock(faults={'loose': 0.1})", "faults: unknown fault 'loose'; known: lose, double, reorder, *"),
+    ("kvmock(faults={'lose': 1.5})", "faults: lose: got 1.5; allowed: a rate from 0 to 1"),
+    ("kvmock(faults={'lose': -0.1})", "faults: lose: got -0.1; allowed: a rate from 0 to 1"),
+    ("kvmock(faults={'lose': nan})", "faults: lose: got nan; allowed: a rate from 0 to 1"),
+    ("kvmock(faults={'lose': True})", "faults: lose: got True; allowed: a rate from 0 to 1"),
+    ("kvmock(faults={'lose': '0.1'})", "faults: lose: got '0.1'; allowed: a rate from 0 to 1"),
+    (
+        "kvmock(faults={'restart': 0.1})",
+        "faults: restart has no rate, it is scripted; those that have: lose, double, reorder, delay, wrong_parent, *",
+    ),
+    ("kvmock(faults='lose')", "faults: got 'lose'; allowed: a mapping of faults to rates"),
+    ("kvmock(survive=('lose', 'loose'))", "survive: unknown fault 'loose'; known: lose, *"),
+    ("kvmock(survive=['block_size'])", "survive: block_size is nothing that a router can survive"),
+    ("kvmock(survive=7)", "survive: got 7; allowed: a fault, or a list of faults"),
 ]
 
 
@@ -113,7 +127,7 @@ def pattern(text):
 @pytest.mark.parametrize(("marker", "message"), MARKERS)
 @pytest.mark.parametrize("fixture", ["kv_router", "kv_sink"])
 def test_a_wrong_marker_is_one_line_at_collection(nested, marker, message, fixture):
-    result = nested(f"@pytest.mark.{marker}\ndef test({fixture}): pass\ndef test_other(): pass")
+    result = nested(f"from math import nan\n@pytest.mark.{marker}\ndef test({fixture}): pass\ndef test_other(): pass")
 
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"test_it.py::test: {pattern(marker)}: {message}"])
