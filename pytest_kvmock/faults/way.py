@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.faults import changes
+from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.hygiene.injected import Injected
 from pytest_kvmock.hygiene.problem import Problem
 
@@ -73,7 +74,8 @@ class Way:
         """
         blocks = frozenset(block for event in events for block in changes.named(event))
         event_id = events[0].event.event_id if events else None
-        return Injected(kind, *own, event_id, keys | {own}, blocks, survived=kind in self.survived)
+        survived, survivable = kind in self.survived, FAULTS[kind].can_be_survived
+        return Injected(kind, *own, event_id, keys | {own}, blocks, survived, survivable)
 
     def next_worker(self, own: StreamKey) -> StreamKey | None:
         """The next other worker, with the same rank if it has it; None where there is no other."""

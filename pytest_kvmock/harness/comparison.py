@@ -411,7 +411,7 @@ class Comparison:
             heard.event if heard else None,
             heard.position if heard else position,
             (block,),
-            fault=None if self._standard is None else self._standard.strike((worker, rank)),
+            fault=None if self._standard is None else self._standard.strike((worker, rank), block),
         )
         return [problem]
 

@@ -34,7 +34,7 @@ class Standard:
         self.ledger = Ledger()
         self.reference = RadixIndex()
         self.hurt: dict[StreamKey, set[tuple[StreamKey, int]]] = {}
-        self._strikes: dict[StreamKey, Injected] = {}
+        self._strikes: dict[StreamKey, list[Injected]] = {}
         self._said: list[tuple[StreamKey, RouterEvent | None]] = []
         self._lost: dict[StreamKey, list[int]] = {}  # where in `_said` is what nobody can know to be lost
         self._held: dict[StreamKey, list[int]] = {}
@@ -79,7 +79,7 @@ class Standard:
             blocks = data.block_hashes
         for key in strike.keys:
             self.hurt.setdefault(key, set()).update((own, block) for block in blocks)
-            self._strikes[key] = strike
+            self._strikes.setdefault(key, []).append(strike)
         if strike.missing:
             (self._held if held else self._lost).setdefault(own, []).append(len(self._said) - 1)
 
@@ -99,15 +99,17 @@ class Standard:
         if held:
             held.pop(0)
 
-    def strike(self, key: StreamKey) -> Injected | None:
-        """The last fault to be survived that struck a stream."""
-        return self._strikes.get(key)
+    def strike(self, key: StreamKey, block: int | None = None) -> Injected | None:
+        """The last fault to be survived that struck a stream, or, once the index has recovered, that struck a block."""
+        strikes = self._strikes.get(key, [])
+        if key not in self.hurt:
+            strikes = [strike for strike in strikes if block in strike.blocks]
+        return strikes[-1] if strikes else None
 
     def healed(self, key: StreamKey) -> None:
         """The index is right about a stream again; not so yet where it is right by knowing less."""
         if not self._lost.get(key) and not self._held.get(key):
             self.hurt.pop(key, None)
-            self._strikes.pop(key, None)
 
     def expected(
         self, answer: Scores | WorkerScores, local_hashes: tuple[int, ...], ignored: Collection[StreamKey] | None

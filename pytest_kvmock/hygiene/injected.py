@@ -23,6 +23,7 @@ class Injected:
         keys: every worker and rank whose stream it changed.
         blocks: the blocks that the event named, as published and as it arrived.
         survived: the test says that its router must survive faults of this kind.
+        survivable: a router can survive faults of this kind.
         missing: the event that was struck has not arrived where it was due.
     """
 
@@ -33,6 +34,7 @@ class Injected:
     keys: frozenset[StreamKey] = frozenset()
     blocks: frozenset[int] = frozenset()
     survived: bool = False
+    survivable: bool = True
     missing: bool = False
 
     def __str__(self) -> str:

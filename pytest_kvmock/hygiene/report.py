@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pytest_kvmock.hygiene.problem import INDEX_RULES
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.hygiene.text import event_text, worker_text
 
@@ -106,7 +107,7 @@ def failure_text(
         allow = f'RouterHarness(allow=["{rule}"])' if harness else f'@pytest.mark.kvmock(allow=["{rule}"])'
         advice.append(f"  not your concern?        {allow}")
         fault = errors[0].fault
-        if fault is not None and not fault.survived:
+        if fault is not None and fault.survivable and not fault.survived and rule not in INDEX_RULES:
             faults = "kv.faults" if harness else "kv_router.faults"
             advice.append(f'  must it be survived?     {faults}.survive("{fault.kind}")')
         parts.append("\n".join([headline, rest, "", *advice]))
