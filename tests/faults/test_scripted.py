@@ -474,6 +474,7 @@ def test_a_sink_has_no_engine_to_restart(kv):
         ({"loose": 0.1}, "unknown fault 'loose'; known: lose, "),
         ({"late_join": 0.1}, "late_join has no rate, it is scripted; those that have: lose, "),
         ({"lose": 2}, "lose: got 2; allowed: a rate from 0 to 1"),
+        ({"lose": float("nan")}, "lose: got nan; allowed: a rate from 0 to 1"),
         (["lose"], "got \\['lose'\\]; allowed: a mapping of faults to rates"),
     ],
 )
