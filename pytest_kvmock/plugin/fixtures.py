@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.comparison import Sync
+    from pytest_kvmock.harness.recovery import Recovery
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.tokens import Prompt
     from pytest_kvmock.traces import TraceRequest
@@ -86,6 +87,7 @@ def _block_size_place(item: pytest.Item) -> str:
 
 
 CASE: Final = pytest.StashKey[Case]()
+_RECOVERY: Final = pytest.StashKey["Recovery"]()
 _BASE: Final = pytest.StashKey["EngineProfile"]()
 _TRACES: Final = pytest.StashKey[dict[object, tuple["TraceRequest", ...]]]()
 
@@ -119,7 +121,15 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     for values in markers:
         sync = values.get("sync", sync)
     try:
-        harness = RouterHarness(profile, backend=None, index=kv_index, sync=sync, allow=policy.allow, name=item.nodeid)
+        harness = RouterHarness(
+            profile,
+            backend=None,
+            index=kv_index,
+            sync=sync,
+            allow=policy.allow,
+            recovery=item.stash.get(_RECOVERY, None),
+            name=item.nodeid,
+        )
     except (TypeError, ValueError) as error:
         _fail_at_setup(item, str(error))
     case = item.stash[CASE] = Case(item, harness, policy)
@@ -238,6 +248,27 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
     """Make more sinks, `make_kv_sink(chained=False)`: each stands for a worker by itself."""
     return _kvmock_case.harness.make_sink
+
+
+@pytest.fixture
+def kv_recovery(request: pytest.FixtureRequest) -> Recovery:
+    """What a router calls to ask a worker for events that it missed: `kv_recovery(worker_id, start=None)`.
+
+    A `kv_index` may ask for it, so it stands before the harness; where the harness is there already, it joins it.
+    """
+    from pytest_kvmock.harness.recovery import Recovery
+
+    item, recovery = request.node, Recovery()
+    case = item.stash.get(CASE, None)
+    if case is None:
+        item.stash[_RECOVERY] = recovery
+        request.addfinalizer(lambda: item.stash.__delitem__(_RECOVERY))  # the item may run again
+    else:
+        try:
+            case.harness.use_recovery(recovery)
+        except ValueError as error:
+            _fail_at_setup(item, f"kv_recovery: {error}; ask for it before what makes traffic")
+    return recovery
 
 
 @pytest.fixture
