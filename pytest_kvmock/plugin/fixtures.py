@@ -10,7 +10,7 @@ fixtures to set up, which is most of what a test costs, and these three are the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
@@ -251,7 +251,7 @@ def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
 
 
 @pytest.fixture
-def kv_recovery(request: pytest.FixtureRequest) -> Recovery:
+def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
     """What a router calls to ask a worker for events that it missed: `kv_recovery(worker_id, start=None)`.
 
     A `kv_index` may ask for it, so it stands before the harness; where the harness is there already, it joins it.
@@ -260,15 +260,14 @@ def kv_recovery(request: pytest.FixtureRequest) -> Recovery:
 
     item, recovery = request.node, Recovery()
     case = item.stash.get(CASE, None)
-    if case is None:
-        item.stash[_RECOVERY] = recovery
-        request.addfinalizer(lambda: item.stash.__delitem__(_RECOVERY))  # the item may run again
-    else:
+    if case is not None:
         try:
             case.harness.use_recovery(recovery)
         except ValueError as error:
             _fail_at_setup(item, f"kv_recovery: {error}; ask for it before what makes traffic")
-    return recovery
+    item.stash[_RECOVERY] = recovery
+    yield recovery
+    del item.stash[_RECOVERY]  # pytest-rerunfailures runs the same item again
 
 
 @pytest.fixture
