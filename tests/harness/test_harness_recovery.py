@@ -324,22 +324,26 @@ def test_an_index_that_does_not_apply_the_answer_has_no_excuse(recovering):
 
 
 def test_a_drift_that_the_gap_had_excused_is_told_after_the_recovery(recovering):
-    kv = recovering(index=plain, sync="every")
-    store(kv, 1, 2)
+    class Stops(Plain):
+        def apply(self, event):
+            if event.event.event_id < 2:
+                super().apply(event)
+
+    kv = recovering(index=lambda _: Stops())
+    store(kv, 1)
     kv.events.expect_error("event_id_gap")
     kv.drop_next()
-    kv.apply(Removed((2,)))  # the index is not told
-    store(kv, 3, parent=1)
-    kv.apply(Removed((3,)))
+    store(kv, 2)
+    store(kv, 3)
+    assert [("index_drift", (3,))] == [(p.rule, p.blocks) for p in kv.events.errors[0].folded]
     kv.ask(0, 1)
-    (problem,) = kv.judge().errors
-    assert ("index_drift", (2,)) == (problem.rule, problem.blocks)
+    assert [("index_drift", (2,)), ("index_drift", (3,))] == [(p.rule, p.blocks) for p in kv.judge().errors]
 
 
 def test_an_index_that_errs_while_it_recovers_has_no_excuse(recovering):
     class Half(Recovering):
         def take(self, event, step):
-            super().take(event, step._replace(apply=step.apply[1:] if len(step.apply) > 1 else step.apply))
+            super().take(event, step._replace(apply=step.apply[:1]))
 
     kv = recovering(index=Half)
     store(kv, 1)
@@ -347,7 +351,8 @@ def test_an_index_that_errs_while_it_recovers_has_no_excuse(recovering):
     kv.drop_next()
     store(kv, 2)
     store(kv, 3)
-    assert ["index_drift"] == [problem.rule for problem in kv.judge().errors]
+    (problem,) = kv.judge().errors
+    assert ("index_drift", 2, (3,)) == (problem.rule, problem.event_id, problem.blocks)
 
 
 def test_an_index_that_keeps_what_a_dump_has_not_drifts(recovering):
@@ -502,6 +507,18 @@ def test_ids_that_were_told_before_a_restart_mean_nothing_after_it(recovering):
     assert "event_id_gap" in rules(kv)
 
 
+def test_nor_do_they_after_a_restart_by_hand(recovering):
+    kv = recovering(index=None)
+    store(kv, 1)
+    kv.drop_next()
+    store(kv, 2)
+    store(kv, 3)
+    kv.ask(0, 1)
+    kv.apply(KvCacheEvent(0, Stored(None, (4,), (4,))))
+    kv.apply(KvCacheEvent(1, Stored(None, (5,), (5,))))
+    assert {0: 1} == kv.overlap_for_hashes([5])
+
+
 def test_a_worker_that_is_removed_and_made_anew_has_an_empty_ring(recovering):
     kv = recovering()
     kv.worker(0).serve(kv.prompt(3))
@@ -612,35 +629,36 @@ def test_an_async_index_recovers_in_its_turn(recovering):
 
 
 class Threaded(Recovering):
-    """Recovers in a thread of its own, for which it waits in `flush`."""
+    """Takes what waits in a thread of its own, for which it waits in `flush`."""
 
     def __init__(self, ask):
         super().__init__(ask)
-        self.threads = []
+        self.waiting = []
 
     def apply(self, event):
-        thread = threading.Thread(target=super().apply, args=(event,))
-        for before in self.threads:
-            before.join()
-        self.threads = [thread]
-        thread.start()
+        self.waiting.append(event)
+
+    def work(self):
+        while self.waiting:
+            super().apply(self.waiting.pop(0))
 
     def flush(self):
-        for thread in self.threads:
-            thread.join(10)
-            assert not thread.is_alive()
+        thread = threading.Thread(target=self.work, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
 
 
-def test_an_index_may_ask_in_a_thread_while_the_harness_waits_for_it(recovering):
-    kv = recovering(index=Threaded)
+@pytest.mark.parametrize("sync", ["every", "end"])
+def test_an_index_may_ask_in_a_thread_while_the_harness_waits_for_it(recovering, sync):
+    kv = recovering(index=Threaded, sync=sync)
     kv.events.expect_error("event_id_gap")
-    prompts = [kv.prompt(2) for _ in range(4)]
-    kv.worker(0).serve(prompts[0])
+    store(kv, 1, 2)
     kv.drop_next()
-    for prompt in prompts[1:]:
-        kv.worker(0).serve(prompt)
+    kv.apply(Removed((2,)))
+    store(kv, 3)
     kv.assert_in_sync()
-    assert {0: 2} == kv.overlap(prompts[1])
+    assert {0: 1} == kv.overlap_for_hashes([1, 2])
     assert [] == kv.judge().errors
 
 

@@ -87,8 +87,7 @@ def test_it_comes_too_late_after_the_first_event(nested):
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
         [
-            "kvmock: kv_recovery: recovery comes too late: events were published before, and no worker has kept them; "
-            "ask for it before what makes traffic"
+            "kvmock: kv_recovery: recovery comes too late: events were published before, and no worker has kept them; ask*",
         ]
     )
 
