@@ -147,12 +147,14 @@ class Stream:
             said: all that it has said, in the order in which it did.
             ids: what it was asked for, up to the newest. The wound stays where an id before them is missing.
         """
-        self.tiers = {tier: dict(held) for tier, held in said.tiers.items()}
-        self.implied = set(said.implied)
+        wound = self.wound
+        self.forget()
+        for tier, held in said.tiers.items():
+            self.tiers.setdefault(tier, {}).update(held)
+        self.implied |= said.implied
         self.said, self.emptied = list(said.said), said.emptied
         self._read = 0
         self._origin, self._gone = {}, {}
-        self.drifted.clear()
         due = 0 if self.next_id is None else self.next_id
         missing = [*self.holes, range(due, ids.stop)]
         before = [range(hole.start, min(hole.stop, ids.start)) for hole in missing]
@@ -160,8 +162,7 @@ class Stream:
         self.holes = [hole for hole in before if hole]
         self.late += [part for part in told if part]
         self.next_id = ids.stop
-        if not self.holes:
-            self.wound = None
+        self.wound = wound if self.holes else None
 
     def chain(self, block: int) -> list[int]:
         """Block hashes from the root to `block`, as last stored; from where history begins if no root is known."""
