@@ -75,14 +75,14 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
     profile, policy = EngineProfile(), Policy()
     defaults = {key: getattr(profile, key) for key in KVMOCK_KEYS if hasattr(profile, key)}
     defaults |= {"event_errors": policy.event_errors, "event_warnings": policy.event_warnings}
-    defaults |= {"allow": tuple(policy.allow), "sync": "auto"}
+    defaults |= {"allow": tuple(policy.allow), "sync": "auto", "profile": None}
     assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
 
 
 def test_every_option_is_listed():
     section = README.split("\n## Options and ini settings\n")[1].split("\n## ")[0]
     known = [name for option in OPTIONS for name in (option.flag, option.ini) if name]
-    assert sorted([*known, "--kv-list-backends"]) == sorted(set(re.findall(r"`(--[\w-]+|kvmock_\w+)[ `]", section)))
+    assert sorted([*known, "--kv-list-backends", "--kv-list-profiles"]) == sorted(set(re.findall(r"`(--[\w-]+|kvmock_\w+)[ `]", section)))
 
 
 def test_the_files_it_names_exist():
