@@ -31,7 +31,8 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def register_backends(config: pytest.Config) -> None:
     """Register the backends of others, if there are any, and note who has brought them."""
     plugins: Mapping[str, str] = {}
-    if config.hook.pytest_kvmock_backends.get_hookimpls():
+    # Where this run is inside another one, those of the outer run are not known here.
+    if config.hook.pytest_kvmock_backends.get_hookimpls() or "pytest_kvmock.backends" in sys.modules:
         from pytest_kvmock.plugin.registry import read_backends
 
         plugins = read_backends(config)

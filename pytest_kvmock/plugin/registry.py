@@ -1,6 +1,6 @@
 """Backends of others: what the hook `pytest_kvmock_backends` returns is checked, and known by name for this run.
 
-Loaded only where somebody implements the hook.
+Loaded only where somebody implements the hook, or uses backends.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def _returned(config: pytest.Config, plugin: object) -> Mapping[str, BackendSpec
         answers = config.pluginmanager.subset_hook_caller(HOOK, others)(config=config)
     except (pytest.UsageError, pytest.exit.Exception):
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is said in one line
         if config.getoption("fulltrace", False):
-            raise
+            raise pytest.UsageError(f"{where} raised:\n{''.join(traceback.format_exception(error))}") from None
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}:{frame.lineno}"
         raise pytest.UsageError(

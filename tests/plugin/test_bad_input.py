@@ -95,7 +95,10 @@ MARKERS = [
     ("kv_backends(excluding='lru')", "unknown key 'excluding'; known: exclude"),
     ("kvmock(8)", "takes keywords only; known: block_size, *"),
     ("kvmock(blok_size=8)", "unknown key 'blok_size'; known: block_size, num_blocks, *"),
-    ("kvmock(profile='small')", "profile: unknown profile 'small'; none is known: ini kvmock_profiles names their files"),
+    (
+        "kvmock(profile='small')",
+        "profile: unknown profile 'small'; none is known: ini kvmock_profiles names their files",
+    ),
     ("kvmock(profile=7)", "profile: got 7; allowed: the name of a profile"),
     ("kvmock(num_blocks=0)", "num_blocks*must be an integer of at least 1, got 0"),
     ("kvmock(block_size='16')", "block_size*must be *, got '16'"),

@@ -136,7 +136,9 @@ PROFILE = [
         EngineProfile(num_blocks=32, workers=4, seed=1),
         id="a named profile takes the place of the base, but for a seed that it does not say",
     ),
-    pytest.param(BASE, [{"profile": "small"}], {}, EngineProfile(block_size=4, num_blocks=9, seed=5), id="its own seed"),
+    pytest.param(
+        BASE, [{"profile": "small"}], {}, EngineProfile(block_size=4, num_blocks=9, seed=5), id="its own seed"
+    ),
     pytest.param(
         BASE,
         [{"profile": "fleet", "workers": 2}],

@@ -82,7 +82,9 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
 def test_every_option_is_listed():
     section = README.split("\n## Options and ini settings\n")[1].split("\n## ")[0]
     known = [name for option in OPTIONS for name in (option.flag, option.ini) if name]
-    assert sorted([*known, "--kv-list-backends", "--kv-list-profiles"]) == sorted(set(re.findall(r"`(--[\w-]+|kvmock_\w+)[ `]", section)))
+    assert sorted([*known, "--kv-list-backends", "--kv-list-profiles"]) == sorted(
+        set(re.findall(r"`(--[\w-]+|kvmock_\w+)[ `]", section))
+    )
 
 
 def test_the_files_it_names_exist():
