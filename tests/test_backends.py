@@ -8,6 +8,12 @@ from pytest_kvmock import BACKENDS, BackendSpec, CapturingSink, EvictionPolicy, 
 from pytest_kvmock.backends import backend_spec, known_backends, registered
 
 
+@pytest.fixture(autouse=True)
+def _only_built_in_ones():
+    with registered({}):  # the run may have others
+        yield
+
+
 class NewestFirst(EvictionPolicy):
     """The least that a policy must say."""
 

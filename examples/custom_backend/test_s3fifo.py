@@ -8,7 +8,7 @@ from custom_backend.s3fifo import S3FIFO
 
 from pytest_kvmock import RouterHarness, create_manager
 
-pytestmark = pytest.mark.kv_backends("lineage", "lru", "s3fifo")
+pytestmark = pytest.mark.kv_backends("lineage", "lru", "multi_lru", "s3fifo")
 
 
 def test_what_is_served_is_known_to_the_router(kv_router, kv_prompt):
@@ -41,6 +41,7 @@ def test_blocks_go_in_the_order_that_was_foretold(kv_manager, kv_events):
     assert foretold == kv_events.removed_blocks
 
 
+@pytest.mark.kv_backends("lru", "s3fifo")
 @pytest.mark.kvmock(num_blocks=40)
 def test_a_scan_does_not_drive_out_what_is_used_again(kv_backend, kv_worker, kv_prompt):
     system_prompt = kv_prompt(blocks=4)
