@@ -19,6 +19,7 @@ from pytest_kvmock.plugin.fixtures import (
     make_kv_sink,
 )
 from pytest_kvmock.plugin.hooks import (
+    pytest_addhooks,
     pytest_addoption,
     pytest_cmdline_main,
     pytest_collection_modifyitems,
@@ -48,6 +49,7 @@ __all__ = [
     "kv_worker",
     "make_kv_manager",
     "make_kv_sink",
+    "pytest_addhooks",
     "pytest_addoption",
     "pytest_cmdline_main",
     "pytest_collection_modifyitems",
