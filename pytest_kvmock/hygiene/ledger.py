@@ -247,57 +247,54 @@ class Ledger:
         held, first = stream.tiers[tier], after[0] if after else LAST
         # Tail first, as all engines do it, each block is the child of the next: one comparison for all of them.
         plain = after[1:] == hashes[:-1] and (first == LAST or (first is not None and first >= 0 and first not in held))
+        removed: dict[int, int | None] = {}
         unknown: list[int] = []
-        problems: list[Problem] = []
-        if not plain and None in after:
-            pairs = zip(hashes, after, strict=True)
-            unknown = [block for block, child in pairs if child is None and block not in stream.implied]
-            right = "a Removed names blocks that are held"
-            problems = [
-                self.fold(stream, self._problem("block_not_found", stream, stream.history(part[0]), right, part))
-                for part in self._parts(stream, unknown)
-            ]
-        restored = []
+        for block, child in () if plain else zip(hashes, after, strict=True):
+            if child is None and block not in stream.implied:
+                unknown.append(block)
+            else:
+                removed.setdefault(block, child)
+        right = "a Removed names blocks that are held"
+        problems = [
+            self.fold(stream, self._problem("block_not_found", stream, stream.history(part[0]), right, part))
+            for part in self._parts(stream, unknown)
+        ]
+        restored: list[Problem] = []
         if stream.restored:
             restored = self._restored(stream, event, hashes)
             stream.restored = {}
         stream.said.append(event)
         stream.settle(hashes)
-        for problem in restored:
-            stream.astray.update(dict.fromkeys(problem.blocks, problem))
+        stream.astray.update((problem.blocks[0], problem) for problem in restored)
         problems += restored
-        if not plain and stream.prefix_closed:
-            removed = [pair for pair in zip(hashes, after, strict=True) if pair[0] not in unknown]
+        if removed and stream.prefix_closed:
             problems += self._orphaned(stream, tier, removed)
         if stream.wound is not None:
             stream.wound.named.update(hashes)
         return problems
 
     def _restored(self, stream: Stream, event: RouterEvent, hashes: tuple[int, ...]) -> list[Problem]:
-        """The blocks that the event directly before stored again though they were held, one problem a cause."""
+        """The blocks that the event directly before stored again though they were held, a problem each."""
         last = stream.last
         assert last is not None
         if last.event.event_id + 1 != event.event.event_id or last.storage_tier is not event.storage_tier:
             return []
-        taken: dict[Problem | None, list[int]] = {}
+        problems = []
         for block in hashes:
             if block in stream.restored:
-                taken.setdefault(stream.restored[block], []).append(block)
-        problems = []
-        for cause, blocks in taken.items():
-            held = f"{blocks_text(blocks)} {'was' if len(blocks) == 1 else 'were'} held already"
-            known = f"{held} when event {last.event.event_id} stored {'it' if len(blocks) == 1 else 'them'} again"
-            right = "a block that is evicted and stored again is removed first; now it is held, and the router does not know"
-            problem = self._problem("evicted_and_restored", stream, known, right, tuple(blocks))
-            if cause is not None:
-                problem.follows_from(cause)
-            problems.append(problem)
+                known = f"block {block_text(block)} was held already when event {last.event.event_id} stored it again"
+                right = "what is evicted and stored again is not removed after that: the router believes it gone"
+                problem = self._problem("evicted_and_restored", stream, known, right, (block,))
+                cause = stream.restored[block]
+                if cause is not None:
+                    problem.follows_from(cause)
+                problems.append(problem)
         if problems and stream.doubled is not None and stream.doubled.cause is None:
             stream.doubled.follows_from(problems[0])
         return problems
 
     @classmethod
-    def _orphaned(cls, stream: Stream, tier: StorageTier, removed: Iterable[tuple[int, int | None]]) -> list[Problem]:
+    def _orphaned(cls, stream: Stream, tier: StorageTier, removed: dict[int, int | None]) -> list[Problem]:
         """The children that are held though their parent is not, one problem a cause.
 
         Args:
@@ -307,7 +304,7 @@ class Ledger:
         """
         orphans: dict[Problem | None, list[tuple[int, int]]] = {}
         wound = stream.wound
-        for block, child in removed:
+        for block, child in removed.items():
             for orphan in stream.orphans(tier, block, child):
                 cause = stream.astray.get(block)
                 if cause is None and wound is not None and orphan not in wound.named:

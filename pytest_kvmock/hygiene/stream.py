@@ -56,7 +56,7 @@ class Stream:
         restored: blocks of the event before, a Stored, that were held already; each with the cause of the wound that
             made it unknown then, or None.
         doubled: the duplicate_store that the event before was, if it was one.
-        astray: blocks that the engine holds though a Removed named them, and the evicted_and_restored that says so.
+        astray: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
         overfull: it was said that the device holds more than it has, and it does so still.
     """
 
