@@ -366,7 +366,7 @@ class Comparison:
             rank,
             f"the index under test ({self._under_test.name}) answers {_count(got)} of {worker_text(worker, rank)} for the chain of "
             f"{len(shortest.local)} that ends in block {block_text(block)}; {story}",
-            f"{_right(right)}, as the reference index says",
+            _right(right),
             heard.event if heard else None,
             heard.position if heard else position,
             (block,),
@@ -438,17 +438,26 @@ def _place(error: Exception) -> str:
 def _leading_run(stream: Stream, chain: Chain) -> int:
     """How many leading blocks of a chain the events say are held, a parent that is only implied counted.
 
-    The chain's block hashes are those of its history, which a wrong link leads astray, and a stranger has none of its
-    own: so the hashes that its local hashes make are looked for too.
+    The chain's block hashes are those of its history, which a wrong link leads astray (in a circle even, where the run
+    ends), and a stranger has none of its own: so the hashes that its local hashes make are looked for too.
     """
     ways = (sequence_hashes(chain.local),) if chain.stranger else (chain.blocks, sequence_hashes(chain.local))
-    held = stream.device.keys() | stream.implied if stream.implied else stream.device
-    return max(next((depth for depth, block in enumerate(way) if block not in held), len(way)) for way in ways)
+    most = 0
+    for way in ways:
+        run: set[int] = set()
+        for block in way:
+            if block in run or not (block in stream.device or block in stream.implied):
+                break
+            run.add(block)
+        most = max(most, len(run))
+    return most
 
 
 def _right(answers: range) -> str:
     least, most = answers.start, answers.stop - 1
-    return _count(most) if least == most else f"{least} to {_count(most)}"
+    if least == most:
+        return f"{_count(most)}, as the reference index says"
+    return f"{least} to {_count(most)}: between what the reference index says and what the events say is held"
 
 
 def _count(blocks: int) -> str:

@@ -252,8 +252,8 @@ class Ledger:
         for block, child in () if plain else zip(hashes, after, strict=True):
             if child is None and block not in stream.implied:
                 unknown.append(block)
-            else:
-                removed.setdefault(block, child)
+            elif removed.get(block, LAST) == LAST:
+                removed[block] = child
         right = "a Removed names blocks that are held"
         problems = [
             self.fold(stream, self._problem("block_not_found", stream, stream.history(part[0]), right, part))
@@ -280,7 +280,7 @@ class Ledger:
         if last.event.event_id + 1 != event.event.event_id or last.storage_tier is not event.storage_tier:
             return []
         problems = []
-        for block in hashes:
+        for block in dict.fromkeys(hashes):
             if block in stream.restored:
                 known = f"block {block_text(block)} was held already when event {last.event.event_id} stored it again"
                 right = "what is evicted and stored again is not removed after that: the router believes it gone"
