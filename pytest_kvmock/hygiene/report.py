@@ -103,7 +103,10 @@ def failure_text(
 
 def entry_line(entry: LogEntry) -> str:
     """A line of the log."""
-    counts = Counter(f"  {'!!' if problem.is_error else '!'} {problem.rule}" for problem in entry.problems)
+    counts = Counter(
+        f"  {'!!' if problem.is_error else '!'} {problem.rule}{', waived' if problem.waived else ''}"
+        for problem in entry.problems
+    )
     marks = "".join(mark if count == 1 else f"{mark} x{count}" for mark, count in counts.items())
     return f"{entry.position:>5}  {event_text(entry.event)}{marks}"
 
