@@ -65,12 +65,14 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
 """All backends by name, in the order in which the matrix runs them."""
 
 
-def backend_spec(name: str) -> BackendSpec:
-    """Look a backend up.
+def backend_spec(name: str | BackendSpec) -> BackendSpec:
+    """Look a backend up; a spec is itself, so that one that is not listed can be used too.
 
     Raises:
         ValueError: there is none of this name; the known ones are listed.
     """
+    if isinstance(name, BackendSpec):
+        return name
     spec = BACKENDS.get(name)
     if spec is None:
         raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")

@@ -10,7 +10,7 @@ from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from pytest_kvmock.backends import EngineProfile, backend_spec
+from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
 from pytest_kvmock.events import (
     Cleared,
     KvCacheEvent,
@@ -36,7 +36,6 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.sinks import Sink
 
@@ -51,7 +50,7 @@ class RouterHarness:
 
     Args:
         profile: size and kind of the workers; the default profile if None.
-        backend: name of the workers' backend; None if no worker is wanted yet (see `use_backend`).
+        backend: name of the workers' backend, or a `BackendSpec`; None if no worker is wanted yet (see `use_backend`).
         index: the index under test (see `IndexUnderTest` for what it offers); None for the reference index alone.
         sync: when an index under test is compared: after "every" event, "auto" (after every event up to the 2,000th,
             then after one in 16) or at the "end".
@@ -71,7 +70,7 @@ class RouterHarness:
     def __init__(
         self,
         profile: EngineProfile | None = None,
-        backend: str | None = "lineage",
+        backend: str | BackendSpec | None = "lineage",
         index: Any = None,
         *,
         sync: Sync = "auto",
@@ -125,7 +124,7 @@ class RouterHarness:
         """The workers by id, or by (id, dp_rank) where a worker has more ranks than one."""
         return MappingProxyType(self._workers)
 
-    def use_backend(self, backend: str) -> None:
+    def use_backend(self, backend: str | BackendSpec) -> None:
         """Say which backend the workers have, once, and make those that exist from the start.
 
         Raises:
@@ -134,7 +133,7 @@ class RouterHarness:
         spec = backend_spec(backend)
         if self._spec is not None:
             if spec is not self._spec:
-                raise ValueError(f"the harness has backend {self._spec.name!r} already; it cannot become {backend!r}")
+                raise ValueError(f"the harness has backend {self._spec.name!r} already; it cannot become {spec.name!r}")
             return
         self._spec = spec
         for worker_id in range(self.profile.workers):
