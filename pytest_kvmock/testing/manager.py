@@ -287,7 +287,8 @@ class ManagerContract(OverBackend):
         before = state_of(manager)
         for _ in range(2):
             manager.prefill_cost(ActiveSequence([0] * 9, 1, self.block_size))
-            manager.references(11)
+            for block in (*before["inactive_blocks"][::-1], 1, 99, PARTIAL):  # in their own order it would not show
+                manager.references(block)
             expect_unchanged(manager, before, "questions alone")
         expect_said(events, [], "questions alone")
 

@@ -82,7 +82,7 @@ class ToldIndex:
         due: Scores = {key if isinstance(key, tuple) else (key, 0): blocks for key, blocks in expected.items()}
         answer = self.ask(letters, tail=tail)
         assert agree(answer, due), (
-            f"asked for {letters or 'an empty prompt'}: expected {expected}, the index answered {answer}\n{self._story()}"
+            f"asked for {letters[:40] or 'an empty prompt'}: expected {expected}, the index answered {answer}\n{self._story()}"
         )
 
     def ask(self, letters: str, *, tail: int = 0) -> Scores | WorkerScores:

@@ -124,7 +124,7 @@ class WorkerContract(OverBackend):
         for prompt in (first, second):
             world.do(world.worker.serve, prompt)
         before = world.state(), world.worker.manager.inactive_blocks()
-        for prompt in (first, second, world.harness.prompt(5)):
+        for prompt in (second, first, world.harness.prompt(5)):  # first to last it would not show
             world.do(world.worker.cached_tokens, prompt)
         after = world.state(), world.worker.manager.inactive_blocks()
         assert before == after, f"cached_tokens changed {before} to {after}"
