@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pytest_kvmock.engine.worker import OutOfBlocks, Request
 from pytest_kvmock.harness.router_harness import RouterHarness
@@ -199,7 +199,6 @@ def play(harness: RouterHarness, program: Iterable[Step]) -> None:
 # ---------------------------------------------------------------------------------------------------- any traffic
 
 Kind: TypeAlias = Literal["prefill", "decode", "finish", "preempt", "resume", "clear"]
-KINDS: Final[tuple[Kind, ...]] = ("prefill", "decode", "finish", "preempt", "resume", "clear")
 
 
 @dataclass(frozen=True, slots=True)

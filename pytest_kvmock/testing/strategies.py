@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from pytest_kvmock.testing.program import KINDS, Draft, Program, resolve
+from pytest_kvmock.testing.program import Draft, Program, resolve
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -39,21 +39,20 @@ def traffic(
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"traffic: {name} must be an integer of at least {least}, got {value!r}")
-    number = st.integers(0, numbers - 1)
-    drafts = st.lists(
-        st.builds(
-            Draft,
-            kind=st.sampled_from(KINDS),
-            which=st.integers(0, 7),
-            worker=st.integers(0, workers - 1),
-            blocks=st.lists(number, max_size=most_blocks).map(tuple),
-            tokens=st.integers(0, most_tokens),
-            of=number,
-        ),
-        min_size=1,
-        max_size=most_steps,
+    # At most five choices a step, that of going on counted: Hypothesis deletes runs of up to five when it shrinks.
+    number, which = st.integers(0, numbers - 1), st.integers(0, 7)
+    worker = st.integers(0, workers - 1) if workers > 1 else st.just(0)
+    blocks = st.lists(number, max_size=most_blocks).map(tuple)
+    tail, tokens = st.integers(0, most_tokens), st.integers(1, most_tokens)
+    drafts = st.one_of(
+        st.builds(Draft, st.just("prefill"), worker=worker, blocks=blocks, tokens=tail),
+        st.builds(Draft, st.just("decode"), which, tokens=tokens, of=number),
+        st.builds(Draft, st.just("finish"), which),
+        st.builds(Draft, st.just("preempt"), which),
+        st.builds(Draft, st.just("resume"), which),
+        st.builds(Draft, st.just("clear"), worker=worker),
     )
-    return _programs(drafts)
+    return _programs(st.lists(drafts, min_size=1, max_size=most_steps))
 
 
 @st.composite

@@ -3,7 +3,7 @@
 import pytest
 
 
-def tests_of(contract):
+def names_of_tests(contract):
     return [name for name in dir(contract) if name.startswith("test_")]
 
 
@@ -25,7 +25,7 @@ class Mutants:
 
     def breaks(self, *names):
         def note(mutant):
-            assert set(names) <= set(tests_of(self.contract)), names
+            assert set(names) <= set(names_of_tests(self.contract)), names
             self.cases.append((mutant, names))
             return mutant
 
@@ -37,4 +37,4 @@ class Mutants:
 
     def never_failed(self):
         """Tests of the contract that no mutant fails."""
-        return sorted(set(tests_of(self.contract)).difference(*(names for _, names in self.cases)))
+        return sorted(set(names_of_tests(self.contract)).difference(*(names for _, names in self.cases)))
