@@ -22,6 +22,7 @@ from pytest_kvmock.events import (
 from pytest_kvmock.harness.comparison import SYNC, Sync
 from pytest_kvmock.harness.delivery import Delivery, Drop
 from pytest_kvmock.harness.judge import Judge, Verdict
+from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.under_test import Scores, WorkerScores
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink, Published, is_event
 from pytest_kvmock.harness.worker import HarnessWorker
@@ -55,6 +56,7 @@ class RouterHarness:
         sync: when an index under test is compared: after "every" event, "auto" (after every event up to the 2,000th,
             then after one in 16) or at the "end".
         allow: rules whose breach is no failure when the harness judges on leaving.
+        recovery: what an index calls to ask workers for events that it missed; None: they keep none.
         name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
 
     Raises:
@@ -75,6 +77,7 @@ class RouterHarness:
         *,
         sync: Sync = "auto",
         allow: Collection[str] = (),
+        recovery: Recovery | None = None,
         name: str = "",
     ) -> None:
         if sync not in SYNC:
@@ -94,6 +97,9 @@ class RouterHarness:
         self._workers: dict[WorkerKey, KvWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks = 0
+        self._recovery: Recovery | None = None
+        if recovery is not None:
+            self.use_recovery(recovery)
         self._spec: BackendSpec | None = None
         if backend is not None:
             self.use_backend(backend)
@@ -177,6 +183,8 @@ class RouterHarness:
         self._judge.ledger.open(
             (worker_id, dp_rank), first_id=0, block_size=self.profile.block_size, prefix_closed=spec.prefix_closed
         )
+        if self._recovery is not None:
+            self._recovery.restarted((worker_id, dp_rank))
         return worker
 
     def _key(self, worker_id: int, dp_rank: int) -> WorkerKey:
@@ -327,6 +335,26 @@ class RouterHarness:
             if announced:
                 self._judge.gone(*key, first_id=0)
             self.delivery.published[key] = 0
+            if self._recovery is not None:
+                self._recovery.restarted(key)
+
+    def use_recovery(self, recovery: Recovery) -> None:
+        """Have workers keep what they publish, so that a router can ask them for what it missed.
+
+        Raises:
+            TypeError: it is no `Recovery`.
+            ValueError: events were published before, which nobody has kept; the harness has another recovery already, or
+                the recovery another harness.
+        """
+        if not isinstance(recovery, Recovery):
+            raise TypeError(f"recovery must be a Recovery, got {recovery!r:.80}")
+        with self._lock:
+            if self._recovery is not None:
+                raise ValueError("the harness has a recovery already")
+            if self.events.total or any(self.delivery.published.values()):
+                raise ValueError("recovery comes too late: events were published before, and no worker has kept them")
+            recovery.join(self._judge, self._lock)
+            self._recovery, self.delivery.kept = recovery, recovery.keep
 
     # ------------------------------------------------------------------------------------------ comparisons
 

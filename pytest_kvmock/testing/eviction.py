@@ -7,7 +7,6 @@ from random import Random
 from typing import Any, ClassVar
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.cache.logical import LogicalManager
 from pytest_kvmock.cache.pool import EvictionPolicy, Slot
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.testing.program import play, random_traffic
@@ -279,10 +278,9 @@ class EvictionContract:
             play(self._manager_world(), random_traffic(seed, 80, most_blocks=self.capacity // 3))
 
     def _manager_world(self) -> RouterHarness:
-        def make(**sizes: Any) -> LogicalManager:
-            return LogicalManager(backend="under contract", eviction=self._new(), **sizes)
-
-        spec = BackendSpec("under contract", type(self).__name__, make, prefix_closed=self.prefix_closed)
+        spec = BackendSpec.of_policy(
+            "under-contract", lambda _: self._new(), follows=type(self).__name__, prefix_closed=self.prefix_closed
+        )
         return RouterHarness(EngineProfile(block_size=4, num_blocks=self.capacity), spec)
 
 

@@ -117,7 +117,12 @@ class OverBackend:
         def make(*, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> KvManager:  # noqa: ARG001
             return self.make_manager(num_blocks, block_size, sink)
 
-        return BackendSpec(probe.backend, type(self).__name__, make, self.residency, self.prefix_closed)
+        wrong = None
+        try:
+            return BackendSpec(probe.backend, type(self).__name__, make, self.residency, self.prefix_closed)
+        except ValueError as error:
+            wrong = str(error)
+        refuse(self, wrong)
 
     def make_harness(self, num_blocks: int = 8, *, workers: int = 1, **fields: Any) -> RouterHarness:
         """A world of this backend: a `RouterHarness` whose workers have it.

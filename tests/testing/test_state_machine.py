@@ -11,7 +11,6 @@ from mutants_policies import GivesOneAtMost
 
 from pytest_kvmock import BACKENDS, RadixIndex
 from pytest_kvmock.backends import BackendSpec
-from pytest_kvmock.cache.logical import LogicalManager
 from pytest_kvmock.testing import KvStateMachine
 
 QUICK = settings(
@@ -27,10 +26,6 @@ QUICK = settings(
 def test_a_sound_backend_passes(backend):
     machine = KvStateMachine.for_backend(backend, workers=2, make_index=RadixIndex)
     run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=30))
-
-
-def spoilt_policy(**sizes):
-    return LogicalManager(backend="spoilt", eviction=GivesOneAtMost.Subject(), **sizes)
 
 
 class PromotesInSilence(Spoilt):
@@ -55,13 +50,18 @@ class IgnoresAllRemoved(KvStateMachine):
         return IgnoresRemoved.Subject()
 
 
-def machine_of(make):
-    return KvStateMachine.for_backend(BackendSpec("spoilt", "nobody", make), num_blocks=4)
+def machine_of(spec):
+    return KvStateMachine.for_backend(spec, num_blocks=4)
+
+
+def spoilt_policy(num_blocks):
+    assert num_blocks == 4
+    return GivesOneAtMost.Subject()
 
 
 BUGS = [
-    pytest.param(machine_of(spoilt_policy), {"prefill", "finish"}, id="evicts too few"),
-    pytest.param(machine_of(spoilt_manager), {"prefill", "decode"}, id="promotes in silence"),
+    pytest.param(machine_of(BackendSpec.of_policy("spoilt", spoilt_policy, follows="nobody")), {"prefill", "finish"}, id="evicts too few"),
+    pytest.param(machine_of(BackendSpec("spoilt", "nobody", spoilt_manager)), {"prefill", "decode"}, id="promotes in silence"),
     pytest.param(IgnoresAllRemoved, {"prefill", "finish"}, id="an index that ignores Removed"),
 ]
 
