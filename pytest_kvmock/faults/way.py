@@ -124,6 +124,7 @@ class Way:
             standard.hear(event)
             standard.struck(strike, event, held=bool(fault.late_by))
         elif standard is not None:
+            standard.lacking |= strike.keys
             for each in arriving:
                 standard.hear(each)
         if fault.kind == "sink_failure":
@@ -146,7 +147,7 @@ class Way:
         self._held.remove(held)
         standard = self._judge.standard
         if standard is not None and held.strike.survived:
-            standard.released(_key(held.event))
+            standard.released(held.strike)
         elif standard is not None:
             standard.hear(held.event)
         held.strike.missing = False

@@ -32,6 +32,7 @@ class Delivery:
 
     Attributes:
         published: the id after the last one that was published, by worker and rank.
+        kept: told of each event that is published, whatever becomes of it; None: nobody keeps them.
         faults: what does harm on the way; None: nothing does.
         transport: what becomes, at the end of the way, of events that came so far; None: they arrive.
     """
@@ -43,6 +44,7 @@ class Delivery:
     ) -> None:
         self.published: dict[StreamKey, int] = {}
         self.transport: Transport | None = None
+        self.kept: Callable[[RouterEvent], None] | None = None
         self._arrive = arrive
         self._lost = lost
         self._before: list[Sink] = []
@@ -57,6 +59,8 @@ class Delivery:
         """An event sets out."""
         inner = event.event
         self.published[event.worker_id, inner.dp_rank] = inner.event_id + 1
+        if self.kept is not None:
+            self.kept(event)
         if self._before and not self._tell(self._before, event, missed=True):
             return
         if self.faults is None:

@@ -13,7 +13,7 @@ from pytest_kvmock.router.index import KvEventError, RadixIndex
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.injected import Injected
-    from pytest_kvmock.hygiene.stream import StreamKey
+    from pytest_kvmock.hygiene.stream import Stream, StreamKey
 
 
 class Standard:
@@ -27,6 +27,7 @@ class Standard:
     Attributes:
         ledger: whose history the chains to ask for come from.
         reference: what a router should answer.
+        lacking: the streams that faults which need not be survived have struck: it knows of them what arrived.
         hurt: the streams that survived faults have struck, each with the stream and block of the chains to ask for.
     """
 
@@ -34,10 +35,11 @@ class Standard:
         self.ledger = Ledger()
         self.reference = RadixIndex()
         self.hurt: dict[StreamKey, set[tuple[StreamKey, int]]] = {}
+        self.lacking: set[StreamKey] = set()
         self._strikes: dict[StreamKey, list[Injected]] = {}
         self._said: list[tuple[StreamKey, RouterEvent | None]] = []
         self._lost: dict[StreamKey, list[int]] = {}  # where in `_said` is what nobody can know to be lost
-        self._held: dict[StreamKey, list[int]] = {}
+        self._held: dict[StreamKey, dict[Injected, int]] = {}
 
     def hear(self, event: RouterEvent) -> None:
         """An event that a router should know of."""
@@ -81,7 +83,11 @@ class Standard:
             self.hurt.setdefault(key, set()).update((own, block) for block in blocks)
             self._strikes.setdefault(key, []).append(strike)
         if strike.missing:
-            (self._held if held else self._lost).setdefault(own, []).append(len(self._said) - 1)
+            place = len(self._said) - 1
+            if held:
+                self._held.setdefault(own, {})[strike] = place
+            else:
+                self._lost.setdefault(own, []).append(place)
 
     def touched(self, key: StreamKey, event: RouterEvent) -> None:
         """An event of a hurt stream has arrived; whether the index could take it shows by its blocks."""
@@ -93,11 +99,23 @@ class Standard:
         """An event of this worker and rank has arrived: what was lost before it shows."""
         self._lost.pop(key, None)
 
-    def released(self, key: StreamKey) -> None:
-        """The event that was held back first has arrived."""
-        held = self._held.get(key)
-        if held:
-            held.pop(0)
+    def released(self, strike: Injected) -> None:
+        """The event that this fault held back has arrived."""
+        self._held.get((strike.worker_id, strike.dp_rank), {}).pop(strike, None)
+
+    def recovered(self, said: Stream, ids: range, events: Iterable[RouterEvent], *, replace: bool) -> None:
+        """The index has asked a worker and rank (see `Told`), and can know all of it now, whatever was survived."""
+        key = (said.worker_id, said.dp_rank)
+        self._lost.pop(key, None)
+        self._held.pop(key, None)
+        if key not in self.lacking:
+            return
+        self.lacking.discard(key)
+        self.ledger.recovered(said, ids)
+        if replace:
+            self.reference.remove_worker_dp_rank(*key)
+        for event in events:
+            _apply(self.reference, key, event)
 
     def strike(self, key: StreamKey, block: int | None = None) -> Injected | None:
         """The last fault to be survived that struck a stream, or, once the index has recovered, that struck a block."""
@@ -148,9 +166,9 @@ class Standard:
     def _knowable(self, local_hashes: tuple[int, ...]) -> list[Scores]:
         """What was right since the first event that no router can know of yet; one that asked the worker may know more."""
         first: dict[StreamKey, int] = {}
-        for waiting in (self._lost, self._held):
-            for key, places in waiting.items():
-                first[key] = min((*places, first.get(key, len(self._said))))
+        for key in {*self._lost, *self._held}:
+            places = (*self._lost.get(key, ()), *self._held.get(key, {}).values())
+            first[key] = min(places, default=len(self._said))
         before = [one for place, one in enumerate(self._said) if place < first.get(one[0], len(self._said))]
         after = [one for place, one in enumerate(self._said) if place >= first.get(one[0], len(self._said))]
         index = RadixIndex()

@@ -35,6 +35,7 @@ class Problem:
         cause: the problem that it follows from; then it is listed there and is none of its own.
         folded: the problems that follow from this one.
         expected_by: what of the test said that it would come; None: nothing did.
+        waived: whether somebody from outside the test lets it pass; None: nobody was asked (see `EventLog.waive`).
         fault: the fault injected on purpose that it came of; None: it is real.
     """
 
@@ -51,6 +52,7 @@ class Problem:
     folded: list[Problem] = field(default_factory=list)
     expected_by: object = None
     fault: Injected | None = None
+    waived: bool | None = None
 
     def __post_init__(self) -> None:
         if RULES[self.rule].kind == "warning":
@@ -87,10 +89,10 @@ class Problem:
         return self.fault is not None and self.fault.survived and self.rule not in INDEX_RULES
 
     def covered(self) -> bool:
-        """Whether a test expected it, or what it follows from, or says that its router survives such a fault."""
+        """Whether a test expected it, or what it follows from, or either is waived or came of a fault to be survived."""
         problem: Problem | None = self
         while problem is not None:
-            if problem.expected_by is not None or problem.excused:
+            if problem.expected_by is not None or problem.waived or problem.excused:
                 return True
             problem = problem.cause
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -117,14 +118,15 @@ def failure_text(
 
 def entry_line(entry: LogEntry) -> str:
     """A line of the log."""
-    marks = "".join(map(_mark, entry.problems))
+    counts = Counter(map(_mark, entry.problems))
+    marks = "".join(mark if count == 1 else f"{mark} x{count}" for mark, count in counts.items())
     return f"{entry.position:>5}  {event_text(entry.event)}{marks}"
 
 
 def _mark(problem: Problem) -> str:
     weight = "~" if problem.excused else "!!" if problem.is_error else "!"
     fault = "" if problem.fault is None else f" ({fault_text(problem)})"
-    return f"  {weight} {problem.rule}{fault}"
+    return f"  {weight} {problem.rule}{', waived' if problem.waived else ''}{fault}"
 
 
 def log_text(log: EventLog, last: int = 20) -> str:

@@ -84,9 +84,10 @@ class Truth:
         """It has."""
         self._origin = self._now = None
 
-    def last(self, key: StreamKey) -> Injected | None:
-        """The last strike on a stream."""
-        return next((strike for strike in reversed(self.strikes) if key in strike.keys), None)
+    def astray(self, key: StreamKey) -> list[Problem]:
+        """What the worker itself led astray, whoever heard of it."""
+        stream = self.ledger.streams.get(key)
+        return [] if stream is None else list(stream.astray.values())
 
     # ----------------------------------------------------------------------------------------------- sorting
 
