@@ -1,7 +1,7 @@
 """Router indexes with a fault each."""
 
-from collections import deque
 from contextlib import suppress
+from typing import ClassVar
 
 from contract_runs import Mutants
 
@@ -270,7 +270,7 @@ class ForgetsWhatItWasAsked(Radix):
 @INDEXES.breaks("test_two_indexes_share_nothing")
 class SharesItsTree(Radix):
     class Subject(Tree):
-        only = deque()
+        only: ClassVar = []
 
         def __init__(self):
             super().__init__()

@@ -1,6 +1,6 @@
 """Block managers with a fault each."""
 
-from collections import deque
+from typing import ClassVar
 from uuid import UUID
 
 from contract_runs import Mutants
@@ -213,7 +213,7 @@ class StopsWhenNobodyListens(Lru):
 
 @MANAGERS.breaks("test_two_managers_share_nothing")
 class SharesItsBlocks(Lru):
-    made = deque()
+    made: ClassVar = []
 
     class Subject(Spoilt):
         def __init__(self, *sizes):
