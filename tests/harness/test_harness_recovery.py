@@ -218,7 +218,7 @@ def test_without_a_recovery_nothing_is_kept(make_kv):
 
 
 @pytest.mark.parametrize("ring", [1, 2, 4096])
-@pytest.mark.parametrize("backend", ["lineage", "lru"])
+@pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
 @pytest.mark.parametrize("lost", [1, 3])
 def test_a_router_that_recovers_ends_with_the_truth(recovering, backend, ring, lost):
     kv = recovering(backend=backend, ring=ring)
