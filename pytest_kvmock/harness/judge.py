@@ -106,7 +106,7 @@ class Judge:
                 refused = True
         comparison = self._comparison
         if comparison is not None:
-            comparison.heard(Heard(event, entry.position, problems, refused))
+            comparison.heard(event, entry.position, problems, refused=refused)
             if not self.is_async and (found := run(comparison.catch_up())):
                 self.log.note(found)
 
