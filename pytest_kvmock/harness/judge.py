@@ -85,8 +85,8 @@ class Judge:
             self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync, settle=self.settle)
         self._judged = 0
         self._mute: set[StreamKey] = set()  # whose callable has failed to say what is resident
-        self.told: deque[Told] = deque()
         self._leaked: set[Request] = set()
+        self.told: deque[Told] = deque()
 
     @property
     def is_async(self) -> bool:
@@ -109,7 +109,7 @@ class Judge:
                 refused = True
         comparison = self._comparison
         if comparison is not None:
-            comparison.heard(event, entry.position, problems, refused=refused)
+            comparison.heard(Heard(event, entry.position, problems, refused))
             if not self.is_async and (found := run(comparison.catch_up())):
                 self.log.note(found)
 
@@ -133,7 +133,9 @@ class Judge:
             for event in events:
                 with suppress(KvEventError):  # what is told again was removed already, or stands already
                     self.reference.apply(event)
-            self.ledger.recovered(said, ids)
+            for problem in (news := self.ledger.recovered(said, ids)):
+                problem.position = self.log.total - 1
+            self.log.note(news)
             if self._comparison is not None:
                 self._comparison.recovered(key, self.log.total - 1)
 

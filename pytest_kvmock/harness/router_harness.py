@@ -37,7 +37,6 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.worker import KvWorker, Request
     from pytest_kvmock.sinks import Sink
 
@@ -98,10 +97,10 @@ class RouterHarness:
         self._workers: dict[WorkerKey, KvWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks = 0
+        self._begun: frozenset[Request] = frozenset()
         self._recovery: Recovery | None = None
         if recovery is not None:
             self.use_recovery(recovery)
-        self._begun: frozenset[Request] = frozenset()
         self._spec: BackendSpec | None = None
         if backend is not None:
             self.use_backend(backend)

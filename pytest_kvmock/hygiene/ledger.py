@@ -16,6 +16,7 @@ That is `evicted_and_restored`, and what follows for the block, until an event n
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable
 
@@ -332,16 +333,26 @@ class Ledger:
         stream.next_id = event_id + 1
         self._wound(stream, cause)
 
-    def recovered(self, said: Stream, ids: range) -> None:
+    def recovered(self, said: Stream, ids: range) -> list[Problem]:
         """A worker and rank was asked for some event ids, up to the newest, and has told them: they have arrived.
 
         Args:
             said: all that it has said, in the order in which it did.
             ids: what it was asked for.
+
+        Returns:
+            What led blocks astray among the events that had not arrived.
         """
-        key = (said.worker_id, said.dp_rank)
-        stream = self.streams.get(key) or self.open(key, first_id=None)
+        stream = self.stream((said.worker_id, said.dp_rank))
+        known = stream.astray.copy()
         stream.recover(said, ids)
+        news = []
+        for block, problem in stream.astray.items():
+            if block not in known:
+                known[block] = dataclasses.replace(problem, cause=None, folded=[])
+                news.append(known[block])
+            stream.astray[block] = known[block]
+        return news
 
     def told_before(self, event: RouterEvent) -> bool:
         """Whether an event that arrives was told by a recovery, so that it says nothing new. It is so once."""

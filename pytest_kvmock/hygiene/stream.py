@@ -275,9 +275,8 @@ class Stream:
 
     def fresh(self) -> Stream:
         """A stream of the same worker and rank that has said nothing yet."""
-        key = (self.worker_id, self.dp_rank)
         return Stream(
-            key,
+            (self.worker_id, self.dp_rank),
             first_id=None,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
@@ -298,15 +297,16 @@ class Stream:
             said: all that it has said, in the order in which it did.
             ids: what it was asked for, up to the newest. The wound stays where an id before them is missing.
         """
-        wound = self.wound
+        wound, astray = self.wound, dict(self.astray)
         self.forget()
         for tier, held in said.tiers.items():
             self.tiers.setdefault(tier, {}).update(held)
-        self.copies.update((tier, dict(copies)) for tier, copies in said.copies.items())
-        self.forks.update((block, set(children)) for block, children in said.forks.items())
-        self.unmarked |= said.unmarked
         self.implied |= said.implied
-        self.astray.update(said.astray)
+        self.forks = {block: set(children) for block, children in said.forks.items()}
+        self.unmarked |= said.unmarked
+        self.copies = {tier: dict(copies) for tier, copies in said.copies.items()}
+        self.restored, self.last = dict(said.restored), said.last
+        self.astray = {block: astray.get(block, problem) for block, problem in said.astray.items()}
         self.said, self.emptied = list(said.said), said.emptied
         self._read = 0
         self._origin, self._gone = {}, {}
