@@ -17,7 +17,7 @@ from pytest_kvmock.moves import Deref, Use
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import lineage_hashes, sequence_hashes
 
-BARS = {"lru": 1.0, "lineage": 0.8}
+BARS = {"lru": 1.0, "lineage": 0.8, "multi_lru": 0.3}
 TOTAL = workload.REQUESTS * workload.BLOCKS
 
 
