@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness import Verdict as Verdict
     from pytest_kvmock.harness.delivery import Drop as Drop
+    from pytest_kvmock.harness.recovery import Recovery as Recovery
     from pytest_kvmock.harness.router_harness import WorkerKey as WorkerKey
     from pytest_kvmock.hygiene.log import EventLog as EventLog
     from pytest_kvmock.hygiene.log import Expectation as Expectation
@@ -57,6 +58,14 @@ if TYPE_CHECKING:
     from pytest_kvmock.router.index import OverlapScores as OverlapScores
     from pytest_kvmock.router.index import ParentBlockNotFound as ParentBlockNotFound
     from pytest_kvmock.router.index import RadixIndex as RadixIndex
+    from pytest_kvmock.router.recovery import Events as Events
+    from pytest_kvmock.router.recovery import InvalidRange as InvalidRange
+    from pytest_kvmock.router.recovery import LocalIndex as LocalIndex
+    from pytest_kvmock.router.recovery import RecoveryStep as RecoveryStep
+    from pytest_kvmock.router.recovery import RouterCursor as RouterCursor
+    from pytest_kvmock.router.recovery import TooNew as TooNew
+    from pytest_kvmock.router.recovery import TreeDump as TreeDump
+    from pytest_kvmock.router.recovery import WorkerQuery as WorkerQuery
     from pytest_kvmock.sinks import CapturingSink as CapturingSink
     from pytest_kvmock.sinks import FanOutSink as FanOutSink
     from pytest_kvmock.sinks import JsonlRecorder as JsonlRecorder
@@ -120,6 +129,15 @@ _HOME = {
     "OverlapScores": "router.index",
     "ParentBlockNotFound": "router.index",
     "RadixIndex": "router.index",
+    "Recovery": "harness.recovery",
+    "Events": "router.recovery",
+    "InvalidRange": "router.recovery",
+    "LocalIndex": "router.recovery",
+    "RecoveryStep": "router.recovery",
+    "RouterCursor": "router.recovery",
+    "TooNew": "router.recovery",
+    "TreeDump": "router.recovery",
+    "WorkerQuery": "router.recovery",
     "CapturingSink": "sinks",
     "FanOutSink": "sinks",
     "JsonlRecorder": "sinks",

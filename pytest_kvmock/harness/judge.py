@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from inspect import isawaitable
 from random import Random
@@ -15,12 +16,14 @@ from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScore
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.stream import StreamKey
+from pytest_kvmock.hygiene.stream import Stream, StreamKey
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from pytest_kvmock.engine.worker import KvWorker, Request
 
 Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]
 """Who can tell what is resident: worker and rank, tier, and a callable that answers block hashes."""
@@ -40,6 +43,22 @@ class Verdict(NamedTuple):
     unmet: list[str]
 
 
+class Told(NamedTuple):
+    """What a router was told when it asked a worker for events that it missed.
+
+    Attributes:
+        said: all that the worker's rank had said by then, in the order in which it did.
+        ids: the event ids that it was asked for, up to the newest.
+        events: what the router was told.
+        replace: it is all that the rank holds, and not the events that were missed.
+    """
+
+    said: Stream
+    ids: range
+    events: Sequence[RouterEvent]
+    replace: bool
+
+
 class Judge:
     """Hears every event that arrives, and notes in the log what is wrong.
 
@@ -53,6 +72,7 @@ class Judge:
         ledger: what the events say is held.
         reference: the reference index.
         under_test: the index under test.
+        told: what routers were told when they asked, and that is not settled yet.
     """
 
     def __init__(self, log: EventLog, index: Any, sync: Sync, rng: Random) -> None:
@@ -62,9 +82,11 @@ class Judge:
         self.under_test = None if index is None else IndexUnderTest(index)
         self._comparison = None
         if self.under_test is not None:
-            self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync)
+            self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync, settle=self.settle)
         self._judged = 0
         self._mute: set[StreamKey] = set()  # whose callable has failed to say what is resident
+        self._leaked: set[Request] = set()
+        self.told: deque[Told] = deque()
 
     @property
     def is_async(self) -> bool:
@@ -73,15 +95,21 @@ class Judge:
 
     def arrive(self, event: RouterEvent, chained: bool) -> None:
         """Judge an event, and give it to the indexes."""
+        self.settle()
         entry = self.log.append(event)
-        problems = self.ledger.observe(event, entry.position, chained=chained)
-        if problems:
-            self.log.note(problems)
-        with suppress(KvEventError):  # the ledger has said so already, with what was known
-            self.reference.apply(event)
+        problems: list[Problem] = []
+        refused = False
+        if not self.ledger.told_before(event):
+            problems = self.ledger.observe(event, entry.position, chained=chained)
+            if problems:
+                self.log.note(problems)
+            try:
+                self.reference.apply(event)
+            except KvEventError:  # the ledger has said so already, with what was known
+                refused = True
         comparison = self._comparison
         if comparison is not None:
-            comparison.heard(event, entry.position, problems)
+            comparison.heard(Heard(event, entry.position, problems, refused))
             if not self.is_async and (found := run(comparison.catch_up())):
                 self.log.note(found)
 
@@ -91,6 +119,25 @@ class Judge:
         self.log.note([problem])
         if missed:
             self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
+
+    def settle(self) -> None:
+        """Take what routers were told when they asked: it counts as arrived.
+
+        The index under test is not given it: it has asked, and has to apply the answer itself.
+        """
+        while self.told:
+            said, ids, events, replace = self.told.popleft()
+            key = (said.worker_id, said.dp_rank)
+            if replace:
+                self.reference.remove_worker_dp_rank(*key)
+            for event in events:
+                with suppress(KvEventError):  # what is told again was removed already, or stands already
+                    self.reference.apply(event)
+            for problem in (news := self.ledger.recovered(said, ids)):
+                problem.position = self.log.total - 1
+            self.log.note(news)
+            if self._comparison is not None:
+                self._comparison.recovered(key, self.log.total - 1)
 
     def gone(self, worker_id: int, dp_rank: int | None = None, *, first_id: int | None) -> list[StreamKey]:
         """The router is told that a worker, or one rank of it, begins anew: what it held is forgotten everywhere.
@@ -162,6 +209,7 @@ class Judge:
             self.log.note(run(self._comparison.flush()))
         for key, next_id in published.items():
             self.log.note(self.ledger.published(key, next_id, position))
+        self.log.note(self.ledger.over_capacity(position))
         for key, tier, resident in residents:
             blocks = self._told_by(key, resident)
             if blocks is not None:
@@ -214,6 +262,25 @@ class Judge:
         return found
 
     # ---------------------------------------------------------------------------------------------- verdict
+
+    def leaked(self, workers: Iterable[KvWorker], spared: Collection[Request] = ()) -> None:
+        """The test has ended: note the requests that are still open, each once.
+
+        Args:
+            workers: whose requests.
+            spared: requests that somebody may finish yet.
+        """
+        for worker in workers:
+            requests = [r for r in worker.requests if r not in spared and r not in self._leaked]
+            if not requests:
+                continue
+            self._leaked.update(requests)
+            sizes = [len(request.blocks) if request.status == "running" else 0 for request in requests]
+            shown = ", ".join(map(str, sizes[:8])) + (f" and {len(sizes) - 8} more" if len(sizes) > 8 else "")
+            known = f"{len(requests)} request{'s are' if len(requests) > 1 else ' is'} open, with {shown} blocks"
+            right = "a request is finished, or left by its with block, before the test ends"
+            key = (worker.worker_id, worker.dp_rank)
+            self.log.note([Problem("leaked_requests", *key, known, right, position=self.log.total - 1)])
 
     def close_async(self) -> None:
         """The test body has ended: note events that an async index was not given."""

@@ -22,6 +22,7 @@ from pytest_kvmock.events import (
 from pytest_kvmock.harness.comparison import SYNC, Sync
 from pytest_kvmock.harness.delivery import Delivery, Drop
 from pytest_kvmock.harness.judge import Judge, Verdict
+from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.under_test import Scores, WorkerScores
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink, Published, is_event
 from pytest_kvmock.harness.worker import HarnessWorker
@@ -29,14 +30,14 @@ from pytest_kvmock.hygiene.log import STATUSES, EventLog, KvEventsError
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.report import failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
-from pytest_kvmock.hygiene.stream import StreamKey
+from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency, StreamKey
 from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.engine.worker import KvWorker, Request
     from pytest_kvmock.sinks import Sink
 
 WorkerKey: TypeAlias = int | tuple[int, int]
@@ -55,6 +56,7 @@ class RouterHarness:
         sync: when an index under test is compared: after "every" event, "auto" (after every event up to the 2,000th,
             then after one in 16) or at the "end".
         allow: rules whose breach is no failure when the harness judges on leaving.
+        recovery: what an index calls to ask workers for events that it missed; None: they keep none.
         name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
 
     Raises:
@@ -75,6 +77,7 @@ class RouterHarness:
         *,
         sync: Sync = "auto",
         allow: Collection[str] = (),
+        recovery: Recovery | None = None,
         name: str = "",
     ) -> None:
         if sync not in SYNC:
@@ -94,6 +97,10 @@ class RouterHarness:
         self._workers: dict[WorkerKey, KvWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks = 0
+        self._begun: frozenset[Request] = frozenset()
+        self._recovery: Recovery | None = None
+        if recovery is not None:
+            self.use_recovery(recovery)
         self._spec: BackendSpec | None = None
         if backend is not None:
             self.use_backend(backend)
@@ -175,22 +182,55 @@ class RouterHarness:
         worker = HarnessWorker(self, spec, worker_id, dp_rank, Random(self._rng.getrandbits(64)))  # noqa: S311 - mock data
         self._workers[self._key(worker_id, dp_rank)] = worker
         self._judge.ledger.open(
-            (worker_id, dp_rank), first_id=0, block_size=self.profile.block_size, prefix_closed=spec.prefix_closed
+            (worker_id, dp_rank),
+            first_id=0,
+            block_size=self.profile.block_size,
+            num_blocks=self.profile.num_blocks,
+            residency=spec.residency,
+            prefix_closed=spec.prefix_closed,
         )
+        if self._recovery is not None:
+            self._recovery.restarted((worker_id, dp_rank))
         return worker
 
     def _key(self, worker_id: int, dp_rank: int) -> WorkerKey:
         return (worker_id, dp_rank) if self.profile.dp_size > 1 or dp_rank else worker_id
 
-    def make_sink(self, *, chained: bool = False) -> KvSink:
+    def make_sink(
+        self,
+        *,
+        chained: bool = False,
+        num_blocks: int | None = None,
+        residency: Residency = "unique",
+        prefix_closed: bool = True,
+    ) -> KvSink:
         """Where a block manager of the user's own may publish; each is a worker of its own.
 
         Args:
             chained: whether its hashes must be Dynamo's chain (`wrong_hash`).
+            num_blocks: how many blocks each of its ranks has on the device (`over_capacity`); None: it is not judged.
+            residency: "unique" where a block is published once while it is held; "counted" where every copy is.
+            prefix_closed: whether a block goes before its parent (`orphaned_child`); see `BackendSpec`.
+
+        Raises:
+            ValueError: a capacity below 1, or another residency.
         """
+        if num_blocks is not None and (
+            not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1
+        ):
+            raise ValueError(f"make_kv_sink: num_blocks must be an integer of at least 1, or None, got {num_blocks!r}")
+        if residency not in RESIDENCIES:
+            raise ValueError(f"make_kv_sink: unknown residency {residency!r}; known: {', '.join(RESIDENCIES)}")
         worker_id = FIRST_SINK_WORKER + self._sinks
         self._sinks += 1
-        self._judge.ledger.open((worker_id, 0), first_id=None, block_size=self.profile.block_size)
+        self._judge.ledger.open(
+            (worker_id, 0),
+            first_id=None,
+            block_size=self.profile.block_size,
+            num_blocks=num_blocks,
+            residency=residency,
+            prefix_closed=prefix_closed,
+        )
         return KvSink(self, worker_id, chained=chained)
 
     def add_sink(self, sink: Sink, *, before: bool = False) -> None:
@@ -327,6 +367,26 @@ class RouterHarness:
             if announced:
                 self._judge.gone(*key, first_id=0)
             self.delivery.published[key] = 0
+            if self._recovery is not None:
+                self._recovery.restarted(key)
+
+    def use_recovery(self, recovery: Recovery) -> None:
+        """Have workers keep what they publish, so that a router can ask them for what it missed.
+
+        Raises:
+            TypeError: it is no `Recovery`.
+            ValueError: events were published before, which nobody has kept; the harness has another recovery already, or
+                the recovery another harness.
+        """
+        if not isinstance(recovery, Recovery):
+            raise TypeError(f"recovery must be a Recovery, got {recovery!r:.80}")
+        with self._lock:
+            if self._recovery is not None:
+                raise ValueError("the harness has a recovery already")
+            if self.events.total or any(self.delivery.published.values()):
+                raise ValueError("recovery comes too late: events were published before, and no worker has kept them")
+            recovery.join(self._judge, self._lock)
+            self._recovery, self.delivery.kept = recovery, recovery.keep
 
     # ------------------------------------------------------------------------------------------ comparisons
 
@@ -475,12 +535,18 @@ class RouterHarness:
         if found:
             raise KvEventsError(problems_text(found))
 
+    def body_begins(self) -> None:
+        """What is open now was opened by fixtures: the next verdict leaves it to their teardown, the one after does not."""
+        self._begun = frozenset(request for worker in self._workers.values() for request in worker.requests)
+
     def judge(self) -> Verdict:
         """Flush, compare everything there is to compare, and say what is new since the last time."""
         with self._lock:
             self._judge.close_async()
             self._judge.compare()
             self.flush()
+            self._judge.leaked(self._workers.values(), self._begun)
+            self._begun = frozenset()
             return self._judge.verdict()
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ fixtures to set up, which is most of what a test costs, and these three are the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.comparison import Sync
+    from pytest_kvmock.harness.recovery import Recovery
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.tokens import Prompt
@@ -91,6 +92,7 @@ def _block_size_place(item: pytest.Item) -> str:
 
 
 CASE: Final = pytest.StashKey[Case]()
+_RECOVERY: Final = pytest.StashKey["Recovery"]()
 _BASE: Final = pytest.StashKey["EngineProfile"]()
 _TRACES: Final = pytest.StashKey[dict[object, tuple["TraceRequest", ...]]]()
 
@@ -124,7 +126,15 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     for values in markers:
         sync = values.get("sync", sync)
     try:
-        harness = RouterHarness(profile, backend=None, index=kv_index, sync=sync, allow=policy.allow, name=item.nodeid)
+        harness = RouterHarness(
+            profile,
+            backend=None,
+            index=kv_index,
+            sync=sync,
+            allow=policy.allow,
+            recovery=item.stash.get(_RECOVERY, None),
+            name=item.nodeid,
+        )
     except (TypeError, ValueError) as error:
         _fail_at_setup(item, str(error))
     if item.ihook.pytest_kvmock_event_error.get_hookimpls():
@@ -255,8 +265,28 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
-    """Make more sinks, `make_kv_sink(chained=False)`: each stands for a worker by itself."""
+    """Make more sinks, `make_kv_sink(chained=False, num_blocks=None)`: each stands for a worker by itself."""
     return _kvmock_case.harness.make_sink
+
+
+@pytest.fixture
+def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
+    """What a router calls to ask a worker for events that it missed: `kv_recovery(worker_id, start=None)`.
+
+    A `kv_index` may ask for it, so it stands before the harness; where the harness is there already, it joins it.
+    """
+    from pytest_kvmock.harness.recovery import Recovery
+
+    item, recovery = request.node, Recovery()
+    case = item.stash.get(CASE, None)
+    if case is not None:
+        try:
+            case.harness.use_recovery(recovery)
+        except ValueError as error:
+            _fail_at_setup(item, f"kv_recovery: {error}; ask for it before what makes traffic")
+    item.stash[_RECOVERY] = recovery
+    yield recovery
+    del item.stash[_RECOVERY]  # pytest-rerunfailures runs the same item again
 
 
 @pytest.fixture
