@@ -290,7 +290,7 @@ def test_the_stream_after_a_recovery_is_judged_by_all_that_was_published(recover
     store(kv, 4)
     kv.ask(0, 1)
     store(kv, 5, parent=3)
-    kv.apply(Removed((2, 3)))
+    kv.apply(Removed((2, 5, 3)))
     kv.apply(Removed((4,)))
     assert ["event_id_gap"] == rules(kv)
     assert [] == kv.events.warnings
