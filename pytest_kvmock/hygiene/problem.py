@@ -89,10 +89,10 @@ class Problem:
         return self.fault is not None and self.fault.survived and self.rule not in INDEX_RULES
 
     def covered(self) -> bool:
-        """Whether a test expected it, or what it follows from, or either is waived or came of a fault to be survived."""
+        """Whether a test expected it, or what it follows from, or says that its router survives such a fault."""
         problem: Problem | None = self
         while problem is not None:
-            if problem.expected_by is not None or problem.waived or problem.excused:
+            if problem.expected_by is not None or problem.excused:
                 return True
             problem = problem.cause
         return False

@@ -1,5 +1,8 @@
 """Router indexes with a fault each."""
 
+from contextlib import suppress
+from typing import ClassVar
+
 from contract_runs import Mutants
 
 from pytest_kvmock import BlockNotFound, Cleared, RadixIndex, Removed, RouterEvent, Stored
@@ -184,10 +187,8 @@ class RemovesABlockFromAllWorkers(Radix):
         def apply(self, event):
             if isinstance(event.event.data, Removed):
                 for worker, _ in self.tree.workers:
-                    try:
+                    with suppress(BlockNotFound):
                         super().apply(RouterEvent(worker, event.event))
-                    except BlockNotFound:
-                        pass
             else:
                 super().apply(event)
 
@@ -269,7 +270,7 @@ class ForgetsWhatItWasAsked(Radix):
 @INDEXES.breaks("test_two_indexes_share_nothing")
 class SharesItsTree(Radix):
     class Subject(Tree):
-        only = []
+        only: ClassVar = []
 
         def __init__(self):
             super().__init__()
