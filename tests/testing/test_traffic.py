@@ -137,7 +137,9 @@ def test_a_failure_names_the_step_after_which_it_showed():
 def test_what_is_no_step_is_refused():
     with (
         RouterHarness(SMALL, "lru") as kv,
-        pytest.raises(TypeError, match="^a program has Prefill, Decode, Finish, Preempt, Resume and Clear, got 'run'\n"),
+        pytest.raises(
+            TypeError, match="^a program has Prefill, Decode, Finish, Preempt, Resume and Clear, got 'run'\n"
+        ),
     ):
         play(kv, ["run"])
 
