@@ -18,16 +18,14 @@ class LruPolicy:
     reused and freed again counts as new; that it is looked at or matched while active changes nothing.
     """
 
-    # A slot stands in the queue once for each time it was inserted; the entry at the front was number `_first`. An entry
-    # counts while `slot.place` is its number; so `remove` need not look for it.
+    # A slot stands in the queue once for each time it was inserted, `slot.place` times by now; its last entry counts while
+    # it is inactive, which `slot.above` says. So `remove` need not look for it.
 
     finds_by_place = False
     collisions = 0
 
     def __init__(self) -> None:
         self._queue: deque[Slot] = deque()
-        self._first = 1
-        self._next = 1
         self._limit = _SLACK
 
     def register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:
@@ -38,52 +36,45 @@ class LruPolicy:
 
     def insert(self, slots: Sequence[Slot]) -> None:
         """These slots are the last to go now."""
-        number, append = self._next, self._queue.append
         for slot in slots:
-            slot.place = number
-            number += 1
-            append(slot)
-        self._next = number
-
-    def insert_one(self, slot: Slot) -> None:
-        """The slot is the last to go now."""
-        slot.place = self._next
-        self._next += 1
-        self._queue.append(slot)
+            slot.place += 1
+            slot.above = True
+        self._queue += slots
 
     def remove(self, slots: Sequence[Slot]) -> None:
         """The slots are in use."""
         for slot in slots:
-            slot.place = 0
+            slot.above = False
         if len(self._queue) > self._limit:
             self._clean()
 
     def _clean(self) -> None:
-        """Drop the entries that do not count, and number the others anew."""
-        self._queue = deque(self.order())
-        self._limit = 2 * len(self._queue) + _SLACK
-        self._first = 1
-        self._next = len(self._queue) + 1
-        for number, slot in enumerate(self._queue, 1):
-            slot.place = number
+        """Drop the entries that do not count."""
+        slots = self.order()
+        for slot in self._queue:
+            slot.place = 0
+        for slot in slots:
+            slot.place = 1
+        self._queue = deque(slots)
+        self._limit = 2 * len(slots) + _SLACK
 
     def evict(self, count: int) -> list[Slot]:
         """Choose the slots that were inserted longest ago."""
-        queue, number = self._queue, self._first
+        queue = self._queue
         chosen: list[Slot] = []
         while queue and len(chosen) < count:
             slot = queue.popleft()
-            if slot.place == number:
-                slot.place = 0
+            slot.place -= 1
+            if not slot.place and slot.above:
+                slot.above = False
                 chosen.append(slot)
-            number += 1
-        self._first = number
         return chosen
 
     def clear(self) -> None:
-        """No slot is left; numbers go on, so that no old one counts."""
+        """No slot is left."""
+        for slot in self._queue:
+            slot.place, slot.above = 0, False
         self._queue.clear()
-        self._first = self._next
 
     def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - never asked
         """A slot answers to its own lineage hash only."""
@@ -99,4 +90,5 @@ class LruPolicy:
 
     def order(self) -> list[Slot]:
         """From the one inserted longest ago."""
-        return [slot for number, slot in enumerate(self._queue, self._first) if slot.place == number]
+        newest = dict.fromkeys(slot for slot in reversed(self._queue) if slot.above)
+        return list(newest)[::-1]
