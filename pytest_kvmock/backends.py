@@ -51,6 +51,14 @@ def _lru(**sizes: Any) -> KvManager:
     return LogicalManager(backend="lru", eviction=LruPolicy(), **sizes)
 
 
+def _multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
+    from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
+    from pytest_kvmock.cache.logical import LogicalManager
+
+    policy = MultiLruPolicy(num_blocks)
+    return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
+
+
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
@@ -59,6 +67,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
         for spec in (
             BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", _lineage),
             BackendSpec("lru", f"{_LOGICAL}, lru backend", _lru),
+            BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", _multi_lru, prefix_closed=False),
         )
     }
 )

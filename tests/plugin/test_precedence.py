@@ -168,7 +168,7 @@ def test_a_profile_is_laid_over_the_base_of_ini_or_override(nested):
         files={"pytest.ini": "[pytest]\nkvmock_block_size = 4\nkvmock_workers = 3\nkvmock_seed = 6\n"},
     )
 
-    result.assert_outcomes(passed=5)
+    result.assert_outcomes(passed=7)
 
 
 def test_an_index_reads_the_effective_block_size(nested):
@@ -189,7 +189,7 @@ def test_an_index_reads_the_effective_block_size(nested):
         """
     )
 
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=3)
 
 
 @pytest.mark.parametrize(
