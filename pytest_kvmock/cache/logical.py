@@ -389,7 +389,7 @@ class LogicalManager(ShortForms):
                 self._references -= 1
                 slot = self._names.let_go(block)
                 if not slot.refs and not slot.aliases:
-                    self._pool.inactive.insert((slot,))
+                    self._pool.inactive.insert_one(slot)
                     self._num_inactive += 1
         return 1
 

@@ -44,6 +44,8 @@ INI = [
     ("kvmock_seed = x", "*"),  # from 8.4 on pytest reads integers, and the words are its own
     ("kvmock_trace = missing.jsonl", "no such file: '*missing.jsonl'"),
     ("kvmock_trace_limit = -1", "got *-1*; allowed: an integer of at least 1"),
+    ("kvmock_profiles = missing/*.yaml", "no such file: 'missing/[*].yaml'"),
+    ("kvmock_profile = small", "unknown profile 'small'; none is known: ini kvmock_profiles names their files"),
     ("kvmock_allow = nonsense", "unknown rule 'nonsense'; known: parent_block_not_found, *"),
     ("kvmock_block_size = 0", "block_size must be *, got 0"),
     ("kvmock_num_blocks = 0", "num_blocks must be *, got 0"),
@@ -93,7 +95,11 @@ MARKERS = [
     ("kv_backends(excluding='lru')", "unknown key 'excluding'; known: exclude"),
     ("kvmock(8)", "takes keywords only; known: block_size, *"),
     ("kvmock(blok_size=8)", "unknown key 'blok_size'; known: block_size, num_blocks, *"),
-    ("kvmock(profile='small')", "unknown key 'profile'; known: block_size, *"),
+    (
+        "kvmock(profile='small')",
+        "profile: unknown profile 'small'; none is known: ini kvmock_profiles names their files",
+    ),
+    ("kvmock(profile=7)", "profile: got 7; allowed: the name of a profile"),
     ("kvmock(num_blocks=0)", "num_blocks*must be an integer of at least 1, got 0"),
     ("kvmock(block_size='16')", "block_size*must be *, got '16'"),
     ("kvmock(seed=None)", "seed*must be an integer, got None"),

@@ -175,6 +175,10 @@ class LineagePolicy:
                 else:
                     self._link(node, parent)
 
+    def insert_one(self, slot: Slot) -> None:
+        """The same for one slot."""
+        self.insert((slot,))
+
     def _swap(self, node: _Node, slot: Slot) -> None:
         """It is another one of the blocks that share a place that becomes inactive."""
         assert node.slot is not None

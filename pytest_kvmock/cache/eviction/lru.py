@@ -41,6 +41,10 @@ class LruPolicy:
             slot.above = True
         self._queue += slots
 
+    def insert_one(self, slot: Slot) -> None:
+        """The same for one slot."""
+        self.insert((slot,))
+
     def remove(self, slots: Sequence[Slot]) -> None:
         """The slots are in use."""
         for slot in slots:

@@ -131,6 +131,10 @@ class MultiLruPolicy:
             if of_level:
                 queue.insert(of_level)
 
+    def insert_one(self, slot: Slot) -> None:
+        """The same for one slot."""
+        self.insert((slot,))
+
     def remove(self, slots: Sequence[Slot]) -> None:
         """The slots are in use; their lineage hashes count twice each."""
         # The real manager asks for a block among the active ones first, and counts: the registration is there. Then it
