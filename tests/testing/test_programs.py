@@ -143,11 +143,7 @@ def test_what_is_no_step_is_refused():
     with (
         RouterHarness(SMALL, "lru") as kv,
         pytest.raises(
-<<<<<<<< HEAD:tests/testing/test_programs.py
             TypeError, match=r"^a program has Prefill, Decode, Finish, Preempt, Resume and Clear, got 'run'\n"
-========
-            TypeError, match="^a program has Prefill, Decode, Finish, Preempt, Resume and Clear, got 'run'\n"
->>>>>>>> hygiene:tests/testing/test_traffic.py
         ),
     ):
         play(kv, ["run"])
