@@ -393,6 +393,42 @@ def test_what_a_fault_did_is_on_record():
     assert "<injected: lose, event 1 of worker 1>" == repr(gap.fault)
 
 
+def test_a_gap_is_put_down_to_the_event_that_is_missing(kv):
+    kv.faults.sink_failure()
+    kv.faults.lose()
+    kv.apply([one_block(n) for n in range(3)])
+    assert [("sink_failure", "sink_failure"), ("event_id_gap", "lose")] == [
+        (p.rule, p.fault.kind) for p in kv.events.problems
+    ]
+
+
+def test_what_was_missing_before_a_restart_is_of_no_account(kv):
+    worker = kv.worker(0)
+    worker.serve(kv.prompt(1))
+    kv.faults.lose(worker=0)
+    worker.serve(kv.prompt(1))
+    kv.faults.restart(0)
+    worker.serve(kv.prompt(1))
+    worker.serve(kv.prompt(1))
+    kv.faults.foreign(worker=0)
+    worker.serve(kv.prompt(1))
+    worker.serve(kv.prompt(1))
+    gaps = [p for p in kv.events.problems if (p.rule, p.worker_id) == ("event_id_gap", 0)]
+    assert ["restart", "foreign"] == [gap.fault.kind for gap in gaps]
+
+
+def test_what_a_flush_finds_of_another_worker_is_real(kv):
+    sink = kv.make_sink(num_blocks=1)
+    sink.compare(lambda: [1])
+    kv.faults.lose(worker=0)
+    kv.apply(one_block(1))
+    sink(one_block(1))
+    sink(one_block(2))
+    kv.judge()
+    real = [p for p in kv.events.problems if p.worker_id == sink.worker_id]
+    assert [("over_capacity", None), ("engine_drift", None)] == [(p.rule, p.fault) for p in real]
+
+
 def test_what_was_wrong_before_the_first_fault_stays_real(kv):
     kv.apply([one_block(1), Stored(9, (2,), (2,))])
     kv.faults.lose()
