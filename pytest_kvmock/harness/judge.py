@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pytest_kvmock.events import RouterEvent, StorageTier
 from pytest_kvmock.harness.comparison import Comparison, Heard, Sync, arun, run
+from pytest_kvmock.harness.recording import Forgotten, Recording
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, question
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
@@ -48,6 +49,7 @@ class Judge:
         index: the index under test; None for the reference alone.
         sync: when it is compared; see `RouterHarness`.
         rng: source of what a comparison picks at random.
+        recording: keeps what arrives.
 
     Attributes:
         ledger: what the events say is held.
@@ -55,8 +57,9 @@ class Judge:
         under_test: the index under test.
     """
 
-    def __init__(self, log: EventLog, index: Any, sync: Sync, rng: Random) -> None:
+    def __init__(self, log: EventLog, index: Any, sync: Sync, rng: Random, recording: Recording) -> None:
         self.log = log
+        self._recording = recording
         self.ledger = Ledger()
         self.reference = RadixIndex()
         self.under_test = None if index is None else IndexUnderTest(index)
@@ -74,6 +77,7 @@ class Judge:
     def arrive(self, event: RouterEvent, chained: bool) -> None:
         """Judge an event, and give it to the indexes."""
         entry = self.log.append(event)
+        self._recording.arrive((event, chained))
         problems = self.ledger.observe(event, entry.position, chained=chained)
         if problems:
             self.log.note(problems)
@@ -112,6 +116,7 @@ class Judge:
         if self._comparison is not None and self.under_test is not None:
             ranks = [rank for _, rank in gone]
             self._comparison.gone(gone, self.under_test.farewell(worker_id, ranks, whole=gone == known))
+        self._recording.arrive(Forgotten(worker_id, dp_rank, first_id))
         for key in gone:
             self.reference.remove_worker_dp_rank(*key)
             self.ledger.restarted(key, first_id=first_id)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_kvmock.plugin.options import KvEventWarning
-from pytest_kvmock.plugin.report import add_log, record_properties
+from pytest_kvmock.plugin.report import add_log, add_reproduction, record_properties
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
@@ -99,7 +99,9 @@ def _finish(case: Case, found: _Findings, phase: str) -> None:
             failure = failure or f"KvEventWarning: {text}"
     log = case.policy.log
     if (log == "all" and not late) or (log != "none" and failure):
-        add_log(case, phase)
+        add_log(case, phase, next(iter(found.fatal), None))
+    if found.fatal:
+        add_reproduction(case, phase, found.fatal[0])
     if failure:
         pytest.fail(failure, pytrace=False)
 
