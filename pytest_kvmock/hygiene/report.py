@@ -69,11 +69,14 @@ def problems_text(problems: Sequence[Problem]) -> str:
     first = problem_line(problems[0])
     more = f", and {len(problems) - 1:,} more" if len(problems) > 1 else ""
     headline = f"{len(problems):,} KV event {what}{'s' * (len(problems) != 1)}: {first}{more}"
-    told = list(problems)
-    if len(problems) > MOST_PROBLEMS:
-        told = list({problem.rule: problem for problem in reversed(problems)}.values())[: -MOST_PROBLEMS - 1 : -1]
+    told = list(problems[:MOST_PROBLEMS])
+    if len(problems) > MOST_PROBLEMS + MOST_LINES:
+        by_rule: dict[str, Problem] = {}
+        for problem in problems:
+            by_rule.setdefault(problem.rule, problem)
+        told = list(by_rule.values())[:MOST_PROBLEMS]
     parts = [headline, *map(problem_text, told)]
-    rest = [problem for problem in problems if not any(problem is other for other in told)]
+    rest = [problem for problem in problems if all(problem is not other for other in told)]
     if len(rest) > MOST_LINES:
         counts = Counter(problem.rule for problem in rest)
         parts.append(f"  and {len(rest):,} more: " + ", ".join(f"{count:,} {rule}" for rule, count in counts.items()))
