@@ -19,7 +19,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import index, manager, plugin_cost, tokens, verdict
+from benchmarks import index, manager, plugin_cost, reduce, tokens, verdict
 from benchmarks.measure import NotHere
 
 GROUPS = {
@@ -31,6 +31,7 @@ GROUPS = {
     "tokens": (tokens.hashes,),
     "index": (index.speed, index.memory),
     "trace": (verdict.mooncake,),
+    "reduce": (reduce.events, reduce.requests),
 }
 HOME = Path(__file__).parent
 HEAD = """# Figures

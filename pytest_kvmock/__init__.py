@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.moves import Promote as Promote
     from pytest_kvmock.moves import Use as Use
     from pytest_kvmock.plugin.options import KvEventWarning as KvEventWarning
+    from pytest_kvmock.reduce import NotReduced as NotReduced
+    from pytest_kvmock.reduce import Reproduction as Reproduction
+    from pytest_kvmock.reduce import reproduce as reproduce
     from pytest_kvmock.router.index import BlockNotFound as BlockNotFound
     from pytest_kvmock.router.index import InvalidBlockSequence as InvalidBlockSequence
     from pytest_kvmock.router.index import KvEventError as KvEventError
@@ -105,6 +108,9 @@ _HOME = {
     "MoveError": "moves",
     "Promote": "moves",
     "Use": "moves",
+    "NotReduced": "reduce",
+    "Reproduction": "reduce",
+    "reproduce": "reduce",
     "BlockNotFound": "router.index",
     "InvalidBlockSequence": "router.index",
     "KvEventError": "router.index",

@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.events import Removed, RouterEvent, Stored
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
 from pytest_kvmock.harness.recording import MOST, Forgotten, Operation
-from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.reduce.events import EventCutter
 from pytest_kvmock.reduce.program import Breach as Breach
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
 
 WORK: Final = 500_000
 """How many steps a search replays at most, unless it is told otherwise."""
+
+MOST_STEPS: Final = 200
+"""A program of more steps is none that anybody reads."""
 
 _OF_AN_INDEX: Final = ("index_drift", "index_failure")
 _OF_NO_STREAM: Final = ("not_flushed", "sink_failure")
@@ -73,15 +75,22 @@ def reproduce(
         if problem is None:
             raise NotReduced("there is no problem to reproduce")
     whole, make_index = _whole(kv, problem)
+    levels = _levels(kv, problem) if level is None else (level,)
+    found: list[Reproduction] = []
     reasons = []
-    for chosen in _levels(kv, problem) if level is None else (level,):
+    # Events first, whichever is wanted: they cost little, and are at hand where requests do not show it in time.
+    for chosen in sorted(levels):
         replayer = Replayer(make_index, ignored, Budget(work, expired))
         try:
-            found = _cut(kv, problem, whole.replace(level=chosen), replayer)
+            cut = _finished(_cut(kv, problem, whole.replace(level=chosen), replayer), replayer, ignored)
         except NotReduced as reason:
             reasons.append(str(reason))
         else:
-            return _finished(found, replayer, ignored)
+            if chosen == levels[0]:
+                return cut
+            found.append(cut)
+    if found:
+        return found[0]
     raise NotReduced("; ".join(dict.fromkeys(reasons)))
 
 
@@ -129,8 +138,13 @@ def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
         return ("requests", "events") if hasattr(kv.index, "match_tokens") else ("events", "requests")
     if problem.event is None:
         return ("requests", "events")
-    by_hand = problem.worker_id >= FIRST_SINK_WORKER or any(kind == "drop_next" for kind, *_ in operations)
-    return ("events", "requests") if by_hand else ("requests", "events")
+    lost = any(kind == "drop_next" for kind, *_ in operations)
+    return ("events", "requests") if lost or any(map(_by_hand, kv.recording.arrivals)) else ("requests", "events")
+
+
+def _by_hand(arrival: Arrival) -> bool:
+    """Whether it was not said for a request."""
+    return not isinstance(arrival, Forgotten) and not arrival[1] and not isinstance(arrival[0].event.data, Cleared)
 
 
 def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Replayer) -> Reproduction:
@@ -197,9 +211,9 @@ def _around(kv: RouterHarness, problem: Problem) -> list[int]:
 
 def _finished(found: Reproduction, replayer: Replayer, ignored: Collection[str]) -> Reproduction:
     """The program with what it says of itself."""
-    if len(found.steps) > ASKED_ALWAYS:
-        raise NotReduced(f"cut to {found.size:,} of {found.cut_from:,} {found.level} before the limit was reached")
     replays = replayer.budget.replays
-    replayer.budget = Budget(WORK)  # once more, at whatever cost: it is short
+    replayer.budget = Budget(WORK)  # once or twice more, at whatever cost: it is short
+    if len(found.steps) > MOST_STEPS or not (len(found.steps) <= ASKED_ALWAYS or replayer.breaks(found, sync="auto")):
+        raise NotReduced(f"cut to {found.size:,} of {found.cut_from:,} {found.level} before the limit was reached")
     besides = {p.rule for p in replayer.verdict(found).errors} & set(ignored) - {found.rule}
     return found.replace(allow=tuple(sorted(besides)), replays=replays)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import Arrival, Forgotten
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.reduce.program import NotReduced, Reproduction
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Theory of operation
 #
 # A part of a stream must not break rules that the whole did not. So what is cut is mended: ids are counted anew (with
-# the jumps that the whole had, where ids matter), and where a block is left out its child hangs below its parent. A
+# the jumps that the whole had, where ids matter), and where a block is left out its child hangs below its parent, and what is not held is not removed. A
 # wrong hash alone cannot be mended so, since its parent is what it is judged by: there, blocks go from the front and
 # the back of an event, and the block that is first then becomes a root whose local hash is its own.
 #
@@ -45,7 +45,7 @@ class _Piece:
     def blocks(self) -> tuple[int, ...]:
         if self.event is None:
             return ()
-        blocks: tuple[int, ...] = getattr(self.event.event.data, "block_hashes", ())
+        blocks = _named(self.event)
         return blocks if self.places is None else tuple(blocks[i] for i in self.places)
 
     @property
@@ -59,7 +59,7 @@ class _Piece:
         """Of its blocks, these."""
         if self.event is None:
             return self
-        named: tuple[int, ...] = getattr(self.event.event.data, "block_hashes", ())
+        named = _named(self.event)
         places = range(len(named)) if self.places is None else self.places
         return replace(self, places=tuple(i for i in places if named[i] in blocks))
 
@@ -139,11 +139,12 @@ class EventCutter:
         block = self._whole.breach.block
         # Of the event that shows it there must be something left; a gap is between two events.
         shows = [*pieces[-1].blocks[:1], *(own[-2].blocks[:1] if block is None and len(own) > 1 else ())]
-        line = self._line([*shows, *([] if block is None else [block])])
-        for among in (own, pieces):
-            kept = [piece.only(line) for piece in among]
-            yield [piece for piece in kept if piece.blocks or not _names_blocks(piece)]
-        yield [piece for piece in own if not line.isdisjoint(piece.blocks) or not _names_blocks(piece)]
+        named = [] if block is None else [block]
+        for blocks in ((*shows, *named), (*shows, *named, *pieces[-1].blocks)):
+            line = self._line(blocks)
+            for among in (own, pieces):
+                kept = [piece.only(line) for piece in among]
+                yield [piece for piece in kept if piece.blocks or not _names_blocks(piece)]
         yield own
         yield pieces
 
@@ -225,7 +226,7 @@ class EventCutter:
             data = mender.mend(piece.key, event.event.data, piece.places)
             if data is None:
                 return None
-            if _names_blocks(piece) and not data.block_hashes and piece.places is not None:  # type: ignore[union-attr]
+            if not isinstance(data, Cleared) and not data.block_hashes and _named(event):
                 continue
             count = counts[piece.key] = counts.get(piece.key, -1) + 1
             event_id = max(0, count + piece.jumps) if look.with_ids else count
@@ -258,6 +259,12 @@ class EventCutter:
         )
 
 
+def _named(event: RouterEvent) -> tuple[int, ...]:
+    """The blocks that an event names; none for a Cleared."""
+    blocks: tuple[int, ...] = getattr(event.event.data, "block_hashes", ())
+    return blocks
+
+
 def _names_blocks(piece: _Piece) -> bool:
     return piece.event is not None and isinstance(piece.event.event.data, (Stored, Removed))
 
@@ -287,7 +294,7 @@ def _parents(arrivals: Iterable[Arrival]) -> dict[StreamKey, dict[int, int | Non
 
 
 class _Mender:
-    """Hangs the children of what is left out below the nearest ancestor that is there.
+    """Hangs the children of what is left out below the nearest ancestor that is there, and does not remove it.
 
     Args:
         parents: by stream and block, the parent that the whole stream gives it.
@@ -307,9 +314,10 @@ class _Mender:
         """What is left of an event of that stream."""
         held = self._held.setdefault(key, set())
         if isinstance(data, Removed):
-            left = data if places is None else Removed(tuple(data.block_hashes[i] for i in places))
-            held.difference_update(left.block_hashes)
-            return left
+            blocks = data.block_hashes if places is None else tuple([data.block_hashes[i] for i in places])
+            left = tuple([block for block in blocks if block in held or block == self._target])
+            held.difference_update(left)
+            return Removed(left)
         if not isinstance(data, Stored):
             self.forget(key)
             return data

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.reduce.program import Reproduction
     from pytest_kvmock.reduce.search import Budget
 
-ASKED_ALWAYS: Final = 200
+ASKED_ALWAYS: Final = 50
 """Up to so many steps an index is compared as in a test; in longer replays at the end alone, which is the last step."""
 
 

@@ -102,7 +102,7 @@ DATA = {
     its_own_parent: [Stored(1, (1,), (1,))],
     a_second_local_hash: [Stored(None, (1,), (1,)), Stored(None, (1,), (2,))],
     a_skipped_id: [Stored(None, (1,), (1,)), Stored(None, (2,), (2,))],
-    an_id_that_comes_again: [Stored(None, (1,), (1,)), Removed((2,))],
+    an_id_that_comes_again: [Stored(None, (1,), (1,)), Removed((1,))],
 }
 
 
@@ -187,6 +187,28 @@ def test_what_the_test_let_pass_is_let_pass():
     found = reproduce(kv, problem, allow=["block_not_found"])
 
     assert ("invalid_block", 2, ()) == (found.rule, found.size, found.allow)
+
+
+@pytest.mark.parametrize(
+    ("forget", "text"),
+    [
+        (lambda kv: kv.worker(1).restart(announced=True), "kv.worker(1).restart(announced=True)"),
+        (lambda kv: kv.remove_worker(1), "kv.remove_worker(1)"),
+    ],
+    ids=["restart", "remove"],
+)
+def test_a_worker_that_was_forgotten_is_forgotten_again(failure_of, forget, text):
+    kv = RouterHarness(EngineProfile(workers=2))
+    noise(kv.apply)
+    kv.apply(Stored(None, (1, 2), (1, 2)), worker_id=1)
+    forget(kv)
+    kv.apply(Removed((2,)), worker_id=1)
+    kv.judge()
+    found = reproduce(kv)
+
+    assert ("block_not_found", 2) == (found.rule, found.size)
+    assert text in found.as_test()
+    assert "was cleared, or forgotten with its worker" in failure_of(found)
 
 
 def test_ranks_and_other_workers_stay_apart(failure_of):
