@@ -232,6 +232,28 @@ def test_a_wound_takes_over_what_follows():
     assert "event_id_gap" == stream.problems[-1].cause.rule
 
 
+def test_what_a_recovery_tells_of_it_is_news_and_later_trouble_is_listed_there():
+    told, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
+    told.say_all([*HAZARD, stored(30)])
+    stream.say(HAZARD[0])
+    assert ["event_id_gap"] == stream.say(stored(30), 3)
+    news = stream.ledger.recovered(told.known, range(1, 4))
+    assert [(1,), (2,)] == [problem.blocks for problem in news]
+    assert [] == stream.ledger.recovered(told.known, range(1, 4))
+    assert ["(parent_block_not_found)"] == stream.say(stored(4, parent=2))
+    assert news[1] is stream.problems[-1].cause
+    assert [] == told.problems[1].folded
+
+
+def test_what_a_recovery_tells_is_held_with_children_and_copies():
+    told, stream = Stream(residency="counted", num_blocks=3), Stream(residency="counted", num_blocks=3)
+    told.say_all([stored(1, 2), stored(3, parent=1), stored(3, parent=1)])
+    stream.ledger.recovered(told.known.copy(), range(3))
+    assert ["over_capacity", "orphaned_child"] == stream.flush() + stream.say(Removed((1,)), 3)
+    assert (2, 3) == stream.problems[-1].blocks
+    assert [] == stream.drift([2, 3, 3])
+
+
 # ------------------------------------------------------------------------------------------------ orphaned_child
 
 

@@ -11,7 +11,7 @@ def failure_of(contract, name):
     """What a test of a contract says against its subject; None when it passes."""
     try:
         getattr(contract(), name)()
-    except (Exception, pytest.fail.Exception) as error:
+    except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - whatever a broken subject comes to
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -33,7 +33,10 @@ class Mutants:
 
     def each(self):
         """The mutants, for `parametrize`."""
-        return [pytest.param(mutant, names, id=f"{self.contract.__name__}-{mutant.__name__}") for mutant, names in self.cases]
+        return [
+            pytest.param(mutant, names, id=f"{self.contract.__name__}-{mutant.__name__}")
+            for mutant, names in self.cases
+        ]
 
     def never_failed(self):
         """Tests of the contract that no mutant fails."""

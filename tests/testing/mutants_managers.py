@@ -1,10 +1,11 @@
 """Block managers with a fault each."""
 
+from typing import ClassVar
 from uuid import UUID
 
 from contract_runs import Mutants
 
-from pytest_kvmock import Cleared, Deref, MoveError, Promote, Removed, Stored, Use
+from pytest_kvmock import Cleared, Deref, KvCacheEvent, MoveError, Promote, Removed, Stored, Use
 from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.cache.logical import LogicalManager
 from pytest_kvmock.cache.manager import Publisher
@@ -206,15 +207,13 @@ class StopsWhenNobodyListens(Lru):
     class Subject(Spoilt):
         class Says(Publisher):
             def publish(self, data, *beside):
-                from pytest_kvmock import KvCacheEvent
-
                 if self.sink is not None:
                     self.sink.publish(KvCacheEvent(self.take_id(), data, 0), *beside)
 
 
 @MANAGERS.breaks("test_two_managers_share_nothing")
 class SharesItsBlocks(Lru):
-    made = []
+    made: ClassVar = []
 
     class Subject(Spoilt):
         def __init__(self, *sizes):

@@ -1,8 +1,11 @@
 """Eviction policies with a fault each."""
 
+from itertools import count
+
 from contract_runs import Mutants
 
 from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.pool import Slot
 from pytest_kvmock.testing import EvictionContract
 from pytest_kvmock.tokens import lineage_position
 
@@ -61,8 +64,6 @@ class SharesItsQueue(Lru):
 
 
 def _stray_slot():
-    from pytest_kvmock.cache.pool import Slot
-
     slot = Slot()
     slot.name = 77
     return slot
@@ -119,7 +120,9 @@ class TurnsWhenLookedAt(Lru):
             return super().order()
 
 
-@POLICIES.breaks("test_blocks_freed_one_by_one_go_as_those_freed_together", "test_no_block_is_lost_or_doubled_in_a_long_life")
+@POLICIES.breaks(
+    "test_blocks_freed_one_by_one_go_as_those_freed_together", "test_no_block_is_lost_or_doubled_in_a_long_life"
+)
 class ForgetsWhatIsFreedAlone(Lru):
     class Subject(LruPolicy):
         def insert_one(self, slot):
@@ -167,20 +170,19 @@ class TakesTheRootFirst(Lru):
 
 
 @POLICIES.breaks("test_the_same_life_gives_the_same_evictions")
-class GoesByTheAddressOfItsSlots(Lru):
-    lives = [0]
+class GoesEachTimeAnotherWay(Lru):
+    lives = count()
 
     class Subject(LruPolicy):
         def __init__(self):
             super().__init__()
-            GoesByTheAddressOfItsSlots.lives[0] += 1
-            self.backwards = GoesByTheAddressOfItsSlots.lives[0] % 2
+            self.backwards = next(GoesEachTimeAnotherWay.lives) % 2
 
         def order(self):
             return super().order()[:: -1 if self.backwards else 1]
 
-        def evict(self, count):
-            chosen = self.order()[:count]
+        def evict(self, most):
+            chosen = self.order()[:most]
             self.remove(chosen)
             return chosen
 

@@ -68,7 +68,9 @@ class NeverReusesAWholePrompt(Lru):
             return found if found < prompt.length(self.manager.block_size) else 0
 
 
-@WORKERS.breaks("test_a_request_says_what_was_cached_when_it_came", "test_serve_answers_what_was_cached_and_what_became_so")
+@WORKERS.breaks(
+    "test_a_request_says_what_was_cached_when_it_came", "test_serve_answers_what_was_cached_and_what_became_so"
+)
 class SaysThatNothingWasCached(Lru):
     class Subject(MoveDriver):
         def cached(self, request):
@@ -161,7 +163,9 @@ class Manager(WorkerContract):
 
 
 @WORKERS.breaks(
-    "test_a_full_worker_makes_room", "test_the_router_learns_what_is_cached", "test_any_traffic_stays_in_sync_at_every_step"
+    "test_a_full_worker_makes_room",
+    "test_the_router_learns_what_is_cached",
+    "test_any_traffic_stays_in_sync_at_every_step",
 )
 class SaysNothingOfWhatIsEvicted(Manager):
     Subject = ForgetsRemoved.Subject

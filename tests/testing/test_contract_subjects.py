@@ -4,7 +4,7 @@ import pytest
 from contract_runs import failure_of, names_of_tests
 
 from pytest_kvmock import RadixIndex
-from pytest_kvmock.backends import BackendSpec
+from pytest_kvmock.backends import BackendSpec, registered
 from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
@@ -30,8 +30,10 @@ CASES = [
     ),
     (
         subject(EvictionContract, make_policy=lambda self: {}),
-        "make_policy gave {} (dict), which is no EvictionPolicy: it has no finds_by_place, collisions, register, touch, "
-        "insert, insert_one and 6 more",
+        (
+            "make_policy gave {} (dict), which is no EvictionPolicy: it has no finds_by_place, collisions, register, touch, "
+            "insert, insert_one and 6 more"
+        ),
     ),
     (
         subject(EvictionContract, make_policy=lambda self: LruPolicy),
@@ -49,13 +51,17 @@ CASES = [
     (subject(WorkerContract, backend=7), "backend must be the name of a backend or a BackendSpec, got 7"),
     (
         subject(ManagerContract, make_manager=lambda self, num_blocks, block_size, sink: []),
-        "make_manager gave [] (list), which is no KvManager: it has no backend, max_capacity, block_size, dp_rank, sink, "
-        "process and 13 more",
+        (
+            "make_manager gave [] (list), which is no KvManager: it has no backend, max_capacity, block_size, dp_rank, sink, "
+            "process and 13 more"
+        ),
     ),
     (
-        subject(WorkerContract, backend=BackendSpec("none", "nobody", lambda **sizes: None)),
-        "backend 'none' gave None (NoneType), which is no KvManager: it has no backend, max_capacity, block_size, "
-        "dp_rank, sink, process and 14 more",
+        subject(WorkerContract, backend=BackendSpec("nothing", "nobody", lambda **sizes: None)),
+        (
+            "backend 'nothing' gave None (NoneType), which is no KvManager: it has no backend, max_capacity, block_size, "
+            "dp_rank, sink, process and 14 more"
+        ),
     ),
     (subject(IndexContract), "define make_index(self) or make_index(self, block_size), which makes a new index"),
     (
@@ -64,8 +70,10 @@ CASES = [
     ),
     (
         subject(IndexContract, make_index=lambda self, block_size: RadixIndex),
-        "make_index gave <class 'pytest_kvmock.router.index.RadixIndex'>: the index under test is a class, RadixIndex; "
-        "it must be an object, RadixIndex()",
+        (
+            "make_index gave <class 'pytest_kvmock.router.index.RadixIndex'>: the index under test is a class, RadixIndex; "
+            "it must be an object, RadixIndex()"
+        ),
     ),
 ]
 
@@ -73,14 +81,18 @@ CASES = [
 @pytest.mark.parametrize(("contract", "line"), CASES, ids=[line[:40] for _, line in CASES])
 def test_every_test_fails_in_one_line_that_says_what_is_wrong(contract, line):
     expected = f"Failed: TestMine: {line}"
-    assert {expected} == {failure_of(contract, name) for name in names_of_tests(contract)}
+    with registered({}):
+        assert {expected} == {failure_of(contract, name) for name in names_of_tests(contract)}
 
 
 @pytest.mark.parametrize(
     ("index", "line"),
     [
         (NoFind, "the index under test (NoFind) has neither find_matches(local_hashes) nor match_tokens(tokens)"),
-        (Full, "the index under test (Full) is not empty at the start: dump_events() has 1 event; each test needs an index of its own"),
+        (
+            Full,
+            "the index under test (Full) is not empty at the start: dump_events() has 1 event; each test needs an index of its own",
+        ),
     ],
     ids=["neither question", "not empty"],
 )

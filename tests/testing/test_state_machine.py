@@ -18,7 +18,8 @@ QUICK = settings(
     derandomize=True,
     phases=(Phase.generate, Phase.shrink),
     report_multiple_bugs=False,
-    stateful_step_count=12,
+    stateful_step_count=10,
+    max_examples=400,
 )
 
 
@@ -45,6 +46,7 @@ class IgnoresAllRemoved(KvStateMachine):
     """A machine whose index is at fault, as a subclass."""
 
     backend = "lru"
+    num_blocks = 3
 
     def make_index(self):
         return IgnoresRemoved.Subject()
@@ -60,8 +62,14 @@ def spoilt_policy(num_blocks):
 
 
 BUGS = [
-    pytest.param(machine_of(BackendSpec.of_policy("spoilt", spoilt_policy, follows="nobody")), {"prefill", "finish"}, id="evicts too few"),
-    pytest.param(machine_of(BackendSpec("spoilt", "nobody", spoilt_manager)), {"prefill", "decode"}, id="promotes in silence"),
+    pytest.param(
+        machine_of(BackendSpec.of_policy("spoilt", spoilt_policy, follows="nobody")),
+        {"prefill", "finish"},
+        id="evicts too few",
+    ),
+    pytest.param(
+        machine_of(BackendSpec("spoilt", "nobody", spoilt_manager)), {"prefill", "decode"}, id="promotes in silence"
+    ),
     pytest.param(IgnoresAllRemoved, {"prefill", "finish"}, id="an index that ignores Removed"),
 ]
 
@@ -71,7 +79,7 @@ STEP = r"(?:request_\d+ = )?state\.(prefill|decode|finish|preempt|resume|clear)\
 
 @pytest.mark.parametrize(("machine", "needed"), BUGS)
 def test_a_seeded_bug_is_found_and_printed_as_the_few_steps_that_show_it(machine, needed):
-    with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever a broken engine comes to
+    with pytest.raises(Exception) as raised:  # whatever a broken engine comes to
         run_state_machine_as_test(machine, settings=QUICK)
     program = steps_in(raised.value)
     assert f"state = {machine.__name__}()" == program[0]
@@ -86,3 +94,15 @@ def test_a_seeded_bug_is_found_and_printed_as_the_few_steps_that_show_it(machine
 
 def steps_in(error):
     return re.findall(r"^(?:\w+ = )?state\b.*$", "\n".join(error.__notes__), re.MULTILINE)
+
+
+def test_a_machine_is_named_for_its_backend_so_that_what_is_printed_can_be_read():
+    spec = BackendSpec.of_policy("s3-fifo.2", spoilt_policy, follows="nobody")
+    assert "KvStateMachine_s3_fifo_2" == KvStateMachine.for_backend(spec).__name__
+    assert "IgnoresAllRemoved_lru" == IgnoresAllRemoved.for_backend("lru", workers=2).__name__
+
+
+def test_an_attribute_that_a_machine_does_not_have_is_refused():
+    message = "^for_backend: unknown attribute 'blocks'; known: num_blocks, block_size, workers, chunk, make_index$"
+    with pytest.raises(TypeError, match=message):
+        KvStateMachine.for_backend("lru", blocks=8)

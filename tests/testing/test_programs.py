@@ -37,11 +37,16 @@ def test_traffic_keeps_to_its_limits_and_names_requests_that_are_there(program):
     for step in program:
         if isinstance(step, Prefill):
             assert step.name not in running | preempted
-            assert len(step.blocks) <= 2 and set(step.blocks) <= {0, 1} and step.tail <= 3 and step.worker < 3
+            assert len(step.blocks) <= 2
+            assert set(step.blocks) <= {0, 1}
+            assert step.tail <= 3
+            assert step.worker < 3
             assert step.blocks or step.tail
             running.add(step.name)
         elif isinstance(step, Decode):
-            assert step.name in running and 1 <= step.tokens <= 3 and step.of < 2
+            assert step.name in running
+            assert 1 <= step.tokens <= 3
+            assert step.of < 2
         elif isinstance(step, Finish):
             assert step.name in running | preempted
             running.discard(step.name)
@@ -137,7 +142,9 @@ def test_a_failure_names_the_step_after_which_it_showed():
 def test_what_is_no_step_is_refused():
     with (
         RouterHarness(SMALL, "lru") as kv,
-        pytest.raises(TypeError, match="^a program has Prefill, Decode, Finish, Preempt, Resume and Clear, got 'run'\n"),
+        pytest.raises(
+            TypeError, match=r"^a program has Prefill, Decode, Finish, Preempt, Resume and Clear, got 'run'\n"
+        ),
     ):
         play(kv, ["run"])
 
