@@ -1,6 +1,7 @@
 """A backend of one's own keeps what every backend promises: it inherits the contracts of policy, manager and engine."""
 
 from custom_backend.s3fifo import S3FIFO, S3FifoPolicy
+from hypothesis import settings
 
 from pytest_kvmock.testing import EvictionContract, KvStateMachine, ManagerContract, WorkerContract
 
@@ -19,3 +20,4 @@ class TestS3FifoWorker(WorkerContract):
 
 
 TestS3FifoInAnyTraffic = KvStateMachine.for_backend("s3fifo", num_blocks=8).TestCase
+TestS3FifoInAnyTraffic.settings = settings(max_examples=30, deadline=None)

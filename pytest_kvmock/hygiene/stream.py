@@ -296,7 +296,7 @@ class Stream:
             said: all that it has said, in the order in which it did.
             ids: what it was asked for, up to the newest. The wound stays where an id before them is missing.
         """
-        wound = self.wound
+        wound, astray = self.wound, dict(self.astray)
         self.forget()
         for tier, held in said.tiers.items():
             self.tiers.setdefault(tier, {}).update(held)
@@ -305,7 +305,7 @@ class Stream:
         self.unmarked |= said.unmarked
         self.copies = {tier: dict(copies) for tier, copies in said.copies.items()}
         self.restored, self.last = dict(said.restored), said.last
-        self.astray = dict(said.astray)
+        self.astray = {block: astray.get(block, problem) for block, problem in said.astray.items()}
         self.said, self.emptied = list(said.said), said.emptied
         self._read = 0
         self._origin, self._gone = {}, {}
