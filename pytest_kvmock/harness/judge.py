@@ -54,8 +54,8 @@ class Told(NamedTuple):
     Attributes:
         said: all that the worker's rank had said by then, in the order in which it did.
         ids: the event ids that it was asked for, up to the newest.
-        events: what the router was told.
-        replace: it is all that the rank holds, and not the events that were missed.
+        events: what the router was told; or all that it knows of the rank by now.
+        replace: they are all that it knows, and not the events that were missed.
     """
 
     said: Stream
