@@ -23,7 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register markers, and check what command line and ini file say."""
     for line in MARKERS:
         config.addinivalue_line("markers", line)
-    config.stash[SETTINGS] = read_settings(config)
+    settings = config.stash[SETTINGS] = read_settings(config)
+    if "scenarios" in settings.ini:
+        from pytest_kvmock.plugin.scenario_items import ScenarioCollector
+
+        config.pluginmanager.register(ScenarioCollector(settings.ini["scenarios"]), "kvmock-scenarios")
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:

@@ -214,6 +214,13 @@ OPTIONS: Final = (
         ini_type=_INT,
     ),
     Option(
+        "scenarios",
+        names,
+        "globs of scenario files (*.kv.yaml) to collect as tests, relative to the root directory (default: none)",
+        ini="kvmock_scenarios",
+        ini_type="args",
+    ),
+    Option(
         "allow",
         rule_names,
         "event rules that may be broken without any consequence",

@@ -19,6 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^(?:<!-- (\w+) -->\n)?```(\w+)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 PASSING = [text for mark, language, text in BLOCKS if language == "python" and mark != "fails"]
 (FAILING,) = (text for mark, language, text in BLOCKS if language == "python" and mark == "fails")
+(SCENARIO,) = (text for mark, _, text in BLOCKS if mark == "scenario")
 (OUTPUT,) = (text for mark, _, text in BLOCKS if mark == "output")
 
 
@@ -50,6 +51,12 @@ def test_the_failure_is_what_pytest_prints(nested, monkeypatch):
 
     result.assert_outcomes(failed=1)
     assert OUTPUT in result.stdout.str() + "\n"
+
+
+def test_the_scenario_file_passes(nested):
+    ini = "[pytest]\nkvmock_scenarios = *\n"
+    result = nested("", files={"pytest.ini": ini, "a.kv.yaml": SCENARIO})
+    result.assert_outcomes(passed=2)
 
 
 def test_the_first_test_has_ten_lines():
