@@ -211,8 +211,9 @@ class _Player:
             data = Removed(tuple(removed))
         self._harness.apply(KvCacheEvent(other["id"], data) if "id" in other else data, worker)
 
-    def _do_fault(self, fault: str, arguments: Mapping[str, Any]) -> None:
-        self._harness.faults.inject(fault, **arguments)
+    def _do_fault(self, fault: str, **given: Any) -> None:
+        first = (given.pop("first"),) if "first" in given else ()
+        getattr(self._harness.faults, fault)(*first, **given)
 
     # ------------------------------------------------------------------------------- expectations: (right, have)
 

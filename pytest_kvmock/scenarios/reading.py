@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.scenarios.values import Expected, Scenario, Step
 from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, plain, read_yaml, string
@@ -212,12 +213,23 @@ def _event(node: Node) -> dict[str, Any]:
 def _fault(node: Node) -> dict[str, Any]:
     """One fault by its name, with its arguments: `lose`, `{lose: 1}` or `{lose: {n: 1, kind: stored}}`."""
     if isinstance(node.value, str):
-        return {"fault": node.value, "arguments": {}}
+        return {"fault": node.read(lambda one: check_fault(one.value))}
     if not isinstance(node.value, dict) or len(node.value) != 1:
         raise node.wrong_type("one fault, such as {lose: 1} or {lose: {n: 1, kind: stored}}")
     ((name, value),) = node.value.items()
-    arguments = plain(value)
-    return {"fault": name, "arguments": arguments if isinstance(arguments, dict) else {"n": arguments}}
+    try:
+        check_fault(name)
+    except ValueError as error:
+        raise node.key_error(name, str(error)) from None
+    if isinstance(value.value, dict):
+        return {"fault": name, **{key: _argument(one) for key, one in value.value.items()}}
+    return {"fault": name, "first": _argument(value)}
+
+
+def _argument(node: Node) -> Any:
+    """An argument of a fault; a worker and rank is a list."""
+    value = plain(node)
+    return tuple(value) if isinstance(value, list) else value
 
 
 _ACTIONS: Final[Mapping[str, Reader]] = {
