@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import create_manager as create_manager
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.manager import PrefillCost as PrefillCost
+    from pytest_kvmock.cache.pool import EvictionPolicy as EvictionPolicy
+    from pytest_kvmock.cache.pool import Slot as Slot
     from pytest_kvmock.engine.sequence import ActiveSequence as ActiveSequence
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness import Verdict as Verdict
     from pytest_kvmock.harness.delivery import Drop as Drop
+    from pytest_kvmock.harness.recovery import Recovery as Recovery
     from pytest_kvmock.harness.router_harness import WorkerKey as WorkerKey
     from pytest_kvmock.hygiene.log import EventLog as EventLog
     from pytest_kvmock.hygiene.log import Expectation as Expectation
@@ -47,16 +50,27 @@ if TYPE_CHECKING:
     from pytest_kvmock.moves import Promote as Promote
     from pytest_kvmock.moves import Use as Use
     from pytest_kvmock.plugin.options import KvEventWarning as KvEventWarning
+    from pytest_kvmock.profiles import NamedProfile as NamedProfile
+    from pytest_kvmock.profiles import read_profiles as read_profiles
     from pytest_kvmock.router.index import BlockNotFound as BlockNotFound
     from pytest_kvmock.router.index import InvalidBlockSequence as InvalidBlockSequence
     from pytest_kvmock.router.index import KvEventError as KvEventError
     from pytest_kvmock.router.index import OverlapScores as OverlapScores
     from pytest_kvmock.router.index import ParentBlockNotFound as ParentBlockNotFound
     from pytest_kvmock.router.index import RadixIndex as RadixIndex
+    from pytest_kvmock.router.recovery import Events as Events
+    from pytest_kvmock.router.recovery import InvalidRange as InvalidRange
+    from pytest_kvmock.router.recovery import LocalIndex as LocalIndex
+    from pytest_kvmock.router.recovery import RecoveryStep as RecoveryStep
+    from pytest_kvmock.router.recovery import RouterCursor as RouterCursor
+    from pytest_kvmock.router.recovery import TooNew as TooNew
+    from pytest_kvmock.router.recovery import TreeDump as TreeDump
+    from pytest_kvmock.router.recovery import WorkerQuery as WorkerQuery
     from pytest_kvmock.sinks import CapturingSink as CapturingSink
     from pytest_kvmock.sinks import FanOutSink as FanOutSink
     from pytest_kvmock.sinks import JsonlRecorder as JsonlRecorder
     from pytest_kvmock.sinks import Sink as Sink
+    from pytest_kvmock.strict_yaml import YamlError as YamlError
     from pytest_kvmock.tokens import Prompt as Prompt
     from pytest_kvmock.tokens import TokenIds as TokenIds
     from pytest_kvmock.tokens import block_hashes as block_hashes
@@ -79,6 +93,8 @@ _HOME = {
     "Served": "engine.worker",
     "PrefillCost": "cache.manager",
     "KvManager": "cache.manager",
+    "EvictionPolicy": "cache.pool",
+    "Slot": "cache.pool",
     "BACKENDS": "backends",
     "BackendSpec": "backends",
     "EngineProfile": "backends",
@@ -100,6 +116,8 @@ _HOME = {
     "EventLog": "hygiene.log",
     "KvEventsError": "hygiene.log",
     "Problem": "hygiene.problem",
+    "NamedProfile": "profiles",
+    "read_profiles": "profiles",
     "Deref": "moves",
     "Destroy": "moves",
     "MoveError": "moves",
@@ -111,9 +129,19 @@ _HOME = {
     "OverlapScores": "router.index",
     "ParentBlockNotFound": "router.index",
     "RadixIndex": "router.index",
+    "Recovery": "harness.recovery",
+    "Events": "router.recovery",
+    "InvalidRange": "router.recovery",
+    "LocalIndex": "router.recovery",
+    "RecoveryStep": "router.recovery",
+    "RouterCursor": "router.recovery",
+    "TooNew": "router.recovery",
+    "TreeDump": "router.recovery",
+    "WorkerQuery": "router.recovery",
     "CapturingSink": "sinks",
     "FanOutSink": "sinks",
     "JsonlRecorder": "sinks",
+    "YamlError": "strict_yaml",
     "Prompt": "tokens",
     "block_hashes": "tokens",
     "lineage_hash": "tokens",

@@ -1,19 +1,27 @@
 """Which mock engines there are: names, what each follows, and the profile that sizes them.
 
-This module imports none of them: a spec loads its manager when one is made.
+This module imports none of them: a spec loads its manager when one is made. Wherever a backend is asked for, a
+`BackendSpec` does as well as a name; names are those of the built-in backends and of those that are registered now.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.pool import EvictionPolicy
     from pytest_kvmock.sinks import Sink
+
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
+_RESERVED: Final = ("all", "none", "no-backend")  # words of the command line and of the matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +29,17 @@ class BackendSpec:
     """One named behaviour of an engine's block manager.
 
     Attributes:
-        name: the name that tests see, in ids too.
+        name: the name that tests see, in ids too: letters, digits, `_`, `.` and `-`.
         follows: the program and version whose behaviour it is.
         make: makes a manager; called with `num_blocks`, `block_size`, `dp_rank` and `sink` by keyword.
         residency: "unique" where a block is published once while it is held; "counted" where an engine publishes
             every copy of it.
         prefix_closed: whether a block goes before its parent in scheduler traffic, so that what is held is always a
             set of whole prefixes, and links a block to no other parent than its own.
+        in_matrix: whether tests run over it by default; otherwise, where they name it.
+
+    Raises:
+        ValueError: a field is not what it must be.
     """
 
     name: str
@@ -35,6 +47,52 @@ class BackendSpec:
     make: Callable[..., KvManager]
     residency: Literal["unique", "counted"] = "unique"
     prefix_closed: bool = True
+    in_matrix: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name in _RESERVED:
+            raise ValueError(
+                f"a backend's name has letters, digits, '_', '.' and '-', and is not one of {', '.join(_RESERVED)}; "
+                f"got {self.name!r}"
+            )
+        if not callable(self.make):
+            raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004
+        if self.residency not in ("unique", "counted"):
+            raise ValueError(f"backend {self.name!r}: residency must be 'unique' or 'counted', got {self.residency!r}")
+
+    @classmethod
+    def of_policy(
+        cls,
+        name: str,
+        policy: Callable[[int], EvictionPolicy],
+        *,
+        follows: str,
+        prefix_closed: bool = True,
+        in_matrix: bool = True,
+    ) -> BackendSpec:
+        """A backend that is the logical manager (Dynamo's newer one) with an order of eviction of one's own.
+
+        Args:
+            name: as above.
+            policy: makes the policy of one manager; called with the capacity in blocks.
+            follows: as above.
+            prefix_closed: as above; False for a policy that may evict a block before its children.
+            in_matrix: as above.
+
+        Raises:
+            ValueError: a field is not what it must be.
+        """
+
+        def make(*, num_blocks: int, **sizes: Any) -> KvManager:
+            from pytest_kvmock.cache.logical import LogicalManager
+            from pytest_kvmock.cache.rules import check_num_blocks, check_policy
+
+            eviction = check_policy(name, policy(check_num_blocks(num_blocks)))
+            return LogicalManager(backend=name, eviction=eviction, num_blocks=num_blocks, **sizes)
+
+        if not callable(policy):
+            raise ValueError(f"backend {name!r}: policy must be callable, got {policy!r:.80}")  # noqa: TRY004
+        return cls(name, follows, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
 
 
 def _lineage(**sizes: Any) -> KvManager:
@@ -51,6 +109,14 @@ def _lru(**sizes: Any) -> KvManager:
     return LogicalManager(backend="lru", eviction=LruPolicy(), **sizes)
 
 
+def _multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
+    from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
+    from pytest_kvmock.cache.logical import LogicalManager
+
+    policy = MultiLruPolicy(num_blocks)
+    return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
+
+
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
@@ -59,31 +125,62 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
         for spec in (
             BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", _lineage),
             BackendSpec("lru", f"{_LOGICAL}, lru backend", _lru),
+            BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", _multi_lru, prefix_closed=False),
         )
     }
 )
-"""All backends by name, in the order in which the matrix runs them."""
+"""The built-in backends by name, in the order in which the matrix runs them."""
+
+_registered: dict[str, BackendSpec] = {}
 
 
-def backend_spec(name: str) -> BackendSpec:
-    """Look a backend up.
+def known_backends() -> dict[str, BackendSpec]:
+    """The built-in backends by name, then those that are registered now, in the order of the matrix."""
+    return {**BACKENDS, **_registered}
+
+
+@contextmanager
+def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
+    """Have these backends known by name while the context lasts, and no others but the built-in ones.
+
+    The plugin does this for a run of pytest; what an outer run has registered is not known in an inner one.
+    """
+    before = dict(_registered)
+    _registered.clear()
+    _registered.update(specs)
+    try:
+        yield
+    finally:
+        _registered.clear()
+        _registered.update(before)
+
+
+def backend_spec(name: str | BackendSpec) -> BackendSpec:
+    """Look a backend up; a spec is itself, so that one that is not listed can be used too.
 
     Raises:
         ValueError: there is none of this name; the known ones are listed.
     """
-    spec = BACKENDS.get(name)
+    if isinstance(name, BackendSpec):
+        return name
+    spec = BACKENDS.get(name) or _registered.get(name)
     if spec is None:
-        raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
+        raise ValueError(f"unknown backend {name!r}; known: {', '.join(known_backends())}")
     return spec
 
 
 def create_manager(
-    backend: str = "lineage", *, num_blocks: int, block_size: int = 16, dp_rank: int = 0, sink: Sink | None = None
+    backend: str | BackendSpec = "lineage",
+    *,
+    num_blocks: int,
+    block_size: int = 16,
+    dp_rank: int = 0,
+    sink: Sink | None = None,
 ) -> KvManager:
     """Make a block manager by itself: no pytest, no harness, nobody who judges.
 
     Args:
-        backend: its name.
+        backend: its name, or a spec.
         num_blocks: capacity in blocks.
         block_size: tokens a block; for the logical backends a power of two from 2 to 1024.
         dp_rank: the data-parallel rank that its events name.

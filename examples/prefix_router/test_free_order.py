@@ -2,7 +2,8 @@
 
 Schedulers free a request's blocks tail first, and then `lineage` and `lru` say the same, event for event. A manager
 that is driven by hand may free them in any order. `lineage` evicts leaves only, so that what stays cached is a prefix;
-`lru` evicts what was freed first, here the head, and the rest is of no use to a router.
+`lru` evicts what was freed first, here the head, and the rest is of no use to a router. So does `multi_lru` among blocks
+that were seen equally seldom.
 """
 
 import pytest
@@ -25,7 +26,7 @@ def test_a_backend_decides_what_goes_first(kv_manager, kv_events, kv_backend):
 
     kv_manager.use([5, 6])
 
-    removed = {"lineage": [4, 3], "lru": [1, 2]}
+    removed = {"lineage": [4, 3], "lru": [1, 2], "multi_lru": [1, 2]}
     assert removed[kv_backend] == kv_events.removed_blocks
 
 
@@ -36,7 +37,7 @@ def test_it_decides_whether_the_router_can_use_the_rest(kv_router, kv_backend):
 
     manager.use([5, 6])
 
-    overlap = {"lineage": {0: 2}, "lru": {}}
+    overlap = {"lineage": {0: 2}, "lru": {}, "multi_lru": {}}
     assert overlap[kv_backend] == kv_router.overlap_for_hashes(PROMPT)
 
 

@@ -6,8 +6,8 @@
 
 A trace has one hash for each 512 tokens and no tokens, so the router's index goes by local hashes here.
 
-In such traffic the two eviction backends say the same: requests free their blocks tail first. `test_free_order.py`
-shows where they part.
+In such traffic the backends `lineage` and `lru` say the same: requests free their blocks tail first. `multi_lru` keeps
+what was seen often. `test_free_order.py` shows where the first two part.
 """
 
 from collections import Counter

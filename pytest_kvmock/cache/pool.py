@@ -7,6 +7,7 @@ inactive slots are known to the eviction policy's order.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,9 @@ class Slot:
 class EvictionPolicy(Protocol):
     """In which order inactive blocks are evicted.
 
+    A policy may derive from this class; then what it leaves out does nothing. It must say `insert`, `remove`, `evict`,
+    `clear` and `order`.
+
     The manager tells a policy of a slot's life, in this order: `register` once, then `insert` and `remove` (or
     `evict`, which ends it) in turns. A policy sees slots, and may keep what it likes in their `place` and `above`.
     It is told of many slots at once, in the order in which it happened to them. The new blocks of one Use may come as
@@ -80,8 +84,8 @@ class EvictionPolicy(Protocol):
         collisions: how many registered slots are at odds with another one; while it is 0, `refused` is not asked.
     """
 
-    finds_by_place: bool
-    collisions: int
+    finds_by_place: bool = False
+    collisions: int = 0
 
     def register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:
         """Take note of slots that were just registered, and are active; `places` may be what `free_places` said."""
@@ -89,30 +93,39 @@ class EvictionPolicy(Protocol):
     def touch(self, slot: Slot) -> None:
         """Take note that an active slot was matched by its lineage hash, by a name that did not hold it yet."""
 
+    @abstractmethod
     def insert(self, slots: Sequence[Slot]) -> None:
         """Make these slots evictable: nobody holds them any more."""
 
     def insert_one(self, slot: Slot) -> None:
         """The same for one slot: schedulers free block by block."""
+        self.insert((slot,))
 
+    @abstractmethod
     def remove(self, slots: Sequence[Slot]) -> None:
         """Make inactive slots active: look-ups matched them."""
 
+    @abstractmethod
     def evict(self, count: int) -> list[Slot]:
         """Choose the next inactive slots and forget them; fewer than `count` when no more can go."""
 
-    def find(self, plh: int) -> Slot | None:
+    def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - for those that find by place
         """Return the inactive slot that answers to a lineage hash that is not its own, if there is one."""
+        return None
 
-    def free_places(self, plhs: Sequence[int]) -> Sequence[Any] | None:
+    def free_places(self, plhs: Sequence[int]) -> Sequence[Any] | None:  # noqa: ARG002 - as above
         """Return the policy's places of lineage hashes, if every one has a place of its own that no block has."""
+        return None
 
-    def refused(self, slots: Iterable[Slot]) -> Slot | None:
+    def refused(self, slots: Iterable[Slot]) -> Slot | None:  # noqa: ARG002 - as above
         """Return the first of `slots` that could not be inserted, were they inserted in this order."""
+        return None
 
+    @abstractmethod
     def clear(self) -> None:
         """Forget all slots; none is registered any more."""
 
+    @abstractmethod
     def order(self) -> list[Slot]:
         """Return the inactive slots in the order in which they would be evicted. May cost a sort."""
 

@@ -44,6 +44,16 @@ def check_dp_rank(dp_rank: int) -> int:
     return dp_rank
 
 
+def check_policy(backend: str, policy: EvictionPolicy) -> EvictionPolicy:
+    """Return a policy that somebody else has made, or raise a ValueError that says what it lacks."""
+    for name in dir(EvictionPolicy):
+        if not name.startswith("_") and not hasattr(policy, name):
+            raise ValueError(
+                f"the policy of backend {backend!r} has no {name}: derive {type(policy).__name__} from EvictionPolicy"
+            )
+    return policy
+
+
 def is_full(block: object) -> bool:
     """Whether this names a full block: a u64."""
     return isinstance(block, int) and not isinstance(block, bool) and 0 <= block <= _U64

@@ -27,6 +27,7 @@ class Delivery:
     Attributes:
         published: the id after the last one that was published, by worker and rank.
         transport: what becomes of events on their way; None: they arrive. Faults are put here.
+        kept: told of each event that is published, whatever becomes of it; None: nobody keeps them.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Delivery:
     ) -> None:
         self.published: dict[StreamKey, int] = {}
         self.transport: Transport | None = None
+        self.kept: Callable[[RouterEvent], None] | None = None
         self._arrive = arrive
         self._lost = lost
         self._before: list[Sink] = []
@@ -60,6 +62,8 @@ class Delivery:
         """An event sets out."""
         inner = event.event
         self.published[event.worker_id, inner.dp_rank] = inner.event_id + 1
+        if self.kept is not None:
+            self.kept(event)
         if self._before and not self._tell(self._before, event, missed=True):
             return
         if self._drops and self._dropped(event):

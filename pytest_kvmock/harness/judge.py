@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from inspect import isawaitable
@@ -15,7 +16,7 @@ from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScore
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.stream import StreamKey
+from pytest_kvmock.hygiene.stream import Stream, StreamKey
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.tokens import Prompt
 
@@ -40,6 +41,22 @@ class Verdict(NamedTuple):
     unmet: list[str]
 
 
+class Told(NamedTuple):
+    """What a router was told when it asked a worker for events that it missed.
+
+    Attributes:
+        said: all that the worker's rank had said by then, in the order in which it did.
+        ids: the event ids that it was asked for, up to the newest.
+        events: what the router was told.
+        replace: it is all that the rank holds, and not the events that were missed.
+    """
+
+    said: Stream
+    ids: range
+    events: Sequence[RouterEvent]
+    replace: bool
+
+
 class Judge:
     """Hears every event that arrives, and notes in the log what is wrong.
 
@@ -53,6 +70,7 @@ class Judge:
         ledger: what the events say is held.
         reference: the reference index.
         under_test: the index under test.
+        told: what routers were told when they asked, and that is not settled yet.
     """
 
     def __init__(self, log: EventLog, index: Any, sync: Sync, rng: Random) -> None:
@@ -62,9 +80,10 @@ class Judge:
         self.under_test = None if index is None else IndexUnderTest(index)
         self._comparison = None
         if self.under_test is not None:
-            self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync)
+            self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync, settle=self.settle)
         self._judged = 0
         self._mute: set[StreamKey] = set()  # whose callable has failed to say what is resident
+        self.told: deque[Told] = deque()
 
     @property
     def is_async(self) -> bool:
@@ -73,15 +92,21 @@ class Judge:
 
     def arrive(self, event: RouterEvent, chained: bool) -> None:
         """Judge an event, and give it to the indexes."""
+        self.settle()
         entry = self.log.append(event)
-        problems = self.ledger.observe(event, entry.position, chained=chained)
-        if problems:
-            self.log.note(problems)
-        with suppress(KvEventError):  # the ledger has said so already, with what was known
-            self.reference.apply(event)
+        problems: list[Problem] = []
+        refused = False
+        if not self.ledger.told_before(event):
+            problems = self.ledger.observe(event, entry.position, chained=chained)
+            if problems:
+                self.log.note(problems)
+            try:
+                self.reference.apply(event)
+            except KvEventError:  # the ledger has said so already, with what was known
+                refused = True
         comparison = self._comparison
         if comparison is not None:
-            comparison.heard(event, entry.position, problems)
+            comparison.heard(Heard(event, entry.position, problems, refused))
             if not self.is_async and (found := run(comparison.catch_up())):
                 self.log.note(found)
 
@@ -91,6 +116,23 @@ class Judge:
         self.log.note([problem])
         if missed:
             self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
+
+    def settle(self) -> None:
+        """Take what routers were told when they asked: it counts as arrived.
+
+        The index under test is not given it: it has asked, and has to apply the answer itself.
+        """
+        while self.told:
+            said, ids, events, replace = self.told.popleft()
+            key = (said.worker_id, said.dp_rank)
+            if replace:
+                self.reference.remove_worker_dp_rank(*key)
+            for event in events:
+                with suppress(KvEventError):  # what is told again was removed already, or stands already
+                    self.reference.apply(event)
+            self.ledger.recovered(said, ids)
+            if self._comparison is not None:
+                self._comparison.recovered(key, self.log.total - 1)
 
     def gone(self, worker_id: int, dp_rank: int | None = None, *, first_id: int | None) -> list[StreamKey]:
         """The router is told that a worker, or one rank of it, begins anew: what it held is forgotten everywhere.

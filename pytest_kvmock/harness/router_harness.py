@@ -10,7 +10,7 @@ from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from pytest_kvmock.backends import EngineProfile, backend_spec
+from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
 from pytest_kvmock.events import (
     Cleared,
     KvCacheEvent,
@@ -22,6 +22,7 @@ from pytest_kvmock.events import (
 from pytest_kvmock.harness.comparison import SYNC, Sync
 from pytest_kvmock.harness.delivery import Delivery, Drop
 from pytest_kvmock.harness.judge import Judge, Verdict
+from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.under_test import Scores, WorkerScores
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink, Published, is_event
 from pytest_kvmock.harness.worker import HarnessWorker
@@ -36,7 +37,6 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.sinks import Sink
 
@@ -51,11 +51,12 @@ class RouterHarness:
 
     Args:
         profile: size and kind of the workers; the default profile if None.
-        backend: name of the workers' backend; None if no worker is wanted yet (see `use_backend`).
+        backend: name of the workers' backend, or a `BackendSpec`; None if no worker is wanted yet (see `use_backend`).
         index: the index under test (see `IndexUnderTest` for what it offers); None for the reference index alone.
         sync: when an index under test is compared: after "every" event, "auto" (after every event up to the 2,000th,
             then after one in 16) or at the "end".
         allow: rules whose breach is no failure when the harness judges on leaving.
+        recovery: what an index calls to ask workers for events that it missed; None: they keep none.
         name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
 
     Raises:
@@ -71,11 +72,12 @@ class RouterHarness:
     def __init__(
         self,
         profile: EngineProfile | None = None,
-        backend: str | None = "lineage",
+        backend: str | BackendSpec | None = "lineage",
         index: Any = None,
         *,
         sync: Sync = "auto",
         allow: Collection[str] = (),
+        recovery: Recovery | None = None,
         name: str = "",
     ) -> None:
         if sync not in SYNC:
@@ -95,6 +97,9 @@ class RouterHarness:
         self._workers: dict[WorkerKey, KvWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks = 0
+        self._recovery: Recovery | None = None
+        if recovery is not None:
+            self.use_recovery(recovery)
         self._spec: BackendSpec | None = None
         if backend is not None:
             self.use_backend(backend)
@@ -125,7 +130,7 @@ class RouterHarness:
         """The workers by id, or by (id, dp_rank) where a worker has more ranks than one."""
         return MappingProxyType(self._workers)
 
-    def use_backend(self, backend: str) -> None:
+    def use_backend(self, backend: str | BackendSpec) -> None:
         """Say which backend the workers have, once, and make those that exist from the start.
 
         Raises:
@@ -134,7 +139,7 @@ class RouterHarness:
         spec = backend_spec(backend)
         if self._spec is not None:
             if spec is not self._spec:
-                raise ValueError(f"the harness has backend {self._spec.name!r} already; it cannot become {backend!r}")
+                raise ValueError(f"the harness has backend {self._spec.name!r} already; it cannot become {spec.name!r}")
             return
         self._spec = spec
         for worker_id in range(self.profile.workers):
@@ -178,6 +183,8 @@ class RouterHarness:
         self._judge.ledger.open(
             (worker_id, dp_rank), first_id=0, block_size=self.profile.block_size, prefix_closed=spec.prefix_closed
         )
+        if self._recovery is not None:
+            self._recovery.restarted((worker_id, dp_rank))
         return worker
 
     def _key(self, worker_id: int, dp_rank: int) -> WorkerKey:
@@ -328,6 +335,26 @@ class RouterHarness:
             if announced:
                 self._judge.gone(*key, first_id=0)
             self.delivery.published[key] = 0
+            if self._recovery is not None:
+                self._recovery.restarted(key)
+
+    def use_recovery(self, recovery: Recovery) -> None:
+        """Have workers keep what they publish, so that a router can ask them for what it missed.
+
+        Raises:
+            TypeError: it is no `Recovery`.
+            ValueError: events were published before, which nobody has kept; the harness has another recovery already, or
+                the recovery another harness.
+        """
+        if not isinstance(recovery, Recovery):
+            raise TypeError(f"recovery must be a Recovery, got {recovery!r:.80}")
+        with self._lock:
+            if self._recovery is not None:
+                raise ValueError("the harness has a recovery already")
+            if self.events.total or any(self.delivery.published.values()):
+                raise ValueError("recovery comes too late: events were published before, and no worker has kept them")
+            recovery.join(self._judge, self._lock)
+            self._recovery, self.delivery.kept = recovery, recovery.keep
 
     # ------------------------------------------------------------------------------------------ comparisons
 

@@ -52,6 +52,7 @@ class Ledger:
             stream.forget()
             stream.next_id, stream.last = first_id, None
             stream.holes.clear()
+            stream.late.clear()
 
     # ------------------------------------------------------------------------------------------------ events
 
@@ -190,6 +191,22 @@ class Ledger:
         stream.holes.append(range(event_id, event_id + 1))
         stream.next_id = event_id + 1
         self._wound(stream, cause)
+
+    def recovered(self, said: Stream, ids: range) -> None:
+        """A worker and rank was asked for some event ids, up to the newest, and has told them: they have arrived.
+
+        Args:
+            said: all that it has said, in the order in which it did.
+            ids: what it was asked for.
+        """
+        key = (said.worker_id, said.dp_rank)
+        stream = self.streams.get(key) or self.open(key, first_id=None)
+        stream.recover(said, ids)
+
+    def told_before(self, event: RouterEvent) -> bool:
+        """Whether an event that arrives was told by a recovery, so that it says nothing new. It is so once."""
+        stream = self.streams.get((event.worker_id, event.event.dp_rank))
+        return stream is not None and stream.take_late(event.event.event_id)
 
     def published(self, key: StreamKey, next_id: int, position: int) -> list[Problem]:
         """Compare with what the worker says that it published: ids below `next_id`, all of which are due by now."""

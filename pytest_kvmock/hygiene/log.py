@@ -126,6 +126,7 @@ class EventLog:
         problems: every problem so far, also those found by comparisons, and those that follow from others.
         expectations: what the test expects to go wrong, for the whole test.
         within: what it expects within the `with` blocks that are open, outermost first.
+        waive: says of a problem that would count whether it may pass all the same; None: none may.
         total: how many events arrived, those taken or cleared away too.
     """
 
@@ -136,6 +137,7 @@ class EventLog:
         self.problems: list[Problem] = []
         self.expectations: list[Expectation] = []
         self.within: list[Expectation] = []
+        self.waive: Callable[[Problem], bool] | None = None
         self.total = 0
         self._counts: Counter[tuple[int, int, str]] = Counter()  # events by worker, rank and kind
 
@@ -238,6 +240,7 @@ class EventLog:
             return worker == worker_id and dp_rank in (None, rank)
 
         part = EventLog(self._flush, allow=self._allow)
+        part.waive = self.waive
         part._entries = [e for e in self._entries if asked_for(e.event.worker_id, e.event.event.dp_rank)]
         part.problems = [p for p in self.problems if asked_for(p.worker_id, p.dp_rank)]
         part._counts.update({key: count for key, count in self._counts.items() if asked_for(key[0], key[1])})
@@ -298,7 +301,16 @@ class EventLog:
         for expectation in reversed(self.within):
             expectation.mark()
         self.settle()
-        return [problem for problem in problems if not problem.covered() and problem.rule not in self._allow]
+        wrong = [problem for problem in problems if not problem.covered() and problem.rule not in self._allow]
+        return self.unwaived(wrong)
+
+    def unwaived(self, problems: list[Problem]) -> list[Problem]:
+        """Those of `problems` that nobody waives; each is asked about once."""
+        if self.waive is not None:
+            for problem in problems:
+                if problem.waived is None:
+                    problem.waived = self.waive(problem)
+        return [problem for problem in problems if not problem.waived]
 
     def expect_error(self, rule: str, times: int = 1) -> Expectation:
         """Say that this many breaches of a rule will come, consequences of another fault counted.

@@ -31,6 +31,7 @@ class Problem:
         cause: the problem that it follows from; then it is listed there and is none of its own.
         folded: the problems that follow from this one.
         expected_by: what of the test said that it would come; None: nothing did.
+        waived: whether somebody from outside the test lets it pass; None: nobody was asked (see `EventLog.waive`).
     """
 
     rule: str
@@ -45,6 +46,7 @@ class Problem:
     cause: Problem | None = None
     folded: list[Problem] = field(default_factory=list)
     expected_by: object = None
+    waived: bool | None = None
 
     def __post_init__(self) -> None:
         if RULES[self.rule].kind == "warning":
@@ -70,10 +72,10 @@ class Problem:
         cause.folded.append(self)
 
     def covered(self) -> bool:
-        """Whether a test expected it, or what it follows from."""
+        """Whether a test expected it, or what it follows from, or either is waived."""
         problem: Problem | None = self
         while problem is not None:
-            if problem.expected_by is not None:
+            if problem.expected_by is not None or problem.waived:
                 return True
             problem = problem.cause
         return False

@@ -102,7 +102,10 @@ def failure_text(
 
 def entry_line(entry: LogEntry) -> str:
     """A line of the log."""
-    marks = "".join(f"  {'!!' if problem.is_error else '!'} {problem.rule}" for problem in entry.problems)
+    marks = "".join(
+        f"  {'!!' if problem.is_error else '!'} {problem.rule}{', waived' if problem.waived else ''}"
+        for problem in entry.problems
+    )
     return f"{entry.position:>5}  {event_text(entry.event)}{marks}"
 
 

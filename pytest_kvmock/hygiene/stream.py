@@ -33,6 +33,8 @@ class Stream:
         said: every Stored and Removed, in order: its history, which `origin` and `gone` look up.
         emptied: the last Cleared's choice of the blocks that it emptied: the first, one amid, and the last.
         next_id: the id that is due; None when any may come.
+        holes: ids that did not arrive.
+        late: ids that did not arrive either, but were asked for and told since (see `Ledger.recovered`).
         wound: open while blocks are unknown.
     """
 
@@ -47,6 +49,7 @@ class Stream:
         "holes",
         "implied",
         "last",
+        "late",
         "next_id",
         "prefix_closed",
         "said",
@@ -69,6 +72,7 @@ class Stream:
         self._origin: dict[int, RouterEvent] = {}
         self._gone: dict[int, RouterEvent] = {}
         self.holes: list[range] = []
+        self.late: list[range] = []
         self.last: RouterEvent | None = None
         self.wound: Wound | None = None
         self.drifted: set[int] = set()
@@ -119,12 +123,45 @@ class Stream:
 
     def take_hole(self, event_id: int) -> bool:
         """Whether the id was missing until now; it is not any more."""
-        for i, hole in enumerate(self.holes):
-            if event_id in hole:
-                parts = (range(hole.start, event_id), range(event_id + 1, hole.stop))
-                self.holes[i : i + 1] = [part for part in parts if part]
-                return True
-        return False
+        return _take(self.holes, event_id)
+
+    def take_late(self, event_id: int) -> bool:
+        """Whether the id was told by a recovery, and has not arrived by itself until now."""
+        return event_id != self.next_id and _take(self.late, event_id)
+
+    def fresh(self) -> Stream:
+        """A stream of the same worker and rank that has said nothing yet."""
+        key = (self.worker_id, self.dp_rank)
+        return Stream(key, first_id=None, block_size=self.block_size, prefix_closed=self.prefix_closed)
+
+    def copy(self) -> Stream:
+        """What it has said so far, without what is missing of it."""
+        copy = self.fresh()
+        copy.recover(self, range(0))
+        return copy
+
+    def recover(self, said: Stream, ids: range) -> None:
+        """Hold what the worker has said of itself, now that it was asked for some ids.
+
+        Args:
+            said: all that it has said, in the order in which it did.
+            ids: what it was asked for, up to the newest. The wound stays where an id before them is missing.
+        """
+        self.tiers = {tier: dict(held) for tier, held in said.tiers.items()}
+        self.implied = set(said.implied)
+        self.said, self.emptied = list(said.said), said.emptied
+        self._read = 0
+        self._origin, self._gone = {}, {}
+        self.drifted.clear()
+        due = 0 if self.next_id is None else self.next_id
+        missing = [*self.holes, range(due, ids.stop)]
+        before = [range(hole.start, min(hole.stop, ids.start)) for hole in missing]
+        told = [range(max(hole.start, ids.start), hole.stop) for hole in missing]
+        self.holes = [hole for hole in before if hole]
+        self.late += [part for part in told if part]
+        self.next_id = ids.stop
+        if not self.holes:
+            self.wound = None
 
     def chain(self, block: int) -> list[int]:
         """Block hashes from the root to `block`, as last stored; from where history begins if no root is known."""
@@ -183,3 +220,13 @@ class Stream:
         if stored is not None:
             return f"block {block_text(block)}, stored by event {stored.event.event_id}, was cleared, or forgotten with its worker"
         return f"block {block_text(block)} was never stored"
+
+
+def _take(ranges: list[range], event_id: int) -> bool:
+    """Take an id out of ranges; whether it was there."""
+    for i, ids in enumerate(ranges):
+        if event_id in ids:
+            parts = (range(ids.start, event_id), range(event_id + 1, ids.stop))
+            ranges[i : i + 1] = [part for part in parts if part]
+            return True
+    return False

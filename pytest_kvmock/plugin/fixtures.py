@@ -10,7 +10,8 @@ fixtures to set up, which is most of what a test costs, and these three are the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
@@ -19,8 +20,8 @@ from pytest_kvmock.plugin.matrix import PLACEHOLDER, Placeholder, resolve_placeh
 from pytest_kvmock.plugin.options import (
     SETTINGS,
     SYNTHETIC_REQUESTS,
+    base_profile,
     known_backends,
-    profile_of,
     trace_path,
 )
 from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_policy, resolve_profile
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.comparison import Sync
+    from pytest_kvmock.harness.recovery import Recovery
     from pytest_kvmock.hygiene.log import EventLog
+    from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.tokens import Prompt
     from pytest_kvmock.traces import TraceRequest
 
@@ -81,11 +84,15 @@ def _block_size_place(item: pytest.Item) -> str:
     """Where the block size of a test comes from: the one field that a backend may refuse."""
     from pytest_kvmock.plugin.markers import show_mark
 
-    mark = next((mark for mark in item.iter_markers("kvmock") if "block_size" in mark.kwargs), None)
-    return "block_size is from kv_base_profile, or ini kvmock_block_size" if mark is None else show_mark(mark)
+    for key in ("block_size", "profile"):  # a single field is laid over a profile, wherever it stands
+        for mark in item.iter_markers("kvmock"):
+            if mark.kwargs.get(key) is not None:
+                return show_mark(mark)
+    return "block_size is from kv_base_profile, or ini kvmock_block_size"
 
 
 CASE: Final = pytest.StashKey[Case]()
+_RECOVERY: Final = pytest.StashKey["Recovery"]()
 _BASE: Final = pytest.StashKey["EngineProfile"]()
 _TRACES: Final = pytest.StashKey[dict[object, tuple["TraceRequest", ...]]]()
 
@@ -119,11 +126,32 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     for values in markers:
         sync = values.get("sync", sync)
     try:
-        harness = RouterHarness(profile, backend=None, index=kv_index, sync=sync, allow=policy.allow, name=item.nodeid)
+        harness = RouterHarness(
+            profile,
+            backend=None,
+            index=kv_index,
+            sync=sync,
+            allow=policy.allow,
+            recovery=item.stash.get(_RECOVERY, None),
+            name=item.nodeid,
+        )
     except (TypeError, ValueError) as error:
         _fail_at_setup(item, str(error))
+    if item.ihook.pytest_kvmock_event_error.get_hookimpls():
+        harness.events.waive = partial(_waives, item)
     case = item.stash[CASE] = Case(item, harness, policy)
     return case
+
+
+def _waives(item: pytest.Item, problem: Problem) -> bool:
+    """Ask the hooks whether this problem may pass; those of the conftests that are about the test."""
+    __tracebackhide__ = True
+    answer = item.ihook.pytest_kvmock_event_error(item=item, problem=problem)
+    if answer is not None and not isinstance(answer, bool):
+        pytest.fail(
+            f"kvmock: pytest_kvmock_event_error returned {answer!r:.80}; allowed: True, False or None", pytrace=False
+        )
+    return answer is True
 
 
 def _effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
@@ -134,7 +162,8 @@ def _effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
         pytest.fail(f"kvmock: kv_base_profile must return an EngineProfile, got {base!r}", pytrace=False)
     try:
         check_markers(item)  # collection checked them, but for TestCase methods and for markers that came later
-        return resolve_profile(base, marker_values(item), item.config.stash[SETTINGS].command_line)
+        settings = item.config.stash[SETTINGS]
+        return resolve_profile(base, marker_values(item), settings.command_line, settings.profiles)
     except ValueError as error:
         _fail_at_setup(item, str(error))
 
@@ -180,7 +209,7 @@ def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
     stash = pytestconfig.stash
     base = stash.get(_BASE, None)
     if base is None:
-        base = stash[_BASE] = profile_of(stash[SETTINGS].ini)
+        base = stash[_BASE] = base_profile(stash[SETTINGS])
     return base
 
 
@@ -238,6 +267,26 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
     """Make more sinks, `make_kv_sink(chained=False)`: each stands for a worker by itself."""
     return _kvmock_case.harness.make_sink
+
+
+@pytest.fixture
+def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
+    """What a router calls to ask a worker for events that it missed: `kv_recovery(worker_id, start=None)`.
+
+    A `kv_index` may ask for it, so it stands before the harness; where the harness is there already, it joins it.
+    """
+    from pytest_kvmock.harness.recovery import Recovery
+
+    item, recovery = request.node, Recovery()
+    case = item.stash.get(CASE, None)
+    if case is not None:
+        try:
+            case.harness.use_recovery(recovery)
+        except ValueError as error:
+            _fail_at_setup(item, f"kv_recovery: {error}; ask for it before what makes traffic")
+    item.stash[_RECOVERY] = recovery
+    yield recovery
+    del item.stash[_RECOVERY]  # pytest-rerunfailures runs the same item again
 
 
 @pytest.fixture

@@ -5,13 +5,17 @@ plugin is not used, and what only users need is imported when one turns up.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from typing import Final
 
 import pytest
 
+from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.fixtures import CASE
 from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, deselect, generate
 from pytest_kvmock.plugin.options import MARKERS, SETTINGS, add_options, read_settings
+
+_REGISTERED_BY: Final = pytest.StashKey[Mapping[str, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,10 +23,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Say which hooks there are for others to implement."""
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+def register_backends(config: pytest.Config) -> None:
+    """Register the backends of others, if there are any, and note who has brought them."""
+    plugins: Mapping[str, str] = {}
+    # Where this run is inside another one, those of the outer run are not known here.
+    if config.hook.pytest_kvmock_backends.get_hookimpls() or "pytest_kvmock.backends" in sys.modules:
+        from pytest_kvmock.plugin.registry import read_backends
+
+        plugins = read_backends(config)
+    config.stash[_REGISTERED_BY] = plugins
+
+
+class Latecomers:
+    """A plugin that refuses others that come with backends when those have been read.
+
+    They are conftests that pytest finds while it collects; the directory of each becomes a collection error.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._early = config.pluginmanager.get_plugins()
+
+    def pytest_plugin_registered(self, plugin: object) -> None:
+        """Look at one plugin; pytest tells of the early ones, too."""
+        if plugin not in self._early and hasattr(plugin, "pytest_kvmock_backends"):
+            from pytest_kvmock.plugin.registry import too_late
+
+            raise too_late(self._config, plugin)
+
+
+@pytest.hookimpl(trylast=True)  # others register plugins here, which may have backends
 def pytest_configure(config: pytest.Config) -> None:
-    """Register markers, and check what command line and ini file say."""
+    """Register markers and backends, and check what command line and ini file say."""
     for line in MARKERS:
         config.addinivalue_line("markers", line)
+    register_backends(config)
+    config.pluginmanager.register(Latecomers(config), "kvmock-latecomers")
     settings = config.stash[SETTINGS] = read_settings(config)
     if "scenarios" in settings.ini:
         from pytest_kvmock.plugin.scenario_items import ScenarioCollector
@@ -31,13 +72,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Answer --kv-list-backends."""
-    if not config.option.kv_list_backends:
+    """Answer --kv-list-backends and --kv-list-profiles."""
+    option = config.option
+    if not option.kv_list_backends and not option.kv_list_profiles:
         return None
-    from pytest_kvmock.plugin.report import backend_lines
+    from pytest_kvmock.plugin.report import backend_lines, profile_lines
 
-    # Plugins are not configured yet, and what does it for --markers is private: so the settings are read here.
-    sys.stdout.write(backend_lines(read_settings(config)))
+    # Plugins are not configured yet, and what does it for --markers is private: so all is read here.
+    register_backends(config)
+    settings = read_settings(config)
+    if option.kv_list_backends:
+        sys.stdout.write(backend_lines(settings, config.stash[_REGISTERED_BY]))
+    if option.kv_list_profiles:
+        sys.stdout.write(profile_lines(settings))
     return 0
 
 

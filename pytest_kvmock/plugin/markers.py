@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_kvmock.plugin.options import PROFILE_KEYS, REACTIONS, SYNCS, backend_names, one_of, profile_of, rule_names
+from pytest_kvmock.plugin.options import (
+    PROFILE_KEYS,
+    REACTIONS,
+    SETTINGS,
+    SYNCS,
+    backend_names,
+    one_of,
+    profile_name,
+    profile_of,
+    rule_names,
+)
+
+if TYPE_CHECKING:
+    from pytest_kvmock.profiles import NamedProfile
 
 POLICY_KEYS: Final = ("event_errors", "event_warnings", "allow")
-KVMOCK_KEYS: Final = (*PROFILE_KEYS, "sync", *POLICY_KEYS)
+KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", *POLICY_KEYS)
 
 
 def check_kv_backends(mark: pytest.Mark) -> None:
@@ -29,8 +42,8 @@ def check_kv_backends(mark: pytest.Mark) -> None:
         raise ValueError(f"{show_mark(mark)}: {error}") from None
 
 
-def check_kvmock(mark: pytest.Mark) -> None:
-    """Check the arguments of one `kvmock` marker.
+def check_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> None:
+    """Check the arguments of one `kvmock` marker; `profiles` are the named ones that there are.
 
     Raises:
         ValueError: one is wrong. The message shows the marker.
@@ -42,6 +55,7 @@ def check_kvmock(mark: pytest.Mark) -> None:
         "event_warnings": one_of(*REACTIONS),
         "sync": one_of(*SYNCS),
         "allow": rule_names,
+        "profile": lambda value: None if value is None else profile_name(value, profiles),
     }
     for key, value in mark.kwargs.items():
         if key not in KVMOCK_KEYS:
@@ -64,7 +78,7 @@ def check_markers(node: pytest.Item) -> None:
     for mark in node.iter_markers("kv_backends"):
         check_kv_backends(mark)
     for mark in node.iter_markers("kvmock"):
-        check_kvmock(mark)
+        check_kvmock(mark, node.config.stash[SETTINGS].profiles)
 
 
 def show_mark(mark: pytest.Mark) -> str:

@@ -17,6 +17,7 @@ import pytest
 
 from pytest_kvmock.plugin.options import (
     SETTINGS,
+    default_backends,
     known_backends,
     names,
 )
@@ -103,7 +104,7 @@ def _is_parametrised_by_mark(definition: pytest.Item) -> bool:
 def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...]) -> tuple[str, ...]:
     """The matrix of a test with these `kv_backends` markers, closest first."""
     settings = config.stash[SETTINGS]
-    return resolve_matrix(known_backends(), settings.command_line, marks, settings.ini)
+    return resolve_matrix(known_backends(), default_backends(), settings.command_line, marks, settings.ini)
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.profiles import NamedProfile
 
 REACTIONS: Final = ("fail", "warn", "ignore")
 LOGS: Final = ("failed", "all", "none")
@@ -34,7 +37,7 @@ MARKERS: Final = (
         "without those of exclude; the marker closest to the test counts."
     ),
     (
-        "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, "
+        "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, profile=, "
         "sync='every|auto|end', event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,)): "
         "size the mock engines of the test, and say what a broken event rule does; keys of module, class and function "
         "are merged, the inner wins."
@@ -122,9 +125,16 @@ def rule_names(value: object) -> tuple[str, ...]:
 
 def known_backends() -> tuple[str, ...]:
     """Names of all backends, in the order of their registration, which is the order of the matrix."""
-    from pytest_kvmock.backends import BACKENDS
+    from pytest_kvmock import backends
 
-    return tuple(BACKENDS)
+    return tuple(backends.known_backends())
+
+
+def default_backends() -> tuple[str, ...]:
+    """Names of those that tests run over where nobody says which."""
+    from pytest_kvmock import backends
+
+    return tuple(name for name, spec in backends.known_backends().items() if spec.in_matrix)
 
 
 # ---------------------------------------------------------------------------------------------------- all options
@@ -221,6 +231,19 @@ OPTIONS: Final = (
         ini_type="args",
     ),
     Option(
+        "profiles",
+        names,
+        "YAML files of named engine profiles, paths or globs, relative to the ini file",
+        ini="kvmock_profiles",
+        ini_type="args",
+    ),
+    Option(
+        "profile",
+        str,
+        "name of the profile that tests have by default; what ini says of single fields is laid over it",
+        ini="kvmock_profile",
+    ),
+    Option(
         "allow",
         rule_names,
         "event rules that may be broken without any consequence",
@@ -253,10 +276,12 @@ class Settings(NamedTuple):
     Attributes:
         command_line: by key of `OPTIONS`.
         ini: the same.
+        profiles: the engine profiles that the files of the ini file name.
     """
 
     command_line: Mapping[str, Any]
     ini: Mapping[str, Any]
+    profiles: Mapping[str, NamedProfile] = MappingProxyType({})
 
     def get(self, key: str, default: Any = None) -> Any:
         """Look up what neither marker nor fixture can say: command line before ini."""
@@ -288,6 +313,12 @@ def add_options(parser: pytest.Parser) -> None:
         default=False,
         help="list the backends, with what each follows, and exit",
     )
+    group.addoption(
+        "--kv-list-profiles",
+        action="store_true",
+        default=False,
+        help="list the named engine profiles, with where they stand, and exit",
+    )
 
 
 def read_settings(config: pytest.Config) -> Settings:
@@ -311,8 +342,8 @@ def read_settings(config: pytest.Config) -> Settings:
                 raise pytest.UsageError(f"{_ini_place(config, option)}: {expected} is expected: {error}") from None
             if value is not None:
                 ini[option.key] = _checked(option, value, _ini_place(config, option))
-    settings = Settings(command_line, ini)
-    _check_profile(config, ini)
+    settings = Settings(command_line, ini, _named_profiles(config, ini))
+    _check_profile(config, settings)
     _check_trace(config, settings)
     return settings
 
@@ -335,8 +366,53 @@ def _ini_place(config: pytest.Config, option: Option) -> str:
     return option.ini if config.inipath is None else f"{config.inipath.name}: {option.ini}"
 
 
-def _check_profile(config: pytest.Config, ini: Mapping[str, Any]) -> None:
+def _named_profiles(config: pytest.Config, ini: Mapping[str, Any]) -> Mapping[str, NamedProfile]:
+    if "profiles" not in ini:
+        return {}
+    from pytest_kvmock.profiles import read_profiles
+    from pytest_kvmock.strict_yaml import YamlError
+
+    home = _home(config)
+    files: dict[Path, str] = {}  # with the name that messages use; each file once
+    for pattern in ini["profiles"]:
+        found = sorted(glob(os.path.join(home, pattern), recursive=True))  # noqa: PTH118, PTH207 - an absolute pattern too
+        if not found:
+            option = next(option for option in OPTIONS if option.key == "profiles")
+            raise pytest.UsageError(f"{_ini_place(config, option)}: no such file: {pattern!r}")
+        for path in map(Path, found):
+            files[path] = str(path.relative_to(home)) if path.is_relative_to(home) else str(path)
+    try:
+        return read_profiles(files.items())
+    except YamlError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def profile_name(value: object, profiles: Mapping[str, NamedProfile]) -> str:
+    """Read the name of a profile that exists."""
+    if not isinstance(value, str):
+        raise ValueError(f"got {value!r}; allowed: the name of a profile")  # noqa: TRY004 - one family of errors
+    if value not in profiles:
+        known = ", ".join(f"{name} ({profile.place.file})" for name, profile in profiles.items())
+        hint = f"known: {known}" if known else "none is known: ini kvmock_profiles names their files"
+        raise ValueError(f"unknown profile {value!r}; {hint}")
+    return value
+
+
+def base_profile(settings: Settings) -> EngineProfile:
+    """The profile that the ini file says: its named one, and its single fields laid over that."""
+    name = settings.ini.get("profile")
+    named = {} if name is None else settings.profiles[name].fields
+    return profile_of({**named, **settings.ini})
+
+
+def _check_profile(config: pytest.Config, settings: Settings) -> None:
+    ini = settings.ini
     for option in OPTIONS:
+        if option.key == "profile" and option.key in ini:
+            try:
+                profile_name(ini["profile"], settings.profiles)
+            except ValueError as error:
+                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
         if option.ini and option.key in PROFILE_KEYS and option.key in ini:
             try:
                 profile_of({option.key: ini[option.key]})
@@ -358,8 +434,12 @@ def trace_path(config: pytest.Config, settings: Settings) -> Path | None:
         return Path(config.invocation_params.dir, settings.command_line["trace"])
     if "trace" not in settings.ini:
         return None
-    home = config.invocation_params.dir if config.inipath is None else config.inipath.parent
-    return Path(home, settings.ini["trace"])
+    return Path(_home(config), settings.ini["trace"])
+
+
+def _home(config: pytest.Config) -> Path:
+    """What paths in the ini file are relative to."""
+    return config.invocation_params.dir if config.inipath is None else config.inipath.parent
 
 
 def profile_of(values: Mapping[str, Any]) -> EngineProfile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from pytest_kvmock.plugin.options import PROFILE_KEYS, names
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.profiles import NamedProfile
 
 
 def marker_values(item: pytest.Item) -> tuple[Mapping[str, Any], ...]:
@@ -65,15 +67,17 @@ def resolve_policy(
 
 def resolve_matrix(
     known: Sequence[str],
+    default: Sequence[str],
     command_line: Mapping[str, Any],
     markers: Sequence[pytest.Mark],
     ini: Mapping[str, Any],
 ) -> tuple[str, ...]:
-    """Matrix: the closest marker's names over ini over all eviction backends; less its `exclude`; and only those of
+    """Matrix: the closest marker's names over ini over the default backends; less its `exclude`; and only those of
     the command line, if it names any.
 
     Args:
         known: names of all backends, in order; the result has this order too.
+        default: names of those that tests run over where nobody says which.
         command_line: what was given there, by key.
         markers: the test's `kv_backends` markers, closest first; only the closest counts.
         ini: what was given there, by key.
@@ -81,7 +85,7 @@ def resolve_matrix(
     Returns:
         The backends that the test runs over. None is left: the test is deselected.
     """  # noqa: D205 - one rule is one sentence
-    wanted: Iterable[str] = ini.get("backends", known)
+    wanted: Iterable[str] = ini.get("backends", default)
     exclude: tuple[str, ...] = ()
     if markers:
         wanted = markers[0].args or wanted
@@ -92,20 +96,32 @@ def resolve_matrix(
 
 
 def resolve_profile(
-    base: EngineProfile, markers: Sequence[Mapping[str, Any]], command_line: Mapping[str, Any]
+    base: EngineProfile,
+    markers: Sequence[Mapping[str, Any]],
+    command_line: Mapping[str, Any],
+    named: Mapping[str, NamedProfile] = MappingProxyType({}),
 ) -> EngineProfile:
     """Profile: the base (what `kv_base_profile` returns: an override's, or ini's), under the markers, under the
     command line, which can say the seed.
+
+    The innermost `profile` of the markers takes the place of the base (None: it stays), under the other keys of all
+    markers, those of outer ones too.
 
     Args:
         base: the base.
         markers: what each `kvmock` marker says, from the outermost to the innermost.
         command_line: what was given there, by key.
+        named: the named profiles.
 
     Raises:
         ValueError: the fields together are out of range.
     """  # noqa: D205 - one rule is one sentence
     said: dict[str, Any] = {}
+    name: str | None = None
+    for values in markers:
+        name = values.get("profile", name)
+    if name is not None:
+        base = named[name].in_place_of(base)
     for values in (*markers, command_line):
         said.update({key: values[key] for key in PROFILE_KEYS if key in values})
     return base.replace(**said) if said else base

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_kvmock.plugin.options import SETTINGS, Settings, known_backends
+from pytest_kvmock.plugin.options import SETTINGS, Settings, default_backends, known_backends
 from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ def header(config: pytest.Config) -> str:
     """Say in one line what differs from the default, or, with -v, everything."""
     settings = config.stash[SETTINGS]
     known = known_backends()
-    matrix = resolve_matrix(known, settings.command_line, (), settings.ini)
+    matrix = resolve_matrix(known, default_backends(), settings.command_line, (), settings.ini)
     policy = resolve_policy(settings.command_line, (), settings.ini)
     said = [f"backends={','.join(matrix) or 'none'} (of {len(known)})"]
     said.append(f"event errors={policy.event_errors}")
@@ -30,16 +31,41 @@ def header(config: pytest.Config) -> str:
     return f"kvmock: {', '.join(said)}"
 
 
-def backend_lines(settings: Settings) -> str:
-    """All backends, one a line, with what each follows."""
-    from pytest_kvmock.backends import BACKENDS
+def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
+    """All backends, one a line, with what each follows.
 
-    matrix = resolve_matrix(known_backends(), settings.command_line, (), settings.ini)
-    width = max(map(len, BACKENDS))
-    return "".join(
-        f"{name:<{width}}  {spec.follows}{'' if name in matrix else ' (not in the matrix of this run)'}\n"
-        for name, spec in BACKENDS.items()
-    )
+    Args:
+        settings: of the run.
+        plugins: who registered those that are not built in, by name.
+    """
+    from pytest_kvmock import backends
+
+    known = backends.known_backends()
+    matrix = resolve_matrix(tuple(known), default_backends(), settings.command_line, (), settings.ini)
+    width = max(map(len, known))
+    lines = []
+    for name, spec in known.items():
+        plugin = f" (from {plugins[name]})" if name in plugins else ""
+        lines.append(f"{name:<{width}}  {spec.follows}{plugin}")
+        if name not in matrix:
+            lines[-1] += " (not in the matrix of this run)"
+    return "\n".join(lines) + "\n"
+
+
+def profile_lines(settings: Settings) -> str:
+    """All named profiles, one a line: what each says, where it stands, and what it is for."""
+    profiles = settings.profiles
+    if not profiles:
+        return "no profiles: ini kvmock_profiles names their files\n"
+    width = max(map(len, profiles))
+    lines = []
+    for name, profile in profiles.items():
+        fields = ", ".join(f"{key}={value}" for key, value in profile.fields.items())
+        place = f"{profile.place.file}:{profile.place.line}"
+        default = ["(the default)"] if name == settings.ini.get("profile") else []
+        said = [fields, place, profile.description, *default]
+        lines.append("  ".join([f"{name:<{width}}", *filter(None, said)]))
+    return "\n".join(lines) + "\n"
 
 
 def add_log(case: Case, phase: str) -> None:

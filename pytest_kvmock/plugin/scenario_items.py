@@ -15,8 +15,8 @@ import pytest
 from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.plugin.fixtures import CASE, Case
 from pytest_kvmock.plugin.matrix import matrix_of
-from pytest_kvmock.plugin.options import SETTINGS, known_backends, profile_of
-from pytest_kvmock.plugin.precedence import resolve_policy, resolve_profile
+from pytest_kvmock.plugin.options import SETTINGS, base_profile, default_backends, known_backends, profile_name
+from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy, resolve_profile
 from pytest_kvmock.scenarios import Scenario, ScenarioFailure, load_scenarios, play
 from pytest_kvmock.strict_yaml import Place, YamlError
 
@@ -80,10 +80,12 @@ class ScenarioFile(pytest.File):
                 profile = _profile(scenario, self.config)
             except ValueError as error:
                 raise self.CollectError(f"{scenario.place}: profile: {error}") from None
-            marks = () if scenario.backends is None else (pytest.mark.kv_backends(*scenario.backends).mark,)
-            wanted = matrix_of(self.config, marks)
+            mark = None if scenario.backends is None else pytest.mark.kv_backends(*scenario.backends).mark
+            ini = self.config.stash[SETTINGS].ini
             # Those that the command line leaves out are made, too, so that pytest counts them as deselected.
-            for name in [name for name in known if name in (scenario.backends or (*wanted, *_default(self.config)))]:
+            everything = resolve_matrix(known, default_backends(), {}, () if mark is None else (mark,), ini)
+            wanted = matrix_of(self.config, () if mark is None else (mark,))
+            for name in everything:
                 yield ScenarioItem.from_parent(
                     self,
                     name=f"{scenario.name}[{name}]",
@@ -137,17 +139,17 @@ class ScenarioItem(pytest.Item):
         return self.path, self._scenario.place.line - 1, self.name
 
 
-def _default(config: pytest.Config) -> tuple[str, ...]:
-    """The matrix of a test without a marker, without what the command line takes from it."""
-    from pytest_kvmock.plugin.precedence import resolve_matrix
-
-    return resolve_matrix(known_backends(), {}, (), config.stash[SETTINGS].ini)
-
-
 def _profile(scenario: Scenario, config: pytest.Config) -> EngineProfile:
-    """Ini's profile, or the one that the scenario names; under the scenario's own fields; under the command line."""
+    """What a `kvmock` marker that says the same would make of it.
+
+    Raises:
+        ValueError: an unknown profile, or fields that are out of range together.
+    """
     settings = config.stash[SETTINGS]
-    return resolve_profile(profile_of(settings.ini), (scenario.profile,), settings.command_line)
+    said = dict(scenario.profile)
+    if scenario.base is not None:
+        said["profile"] = profile_name(scenario.base, settings.profiles)
+    return resolve_profile(base_profile(settings), (said,), settings.command_line, settings.profiles)
 
 
 def _shown(path: Path, config: pytest.Config) -> str:

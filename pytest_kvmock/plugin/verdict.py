@@ -30,6 +30,11 @@ class _Findings:
         policy = case.policy
         self.errors = [problem for problem in verdict.errors if problem.rule not in policy.allow]
         warnings = [problem for problem in verdict.warnings if problem.rule not in policy.allow]
+        unwaived = case.harness.events.unwaived
+        if policy.event_errors != "ignore":  # what has no consequence is not asked about
+            self.errors = unwaived(self.errors)
+        if policy.event_warnings != "ignore":
+            warnings = unwaived(warnings)
         self.unmet: list[str] = list(verdict.unmet)
         self.fatal: list[Problem] = []
         self.told: list[Problem] = []

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.hygiene.rules import check_rule
+from pytest_kvmock.profiles import FIELDS
 from pytest_kvmock.scenarios.values import Expected, Scenario, Step
 from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, plain, read_yaml, string
 
@@ -77,23 +76,8 @@ def _profile(node: Node) -> tuple[str | None, Mapping[str, Any]]:
     """The name of an engine profile, or fields of one, with the name of another as `base` perhaps."""
     if isinstance(node.value, str):
         return node.value, {}
-    known = {field.name: _PROFILE_FIELDS[field.name] for field in dataclasses.fields(EngineProfile)}
-    fields = node.fields({"base": string, **known})
-    base = fields.pop("base", None)
-    for key, value in fields.items():
-        node.value[key].read(lambda _, key=key, value=value: EngineProfile().replace(**{key: value}))
-    return base, fields
-
-
-_PROFILE_FIELDS: Final[Mapping[str, Reader]] = {
-    "block_size": integer,
-    "num_blocks": integer,
-    "workers": integer,
-    "dp_size": integer,
-    "prefix_caching": boolean,
-    "chunk": nullable(integer),
-    "seed": integer,
-}
+    fields = node.fields({"base": string, **FIELDS})
+    return fields.pop("base", None), fields
 
 
 def _rule(node: Node) -> str:

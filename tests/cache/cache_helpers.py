@@ -6,6 +6,7 @@ from uuid import UUID
 
 from pytest_kvmock.cache.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
 from pytest_kvmock.cache.logical import LogicalManager
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.events import Cleared, Stored
@@ -13,14 +14,18 @@ from pytest_kvmock.moves import Deref, Promote, Use
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import lineage_hash
 
-POLICIES = {"lineage": LineagePolicy, "lru": LruPolicy}
+POLICIES = {
+    "lineage": lambda num_blocks: LineagePolicy(),
+    "lru": lambda num_blocks: LruPolicy(),
+    "multi_lru": MultiLruPolicy,
+}
 
 
 def new_manager(backend, num_blocks, block_size=16, *, silent=False, **options):
     sink = None if silent else CapturingSink()
     return LogicalManager(
         backend=backend,
-        eviction=POLICIES[backend](),
+        eviction=POLICIES[backend](num_blocks),
         num_blocks=num_blocks,
         block_size=block_size,
         sink=sink,

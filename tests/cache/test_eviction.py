@@ -1,10 +1,11 @@
-"""The two policies by themselves: kvbm-logical's own examples, and the order they promise."""
+"""The policies by themselves: kvbm-logical's own examples, and the order they promise."""
 
 import pytest
 from cache_helpers import POLICIES
 
 from pytest_kvmock.cache.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
 from pytest_kvmock.cache.pool import Slot
 from pytest_kvmock.tokens import lineage_hash
 
@@ -42,10 +43,10 @@ def names(slots):
 
 @pytest.fixture(params=sorted(POLICIES))
 def policy(request):
-    return POLICIES[request.param]()
+    return POLICIES[request.param](100)
 
 
-# ----------------------------------------------------------------------------------------------- what both promise
+# ------------------------------------------------------------------------------------------------ what all promise
 
 
 def test_an_empty_policy_evicts_nothing(policy):
@@ -78,7 +79,7 @@ def test_a_slot_inserted_again_counts_as_new(policy):
     assert [2, 3, 1] == evict_all(policy)
 
 
-def test_a_touch_changes_nothing(policy):
+def test_a_touch_changes_nothing_by_itself(policy):
     slots = [*chain(policy, [1]), *chain(policy, [2])]
     policy.touch(slots[0])
     insert(policy, slots)
@@ -92,7 +93,8 @@ def test_reuse_without_eviction_does_not_pile_up(policy):
         for slot in slots:
             policy.remove([slot])
         insert(policy, slots[::-1])
-    assert len(policy._queue) < 2 * 8 + 1024 + 9
+    for queue in getattr(policy, "_queues", [policy]):
+        assert len(queue._queue) < 2 * 8 + 1024 + 9
     assert [7, 6, 5, 4, 3, 2, 1, 0] == evict_all(policy)
 
 
@@ -114,8 +116,7 @@ def test_nothing_is_left_after_a_clear(policy):
     assert [] == policy.order()
     again = chain(policy, range(3))
     insert(policy, again)
-    assert 3 == len(policy.order())
-    assert again[-1 if isinstance(policy, LineagePolicy) else 0] is policy.evict(1)[0]
+    assert sorted(names(again)) == sorted(evict_all(policy))
 
 
 # ---------------------------------------------------------------------------------------------------------- lineage
@@ -265,3 +266,87 @@ def test_lru_breaks_a_chain_freed_root_first_at_its_root():
     policy = LruPolicy()
     insert(policy, chain(policy, range(5)))
     assert [0, 1, 2, 3, 4] == evict_all(policy)
+
+
+# -------------------------------------------------------------------------------------------------------- multi_lru
+
+
+def reuse(policy, slot, times=1):
+    for _ in range(times):
+        policy.remove([slot])
+        policy.insert([slot])
+
+
+def test_multi_lru_keeps_four_levels_and_empties_the_coldest_first():
+    policy = MultiLruPolicy(100)
+    hottest, hot, warm, cold = (new_slot(policy, name, lineage_hash(name, None, 0)) for name in (4, 3, 2, 1))
+    for slot, more in ((hottest, 14), (hot, 13), (warm, 6), (cold, 1)):  # the registration counted one
+        for _ in range(more):
+            policy.touch(slot)
+    insert(policy, [hottest, hot, warm, cold])
+    assert [1, 2, 3, 4] == names(policy.order())
+    assert [1, 2] == names(policy.evict(2))
+    assert [3, 4] == names(policy.evict(5))
+
+
+@pytest.mark.parametrize(("touches", "level"), [(1, 0), (2, 1), (6, 1), (7, 2), (13, 2), (14, 3), (40, 3)])
+def test_multi_lru_puts_a_block_in_its_level_by_how_often_it_was_counted(touches, level):
+    policy = MultiLruPolicy(100)
+    slot = new_slot(policy, 1, lineage_hash(1, None, 0))
+    for _ in range(touches):
+        policy.touch(slot)
+    policy.insert([slot])
+    assert [[slot] if i == level else [] for i in range(4)] == [queue.order() for queue in policy._queues]
+
+
+def test_multi_lru_warms_a_block_with_its_first_reuse():
+    policy = MultiLruPolicy(100)
+    reused, later = (new_slot(policy, name, lineage_hash(name, None, 0)) for name in (1, 2))
+    policy.insert([reused])
+    reuse(policy, reused)  # two counts, beside the one of the registration
+    policy.insert([later])
+    assert [2, 1] == evict_all(policy)
+
+
+def test_multi_lru_evicts_in_the_order_of_insertion_within_a_level():
+    policy = MultiLruPolicy(100)
+    slots = chain(policy, range(6))
+    insert(policy, slots)
+    for slot in (slots[4], slots[1], slots[3]):
+        reuse(policy, slot)
+    assert [0, 2, 5, 4, 1, 3] == evict_all(policy)
+
+
+def test_multi_lru_never_moves_a_block_while_it_is_inactive():
+    policy = MultiLruPolicy(100)
+    first, second = (new_slot(policy, name, lineage_hash(name, None, 0)) for name in (1, 2))
+    insert(policy, [first, second])
+    for _ in range(15):
+        policy.touch(first)
+    assert [1, 2] == names(policy.order())
+
+
+def test_multi_lru_remembers_a_block_that_was_evicted():
+    policy = MultiLruPolicy(100)
+    slot = new_slot(policy, 1, lineage_hash(1, None, 0))
+    policy.insert([slot])
+    reuse(policy, slot)
+    assert [slot] == policy.evict(1)
+    policy.register([slot])
+    policy.insert([slot, *chain(policy, [2])])
+    assert [2, 1] == evict_all(policy)
+
+
+def test_multi_lru_evicts_a_parent_that_was_always_in_use_before_its_child():
+    policy = MultiLruPolicy(100)
+    parent, child = chain(policy, [1, 2])
+    policy.insert([child])
+    reuse(policy, child)  # the parent is held by another request all the while, and counts nothing
+    policy.insert([parent])
+    assert [1, 2] == evict_all(policy)
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 1.5, "8", None, True])
+def test_multi_lru_refuses_a_capacity_that_is_none(num_blocks):
+    with pytest.raises(ValueError, match="num_blocks must be an integer of at least 1, got"):
+        MultiLruPolicy(num_blocks)

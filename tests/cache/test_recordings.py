@@ -15,8 +15,10 @@ FILES = (
     "logical_scenarios",
     "logical_lineage_moves",
     "logical_lru_moves",
+    "logical_multi_lru_moves",
     "logical_lineage_requests",
     "logical_lru_requests",
+    "logical_multi_lru_requests",
 )
 
 
@@ -36,7 +38,7 @@ def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recordi
                 assert expected[4] == len(player.manager.inactive_blocks()), where
 
 
-RUNS = range(16)  # two traces, two policies, two capacities, one and eight requests at a time
+RUNS = range(24)  # two traces, three policies, two capacities, one and eight requests at a time
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,13 @@ from random import Random
 import pytest
 
 from pytest_kvmock import create_manager
+from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Stored
 from pytest_kvmock.sinks import CapturingSink
 
 
-@pytest.fixture(params=["lineage", "lru"])
+@pytest.fixture(params=sorted(BACKENDS))
 def backend(request):
     return request.param
 

@@ -88,7 +88,7 @@ def test_a_harness_without_a_backend_has_no_worker_until_it_gets_one(make_kv):
         (lambda kv: kv.worker(2**16), "got 65536"),
         (lambda kv: kv.worker("0"), "got '0'"),
         (lambda kv: kv.worker(0, -1), "a dp_rank is an integer of at least 0, got -1"),
-        (lambda kv: kv.worker(1, backend="nope"), "unknown backend 'nope'; known: lineage, lru"),
+        (lambda kv: kv.worker(1, backend="nope"), "unknown backend 'nope'; known: lineage, lru, multi_lru"),
         (lambda kv: kv.worker(0, backend="lru"), "worker 0 has backend 'lineage', not 'lru'"),
         (lambda kv: kv.drop_next(0), "n must be an integer of at least 1, got 0"),
         (lambda kv: kv.drop_next(True), "got True"),

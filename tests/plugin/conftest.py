@@ -11,7 +11,9 @@ import pytest
 import pytest_kvmock.harness
 import pytest_kvmock.hygiene.report
 import pytest_kvmock.plugin.markers
+import pytest_kvmock.plugin.registry
 import pytest_kvmock.plugin.verdict
+import pytest_kvmock.profiles
 import pytest_kvmock.traces  # noqa: F401 - all of these
 
 PREAMBLE = """\

@@ -9,7 +9,7 @@ import pytest
 # ---------------------------------------------------------------------------------------------------- options
 
 OPTIONS = [
-    ("--kv-backend=lruu", "unknown backend 'lruu'; known: lineage, lru"),
+    ("--kv-backend=lruu", "unknown backend 'lruu'; known: lineage, lru, multi_lru"),
     ("--kv-event-errors=oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("--kv-event-warnings=", "got ''; allowed: fail, warn, ignore"),
     ("--kv-events=some", "got 'some'; allowed: failed, all, none"),
@@ -37,13 +37,15 @@ def test_a_wrong_option_is_a_usage_error_under_xdist(nested):
 
 
 INI = [
-    ("kvmock_backends = lineage lruu", "unknown backend 'lruu'; known: lineage, lru"),
+    ("kvmock_backends = lineage lruu", "unknown backend 'lruu'; known: lineage, lru, multi_lru"),
     ("kvmock_event_errors = oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock_event_warnings =", "got ''; allowed: fail, warn, ignore"),
     ("kvmock_events = some", "got 'some'; allowed: failed, all, none"),
     ("kvmock_seed = x", "*"),  # from 8.4 on pytest reads integers, and the words are its own
     ("kvmock_trace = missing.jsonl", "no such file: '*missing.jsonl'"),
     ("kvmock_trace_limit = -1", "got *-1*; allowed: an integer of at least 1"),
+    ("kvmock_profiles = missing/*.yaml", "no such file: 'missing/[*].yaml'"),
+    ("kvmock_profile = small", "unknown profile 'small'; none is known: ini kvmock_profiles names their files"),
     ("kvmock_allow = nonsense", "unknown rule 'nonsense'; known: parent_block_not_found, *"),
     ("kvmock_block_size = 0", "block_size must be *, got 0"),
     ("kvmock_num_blocks = 0", "num_blocks must be *, got 0"),
@@ -86,14 +88,18 @@ def test_values_of_pyproject_are_typed(nested):
 # ---------------------------------------------------------------------------------------------------- markers
 
 MARKERS = [
-    ("kv_backends('lruu')", "unknown backend 'lruu'; known: lineage, lru"),
+    ("kv_backends('lruu')", "unknown backend 'lruu'; known: lineage, lru, multi_lru"),
     ("kv_backends(7)", "got 7; allowed: names, as strings"),
-    ("kv_backends(exclude=['lruu'])", "unknown backend 'lruu'; known: lineage, lru"),
+    ("kv_backends(exclude=['lruu'])", "unknown backend 'lruu'; known: lineage, lru, multi_lru"),
     ("kv_backends(exclude=7)", "got 7; allowed: a name, or a list of names"),
     ("kv_backends(excluding='lru')", "unknown key 'excluding'; known: exclude"),
     ("kvmock(8)", "takes keywords only; known: block_size, *"),
     ("kvmock(blok_size=8)", "unknown key 'blok_size'; known: block_size, num_blocks, *"),
-    ("kvmock(profile='small')", "unknown key 'profile'; known: block_size, *"),
+    (
+        "kvmock(profile='small')",
+        "profile: unknown profile 'small'; none is known: ini kvmock_profiles names their files",
+    ),
+    ("kvmock(profile=7)", "profile: got 7; allowed: the name of a profile"),
     ("kvmock(num_blocks=0)", "num_blocks*must be an integer of at least 1, got 0"),
     ("kvmock(block_size='16')", "block_size*must be *, got '16'"),
     ("kvmock(seed=None)", "seed*must be an integer, got None"),
@@ -131,7 +137,7 @@ def test_a_wrong_marker_is_found_on_a_test_that_uses_no_fixture_of_ours(nested):
 def test_a_block_size_that_the_backend_refuses_says_where_it_comes_from(nested):
     result = nested("@pytest.mark.kvmock(block_size=12)\ndef test(kv_router): pass\ndef test_other(kv_sink): pass")
 
-    result.assert_outcomes(errors=2, passed=1)
+    result.assert_outcomes(errors=3, passed=1)
     result.stdout.fnmatch_lines(["kvmock: backend lru: block_size must be *, got 12 (kvmock(block_size=12))"])
 
 
@@ -183,7 +189,7 @@ def pytest_collection_modifyitems(items):
 def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested, marker, message):
     result = nested("def test(kv_router): pass", files={"conftest.py": LATE.replace("{marker}", marker)})
 
-    result.assert_outcomes(errors=2)
+    result.assert_outcomes(errors=3)
     result.stdout.fnmatch_lines([f"kvmock: {pattern(marker)}: {message}"])
 
 
@@ -192,8 +198,8 @@ def test_a_wrong_marker_that_came_late_is_the_same_over_the_matrix_and_under_xdi
 
     result = nested("def test(kv_router): pass", "-n", "2", plugins=["xdist"], files=files)
 
-    result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(["kvmock: kv_backends('lruu'): unknown backend 'lruu'; known: lineage, lru"])
+    result.assert_outcomes(errors=3)
+    result.stdout.fnmatch_lines(["kvmock: kv_backends('lruu'): unknown backend 'lruu'; known: lineage, lru, multi_lru"])
 
 
 # ---------------------------------------------------------------------------------------------------- fixtures
@@ -246,8 +252,9 @@ def test_a_wrong_override_is_one_error(nested, case, fixture):
 def test_a_block_size_that_the_backend_refuses_is_one_line(nested, block_size):
     result = nested(f"@pytest.mark.kvmock(block_size={block_size})\ndef test(kv_manager): pass")
 
-    result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(["kvmock: backend lineage: *block_size*", "kvmock: backend lru: *block_size*"])
+    result.assert_outcomes(errors=3)
+    refused = [f"kvmock: backend {backend}: *block_size*" for backend in ("lineage", "lru", "multi_lru")]
+    result.stdout.fnmatch_lines(refused)
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
 
 

@@ -23,6 +23,7 @@ LIGHT = {
     "pytest_kvmock.plugin",
     "pytest_kvmock.plugin.fixtures",
     "pytest_kvmock.plugin.hooks",
+    "pytest_kvmock.plugin.hookspecs",
     "pytest_kvmock.plugin.matrix",
     "pytest_kvmock.plugin.options",
     "pytest_kvmock.plugin.precedence",
@@ -65,7 +66,7 @@ print(json.dumps(sorted(m for m in sys.modules if m.startswith("pytest_kvmock") 
 def test_the_hooks_that_run_for_every_test_are_these():
     """Each further hook costs every test of every suite that has the plugin installed."""
     hooks = {name for name in dir(pytest_kvmock.plugin) if name.startswith("pytest_")}
-    once = {"pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header"}
+    once = {"pytest_addhooks", "pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header"}
 
     assert hooks - once == {
         "pytest_collection_modifyitems",

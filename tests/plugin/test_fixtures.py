@@ -19,7 +19,7 @@ def test_all_fixtures_of_a_test_share_one_harness(nested):
         """
     )
 
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=3)
 
 
 def test_the_harness_of_each_test_is_new(nested):
@@ -60,7 +60,7 @@ def test_a_second_manager_is_that_of_the_next_worker(nested):
         """
     )
 
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=3)
 
 
 def test_prompts_are_fresh_and_share_what_they_come_after(nested):
@@ -89,7 +89,7 @@ def test_kv_index_is_none_by_default_and_the_reference_answers(nested):
         """
     )
 
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=3)
 
 
 def test_sync_is_what_the_innermost_marker_says(nested):

@@ -32,14 +32,14 @@ def test_the_profile_keys_are_the_fields_of_the_profile():
 
 HEADER = [
     ([], "", None),
-    (["-v"], "", "kvmock: backends=lineage,lru (of 2), event errors=fail, event warnings=ignore, seed=0"),
-    (["--kv-backend=lru"], "", "kvmock: backends=lru (of 2), *"),
+    (["-v"], "", "kvmock: backends=lineage,lru,multi_lru (of 3), event errors=fail, event warnings=ignore, seed=0"),
+    (["--kv-backend=lru"], "", "kvmock: backends=lru (of 3), *"),
     (["--kv-backend=lru", "-q"], "", None),
     (["--kv-event-errors=warn"], "", "kvmock: *, event errors=warn, *"),
     ([], "kvmock_event_warnings = fail", "kvmock: *, event warnings=fail, *"),
-    ([], "kvmock_backends = lru", "kvmock: backends=lru (of 2), *"),
+    ([], "kvmock_backends = lru", "kvmock: backends=lru (of 3), *"),
     ([], "kvmock_seed = 7", "kvmock: *, seed=7"),
-    (["--kv-backend=lru"], "kvmock_backends = lineage", "kvmock: backends=none (of 2), *"),
+    (["--kv-backend=lru"], "kvmock_backends = lineage", "kvmock: backends=none (of 3), *"),
     ([], "kvmock_allow = duplicate_store block_not_found", "kvmock: *, allow=block_not_found,duplicate_store, *"),
 ]
 
@@ -75,7 +75,9 @@ def test_list_backends(nested):
 def test_list_backends_says_which_are_not_in_the_matrix(nested):
     result = nested("", "--kv-list-backends", "--kv-backend=lru")
 
-    result.stdout.fnmatch_lines(["lineage * (not in the matrix of this run)", "lru *[0-9a-z]"])
+    result.stdout.fnmatch_lines(
+        ["lineage * (not in the matrix of this run)", "lru *[0-9a-z]", "multi_lru * (not in the matrix of this run)"]
+    )
 
 
 def test_markers_are_listed_with_their_whole_signature(nested):

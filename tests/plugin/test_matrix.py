@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-BOTH = ["lineage", "lru"]
+ALL = ["lineage", "lru", "multi_lru"]
 
 follows_overrides = pytest.mark.skipif(
     pytest.version_tuple < (9, 0), reason="before 9.0 a closure does not follow an override that calls its original"
@@ -27,7 +27,7 @@ USES = "def test(kv_router): print('ran on', kv_router.backend)"
 
 @pytest.mark.parametrize("fixture", ["kv_backend", "kv_router", "kv_worker", "kv_manager", "make_kv_manager"])
 def test_fixtures_that_need_an_engine_pull_in_the_matrix(ids, fixture):
-    assert ["test[lineage]", "test[lru]"] == ids(f"def test({fixture}): pass")
+    assert [f"test[{name}]" for name in ALL] == ids(f"def test({fixture}): pass")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_fixtures_that_need_none_do_not(ids, fixture):
 
 
 def test_the_matrix_is_pulled_in_however_indirectly(ids):
-    assert ["test[lineage]", "test[lru]"] == ids(
+    assert [f"test[{name}]" for name in ALL] == ids(
         """
         @pytest.fixture
         def inner(kv_manager): return kv_manager
@@ -51,7 +51,7 @@ def test_the_matrix_is_pulled_in_however_indirectly(ids):
 
 
 def test_usefixtures_and_autouse_pull_it_in(ids):
-    assert ["test[lineage]", "test[lru]", "TestC::test[lineage]", "TestC::test[lru]"] == ids(
+    assert [f"{test}[{name}]" for test in ("test", "TestC::test") for name in ALL] == ids(
         """
         @pytest.mark.usefixtures("kv_backend")
         def test(): pass
@@ -64,13 +64,13 @@ def test_usefixtures_and_autouse_pull_it_in(ids):
 
 
 def test_the_users_own_parameters_come_first_in_the_id(ids):
-    assert ["test[1-lineage]", "test[1-lru]", "test[2-lineage]", "test[2-lru]"] == ids(
+    assert [f"test[{n}-{name}]" for n in (1, 2) for name in ALL] == ids(
         "@pytest.mark.parametrize('n', [1, 2])\ndef test(kv_backend, n): pass"
     )
 
 
 def test_it_multiplies_with_the_backends_of_anyio(ids):
-    assert 4 == len(ids("@pytest.mark.anyio\nasync def test(kv_router): pass", plugins=["anyio"]))
+    assert 2 * 3 == len(ids("@pytest.mark.anyio\nasync def test(kv_router): pass", plugins=["anyio"]))
 
 
 def test_every_fixture_of_a_test_has_the_backend_of_its_id(nested):
@@ -89,7 +89,7 @@ def test_every_fixture_of_a_test_has_the_backend_of_its_id(nested):
         """
     )
 
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=3)
 
 
 # ---------------------------------------------------------------------------------------------------- overrides
@@ -135,12 +135,24 @@ OVERRIDES = {
     ),
     "marker on the function": ("@pytest.mark.kv_backends('lru')\n" + USES, {}, ["lru"]),
     "marker on the module": ("pytestmark = pytest.mark.kv_backends('lru')\n" + USES, {}, ["lru"]),
-    "marker that excludes": ("@pytest.mark.kv_backends(exclude=['lineage'])\n" + USES, {}, ["lru"]),
-    "marker that excludes one, as a string": ("@pytest.mark.kv_backends(exclude='lineage')\n" + USES, {}, ["lru"]),
-    "marker in another order": ("@pytest.mark.kv_backends('lru', 'lineage')\n" + USES, {}, BOTH),
-    "marker without names": ("@pytest.mark.kv_backends()\n" + USES, {}, BOTH),
+    "marker that excludes": (
+        "@pytest.mark.kv_backends(exclude=['lineage', 'multi_lru'])\n" + USES,
+        {},
+        ["lru"],
+    ),
+    "marker that excludes one, as a string": (
+        "@pytest.mark.kv_backends(exclude='lineage')\n" + USES,
+        {},
+        ["lru", "multi_lru"],
+    ),
+    "marker in another order": (
+        "@pytest.mark.kv_backends('multi_lru', 'lru', 'lineage')\n" + USES,
+        {},
+        ALL,
+    ),
+    "marker without names": ("@pytest.mark.kv_backends()\n" + USES, {}, ALL),
     "ini": (USES, {"pytest.ini": "[pytest]\nkvmock_backends = lru"}, ["lru"]),
-    "ini, all": (USES, {"pytest.ini": "[pytest]\nkvmock_backends = all"}, BOTH),
+    "ini, all": (USES, {"pytest.ini": "[pytest]\nkvmock_backends = all"}, ALL),
     "a direct parametrisation is not touched by a marker": (
         "@pytest.mark.kv_backends('lineage')\n@pytest.mark.parametrize('kv_backend', ['lru'])\n" + USES,
         {},
@@ -165,7 +177,7 @@ OVERRIDES = {
             def test(self, kv_router): print('ran on', kv_router.backend)
         """,
         {},
-        ["lru"],
+        ["lru", "multi_lru"],
     ),
 }
 
@@ -184,9 +196,9 @@ def test_every_way_to_say_the_backend(nested, row):
     ("args", "expected"),
     [
         (["--kv-backend", "lru"], ["lru"]),
-        (["--kv-backend", "lru", "--kv-backend", "lineage"], BOTH),
-        (["--kv-backend", "all"], BOTH),
-        (["--kv-backend", "lru", "--kv-backend", "all"], BOTH),
+        (["--kv-backend", "lru", "--kv-backend", "lineage"], ["lineage", "lru"]),
+        (["--kv-backend", "all"], ALL),
+        (["--kv-backend", "lru", "--kv-backend", "all"], ALL),
     ],
 )
 def test_the_command_line_narrows_the_matrix(nested, args, expected):
@@ -215,7 +227,7 @@ def test_the_command_line_does_not_touch_a_test_that_fixes_its_backend(nested):
 def test_an_override_that_calls_its_original_keeps_the_matrix(nested, name):
     source = f"@pytest.fixture\ndef {name}({name}): return {name}\ndef test({name}): print('ran on', {name}.backend)"
 
-    assert BOTH == ran(nested(source, "-s"))
+    assert ALL == ran(nested(source, "-s"))
 
 
 @pytest.mark.parametrize("name", ["kv_router", "kv_manager"])
@@ -225,12 +237,12 @@ def test_an_override_that_calls_its_original_and_names_kv_backend_keeps_the_matr
         f"def test({name}): print('ran on', {name}.backend)"
     )
 
-    assert BOTH == ran(nested(source, "-s"))
+    assert ALL == ran(nested(source, "-s"))
 
 
 @follows_overrides
 def test_an_override_of_kv_backend_that_calls_its_original_keeps_the_matrix(nested):
-    assert BOTH == ran(nested("@pytest.fixture\ndef kv_backend(kv_backend): return kv_backend\n" + USES, "-s"))
+    assert ALL == ran(nested("@pytest.fixture\ndef kv_backend(kv_backend): return kv_backend\n" + USES, "-s"))
 
 
 on_8_3 = pytest.mark.skipif(pytest.version_tuple < (8, 4), reason="8.3 compares with the scope of the parameter")
@@ -250,11 +262,12 @@ def test_fixtures_of_any_scope_may_use_kv_backend(nested, scope):
         "-s",
     )
 
-    assert BOTH + BOTH == ran(result)  # and nothing is reordered
+    assert ALL + ALL == ran(result)  # and nothing is reordered
 
 
 def test_nothing_is_reordered(ids):
-    assert ["test_b[lineage]", "test_b[lru]", "test_x", "test_a[lineage]", "test_a[lru]"] == ids(
+    before, after = ([f"{test}[{name}]" for name in ALL] for test in ("test_b", "test_a"))
+    assert [*before, "test_x", *after] == ids(
         "def test_b(kv_router): pass\ndef test_x(): pass\ndef test_a(kv_router): pass"
     )
 
@@ -282,7 +295,9 @@ def test_getfixturevalue_without_a_choice_says_which_marker_to_add(nested):
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ['*backend of this test is open (lineage, lru)*usefixtures("kv_backend")*@pytest.mark.kv_backends("lineage")*']
+        [
+            '*backend of this test is open (lineage, lru, multi_lru)*usefixtures("kv_backend")*@pytest.mark.kv_backends("lineage")*'
+        ]
     )
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
@@ -293,7 +308,7 @@ def test_usefixtures_gives_getfixturevalue_the_whole_matrix(nested):
     def test(request): print("ran on", request.getfixturevalue("kv_router").backend)
     """
 
-    assert BOTH == ran(nested(source, "-s"))
+    assert ALL == ran(nested(source, "-s"))
 
 
 def test_a_testcase_runs_on_the_only_backend(nested):
@@ -307,7 +322,7 @@ def test_a_testcase_without_a_choice_says_which_marker_to_add(nested):
 
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
-        ["*backend of this test is open (lineage, lru)*TestCase*@pytest.mark.kv_backends(*lineage*)*"]
+        ["*backend of this test is open (lineage, lru, multi_lru)*TestCase*@pytest.mark.kv_backends(*lineage*)*"]
     )
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
     result.stdout.no_fnmatch_line("*usefixtures*")
@@ -342,7 +357,7 @@ def test_a_test_left_without_backend_is_deselected_and_counted(nested):
         """
         @pytest.mark.kv_backends("lineage")
         def test_gone(kv_router): pass
-        @pytest.mark.kv_backends(exclude=["lineage", "lru"])
+        @pytest.mark.kv_backends(exclude=["lineage", "lru", "multi_lru"])
         def test_gone_too(kv_router): pass
         def test_stays(kv_router): print("ran on", kv_router.backend)
         def test_unused(): pass
@@ -368,7 +383,7 @@ def test_the_rest_runs_the_same_under_xdist(nested):
 
 
 def test_a_marker_of_a_parameter_deselects_what_it_excludes(ids):
-    assert ["test[a-lru]", "test[b-lineage]", "test[b-lru]"] == ids(
+    assert ["test[a-lru]", *(f"test[b-{name}]" for name in ALL)] == ids(
         """
         @pytest.mark.parametrize("n", [
             pytest.param(1, id="a", marks=pytest.mark.kv_backends("lru")),
@@ -393,8 +408,8 @@ def test_a_marker_that_a_conftest_adds_deselects_what_it_excludes(nested):
         },
     )
 
-    result.assert_outcomes(passed=1, deselected=1)
-    assert ["lru"] == ran(result)
+    result.assert_outcomes(passed=2, deselected=1)
+    assert ["lru", "multi_lru"] == ran(result)
 
 
 def test_a_late_marker_does_not_undo_an_earlier_one(nested):
@@ -414,7 +429,8 @@ def test_a_late_marker_does_not_undo_an_earlier_one(nested):
 
 
 def test_selection_by_id_and_keyword(nested):
-    assert ["lru"] == ran(nested(USES, "-s", "-k", "lru"))
+    assert ["lru", "multi_lru"] == ran(nested(USES, "-s", "-k", "lru"))
+    assert ["lineage", "lru"] == ran(nested(USES, "-s", "-k", "not multi_lru"))
 
 
 # ---------------------------------------------------------------------------------------------------- refused
@@ -455,7 +471,7 @@ def test_an_unknown_backend_of_the_users_is_one_line(nested, source, value):
     result = nested(source.replace("{}", value, 1))
 
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["kvmock: kv_backend is *; known: lineage, lru"])
+    result.stdout.fnmatch_lines(["kvmock: kv_backend is *; known: lineage, lru, multi_lru"])
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 
@@ -476,7 +492,7 @@ def test_a_backend_that_lies_about_its_name_is_caught(nested):
         },
     )
 
-    result.assert_outcomes(passed=1, errors=1)
+    result.assert_outcomes(passed=2, errors=1)
     result.stdout.fnmatch_lines(["kvmock: backend lru: *calls itself 'lineage'*"])
 
 
@@ -487,7 +503,7 @@ def test_collection_is_the_same_for_any_hash_seed(nested, monkeypatch):
     source = """
     @pytest.mark.kv_backends("lru", "lineage")
     def test_1(kv_router): pass
-    @pytest.mark.kv_backends(exclude={"multi", "lru"} - {"multi"})
+    @pytest.mark.kv_backends(exclude={"multi_lru", "lru"} - {"lru"})
     def test_2(kv_router): pass
     def test_3(kv_manager, kv_events): pass
     """
@@ -497,7 +513,7 @@ def test_collection_is_the_same_for_any_hash_seed(nested, monkeypatch):
         result = nested(source, "--collect-only", "-q", subprocess=True)
         seen.append([line for line in result.outlines if "::" in line])
 
-    assert 5 == len(seen[0])
+    assert 2 + 2 + 3 == len(seen[0])
     assert seen[0] == seen[1]
 
 

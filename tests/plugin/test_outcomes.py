@@ -99,7 +99,7 @@ TABLE = {
     # ------------------------------------------------------------------------------------ other rules
     "an event is lost": Row(
         "def test(kv_router, kv_prompt):\n kv_router.drop_next()\n kv_router.worker(0).serve(kv_prompt())",
-        {"failed": 2},
+        {"failed": 3},
         shown=["1 KV event error: event_id_gap (worker 0*", "FAILED*test?lru?*1 KV event error: event_id_gap*"],
     ),
     "an index forgets": Row(
@@ -118,7 +118,7 @@ def test(kv_router, kv_prompt):
     worker.serve(kv_prompt())
     worker.clear()
         """,
-        {"failed": 2},
+        {"failed": 3},
         shown=["1 KV event error: index_drift (worker 0*"],
     ),
     "an index raises": Row(
@@ -510,7 +510,7 @@ async def test(kv_router, kv_worker, kv_prompt):
     await kv_router.aflush()
     assert await kv_router.aoverlap(prompt) == {0: 4}
         """,
-        {"passed": 2},
+        {"passed": 3},
         plugins=["pytest_asyncio.plugin"],
     ),
     "anyio, an async index is flushed": Row(
@@ -523,7 +523,7 @@ async def test(kv_router, kv_worker, kv_prompt):
     await kv_router.aflush()
     assert await kv_router.aoverlap(prompt) == {0: 4}
         """,
-        {"passed": 4},
+        {"passed": 6},
         plugins=["anyio"],
     ),
     "anyio, late": Row(
@@ -599,7 +599,7 @@ async def test(kv_router, kv_worker, kv_prompt):
             harness = RouterHarness(backend=kv_backend)
             assert harness.worker(0).manager.backend == kv_backend
         """,
-        {"passed": 2},
+        {"passed": 3},
         plugins=["hypothesispytest"],
     ),
 }

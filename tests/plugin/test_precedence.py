@@ -6,6 +6,8 @@ import pytest
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.plugin.precedence import Policy, resolve_matrix, resolve_policy, resolve_profile
+from pytest_kvmock.profiles import NamedProfile
+from pytest_kvmock.strict_yaml import Place
 
 # ---------------------------------------------------------------------------------------------------- policy
 
@@ -61,7 +63,8 @@ def test_policy(command_line, markers, ini, expected):
 
 # ---------------------------------------------------------------------------------------------------- matrix
 
-KNOWN = ("a", "b", "c")
+DEFAULT = ("a", "b", "c")
+KNOWN = (*DEFAULT, "d")
 
 
 def only(*names, **kwargs):
@@ -71,6 +74,10 @@ def only(*names, **kwargs):
 MATRIX = [
     # command line, markers closest first, ini, expected
     pytest.param((), [], (), ["a", "b", "c"], id="default"),
+    pytest.param((), [], ["d", "a"], ["a", "d"], id="ini over default, one that is not in it too"),
+    pytest.param((), [only("d")], (), ["d"], id="a marker names one that is not in the default"),
+    pytest.param(["d"], [], (), [], id="the command line does not add to the default"),
+    pytest.param(["d"], [only("d", "a")], (), ["d"], id="nor keep what a marker names out"),
     pytest.param((), [], ["c", "a"], ["a", "c"], id="ini, in order of registration"),
     pytest.param((), [only("b")], ["c", "a"], ["b"], id="a marker's names replace ini"),
     pytest.param((), [only()], ["c", "a"], ["a", "c"], id="a marker without names leaves ini"),
@@ -93,12 +100,15 @@ def test_matrix(command_line, markers, ini, expected):
     command_line = {"backends": command_line} if command_line else {}
     ini = {"backends": ini} if ini else {}
 
-    assert tuple(expected) == resolve_matrix(KNOWN, command_line, markers, ini)
+    assert tuple(expected) == resolve_matrix(KNOWN, DEFAULT, command_line, markers, ini)
 
 
 # ---------------------------------------------------------------------------------------------------- profile
 
 BASE = EngineProfile(block_size=8, seed=1)
+
+FLEET = NamedProfile("fleet", {"num_blocks": 32, "workers": 4}, "", Place("f.yaml", 2, 3))
+SMALL = NamedProfile("small", {"block_size": 4, "num_blocks": 9, "seed": 5}, "", Place("f.yaml", 5, 3))
 
 PROFILE = [
     # base, markers from outer to inner, command line, expected
@@ -119,12 +129,44 @@ PROFILE = [
     pytest.param(
         BASE, [{"event_errors": "warn", "allow": (), "sync": "end"}], {"log": "all"}, BASE, id="the rest is left out"
     ),
+    pytest.param(
+        BASE.replace(dp_size=2),
+        [{"profile": "fleet"}],
+        {},
+        EngineProfile(num_blocks=32, workers=4, seed=1),
+        id="a named profile takes the place of the base, but for a seed that it does not say",
+    ),
+    pytest.param(
+        BASE, [{"profile": "small"}], {}, EngineProfile(block_size=4, num_blocks=9, seed=5), id="its own seed"
+    ),
+    pytest.param(
+        BASE,
+        [{"profile": "fleet", "workers": 2}],
+        {"seed": 7},
+        EngineProfile(num_blocks=32, workers=2, seed=7),
+        id="other keys, then the command line, over a named profile",
+    ),
+    pytest.param(
+        BASE,
+        [{"workers": 2, "num_blocks": 7}, {"profile": "fleet"}],
+        {},
+        EngineProfile(num_blocks=7, workers=2, seed=1),
+        id="other keys of an outer marker over a named profile, too",
+    ),
+    pytest.param(
+        BASE,
+        [{"profile": "fleet"}, {"profile": "small", "num_blocks": 7}],
+        {},
+        EngineProfile(block_size=4, num_blocks=7, seed=5),
+        id="the inner profile replaces the outer one",
+    ),
+    pytest.param(BASE, [{"profile": "fleet"}, {"profile": None}], {}, BASE, id="None brings the base back"),
 ]
 
 
 @pytest.mark.parametrize(("base", "markers", "command_line", "expected"), PROFILE)
 def test_profile(base, markers, command_line, expected):
-    assert expected == resolve_profile(base, markers, command_line)
+    assert expected == resolve_profile(base, markers, command_line, {"fleet": FLEET, "small": SMALL})
 
 
 def test_fields_that_do_not_go_together_are_refused():
@@ -168,7 +210,7 @@ def test_a_profile_is_laid_over_the_base_of_ini_or_override(nested):
         files={"pytest.ini": "[pytest]\nkvmock_block_size = 4\nkvmock_workers = 3\nkvmock_seed = 6\n"},
     )
 
-    result.assert_outcomes(passed=5)
+    result.assert_outcomes(passed=7)
 
 
 def test_an_index_reads_the_effective_block_size(nested):
@@ -189,7 +231,7 @@ def test_an_index_reads_the_effective_block_size(nested):
         """
     )
 
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=3)
 
 
 @pytest.mark.parametrize(

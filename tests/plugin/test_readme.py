@@ -1,14 +1,16 @@
 """README is run: its Python blocks are tests that pass, its failure is what pytest prints, its tables are the code's."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 from pytest_kvmock import plugin
-from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.backends import BACKENDS, EngineProfile
 from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
 from pytest_kvmock.plugin.options import OPTIONS
 from pytest_kvmock.plugin.precedence import Policy
@@ -17,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 BLOCKS = re.findall(r"^(?:<!-- (\w+) -->\n)?```(\w+)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-PASSING = [text for mark, language, text in BLOCKS if language == "python" and mark != "fails"]
+PASSING = [text for mark, language, text in BLOCKS if language == "python" and not mark]
+(CONFTEST,) = (text for mark, _, text in BLOCKS if mark == "conftest")
+(PROFILES,) = (text for mark, _, text in BLOCKS if mark == "profiles")
 (FAILING,) = (text for mark, language, text in BLOCKS if language == "python" and mark == "fails")
 (SCENARIO,) = (text for mark, _, text in BLOCKS if mark == "scenario")
 (OUTPUT,) = (text for mark, _, text in BLOCKS if mark == "output")
@@ -37,7 +41,7 @@ def name_of(block):
 
 @pytest.mark.parametrize("block", PASSING, ids=name_of)
 def test_a_python_block_is_a_module_of_tests_that_pass(nested, block):
-    expected = block.count("def test_") * (1 if "kv_sink" in block else 2)  # a sink alone needs no backend
+    expected = block.count("def test_") * (1 if "kv_sink" in block else len(BACKENDS))  # a sink alone needs no backend
 
     result = nested("", plugins=["anyio"], files={"test_it.py": block})
 
@@ -56,7 +60,40 @@ def test_the_failure_is_what_pytest_prints(nested, monkeypatch):
 def test_the_scenario_file_passes(nested):
     ini = "[pytest]\nkvmock_scenarios = *\n"
     result = nested("", files={"pytest.ini": ini, "a.kv.yaml": SCENARIO})
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=len(BACKENDS))
+
+
+def test_the_backend_of_the_conftest_is_in_the_matrix_and_works(nested):
+    test = """
+    @pytest.mark.kvmock(num_blocks=4)
+    def test(kv_manager, kv_events):
+        kv_manager.use([1, 2, 3])
+        kv_manager.deref([3, 2, 1])
+        kv_manager.use([3])
+        if kv_manager.backend == "newest":
+            assert kv_manager.inactive_blocks() == [1, 2]
+            kv_manager.use([4, 5])
+            assert kv_events.removed_blocks == [1]
+    """
+
+    nested(test, files={"conftest.py": CONFTEST}).assert_outcomes(passed=len(BACKENDS) + 1)
+
+
+def test_the_profiles_are_read(nested):
+    source = """
+    from pytest_kvmock import EngineProfile
+    @pytest.mark.kvmock(profile="small-fleet")
+    def test(kv_profile): assert kv_profile == EngineProfile(block_size=16, num_blocks=64, workers=4)
+    """
+
+    ini = "[pytest]\nkvmock_profiles = profiles.yaml\n"
+    nested(source, files={"pytest.ini": ini, "profiles.yaml": PROFILES}).assert_outcomes(passed=1)
+
+
+def test_the_hooks_are_those_of_the_code():
+    hooks = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("pytest_")}
+    expected = [f"{name}({', '.join(inspect.signature(hook).parameters)})" for name, hook in hooks.items()]
+    assert expected == first_cells("Hooks")
 
 
 def test_the_first_test_has_ten_lines():
@@ -82,14 +119,16 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
     profile, policy = EngineProfile(), Policy()
     defaults = {key: getattr(profile, key) for key in KVMOCK_KEYS if hasattr(profile, key)}
     defaults |= {"event_errors": policy.event_errors, "event_warnings": policy.event_warnings}
-    defaults |= {"allow": tuple(policy.allow), "sync": "auto"}
+    defaults |= {"allow": tuple(policy.allow), "sync": "auto", "profile": None}
     assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
 
 
 def test_every_option_is_listed():
     section = README.split("\n## Options and ini settings\n")[1].split("\n## ")[0]
     known = [name for option in OPTIONS for name in (option.flag, option.ini) if name]
-    assert sorted([*known, "--kv-list-backends"]) == sorted(set(re.findall(r"`(--[\w-]+|kvmock_\w+)[ `]", section)))
+    assert sorted([*known, "--kv-list-backends", "--kv-list-profiles"]) == sorted(
+        set(re.findall(r"`(--[\w-]+|kvmock_\w+)[ `]", section))
+    )
 
 
 def test_the_files_it_names_exist():

@@ -16,18 +16,25 @@ class LruPolicy:
 
     A chain that is freed root first is evicted root first, and so loses its head before its tail. A block that is
     reused and freed again counts as new; that it is looked at or matched while active changes nothing.
+
+    Args:
+        lane: several of these can share the slots of one manager, each slot in one of them at a time: which this is,
+            from 0.
+        lanes: how many there are.
     """
 
     # A slot stands in the queue once for each time it was inserted; the entry at the front was number `_first`. An entry
-    # counts while `slot.place` is its number; so `remove` need not look for it.
+    # counts while `slot.place` is its number; so `remove` need not look for it. Numbers are 1, 2, 3 and so on, or each
+    # lane's share of them.
 
     finds_by_place = False
     collisions = 0
 
-    def __init__(self) -> None:
+    def __init__(self, lane: int = 0, lanes: int = 1) -> None:
         self._queue: deque[Slot] = deque()
-        self._first = 1
-        self._next = 1
+        self._lane = lane
+        self._step = lanes
+        self._first = self._next = 1 + lane
         self._limit = _SLACK
 
     def register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:
@@ -38,45 +45,44 @@ class LruPolicy:
 
     def insert(self, slots: Sequence[Slot]) -> None:
         """These slots are the last to go now."""
-        number, append = self._next, self._queue.append
+        number, step, append = self._next, self._step, self._queue.append
         for slot in slots:
             slot.place = number
-            number += 1
+            number += step
             append(slot)
         self._next = number
 
     def insert_one(self, slot: Slot) -> None:
         """The slot is the last to go now."""
         slot.place = self._next
-        self._next += 1
+        self._next += self._step
         self._queue.append(slot)
 
     def remove(self, slots: Sequence[Slot]) -> None:
         """The slots are in use."""
         for slot in slots:
             slot.place = 0
-        if len(self._queue) > self._limit:
-            self._clean()
+        self.tidy()
 
-    def _clean(self) -> None:
-        """Drop the entries that do not count, and number the others anew."""
-        self._queue = deque(self.order())
-        self._limit = 2 * len(self._queue) + _SLACK
-        self._first = 1
-        self._next = len(self._queue) + 1
-        for number, slot in enumerate(self._queue, 1):
-            slot.place = number
+    def tidy(self) -> None:
+        """If there are many entries that do not count, drop them and number the others anew."""
+        if len(self._queue) > self._limit:
+            slots = self.order()
+            self._queue.clear()
+            self._first = self._next = 1 + self._lane
+            self.insert(slots)
+            self._limit = 2 * len(slots) + _SLACK
 
     def evict(self, count: int) -> list[Slot]:
         """Choose the slots that were inserted longest ago."""
-        queue, number = self._queue, self._first
+        queue, number, step = self._queue, self._first, self._step
         chosen: list[Slot] = []
         while queue and len(chosen) < count:
             slot = queue.popleft()
             if slot.place == number:
                 slot.place = 0
                 chosen.append(slot)
-            number += 1
+            number += step
         self._first = number
         return chosen
 
@@ -99,4 +105,5 @@ class LruPolicy:
 
     def order(self) -> list[Slot]:
         """From the one inserted longest ago."""
-        return [slot for number, slot in enumerate(self._queue, self._first) if slot.place == number]
+        first, step = self._first, self._step
+        return [slot for i, slot in enumerate(self._queue) if slot.place == first + i * step]

@@ -1,0 +1,139 @@
+"""S3-FIFO as the order in which a KV cache evicts: three queues, and no block is ever moved on a hit.
+
+"FIFO queues are all you need for cache eviction" (Yang, Zhang, Qiu, Yue, Rashmi; SOSP 2023). New blocks wait in a small
+queue, a tenth of the cache; most are never asked for again and leave from there. What was used more than once while it
+waited goes on to the main queue. Names of what the small queue let go are kept as ghosts for a while: a block that comes
+back in that time goes to the main queue at once.
+
+The paper's cache holds objects that nobody holds on to. Here a block may be in use when its turn comes: it cannot go
+then, and counts as used.
+"""
+
+from collections import deque
+
+from pytest_kvmock import BackendSpec, EvictionPolicy
+
+MOST_USES = 3  # two bits a block
+
+
+class Block:
+    """What the policy knows of one cached block."""
+
+    __slots__ = ("idle", "queue", "slot", "uses", "waits")
+
+    def __init__(self, slot, queue):
+        self.slot = slot
+        self.queue = queue
+        self.waits = False  # in that queue: from when it was let go for the first time
+        self.uses = 0
+        self.idle = False  # nobody holds it
+
+
+class Queue:
+    """Blocks in the order in which they came."""
+
+    def __init__(self):
+        self.blocks = deque()
+        self.idle = 0
+
+    def append(self, block):
+        block.queue, block.waits = self, True
+        self.blocks.append(block)
+        self.idle += block.idle
+
+    def popleft(self):
+        block = self.blocks.popleft()
+        self.idle -= block.idle
+        return block
+
+
+class S3FifoPolicy(EvictionPolicy):
+    """The eviction policy of one block manager with room for `num_blocks` blocks."""
+
+    def __init__(self, num_blocks):
+        self.small_size = max(1, num_blocks // 10)
+        self.main_size = num_blocks - self.small_size
+        self.clear()
+
+    def clear(self):
+        """Forget everything."""
+        self.small, self.main = Queue(), Queue()
+        self.ghosts = {}  # names of blocks that the small queue let go, oldest first
+
+    # ------------------------------------------------------------------------ what happens to blocks
+
+    def register(self, slots, places=None):
+        """Blocks are stored, and in use."""
+        for slot in slots:
+            queue = self.small
+            if slot.plh in self.ghosts:
+                del self.ghosts[slot.plh]
+                queue = self.main
+            slot.place = Block(slot, queue)  # `place` is the policy's own
+
+    def insert(self, slots):
+        """Nobody holds these blocks any more."""
+        for slot in slots:
+            block = slot.place
+            block.idle = True
+            if block.waits:
+                block.queue.idle += 1
+            else:
+                block.queue.append(block)
+
+    def remove(self, slots):
+        """These blocks are used again; they keep their places."""
+        for slot in slots:
+            block = slot.place
+            block.idle = False
+            block.queue.idle -= 1
+            block.uses = min(block.uses + 1, MOST_USES)
+
+    # ----------------------------------------------------------------------------------- who goes next
+
+    def evict(self, count):
+        """Choose the next blocks to go; fewer when no more can."""
+        gone = []
+        while len(gone) < count and (self.small.idle or self.main.idle):
+            from_small = self.small.idle and (len(self.small.blocks) >= self.small_size or not self.main.idle)
+            block = self._next_of_small() if from_small else self._next_of_main()
+            if block is not None:
+                gone.append(block.slot)
+        return gone
+
+    def _next_of_small(self):
+        block = self.small.popleft()
+        if not block.idle or block.uses > 1:
+            block.uses = 0
+            self.main.append(block)
+            return None
+        self.ghosts[block.slot.plh] = None
+        if len(self.ghosts) > self.main_size:
+            del self.ghosts[next(iter(self.ghosts))]
+        return block
+
+    def _next_of_main(self):
+        block = self.main.popleft()
+        if block.idle and not block.uses:
+            return block
+        if block.idle:
+            block.uses -= 1
+        self.main.append(block)
+        return None
+
+    def order(self):
+        """All blocks that nobody holds, in the order in which they would go: played through on a copy."""
+        twin = S3FifoPolicy(self.small_size + self.main_size)
+        for queue, copies in ((self.small, twin.small), (self.main, twin.main)):
+            for block in queue.blocks:
+                copy = Block(block.slot, copies)
+                copy.uses, copy.idle = block.uses, block.idle
+                copies.append(copy)
+        return twin.evict(self.small.idle + self.main.idle)
+
+
+# A prompt's first block may go before its later ones, so prefix_closed is False. And it is not in the default matrix,
+# because this project has other tests, which are not about it; most projects leave in_matrix=False out.
+S3FIFO = BackendSpec.of_policy(
+    "s3fifo", S3FifoPolicy, follows="S3-FIFO, SOSP 2023", prefix_closed=False, in_matrix=False
+)

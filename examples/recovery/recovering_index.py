@@ -1,0 +1,96 @@
+"""A small router index that asks its workers for events that it missed.
+
+Which events to apply, and when to ask, says a `RouterCursor`. Whom it asks is a function: `kv_recovery` in the tests, a
+request to the worker elsewhere. `Dynamo7072` and `KeepsWhatItHad` are the same index with a bug each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from pytest_kvmock import (
+    Events,
+    KvEventError,
+    OverlapScores,
+    RadixIndex,
+    RecoveryStep,
+    RouterCursor,
+    RouterEvent,
+    TreeDump,
+)
+from pytest_kvmock.router.recovery import Answer
+
+Ask = Callable[..., Answer]
+"""Called with worker_id, start, end and dp_rank, as a `WorkerQuery` has them."""
+
+
+class RecoveringIndex:
+    """Knows who holds what, and mends what it missed.
+
+    Args:
+        ask: asks a worker.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._cursor = RouterCursor()
+        self._tree = RadixIndex()
+
+    def apply(self, event: RouterEvent) -> None:
+        """Take one event of a worker, and ask for those before it that did not come."""
+        key = (event.worker_id, event.event.dp_rank)
+        step = self._cursor.observe(event)
+        self._take(key, step)
+        while step.ask is not None:
+            step = self._cursor.answered(step.ask, self._ask(*step.ask))
+            self._take(key, step)
+
+    def _take(self, key: tuple[int, int], step: RecoveryStep) -> None:
+        if step.replace:  # a dump is all that there is: what it does not have is gone
+            self._tree.remove_worker_dp_rank(*key)
+        for event in step.apply:
+            with suppress(KvEventError):
+                self._tree.apply(event)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """The worker is gone, or begins anew: its next event is the first."""
+        self._tree.remove_worker(worker_id)
+        self._cursor.forget(worker_id)
+
+    def find_matches(self, local_hashes: Sequence[int]) -> OverlapScores:
+        """How many leading blocks of a prompt each worker holds."""
+        return self._tree.find_matches(local_hashes)
+
+
+class Dynamo7072(RecoveringIndex):
+    """Its cursor is the id of the event that it applied last, in a dump too: so it asks again, at each event."""
+
+    def __init__(self, ask: Ask) -> None:
+        super().__init__(ask)
+        self._last: dict[tuple[int, int], int] = {}
+
+    def apply(self, event: RouterEvent) -> None:
+        """Take one event of a worker."""
+        key, got = (event.worker_id, event.event.dp_rank), event.event.event_id
+        last = self._last.get(key, got - 1)
+        if got == last + 1:
+            self._keep(key, (event,))
+        elif got > last:
+            answer = self._ask(key[0], last + 1, dp_rank=key[1])
+            if isinstance(answer, TreeDump):
+                self._tree.remove_worker_dp_rank(*key)
+            if isinstance(answer, Events | TreeDump):
+                self._keep(key, answer.events)
+
+    def _keep(self, key: tuple[int, int], events: Sequence[RouterEvent]) -> None:
+        self._take(key, RecoveryStep(apply=tuple(events)))
+        for event in events:
+            self._last[key] = event.event.event_id
+
+
+class KeepsWhatItHad(RecoveringIndex):
+    """It adds a dump to what it has, so that a block whose Removed was lost is there for ever."""
+
+    def _take(self, key: tuple[int, int], step: RecoveryStep) -> None:
+        super()._take(key, step._replace(replace=False))

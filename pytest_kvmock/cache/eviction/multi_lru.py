@@ -1,0 +1,122 @@
+"""`multi_lru`: what was seen seldom goes first; among those, what became inactive longest ago."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from struct import Struct
+from typing import Any, Final
+
+from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.eviction.tinylfu import TinyLfu
+from pytest_kvmock.cache.pool import Slot
+from pytest_kvmock.cache.rules import check_num_blocks
+
+THRESHOLDS: Final = (3, 8, 15)
+"""Counts from which a block is warm, hot and very hot; below the first it is cold (kvbm-logical's default)."""
+
+_LEVELS: Final = tuple(sum(count >= threshold for threshold in THRESHOLDS) for count in range(16))
+
+
+class MultiLruPolicy:
+    """Four queues by frequency, the coldest first; in each, least recently inserted first (`MultiLruBackend`).
+
+    A `TinyLfu` counts lineage hashes: one for a registration, two for the reuse of an inactive block, one for a match of
+    an active block by another name; a use of an active block by its own name counts nothing. A block gets its level when
+    it becomes inactive, and keeps it while it is, whatever happens to its counters meanwhile. What was counted stays
+    when a block is evicted, and when the cache is cleared.
+
+    So a block can outlive its parent, as one that stays active is not counted again while those below it are reused.
+
+    Args:
+        num_blocks: capacity of the manager, for which the tracker is made.
+
+    Raises:
+        ValueError: `num_blocks` is not a positive integer.
+    """
+
+    # The counters of a slot's lineage hash are found when it is registered, and kept packed in `slot.above`; `slot.place`
+    # belongs to the queues.
+
+    finds_by_place = False
+    collisions = 0
+
+    def __init__(self, num_blocks: int) -> None:
+        self._tracker = TinyLfu(check_num_blocks(num_blocks))
+        self._queues = [LruPolicy(level, 4) for level in range(4)]
+        packed = Struct("<4I" if len(self._tracker.counters) <= 2**32 else "<4Q")
+        self._pack, self._unpack = packed.pack, packed.unpack
+
+    def register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:  # noqa: ARG002 - never given
+        """Count the slots' lineage hashes once."""
+        found = self._tracker.places([slot.plh for slot in slots])
+        pack = self._pack
+        for slot, place in zip(slots, found, strict=True):
+            slot.above = pack(*place)
+        self._tracker.count(found)
+
+    def touch(self, slot: Slot) -> None:
+        """Count the slot's lineage hash once more."""
+        self._tracker.count((self._unpack(slot.above),))
+
+    def insert(self, slots: Sequence[Slot]) -> None:
+        """These slots are the last to go of their levels now."""
+        if len(slots) == 1:
+            self.insert_one(slots[0])
+            return
+        counters, unpack = self._tracker.counters, self._unpack
+        levels: list[list[Slot]] = [[], [], [], []]
+        for slot in slots:
+            one, two, three, four = unpack(slot.above)
+            levels[_LEVELS[min(counters[one], counters[two], counters[three], counters[four])]].append(slot)
+        for queue, of_level in zip(self._queues, levels, strict=True):
+            if of_level:
+                queue.insert(of_level)
+
+    def insert_one(self, slot: Slot) -> None:
+        """The slot is the last to go of its level now."""
+        level = _LEVELS[self._tracker.estimate(self._unpack(slot.above))]
+        self._queues[level].insert_one(slot)
+
+    def remove(self, slots: Sequence[Slot]) -> None:
+        """The slots are in use; their lineage hashes count twice each."""
+        # The real manager asks for a block among the active ones first, and counts: the registration is there. Then it
+        # finds the block inactive, and counts again.
+        unpack = self._unpack
+        places: list[Any] = []
+        for slot in slots:
+            slot.place = 0
+            place = unpack(slot.above)
+            places += (place, place)
+        self._tracker.count(places)
+        for queue in self._queues:
+            queue.tidy()
+
+    def evict(self, count: int) -> list[Slot]:
+        """Choose from the coldest level that has any, those that were inserted longest ago."""
+        chosen: list[Slot] = []
+        for queue in self._queues:
+            chosen += queue.evict(count - len(chosen))
+            if len(chosen) == count:
+                break
+        return chosen
+
+    def clear(self) -> None:
+        """No slot is left; the counters stay."""
+        for queue in self._queues:
+            queue.clear()
+
+    def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - never asked
+        """A slot answers to its own lineage hash only."""
+        return None
+
+    def free_places(self, plhs: Sequence[int]) -> Sequence[Any] | None:  # noqa: ARG002 - never asked
+        """Slots have no places of their own."""
+        return None
+
+    def refused(self, slots: Iterable[Slot]) -> Slot | None:  # noqa: ARG002 - never asked
+        """Every slot can be inserted."""
+        return None
+
+    def order(self) -> list[Slot]:
+        """Level by level, from the one inserted longest ago."""
+        return [slot for queue in self._queues for slot in queue.order()]

@@ -1,0 +1,136 @@
+"""Workers that a router can ask for events that it missed."""
+
+from __future__ import annotations
+
+from threading import Lock, RLock
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.harness.judge import Told
+from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.hygiene.stream import Stream
+from pytest_kvmock.router.recovery import RING, Events, LocalIndex, TreeDump, WorkerQuery, ring_size
+
+if TYPE_CHECKING:
+    from pytest_kvmock.events import RouterEvent
+    from pytest_kvmock.harness.judge import Judge
+    from pytest_kvmock.hygiene.stream import StreamKey
+    from pytest_kvmock.router.recovery import Answer
+
+
+class Recovery:
+    """What a router calls to ask a worker of a harness for events that it missed: `recovery(*query)`.
+
+    It answers as the worker would, from a `LocalIndex` of each worker and rank, which has all that was published,
+    whatever was lost on its way. The answer counts as arrived: what it tells is missing no more, and from there on the
+    index under test is compared without excuse. The index is not given the answer; it has to apply it before its `apply`,
+    or its `flush`, returns.
+
+    It belongs to one harness (`RouterHarness(recovery=...)`), from before the first event on.
+
+    Args:
+        ring: how many of its last events each worker and rank keeps.
+
+    Raises:
+        ValueError: no ring.
+
+    Attributes:
+        queries: what was asked, in order.
+        answers: what was answered.
+    """
+
+    def __init__(self, ring: int = RING) -> None:
+        self._ring = ring_size(ring)
+        self.queries: list[WorkerQuery] = []
+        self.answers: list[Answer] = []
+        self._local: dict[StreamKey, LocalIndex] = {}
+        self._said = Ledger()
+        self._judge: Judge | None = None
+        self._harness_lock = RLock()
+        self._lock = Lock()  # an index may ask in a thread of its own, while its harness waits for it
+
+    def __repr__(self) -> str:
+        return f"<Recovery with rings of {self.ring} events, asked {len(self.queries)} times>"
+
+    @property
+    def ring(self) -> int:
+        """How many of its last events each worker and rank keeps. Made smaller, they forget the oldest."""
+        return self._ring
+
+    @ring.setter
+    def ring(self, size: int) -> None:
+        with self._lock:
+            self._ring = ring_size(size)
+            for local in self._local.values():
+                local.ring = size
+
+    def __call__(self, worker_id: int, start: int | None = None, end: int | None = None, dp_rank: int = 0) -> Answer:
+        """Ask a worker.
+
+        Args:
+            worker_id: which worker.
+            start: the first event id that is wanted; None: a dump of all that the worker holds.
+            end: the last one; None: the newest. An answer goes on to the newest anyway.
+            dp_rank: which of its ranks.
+
+        Raises:
+            ValueError: there is no such worker, or an id is none.
+            RuntimeError: no harness has it.
+        """
+        judge = self._judge
+        if judge is None:
+            raise RuntimeError("nobody can be asked yet: the recovery belongs to no RouterHarness")
+        key = (worker_id, dp_rank)
+        with self._lock:
+            local = self._local.get(key)
+            if local is None and key not in judge.ledger.streams:
+                known = ", ".join(f"worker {worker} rank {rank}" for worker, rank in sorted(judge.ledger.streams))
+                raise ValueError(f"there is no worker {worker_id!r} rank {dp_rank!r} to ask; known: {known or 'none'}")
+            answer = (local or LocalIndex(self._ring)).get_events_in_id_range(start, end)
+            self.queries.append(WorkerQuery(worker_id, start, end, dp_rank))
+            self.answers.append(answer)
+            if local is not None and isinstance(answer, (Events, TreeDump)):
+                replace = isinstance(answer, TreeDump)
+                next_id = 0 if local.newest is None else local.newest + 1
+                ids = range(0 if replace or start is None else start, next_id)
+                judge.told.append(Told(self._said.streams[key].copy(), ids, answer.events, replace))
+        if self._harness_lock.acquire(blocking=False):
+            try:
+                judge.settle()
+            finally:
+                self._harness_lock.release()
+        return answer
+
+    # --------------------------------------------------------------------------------------- of its harness
+
+    def join(self, judge: Judge, lock: RLock) -> None:
+        """Belong to a harness.
+
+        Raises:
+            ValueError: it belongs to one.
+        """
+        if self._judge is not None:
+            raise ValueError("this recovery belongs to another RouterHarness; make one for each")
+        self._judge, self._harness_lock = judge, lock
+
+    def keep(self, event: RouterEvent) -> None:
+        """An event is published."""
+        with self._lock:
+            key = (event.worker_id, event.event.dp_rank)
+            local = self._local.get(key) or self._begin(key)
+            local.apply(event)
+            self._said.observe(event, 0)
+
+    def restarted(self, key: StreamKey) -> None:
+        """A worker and rank begins anew, and knows nothing of what was."""
+        with self._lock:
+            self._begin(key)
+
+    def _begin(self, key: StreamKey) -> LocalIndex:
+        assert self._judge is not None
+        local = self._local[key] = LocalIndex(self._ring)
+        heard = self._judge.ledger.streams.get(key)
+        if heard is None:
+            heard = Stream(key, first_id=None)
+        heard.late.clear()  # its ids begin anew
+        self._said.streams[key] = heard.fresh()
+        return local

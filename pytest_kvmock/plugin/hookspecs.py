@@ -1,0 +1,41 @@
+"""The hooks that others may implement, in a plugin or in a conftest.
+
+Mark an implementation with `@pytest.hookimpl(optionalhook=True)`, and `pytest -p no:kvmock` still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_kvmock.backends import BackendSpec
+    from pytest_kvmock.hygiene.problem import Problem
+
+
+@pytest.hookspec
+def pytest_kvmock_backends(config: pytest.Config) -> Mapping[str, BackendSpec]:  # type: ignore[empty-body]
+    """Return backends of your own by name. Tests run over them beside the built-in ones.
+
+    It is read once, before collection: from plugins and from the initial conftests, which are those of the root, of
+    `testpaths` and of the paths on the command line. In another conftest it is an error. A name stands for one backend:
+    two plugins that return the same one are an error too.
+
+    Args:
+        config: of the run.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_kvmock_event_error(item: pytest.Item, problem: Problem) -> bool | None:
+    """Say whether a broken rule may pass: True waives this one problem; False does not, and nobody further is asked.
+
+    It is asked once for each problem that would fail the test or be warned of, warnings included, if the test does not
+    expect it or allow its rule. What is waived covers what follows from it, and stays in the log, marked as waived.
+
+    Args:
+        item: the test.
+        problem: the rule, the worker, the event, what was known.
+    """

@@ -1,0 +1,126 @@
+"""Named engine profiles, read from YAML files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.strict_yaml import Node, Place, YamlError, boolean, integer, nullable, read_yaml, string
+
+
+@dataclass(frozen=True, slots=True)
+class NamedProfile:
+    """A profile with a name.
+
+    Attributes:
+        name: its name.
+        fields: the fields of `EngineProfile` that it says, those of its bases included.
+        description: what it is for; may be empty.
+        place: where it stands.
+    """
+
+    name: str
+    fields: Mapping[str, Any]
+    description: str
+    place: Place
+
+    def in_place_of(self, base: EngineProfile) -> EngineProfile:
+        """The whole profile. Fields that it does not say have the defaults of `EngineProfile`, but for the seed, which
+        is no property of an engine: that stays `base`'s.
+        """  # noqa: D205 - one rule is one sentence
+        return EngineProfile(**{"seed": base.seed, **self.fields})
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A profile as it is written, without its base's fields."""
+
+    place: Place
+    base: Node | None
+    description: str
+    fields: dict[str, Any]
+
+
+def read_profiles(files: Iterable[tuple[Path, str]]) -> dict[str, NamedProfile]:
+    """Read the profiles of some files.
+
+    A file has the one key `profiles`, with a mapping of names to profiles. A profile has fields of `EngineProfile`, and
+    may have a `description` and a `base`: the name of another profile, in any of the files, whose fields it has where
+    it does not say them itself.
+
+    Args:
+        files: each with the name that messages use.
+
+    Returns:
+        The profiles by name, in the order in which they stand there.
+
+    Raises:
+        YamlError: a file cannot be read or is not of this form, a name is there twice,
+            a value is out of range, a base does not exist, or is based on what it is the base of.
+    """
+    drafts: dict[str, _Draft] = {}
+    for path, shown in files:
+        root = read_yaml(path, shown)
+        found = root.fields({"profiles": _drafts}, required=("profiles",))["profiles"]
+        for name, draft in found.items():
+            if name in drafts:
+                raise YamlError(f"there is another profile {name!r} at {drafts[name].place}", draft.place)
+            drafts[name] = draft
+    return {name: _complete(name, drafts) for name in drafts}
+
+
+def _drafts(node: Node) -> dict[str, _Draft]:
+    drafts = node.entries(_draft)
+    for name, draft in drafts.items():
+        draft.place = node.keys[name]
+    return drafts
+
+
+def _draft(node: Node) -> _Draft:
+    said = node.fields({"base": _base, "description": string, **FIELDS})
+    return _Draft(node.place, said.pop("base", None), said.pop("description", ""), said)
+
+
+def _base(node: Node) -> Node:
+    string(node)
+    return node
+
+
+def _field(name: str) -> Callable[[Node], Any]:
+    reader: Callable[[Node], Any] = {"prefix_caching": boolean, "chunk": nullable(integer)}.get(name, integer)
+
+    def read(node: Node) -> Any:
+        value = reader(node)
+        try:
+            EngineProfile(**{name: value})
+        except ValueError as error:
+            raise YamlError(str(error), node.place) from None  # it begins with the field's name
+        return value
+
+    return read
+
+
+FIELDS: Final[Mapping[str, Callable[[Node], Any]]] = {field.name: _field(field.name) for field in fields(EngineProfile)}
+"""What reads each field of an `EngineProfile`."""
+
+
+def _complete(name: str, drafts: Mapping[str, _Draft]) -> NamedProfile:
+    """Lay a profile over its base, that over its own, and so on."""
+    chain = [name]
+    said: dict[str, Any] = {}
+    while True:
+        draft = drafts[chain[-1]]
+        said = {**draft.fields, **said}
+        if draft.base is None:
+            break
+        base = draft.base.value
+        if base not in drafts:
+            raise draft.base.error(f"unknown profile {base!r}; known: {', '.join(drafts)}")
+        if base in chain:
+            raise draft.base.error(f"a profile cannot be based on itself: {' -> '.join([*chain, base])}")
+        chain.append(base)
+    own = drafts[name]
+    return NamedProfile(name, said, own.description, own.place)

@@ -1,0 +1,361 @@
+"""The hooks: backends of others, and problems that are waived."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from pytest_kvmock.backends import BACKENDS, known_backends
+
+BUILT_IN = [f"test[{name}]" for name in BACKENDS]
+
+MINE = """\
+import pytest
+from pytest_kvmock import BackendSpec
+from pytest_kvmock.cache.eviction.lru import LruPolicy
+
+def spec(name="mine", **fields):
+    return BackendSpec.of_policy(name, lambda num_blocks: LruPolicy(), follows="nobody", **fields)
+
+"""
+HOOK = "@pytest.hookimpl(optionalhook=True)\ndef pytest_kvmock_backends(config): return "
+REGISTERS = MINE + HOOK + '{"mine": spec()}\n'
+USES = "def test(kv_router): pass"
+IN_USE = """
+from pytest_kvmock import RouterHarness, create_manager
+
+def test(kv_backend, kv_router, kv_manager, make_kv_manager, kv_prompt):
+    assert kv_backend == kv_router.backend == kv_manager.backend
+    prompt = kv_prompt()
+    kv_router.worker(0).serve(prompt)
+    assert kv_router.overlap(prompt) == {0: 4}
+    assert make_kv_manager("mine").backend == "mine" == create_manager("mine", num_blocks=1).backend
+    with RouterHarness(backend=kv_backend) as of_its_own:
+        assert of_its_own.backend == kv_backend
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    before = known_backends()
+    yield
+    assert before == known_backends()
+
+
+# ---------------------------------------------------------------------------------------------------- in the matrix
+
+
+def test_a_backend_of_a_conftest_is_in_the_matrix(nested, ids):
+    files = {"conftest.py": REGISTERS}
+
+    assert [*BUILT_IN, "test[mine]"] == ids(IN_USE, files=files)
+    nested("", files=files).assert_outcomes(passed=len(BUILT_IN) + 1)
+    assert ["test[mine]"] == ids("", "--kv-backend=mine")
+    assert ["test[lru]", "test[mine]"] == ids("", files={"pytest.ini": "[pytest]\nkvmock_backends = mine lru"})
+
+
+def test_and_under_xdist(nested):
+    nested(IN_USE, "-n", "2", plugins=["xdist"], files={"conftest.py": REGISTERS}).assert_outcomes(
+        passed=len(BUILT_IN) + 1
+    )
+
+
+def test_and_in_a_process_of_its_own(nested):
+    nested(IN_USE, subprocess=True, files={"conftest.py": REGISTERS}).assert_outcomes(passed=len(BUILT_IN) + 1)
+
+
+def test_a_backend_of_a_plugin_is_too(nested, ids, pytester):
+    pytester.syspathinsert()
+    files = {"theirs.py": REGISTERS, "conftest.py": MINE + HOOK + '{"other": spec("other")}\n'}
+
+    assert [*BUILT_IN, "test[mine]", "test[other]"] == ids(USES, plugins=["theirs"], files=files)
+
+
+def test_a_plugin_that_comes_with_another_ones_configure_is_too(ids):
+    later = REGISTERS.replace(
+        "def pytest_kvmock", "class Theirs:\n  @staticmethod\n  @pytest.hookimpl\n  def pytest_kvmock", 1
+    )
+    later = later.replace("@pytest.hookimpl(optionalhook=True)\n", "", 1)
+    later += "def pytest_configure(config): config.pluginmanager.register(Theirs, 'theirs')\n"
+
+    assert [*BUILT_IN, "test[mine]"] == ids(USES, files={"conftest.py": later})
+
+
+def test_what_is_not_in_the_default_matrix_runs_where_it_is_named(ids):
+    source = (
+        USES
+        + """
+@pytest.mark.kv_backends("mine", "lru")
+def test_marked(kv_router): pass
+@pytest.mark.parametrize("kv_backend", ["mine"])
+def test_parametrized(kv_router): assert kv_router.backend == "mine"
+"""
+    )
+    files = {"conftest.py": MINE + HOOK + '{"mine": spec(in_matrix=False)}\n'}
+    named = ["test_marked[lru]", "test_marked[mine]", "test_parametrized[mine]"]
+
+    assert [*BUILT_IN, *named] == ids(source, files=files)
+    assert ["test_marked[mine]", "test_parametrized[mine]"] == ids("", "--kv-backend=mine")
+    assert [*BUILT_IN, "test[mine]", *named] == ids("", files={"pytest.ini": "[pytest]\nkvmock_backends = all"})
+
+
+def test_the_list_says_who_brought_a_backend(nested):
+    result = nested("", "--kv-list-backends", files={"conftest.py": REGISTERS})
+
+    assert "mine       nobody (from conftest.py)" == result.outlines[-1]
+
+
+def test_the_header_counts_it(nested):
+    nested(USES, "-v", files={"conftest.py": REGISTERS}).stdout.fnmatch_lines(
+        [f"kvmock: backends={','.join(BACKENDS)},mine (of {len(BUILT_IN) + 1})*"]
+    )
+
+
+def test_what_an_outer_run_has_registered_is_not_known_in_an_inner_one(nested):
+    result = nested(
+        f"""
+        def test(pytester, kv_manager):
+            pytester.makepyfile(test_inner="def test(kv_manager): pass")
+            pytester.runpytest_inprocess("-p", "kvmock").assert_outcomes(passed={len(BUILT_IN)})
+        """,
+        plugins=["pytester"],
+        files={"conftest.py": REGISTERS},
+    )
+
+    result.assert_outcomes(passed=len(BUILT_IN) + 1)
+
+
+def test_without_the_plugin_an_implementation_does_no_harm(pytester, monkeypatch):
+    monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
+    pytester.makeconftest(REGISTERS + EVENTS.format("True"))
+    pytester.makepyfile("def test(): pass")
+
+    result = pytester.run(sys.executable, "-m", "pytest", "-p", "no:kvmock", "-q")
+
+    result.assert_outcomes(passed=1)
+
+
+# ---------------------------------------------------------------------------------------------------- nonsense
+
+NONSENSE = [
+    pytest.param("None", "returned None; allowed: a mapping of names to BackendSpecs", id="nothing"),
+    pytest.param("[spec()]", "returned [[]BackendSpec(*; allowed: a mapping of names to BackendSpecs", id="a list"),
+    pytest.param(
+        "{'mine': LruPolicy}", "'mine' is <class *LruPolicy'>; allowed: a BackendSpec, such as *", id="a class"
+    ),
+    pytest.param("{'mine': None}", "'mine' is None; allowed: a BackendSpec, such as *", id="no spec"),
+    pytest.param("{'other': spec()}", "the key 'other' is not the name of its backend, 'mine'", id="another name"),
+    pytest.param("{7: spec()}", "the key 7 is not the name of its backend, 'mine'", id="a number"),
+    pytest.param("{'lru': spec('lru')}", "'lru' is the name of a built-in backend; take another", id="built in"),
+]
+
+
+@pytest.mark.parametrize(("returned", "message"), NONSENSE)
+@pytest.mark.parametrize("args", [[], ["--kv-list-backends"], ["-n", "1"]], ids=["run", "list", "xdist"])
+def test_nonsense_is_a_usage_error_that_names_the_plugin(nested, returned, message, args):
+    files = {"conftest.py": MINE + HOOK + returned}
+    result = nested(USES, *args, files=files, plugins=["xdist"] if "-n" in args else ())
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert 1 == len([line for line in result.errlines if line])
+    result.stderr.fnmatch_lines(
+        [f"ERROR: pytest_kvmock_backends of conftest.py: {message}".replace(": returned", " returned")]
+    )
+
+
+RAISES = [
+    ("1 / 0", "raised ZeroDivisionError: division by zero (conftest.py:9; --full-trace shows the way there)"),
+    (
+        "{'a b': spec('a b')}",
+        "raised ValueError: a backend's name has letters, *; got 'a b' (backends.py:*; --full-trace *)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("returned", "message"), RAISES)
+def test_a_hook_that_raises_is_a_usage_error_that_names_the_plugin(nested, returned, message):
+    result = nested(USES, files={"conftest.py": MINE + HOOK + returned})
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert 1 == len([line for line in result.errlines if line])
+    result.stderr.fnmatch_lines([f"ERROR: pytest_kvmock_backends of conftest.py {message}"])
+
+
+def test_the_whole_traceback_of_a_hook_is_shown_on_request(nested):
+    result = nested(USES, "--full-trace", files={"conftest.py": MINE + HOOK + "1 / 0"})
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    result.stderr.fnmatch_lines(
+        ["ERROR: pytest_kvmock_backends of conftest.py raised:", "*return 1 / 0", "ZeroDivisionError: division by zero"]
+    )
+
+
+def test_two_plugins_with_one_name_are_both_named(nested, pytester):
+    pytester.syspathinsert()
+
+    result = nested(USES, plugins=["theirs"], files={"theirs.py": REGISTERS, "conftest.py": REGISTERS})
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert ["ERROR: pytest_kvmock_backends: theirs and conftest.py both register a backend 'mine'"] == [
+        line for line in result.errlines if line
+    ]
+
+
+def test_a_manager_that_calls_itself_otherwise_is_one_line(nested):
+    lies = MINE + HOOK + "{'mine': BackendSpec('mine', 'nobody', spec('yours').make)}"
+
+    result = nested(USES, files={"conftest.py": lies})
+
+    result.assert_outcomes(passed=len(BUILT_IN), errors=1)
+    result.stdout.fnmatch_lines(["kvmock: backend mine: backend 'mine' made a manager that calls itself 'yours'; *"])
+
+
+@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["run", "xdist"])
+def test_a_hook_that_comes_too_late_is_one_line(nested, args):
+    result = nested(
+        USES, *args, plugins=["xdist"] if args else (), files={"sub/conftest.py": REGISTERS, "sub/test_sub.py": USES}
+    )
+
+    assert 1 == result.parseoutcomes()["error" if "error" in result.parseoutcomes() else "errors"]
+    result.stdout.fnmatch_lines(["sub?conftest.py: pytest_kvmock_backends comes too late here: it is read once, *"])
+    result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
+
+
+def test_the_same_hook_is_in_time_where_its_directory_is_named(nested):
+    files = {"sub/conftest.py": REGISTERS, "sub/test_sub.py": USES}
+
+    nested("", "sub", files=files).assert_outcomes(passed=len(BUILT_IN) + 1)
+    nested("", files={"pytest.ini": "[pytest]\ntestpaths = sub\n"}).assert_outcomes(passed=len(BUILT_IN) + 1)
+
+
+def test_a_late_conftest_without_the_hook_is_nobodys_business(nested):
+    nested(USES, files={"sub/conftest.py": "x = 1", "sub/test_sub.py": USES}).assert_outcomes(passed=2 * len(BUILT_IN))
+
+
+# ---------------------------------------------------------------------------------------------------- waiving
+
+EVENTS = """\
+@pytest.hookimpl(optionalhook=True)
+def pytest_kvmock_event_error(item, problem):
+    return {}
+"""
+WAIVES = "import pytest\n" + EVENTS
+
+
+def test_a_waived_problem_does_not_fail_the_test_and_is_shown_in_the_log(nested):
+    result = nested(
+        """
+        def test_waived(kv_sink, kv_events):
+            kv_sink(BAD)
+            kv_events.check()
+        def test_other(kv_sink): kv_sink(BAD)
+        """,
+        "--kv-events=all",
+        "-rA",
+        files={"conftest.py": WAIVES.format("'waived' in item.name and problem.rule == 'block_not_found'")},
+    )
+
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["    0  event 0  worker 65536  Removed block 1  !! block_not_found, waived"])
+    result.stdout.fnmatch_lines(["    0  event 0  worker 65536  Removed block 1  !! block_not_found"])
+
+
+@pytest.mark.parametrize(
+    ("answers", "outcome"),
+    [
+        ({"conftest.py": "True"}, "passed"),
+        ({"conftest.py": "False"}, "failed"),
+        ({"conftest.py": "None"}, "failed"),
+        ({"conftest.py": "True", "sub/conftest.py": "None"}, "passed"),
+        ({"conftest.py": "True", "sub/conftest.py": "False"}, "failed"),
+        ({"conftest.py": "False", "sub/conftest.py": "True"}, "passed"),
+        ({"other/conftest.py": "True"}, "failed"),
+    ],
+)
+def test_the_closest_hook_that_says_something_decides(nested, answers, outcome):
+    files = {name: WAIVES.format(answer) for name, answer in answers.items()}
+    files["sub/test_sub.py"] = "from pytest_kvmock import Removed\ndef test(kv_sink): kv_sink(Removed((1,)))"
+
+    nested("", files=files).assert_outcomes(**{outcome: 1})
+
+
+def test_each_problem_that_would_count_is_asked_about_once(nested):
+    result = nested(
+        """
+        @pytest.mark.kvmock(event_warnings="warn")
+        def test(kv_sink, kv_events):
+            kv_events.expect_error("parent_block_not_found")
+            kv_sink(Stored(7, (8,), (8,)))  # expected
+            kv_sink(BAD)
+            kv_events.check()
+            kv_events.check()
+            kv_sink(GOOD)
+            kv_sink(TWICE)
+        @pytest.mark.kvmock(allow=["block_not_found"])
+        def test_allowed(kv_sink): kv_sink(BAD)
+        @pytest.mark.kvmock(event_errors="ignore")
+        def test_ignored(kv_sink): kv_sink(BAD)
+        """,
+        "-s",
+        files={"conftest.py": WAIVES.format("print('it is:', problem.rule) or True")},
+    )
+
+    result.assert_outcomes(passed=3)
+    assert ["block_not_found", "duplicate_store"] == [
+        line.partition("it is: ")[2] for line in result.outlines if "it is:" in line
+    ]
+
+
+def test_what_follows_from_a_waived_problem_is_waived_with_it(nested):
+    result = nested(
+        """
+        def test(kv_sink):
+            kv_sink(Stored(7, (8,), (8,)))
+            kv_sink(Stored(8, (9,), (9,)))
+            kv_sink(Removed((9,)))
+        """,
+        files={"conftest.py": WAIVES.format("problem.rule == 'parent_block_not_found'")},
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+def test_what_comes_from_a_teardown_is_waived_likewise(nested):
+    result = nested(
+        """
+        @pytest.fixture
+        def late(kv_sink):
+            yield
+            kv_sink(BAD)
+        def test(late): pass
+        """,
+        files={"conftest.py": WAIVES.format("True")},
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+def test_waived_errors_are_not_counted_in_the_properties(nested, pytester):
+    result = nested(
+        "def test(kv_sink): kv_sink(BAD)",
+        "--junitxml=out.xml",
+        files={"conftest.py": WAIVES.format("True")},
+    )
+
+    result.assert_outcomes(passed=1)
+    assert '<property name="kvmock.errors" value="0" />' in (pytester.path / "out.xml").read_text()
+
+
+def test_nonsense_of_a_judging_hook_is_one_failure(nested):
+    result = nested("def test(kv_sink): kv_sink(BAD)", files={"conftest.py": WAIVES.format("'yes'")})
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["kvmock: pytest_kvmock_event_error returned 'yes'; allowed: True, False or None"])
+
+
+def test_a_hook_that_raises_while_it_judges_is_one_failure_with_its_own_traceback(nested):
+    result = nested("def test(kv_sink): kv_sink(BAD)", files={"conftest.py": WAIVES.format("1 / 0")})
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([">       return 1 / 0", "E*ZeroDivisionError: division by zero"])

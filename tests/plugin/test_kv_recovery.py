@@ -1,0 +1,150 @@
+"""The fixture `kv_recovery`: it finds its harness, whichever of the two comes first."""
+
+INDEX = """
+from contextlib import suppress
+from pytest_kvmock import KvEventError, RadixIndex, RouterCursor, TreeDump
+
+class Recovering:
+    def __init__(self, ask):
+        self.ask, self.tree, self.cursor = ask, RadixIndex(), RouterCursor()
+    def apply(self, event):
+        step = self.cursor.observe(event)
+        self.take(event, step)
+        while step.ask is not None:
+            step = self.cursor.answered(step.ask, self.ask(*step.ask))
+            self.take(event, step)
+    def take(self, event, step):
+        if step.replace:
+            self.tree.remove_worker_dp_rank(event.worker_id, event.event.dp_rank)
+        for each in step.apply:
+            with suppress(KvEventError):
+                self.tree.apply(each)
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes)
+
+def lose_one(kv_router, kv_prompt):
+    for n in range(3):
+        with kv_router.drop_next() if n == 1 else suppress():
+            kv_router.worker(0).serve(kv_prompt(2))
+"""
+
+
+def test_an_index_of_the_users_own_asks_by_it(nested):
+    result = nested(
+        INDEX
+        + """
+@pytest.fixture
+def kv_index(kv_recovery):
+    return Recovering(kv_recovery)
+
+@pytest.mark.parametrize("ring", [1, 4096])
+def test(kv_router, kv_events, kv_recovery, kv_prompt, ring):
+    kv_recovery.ring = ring
+    with kv_events.expect_error("event_id_gap"):
+        lose_one(kv_router, kv_prompt)
+    kv_router.assert_in_sync()
+    assert len(kv_recovery.queries) == 2
+    assert isinstance(kv_recovery.answers[-1], TreeDump) == (ring == 1)
+"""
+    )
+
+    result.assert_outcomes(passed=4)
+
+
+def test_it_joins_a_harness_that_is_there_already(nested):
+    result = nested(
+        """
+        def test(kv_sink, kv_recovery):
+            kv_sink(GOOD)
+            assert len(kv_recovery(kv_sink.worker_id).events) == 1
+
+        def test_in_the_other_order(kv_recovery, kv_sink):
+            kv_sink(GOOD)
+            assert len(kv_recovery(kv_sink.worker_id).events) == 1
+
+        @pytest.mark.kvmock(workers=2)
+        def test_with_workers(kv_router, kv_recovery, kv_prompt):
+            kv_router.worker(1).serve(kv_prompt(3))
+            assert len(kv_recovery(1).events) == 3
+        """
+    )
+
+    result.assert_outcomes(passed=4)
+
+
+def test_it_comes_too_late_after_the_first_event(nested):
+    result = nested(
+        """
+        @pytest.fixture
+        def warm(kv_router, kv_prompt):
+            kv_router.worker(0).serve(kv_prompt())
+
+        def test(warm, kv_recovery): pass
+        """,
+        "--kv-backend=lru",
+    )
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        [
+            "kvmock: kv_recovery: recovery comes too late: events were published before, and no worker has kept them; ask*",
+        ]
+    )
+
+
+def test_without_a_harness_it_says_so_when_it_is_called(nested):
+    result = nested(
+        """
+        def test(kv_recovery):
+            with pytest.raises(RuntimeError, match="belongs to no RouterHarness"):
+                kv_recovery(0)
+        """
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+def test_a_wrong_use_of_an_answer_fails_the_test(nested):
+    result = nested(
+        INDEX
+        + """
+class Adds(Recovering):
+    def take(self, event, step):
+        super().take(event, step._replace(apply=()))
+
+@pytest.fixture
+def kv_index(kv_recovery):
+    return Adds(kv_recovery)
+
+def test(kv_router, kv_events, kv_prompt):
+    kv_events.expect_error("event_id_gap")
+    lose_one(kv_router, kv_prompt)
+""",
+        "--kv-backend=lru",
+    )
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["* KV event errors: index_drift (worker 0, event 0), and * more"])
+
+
+def test_each_run_of_a_test_has_one_of_its_own(nested):
+    result = nested(
+        """
+        seen = []
+        def test(kv_recovery, kv_sink):
+            assert kv_recovery not in seen
+            seen.append(kv_recovery)
+            kv_sink(GOOD)
+            kv_recovery(kv_sink.worker_id)
+            assert len(kv_recovery.queries) == 1
+            assert len(seen) == 2
+        """,
+        "--reruns=1",
+        plugins=["rerunfailures"],
+    )
+
+    assert "1 passed, 1 rerun" in result.stdout.str()
+
+
+def test_it_does_not_bring_in_the_matrix(ids):
+    assert ["test"] == ids("def test(kv_recovery, kv_sink): pass")

@@ -1,0 +1,187 @@
+"""Named engine profiles in a run: where they come from, who takes them, and what is wrong with them."""
+
+from __future__ import annotations
+
+import pytest
+
+PROFILES = """\
+profiles:
+  small:
+    description: evicts soon
+    block_size: 4
+    num_blocks: 9
+  small-fleet:
+    base: small
+    workers: 4
+"""
+
+
+@pytest.fixture
+def run(nested):
+    """Run with profiles: `run(source, *args, ini="", profiles=PROFILES)`."""
+
+    def with_profiles(source, *args, ini="", profiles=PROFILES, files=None, **options):
+        ini = f"[pytest]\nkvmock_profiles = profiles.yaml\n{ini}\n"
+        return nested(source, *args, files={"pytest.ini": ini, "profiles.yaml": profiles, **(files or {})}, **options)
+
+    return with_profiles
+
+
+def test_a_marker_names_a_profile(run):
+    result = run(
+        """
+        from pytest_kvmock import EngineProfile
+
+        @pytest.mark.kvmock(profile="small-fleet")
+        class Test:
+            def test(self, kv_profile, kv_router, kv_manager):
+                assert kv_profile == kv_router.profile == EngineProfile(block_size=4, num_blocks=9, workers=4)
+                assert len(kv_router.workers) == 4
+                assert (kv_manager.block_size, kv_manager.max_capacity) == (4, 9)
+
+            @pytest.mark.kvmock(profile="small", num_blocks=7)
+            def test_inner(self, kv_profile):
+                assert kv_profile == EngineProfile(block_size=4, num_blocks=7)
+
+            @pytest.mark.kvmock(profile=None)
+            def test_none(self, kv_profile): assert kv_profile == EngineProfile()
+
+        @pytest.mark.kvmock(profile="small-fleet")
+        class TestOverride:
+            @pytest.fixture
+            def kv_base_profile(self): return EngineProfile(dp_size=3, seed=5)
+
+            def test(self, kv_profile):
+                assert kv_profile == EngineProfile(block_size=4, num_blocks=9, workers=4, seed=5)
+
+        class TestCase(unittest.TestCase):
+            @pytest.fixture(autouse=True)
+            def _profile(self, kv_profile): self.profile = kv_profile
+
+            @pytest.mark.kvmock(profile="small")
+            def test(self): assert self.profile == EngineProfile(block_size=4, num_blocks=9)
+        """
+    )
+
+    result.assert_outcomes(passed=6)
+
+
+@pytest.mark.parametrize(
+    ("ini", "args", "expected"),
+    [
+        ("", [], "EngineProfile()"),
+        ("kvmock_profile = small", [], "EngineProfile(block_size=4, num_blocks=9)"),
+        ("kvmock_profile = small\nkvmock_block_size = 8", [], "EngineProfile(block_size=8, num_blocks=9)"),
+        (
+            "kvmock_profile = small\nkvmock_seed = 8",
+            ["--kv-seed=7"],
+            "EngineProfile(block_size=4, num_blocks=9, seed=7)",
+        ),
+        ("", ["-o", "kvmock_profile=small"], "EngineProfile(block_size=4, num_blocks=9)"),
+    ],
+)
+def test_ini_names_the_default(run, ini, args, expected):
+    result = run(
+        f"from pytest_kvmock import EngineProfile\ndef test(kv_profile): assert kv_profile == {expected}",
+        *args,
+        ini=ini,
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+def test_files_are_found_from_the_ini_file_by_globs_too(nested, pytester, monkeypatch):
+    source = "@pytest.mark.kvmock(profile='b')\ndef test(kv_profile): assert kv_profile.workers == 2"
+    files = {
+        "conf/pytest.ini": "[pytest]\nkvmock_profiles = more/**/*.yaml a.yaml a.yaml\n",
+        "conf/a.yaml": "profiles: {a: {workers: 2}}",
+        "conf/more/deep/b.yaml": "profiles: {b: {base: a}}",
+    }
+
+    nested(source, "-c", "conf/pytest.ini", files=files).assert_outcomes(passed=1)
+    monkeypatch.chdir(pytester.path / "conf")
+    nested("", "-c", "pytest.ini", "../test_it.py").assert_outcomes(passed=1)
+
+
+def test_profiles_work_under_xdist(run):
+    result = run(
+        "@pytest.mark.kvmock(profile='small')\ndef test(kv_profile): assert kv_profile.num_blocks == 9",
+        "-n",
+        "1",
+        plugins=["xdist"],
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+# ---------------------------------------------------------------------------------------------------- wrong ones
+
+WRONG_FILES = [
+    pytest.param("", "profiles.yaml:1:1: the file is empty", id="empty"),
+    pytest.param("profiles: [", "profiles.yaml:1:12: not YAML: *", id="not YAML"),
+    pytest.param("profiles: {s: {size: 4}}", "profiles.yaml:1:16: s: unknown key 'size'; known: *", id="unknown key"),
+    pytest.param("profiles: {s: {workers: x}}", "profiles.yaml:1:25: workers: got 'x'; allowed: an integer", id="type"),
+    pytest.param("a: &a [x]\nb: [*a, *a]", "profiles.yaml:1:4: the anchor &a: anchors are not taken", id="anchor bomb"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_FILES)
+@pytest.mark.parametrize("args", [[], ["--kv-list-profiles"], ["-n", "1"]], ids=["run", "list", "xdist"])
+def test_a_wrong_file_is_a_usage_error_of_one_line(run, text, message, args):
+    result = run("def test(): pass", *args, profiles=text, plugins=["xdist"] if "-n" in args else ())
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    lines = [line for line in result.errlines if line]
+    assert 1 == len(lines)
+    result.stderr.fnmatch_lines([f"ERROR: {message}"])
+
+
+def test_an_unknown_profile_is_one_line_that_lists_the_known_ones(run):
+    result = run("@pytest.mark.kvmock(profile='smal')\ndef test(kv_sink): pass\ndef test_other(): pass")
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["test_it.py::test: kvmock(profile='smal'): *'smal'; known: small (profiles.yaml), small-fleet (profiles.yaml)"]
+    )
+
+
+def test_an_unknown_default_is_a_usage_error(run):
+    result = run("def test(): pass", ini="kvmock_profile = smal")
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    result.stderr.fnmatch_lines(["ERROR: pytest.ini: kvmock_profile: unknown profile 'smal'; known: small (*), *"])
+
+
+def test_a_block_size_that_a_backend_refuses_is_traced_to_the_profile(run):
+    result = run(
+        "@pytest.mark.kvmock(profile='odd')\ndef test(kv_router): pass", profiles="profiles: {odd: {block_size: 24}}"
+    )
+
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(["kvmock: backend lru: block_size must be *, got 24 (kvmock(profile='odd'))"])
+
+
+# ---------------------------------------------------------------------------------------------------- the rest
+
+
+def test_profiles_are_listed(run):
+    result = run("def test(): raise OSError", "--kv-list-profiles", ini="kvmock_profile = small-fleet")
+
+    assert 0 == result.ret
+    assert [
+        "small        block_size=4, num_blocks=9  profiles.yaml:2  evicts soon",
+        "small-fleet  block_size=4, num_blocks=9, workers=4  profiles.yaml:6  (the default)",
+    ] == result.outlines
+
+
+def test_where_there_are_none_the_list_says_how_to_have_some(nested):
+    result = nested("", "--kv-list-profiles")
+
+    assert ["no profiles: ini kvmock_profiles names their files"] == result.outlines
+
+
+def test_yaml_is_loaded_only_where_a_file_is_named(nested, run):
+    check = "def test(kv_profile): assert ('yaml' in sys.modules) is {}"
+
+    nested(check.format(False), subprocess=True).assert_outcomes(passed=1)
+    run(check.format(True), subprocess=True).assert_outcomes(passed=1)

@@ -1,0 +1,145 @@
+"""Backends by name and by spec: what a third party may say, and who knows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvmock import BACKENDS, BackendSpec, CapturingSink, EvictionPolicy, RouterHarness, create_manager
+from pytest_kvmock.backends import backend_spec, known_backends, registered
+
+
+@pytest.fixture(autouse=True)
+def _only_built_in_ones():
+    with registered({}):  # the run may have others
+        yield
+
+
+class NewestFirst(EvictionPolicy):
+    """The least that a policy must say."""
+
+    def __init__(self, num_blocks):
+        self.num_blocks = num_blocks
+        self.slots = []
+
+    def insert(self, slots):
+        self.slots += slots
+
+    def remove(self, slots):
+        self.slots = [slot for slot in self.slots if slot not in slots]
+
+    def evict(self, count):
+        chosen = self.order()[:count]
+        self.remove(chosen)
+        return chosen
+
+    def clear(self):
+        self.slots.clear()
+
+    def order(self):
+        return self.slots[::-1]
+
+
+MINE = BackendSpec.of_policy("mine", NewestFirst, follows="nobody", prefix_closed=False)
+
+
+def test_a_policy_alone_makes_a_backend():
+    sink = CapturingSink()
+    manager = create_manager(MINE, num_blocks=3, sink=sink)
+    manager.use([1, 2, 3])
+    for block in (2, 1, 3):
+        manager.deref([block])
+
+    assert ("mine", 3) == (manager.backend, manager.max_capacity)
+    assert [3, 1, 2] == manager.inactive_blocks()
+    manager.use([4, 5])
+    assert [(3, 1)] == [event.data.block_hashes for event in sink.events if type(event.data).__name__ == "Removed"]
+    assert [2] == manager.inactive_blocks()
+
+
+def test_each_manager_has_a_policy_of_its_own_which_knows_the_capacity():
+    made = []
+    spec = BackendSpec.of_policy(
+        "mine", lambda num_blocks: made.append(NewestFirst(num_blocks)) or made[-1], follows=""
+    )
+    create_manager(spec, num_blocks=3)
+    create_manager(spec, num_blocks=5)
+
+    assert [3, 5] == [policy.num_blocks for policy in made]
+
+
+def test_what_a_policy_may_leave_out_does_nothing():
+    policy = NewestFirst(1)
+
+    assert (False, 0) == (policy.finds_by_place, policy.collisions)
+    assert [None] * 5 == [
+        policy.register([]),
+        policy.touch(None),
+        policy.find(1),
+        policy.free_places([1]),
+        policy.refused([]),
+    ]
+    with pytest.raises(TypeError, match="abstract"):
+        type("Nothing", (EvictionPolicy,), {})()
+
+
+def test_a_policy_that_lacks_something_is_named():
+    spec = BackendSpec.of_policy("mine", lambda _: object(), follows="nobody")
+
+    with pytest.raises(
+        ValueError, match="the policy of backend 'mine' has no clear: derive object from EvictionPolicy"
+    ):
+        create_manager(spec, num_blocks=3)
+    with pytest.raises(ValueError, match="num_blocks must be an integer of at least 1, got 0"):
+        create_manager(MINE, num_blocks=0)
+
+
+def test_a_spec_does_wherever_a_name_does():
+    with RouterHarness(backend=MINE) as kv_router:
+        prompt = kv_router.prompt()
+        kv_router.worker(0).serve(prompt)
+        assert "mine" == kv_router.backend == kv_router.worker(0).backend == kv_router.next_worker(MINE).backend
+        assert {0: 4} == kv_router.overlap(prompt)
+        with pytest.raises(ValueError, match="the harness has backend 'mine' already; it cannot become 'lru'"):
+            kv_router.use_backend("lru")
+
+
+WRONG = [
+    ({"name": ""}, "a backend's name has letters, .*; got ''"),
+    ({"name": 7}, "a backend's name has letters, .*; got 7"),
+    ({"name": "a b"}, "a backend's name has letters, .*; got 'a b'"),
+    ({"name": "mine]"}, "a backend's name has letters, .*; got 'mine]'"),
+    ({"name": "all"}, "is not one of all, none, no-backend; got 'all'"),
+    ({"make": None}, "backend 'mine': make must be callable, got None"),
+    ({"residency": "both"}, "backend 'mine': residency must be 'unique' or 'counted', got 'both'"),
+]
+
+
+@pytest.mark.parametrize(("field", "message"), WRONG)
+def test_a_wrong_spec_is_refused(field, message):
+    with pytest.raises(ValueError, match=message):
+        BackendSpec(**{"name": "mine", "follows": "nobody", "make": MINE.make, **field})
+
+
+def test_a_policy_that_cannot_be_made_is_refused():
+    with pytest.raises(ValueError, match="backend 'mine': policy must be callable, got <"):
+        BackendSpec.of_policy("mine", NewestFirst(1), follows="nobody")
+
+
+def test_names_are_known_while_they_are_registered_and_in_no_inner_registration():
+    other = BackendSpec("other", "nobody", MINE.make)
+    with registered({"mine": MINE}):
+        assert [*BACKENDS, "mine"] == list(known_backends())
+        assert MINE is backend_spec("mine")
+        assert "mine" == create_manager("mine", num_blocks=1).backend
+        with registered({"other": other}):
+            assert [*BACKENDS, "other"] == list(known_backends())
+        assert [*BACKENDS, "mine"] == list(known_backends())
+    with pytest.raises(ValueError, match=f"^unknown backend 'mine'; known: {', '.join(BACKENDS)}$"):
+        backend_spec("mine")
+    assert "mine" not in BACKENDS
+
+
+def test_what_is_registered_is_let_go_when_something_is_raised():
+    with pytest.raises(OSError, match="x"), registered({"mine": MINE}):
+        raise OSError("x")
+    assert dict(BACKENDS) == known_backends()
