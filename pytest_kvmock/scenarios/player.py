@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import UUID
 
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.log import Expectation
 from pytest_kvmock.hygiene.report import problem_text
 from pytest_kvmock.tokens import Prompt, lineage_hash
@@ -16,14 +17,17 @@ if TYPE_CHECKING:
 
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.worker import KvWorker, Request
-    from pytest_kvmock.events import RouterEvent
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.moves import Block
-    from pytest_kvmock.scenarios.values import Scenario, Step
+    from pytest_kvmock.scenarios.values import Scenario, Step, WorkerName
     from pytest_kvmock.strict_yaml import Place
 
 REFUSALS: Final = (OutOfBlocks, RequestError, ValueError, TypeError)
 """What a step raises that cannot be done as the file has it (a `MoveError` is a ValueError)."""
+
+
+FIRST: Final = (0, 0)
+"""The worker that a step is about which does not say so."""
 
 
 class ScenarioFailure(AssertionError):  # noqa: N818 - the file is no error, what came of it is
@@ -69,8 +73,9 @@ class _Player:
     def __init__(self, harness: RouterHarness, allow: frozenset[str]) -> None:
         self._harness = harness
         self._allow = allow
-        self._requests: dict[str, tuple[Request, int]] = {}
+        self._requests: dict[str, tuple[Request, WorkerName]] = {}
         self._partials: dict[str, UUID] = {}
+        self._sinks = 0
         self._seen = 0  # events of the log
         self._judged = 0  # problems of the log
 
@@ -128,16 +133,16 @@ class _Player:
 
     # ------------------------------------------------------------------------------------------------- actions
 
-    def _worker_of(self, given: Mapping[str, Any]) -> int:
+    def _worker_of(self, given: Mapping[str, Any]) -> WorkerName:
         """Which worker a step is about."""
         name = given.get("request")
         if name in self._requests:
             return self._requests[name][1]
-        worker = given.get("worker", 0)
-        return worker if isinstance(worker, int) else 0
+        worker: WorkerName = given.get("worker", given.get("id", FIRST))
+        return worker if isinstance(worker, tuple) else FIRST
 
-    def _worker(self, worker: int) -> KvWorker:
-        return self._harness.worker(worker)
+    def _worker(self, worker: WorkerName) -> KvWorker:
+        return self._harness.worker(*worker)
 
     def _request(self, name: str) -> Request:
         if name not in self._requests:
@@ -149,29 +154,29 @@ class _Player:
             return block
         return self._partials.setdefault(block, UUID(int=len(self._partials) + 1))
 
-    def _do_use(self, blocks: list[int | str], worker: int = 0, plhs: Any = None, **given: Any) -> int:
+    def _do_use(self, blocks: list[int | str], worker: WorkerName = FIRST, plhs: Any = None, **given: Any) -> int:
         if plhs is not None:
             given["plhs"] = [lineage_hash(*parts) for parts in plhs]
         return self._worker(worker).manager.use(map(self._block, blocks), **given)
 
-    def _do_deref(self, blocks: list[int | str], worker: int = 0) -> None:
+    def _do_deref(self, blocks: list[int | str], worker: WorkerName = FIRST) -> None:
         self._worker(worker).manager.deref(map(self._block, blocks))
 
-    def _do_promote(self, partial: str, block: int, worker: int = 0, plh: Any = None, **given: Any) -> None:
+    def _do_promote(self, partial: str, block: int, worker: WorkerName = FIRST, plh: Any = None, **given: Any) -> None:
         if plh is not None:
             given["plh"] = lineage_hash(*plh)
         uuid = self._block(partial)
         assert isinstance(uuid, UUID)
         self._worker(worker).manager.promote(uuid, block, **given)
 
-    def _do_prefill(self, request: str, worker: int = 0, **prompt: Any) -> int:
+    def _do_prefill(self, request: str, worker: WorkerName = FIRST, **prompt: Any) -> int:
         if request in self._requests and self._requests[request][0].status in ("running", "preempted"):
             raise ValueError(f"a request named {request!r} is open already")
         made = self._worker(worker).prefill(Prompt(**prompt))
         self._requests[request] = made, worker
         return made.cached_tokens
 
-    def _do_serve(self, worker: int = 0, output_tokens: int = 0, **prompt: Any) -> int:
+    def _do_serve(self, worker: WorkerName = FIRST, output_tokens: int = 0, **prompt: Any) -> int:
         return self._worker(worker).serve(Prompt(**prompt), output_tokens).cached_tokens
 
     def _do_decode(self, request: str, count: int = 1, tokens: Any = None) -> None:
@@ -188,28 +193,34 @@ class _Player:
         resumed.resume()
         return resumed.cached_tokens
 
-    def _do_clear(self, worker: int) -> None:
+    def _do_clear(self, worker: WorkerName) -> None:
         if not self._worker(worker).clear():
-            raise RequestError(f"worker {worker} is not cleared while blocks are in use")
+            raise RequestError(f"worker {worker[0]} is not cleared while blocks are in use")
 
-    def _do_restart(self, worker: int, announced: bool = False) -> None:
+    def _do_restart(self, worker: WorkerName, announced: bool = False) -> None:
         self._worker(worker).restart(announced=announced)
 
+    def _do_worker(self, id: WorkerName, backend: str | None = None) -> None:  # noqa: A002 - the key in the file
+        self._harness.worker(*id, backend)
+
+    def _do_remove_worker(self, worker: int) -> None:
+        self._harness.remove_worker(worker)
+
     def _do_event(
-        self,
-        worker: int = 0,
-        stored: Any = None,
-        parent: int | None = None,
-        local_hashes: Any = None,
-        removed: Any = None,
-        **other: Any,
+        self, worker: WorkerName = FIRST, tier: StorageTier = StorageTier.DEVICE, token_ids: Any = None, **given: Any
     ) -> None:
         data: Stored | Removed | Cleared = Cleared()
-        if stored is not None:
-            data = Stored(parent, tuple(stored), tuple(stored if local_hashes is None else local_hashes))
-        elif removed is not None:
-            data = Removed(tuple(removed))
-        self._harness.apply(KvCacheEvent(other["id"], data) if "id" in other else data, worker)
+        if "stored" in given:
+            blocks = tuple(given["stored"])
+            data = Stored(given.get("parent"), blocks, tuple(given.get("local_hashes", blocks)))
+        elif "removed" in given:
+            data = Removed(tuple(given["removed"]))
+        while worker[0] - FIRST_SINK_WORKER >= self._sinks:
+            self._harness.make_sink()
+            self._sinks += 1
+        event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
+        event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, token_ids)
+        self._harness.hear(event, chained=given.get("chained", False))
 
     def _do_fault(self, fault: str, **given: Any) -> None:
         first = (given.pop("first"),) if "first" in given else ()

@@ -8,10 +8,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+from pytest_kvmock.events import StorageTier
 from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.profiles import FIELDS
-from pytest_kvmock.scenarios.values import Expected, Scenario, Step
+from pytest_kvmock.scenarios.values import Expected, Scenario, Step, WorkerName
 from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, plain, read_yaml, string
 
 MOST_TOKENS: Final = 1_000_000
@@ -109,6 +110,17 @@ def _natural(node: Node) -> int:
     return number
 
 
+def _worker(node: Node) -> WorkerName:
+    """A worker by its id, or a rank of one as [id, rank]."""
+    if isinstance(node.value, list):
+        parts = node.elements(integer)
+        if len(parts) == 2:
+            return parts[0], parts[1]
+    elif isinstance(node.value, int) and not isinstance(node.value, bool):
+        return node.value, 0
+    raise node.wrong_type("the id of a worker, or [id, rank]")
+
+
 def _numbers(node: Node) -> tuple[int, ...]:
     """A number, a range such as `0..15` (both ends included), or a list of these."""
     if isinstance(node.value, list):
@@ -164,11 +176,13 @@ def _mapping(readers: Mapping[str, Reader], required: tuple[str, ...] = (), shor
 
 def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Reader:
     """Make a reader of arguments among which there is a prompt, by tokens or by hashes."""
-    both = _mapping({"tokens": _numbers, "hashes": _numbers, **readers}, required)
+    both = _mapping({"tokens": _numbers, "hashes": _numbers, "num_tokens": _natural, **readers}, required)
 
     def read(node: Node) -> dict[str, Any]:
         given: dict[str, Any] = both(node)
         _one_of(node, "tokens", "hashes")
+        if "num_tokens" in given and "hashes" not in given:
+            raise node.key_error("num_tokens", "'num_tokens' belongs to 'hashes'")
         return given
 
     return read
@@ -181,17 +195,27 @@ def _event(node: Node) -> dict[str, Any]:
         "parent": nullable(_natural),
         "removed": list_of(_natural),
         "cleared": boolean,
-        "worker": integer,
+        "worker": _worker,
         "id": _natural,
+        "tier": _tier,
+        "token_ids": list_of(_numbers),
+        "chained": boolean,
     }
     given = node.fields(readers)
     _one_of(node, "stored", "removed", "cleared")
-    for key in ("parent", "local_hashes"):
+    for key in ("parent", "local_hashes", "token_ids"):
         if key in given and "stored" not in given:
             raise node.key_error(key, f"{key!r} belongs to 'stored'")
     if len(given.get("local_hashes", given.get("stored", ()))) != len(given.get("stored", ())):
         raise node.key_error("local_hashes", "one local hash a block is needed")
     return given
+
+
+def _tier(node: Node) -> StorageTier:
+    tiers = {tier.name.lower(): tier for tier in StorageTier}
+    if node.value not in tiers:
+        raise node.wrong_type(", ".join(tiers))
+    return tiers[node.value]
 
 
 def _fault(node: Node) -> dict[str, Any]:
@@ -224,12 +248,12 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
             "local_hashes": list_of(_natural),
             "plhs": list_of(_lineage),
             "token_ids": list_of(list_of(_natural)),
-            "worker": integer,
+            "worker": _worker,
         },
         ("blocks",),
         "blocks",
     ),
-    "deref": _mapping({"blocks": list_of(_block), "worker": integer}, ("blocks",), "blocks"),
+    "deref": _mapping({"blocks": list_of(_block), "worker": _worker}, ("blocks",), "blocks"),
     "promote": _mapping(
         {
             "partial": string,
@@ -237,18 +261,20 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
             "parent": nullable(_natural),
             "local_hash": _natural,
             "plh": _lineage,
-            "worker": integer,
+            "worker": _worker,
         },
         ("partial", "block"),
     ),
-    "prefill": _prompt({"request": string, "worker": integer}, ("request",)),
-    "serve": _prompt({"output_tokens": _natural, "worker": integer}),
+    "prefill": _prompt({"request": string, "worker": _worker}, ("request",)),
+    "serve": _prompt({"output_tokens": _natural, "worker": _worker}),
     "decode": _mapping({"request": string, "tokens": _numbers, "count": _natural}, ("request",)),
     "finish": _mapping({"request": string}, ("request",), "request"),
     "preempt": _mapping({"request": string}, ("request",), "request"),
     "resume": _mapping({"request": string}, ("request",), "request"),
-    "clear": _mapping({"worker": integer}, ("worker",), "worker"),
-    "restart": _mapping({"worker": integer, "announced": boolean}, ("worker",), "worker"),
+    "clear": _mapping({"worker": _worker}, ("worker",), "worker"),
+    "restart": _mapping({"worker": _worker, "announced": boolean}, ("worker",), "worker"),
+    "worker": _mapping({"id": _worker, "backend": string}, ("id",), "id"),
+    "remove_worker": _mapping({"worker": integer}, ("worker",), "worker"),
     "event": _event,
     "fault": _fault,
 }
@@ -271,7 +297,7 @@ def _expected_event(node: Node) -> dict[str, Any]:
     if node.value == "cleared":
         return {"cleared": True}
     blocks = _how_many(list_of(_natural))
-    given = node.fields({"stored": blocks, "parent": nullable(_natural), "removed": blocks, "worker": integer})
+    given = node.fields({"stored": blocks, "parent": nullable(_natural), "removed": blocks, "worker": _worker})
     if "parent" in given and "stored" not in given:
         raise node.key_error("parent", "'parent' belongs to 'stored'")
     _one_of(node, "stored", "removed")
@@ -313,8 +339,8 @@ _EXPECTATIONS: Final[Mapping[str, Reader]] = {
 """What can be expected of a step, and what reads it. They are looked at in the order of the file."""
 
 
-def _expectations(node: Node) -> tuple[int | None, dict[str, Expected]]:
-    said = node.fields({**_EXPECTATIONS, "worker": integer})
+def _expectations(node: Node) -> tuple[WorkerName | None, dict[str, Expected]]:
+    said = node.fields({**_EXPECTATIONS, "worker": _worker})
     worker = said.pop("worker", None)
     if not said:
         raise node.error(f"nothing is expected; known: {', '.join(_EXPECTATIONS)}")

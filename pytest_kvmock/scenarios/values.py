@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pytest_kvmock.strict_yaml import Place
+
+WorkerName: TypeAlias = tuple[int, int]
+"""(worker_id, dp_rank)"""
 
 
 class Expected(NamedTuple):
@@ -32,7 +35,7 @@ class Step:
     action: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
     expected: Mapping[str, Expected] = field(default_factory=dict)
-    worker: int | None = None
+    worker: WorkerName | None = None
 
 
 @dataclass(frozen=True, slots=True)
