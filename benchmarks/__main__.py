@@ -19,8 +19,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import index, manager, plugin_cost, tokens, verdict
-from benchmarks.measure import NotHere
+from benchmarks import index, manager, mooncake, plugin_cost, tokens, verdict
+from benchmarks.measure import NotHere, TableRow
 
 GROUPS = {
     "import": (plugin_cost.import_cost,),
@@ -31,6 +31,7 @@ GROUPS = {
     "tokens": (tokens.hashes,),
     "index": (index.speed, index.memory),
     "trace": (verdict.mooncake,),
+    "mooncake": (mooncake.whole_blocks, mooncake.as_long_as_they_were),
 }
 HOME = Path(__file__).parent
 HEAD = """# Figures
@@ -59,7 +60,10 @@ def main() -> int:
             start = time.monotonic()
             try:
                 for figure in measure():
-                    print(f"{figure.name}: {figure.measured}{_mark(figure.met)}  {figure.peer}", flush=True)
+                    if isinstance(figure, TableRow):
+                        print(" | ".join(figure.cells.values()), flush=True)
+                    else:
+                        print(f"{figure.name}: {figure.measured}{_mark(figure.met)}  {figure.peer}", flush=True)
                     command = f"python -m benchmarks {group}"
                     rows[figure.name] = dataclasses.asdict(figure) | {"command": command, "place": place}
             except NotHere as reason:
@@ -76,11 +80,21 @@ def _mark(met: bool | None) -> str:
 
 def _document(rows: dict[str, dict]) -> str:
     lines = [HEAD.rstrip("\n")]
-    for row in rows.values():
+    figures = [row for row in rows.values() if "table" not in row]
+    for row in figures:
         met = {True: "reached", False: "**missed**", None: ""}[row["met"]]
         cells = (row["name"], row["bar"], row["measured"], met, row["peer"], f"`{row['command']}`", row["place"])
         lines.append("| " + " | ".join(cells) + " |")
-    missed = [row for row in rows.values() if row["met"] is False and row["profile"]]
+    tables: dict[str, list[dict]] = {}
+    for row in rows.values():
+        if "table" in row:
+            tables.setdefault(row["table"], []).append(row)
+    for title, of_table in tables.items():
+        lines += ["", f"## {title}", "", f"`{of_table[-1]['command']}`, {of_table[-1]['place']}.", ""]
+        heads = list(of_table[-1]["cells"])
+        lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+        lines += ["| " + " | ".join(row["cells"].values()) + " |" for row in of_table]
+    missed = [row for row in figures if row["met"] is False and row["profile"]]
     if missed:
         lines += [
             "",

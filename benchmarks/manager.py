@@ -17,7 +17,7 @@ from pytest_kvmock.moves import Deref, Use
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import lineage_hashes, sequence_hashes
 
-BARS = {"lru": 1.0, "lineage": 0.8}
+BARS = {"lru": 1.0, "lineage": 0.8, "multi_lru": 0.3}
 TOTAL = workload.REQUESTS * workload.BLOCKS
 
 
@@ -71,11 +71,12 @@ def speed():
 
 
 def memory():
+    requests = workload.requests()[:2000]
     for backend in BARS:
         tracemalloc.start()
         manager = create_manager(backend, num_blocks=workload.CAPACITY, block_size=workload.BLOCK_SIZE)
         before = tracemalloc.get_traced_memory()[0]
-        for request in workload.requests()[:2000]:
+        for request in requests:
             # Hashes of its own for each request, as they would come from outside: kept alive by the manager alone.
             local = [value + 0 for value in request.local]
             blocks = sequence_hashes(local)

@@ -33,6 +33,21 @@ class Figure:
     profile: str = ""
 
 
+@dataclass
+class TableRow:
+    """One row of a table of its own, below the figures.
+
+    Attributes:
+        name: what was measured; no two rows have one name.
+        table: title of the table.
+        cells: its columns, by their heads.
+    """
+
+    name: str
+    table: str
+    cells: dict[str, str]
+
+
 class NotHere(Exception):  # noqa: N818 - no error: a figure that this environment cannot give
     """Why a figure cannot be measured here."""
 

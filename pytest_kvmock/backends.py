@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
-_RESERVED: Final = ("all", "none", "no-backend")  # words of the command line and of the matrix
+_RESERVED: Final = ("all", "no-backend")  # words of the command line and of the matrix
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """What several test files need."""
 
+import gzip
+import json
 import os
 from pathlib import Path
 
@@ -12,6 +14,18 @@ settings.register_profile(
     "kvmock", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
 )
 settings.load_profile("kvmock")
+
+
+@pytest.fixture(scope="session")
+def recording():
+    """Read a recording of a real program."""
+
+    def read(name):
+        path = Path(__file__).parent / "data" / name
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_text()
+        return json.loads(text)
+
+    return read
 
 
 @pytest.fixture(scope="session")

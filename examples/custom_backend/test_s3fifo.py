@@ -87,12 +87,30 @@ def test_what_comes_back_goes_to_the_main_queue_at_once():
     assert [2, 3, 4, 5] == manager.inactive_blocks()
     once(manager, 1)  # 2 went for it
     assert [3, 4, 5, 1] == manager.inactive_blocks()
-    once(manager, 6, 7, 8)
-    assert 1 in manager.inactive_blocks()
+    once(manager, 6, 7, 8, 9)
+    assert [7, 8, 9, 1] == manager.inactive_blocks()
+
+
+def test_a_ghost_is_forgotten_after_a_while():
+    manager = manager_of(4)
+    once(manager, 1, 2, 3, 4)
+    once(manager, 5, 6, 7, 8)  # there is room for three ghosts, 2 to 4
+    once(manager, 1)
+    once(manager, 9, 10, 11, 12)
+    assert [9, 10, 11, 12] == manager.inactive_blocks()
+
+
+def test_a_use_in_the_main_queue_is_one_more_round():
+    manager = manager_of(3)
+    once(manager, 1, 1, 1, 6, 6, 6, 7)
+    once(manager, 8)  # 1 and 6 go on to the main queue
+    once(manager, 1, 1, 6)
+    assert [8, 6, 1] == manager.inactive_blocks()
 
 
 def test_a_block_in_use_is_passed_over():
     manager = manager_of(3)
+    once(manager, 1)
     manager.use([1])
     once(manager, 2, 3)
     assert [2, 3] == manager.inactive_blocks()

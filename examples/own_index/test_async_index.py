@@ -9,6 +9,7 @@ import asyncio
 import pytest
 
 from pytest_kvmock import RadixIndex
+from pytest_kvmock.testing import IndexContract
 
 
 class QueuedIndex:
@@ -46,3 +47,11 @@ async def test_it_is_asked_after_a_flush(kv_router, kv_prompt):
 
     await kv_router.aflush()
     assert {0: 4} == await kv_router.aoverlap(prompt)
+
+
+class TestQueuedIndex(IndexContract):
+    def make_index(self):
+        return QueuedIndex()
+
+    def run(self, awaitable):
+        return asyncio.run(awaitable)

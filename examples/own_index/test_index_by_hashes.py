@@ -6,6 +6,7 @@ from itertools import takewhile
 import pytest
 
 from pytest_kvmock import Stored
+from pytest_kvmock.testing import IndexContract
 
 
 class HashIndex:
@@ -44,3 +45,10 @@ def test_it_knows_who_has_what(kv_router, kv_prompt):
     kv_router.worker(0).serve(kv_prompt(blocks=6))  # evicts the last two
     kv_router.worker(1).clear()
     assert {0: 2} == kv_router.overlap(prompt)
+
+
+class TestHashIndex(IndexContract):
+    tells_ranks_apart = False  # it knows workers alone
+
+    def make_index(self):
+        return HashIndex()

@@ -8,6 +8,9 @@ A trace has one hash for each 512 tokens and no tokens, so the router's index go
 
 In such traffic the backends `lineage` and `lru` say the same: requests free their blocks tail first. `multi_lru` keeps
 what was seen often. `test_free_order.py` shows where the first two part.
+
+`multi_lru` links some blocks wrongly (`wrong_hash`) and says of some that they are gone while it holds them
+(`evicted_and_restored`), as the real one does. These are warnings: a router has to live with them. The table counts them.
 """
 
 from collections import Counter
@@ -82,15 +85,16 @@ class Fleet:
         request.finish()
         self.router.finish(worker, request.prompt.block_hashes(MOONCAKE_BLOCK_SIZE))
 
-    def table(self, title, evicted):
+    def table(self, title, evicted, warnings):
         """What each worker did, in lines."""
-        lines = [title, "worker  requests  blocks asked  cached  hit rate  evicted"]
+        lines = [title, "worker  requests  blocks asked  cached  hit rate  evicted  warnings"]
         for name, workers in (*((str(w), [w]) for w in self.workers), ("all", list(self.workers))):
-            requests, asked, cached, gone = (
-                sum(counts[w] for w in workers) for counts in (self.requests, self.asked, self.cached, evicted)
+            requests, asked, cached, gone, odd = (
+                sum(counts[w] for w in workers)
+                for counts in (self.requests, self.asked, self.cached, evicted, warnings)
             )
             rate = cached / asked if asked else 0.0
-            lines.append(f"{name:>6}  {requests:>8}  {asked:>12}  {cached:>6}  {rate:>8.1%}  {gone:>7}")
+            lines.append(f"{name:>6}  {requests:>8}  {asked:>12}  {cached:>6}  {rate:>8.1%}  {gone:>7}  {odd:>8}")
         return "\n".join(lines)
 
 
@@ -102,10 +106,15 @@ def test_a_trace_is_served_by_four_workers(router, kv_router, kv_events, kv_trac
     fleet.finish()
 
     kv_router.assert_no_event_errors()
-    kv_router.assert_in_sync()
-    evicted = {worker: len(kv_events.for_worker(worker).removed_blocks) for worker in kv_router.workers}
+    logs = {worker: kv_events.for_worker(worker) for worker in kv_router.workers}
+    evicted = {worker: len(log.removed_blocks) for worker, log in logs.items()}
+    warnings = {worker: len(log.warnings) for worker, log in logs.items()}
     with capsys.disabled():
-        print("\n" + fleet.table(f"{len(kv_trace)} requests over 4 workers, {kv_backend}", evicted))
+        print("\n" + fleet.table(f"{len(kv_trace)} requests over 4 workers, {kv_backend}", evicted, warnings))
+        for rule, count in kv_router.warning_counts().items():
+            print(f"{rule}: {count}")
     assert len(kv_trace) == sum(fleet.requests.values())
-    for worker, engine in kv_router.workers.items():
-        assert len(engine.manager.resident()) == router.index.size(worker)
+    if "evicted_and_restored" not in kv_router.warning_counts():  # else the engines hold more than they said
+        kv_router.assert_in_sync()
+        for worker, engine in kv_router.workers.items():
+            assert len(engine.manager.resident()) == router.index.size(worker)

@@ -113,11 +113,15 @@ class MoveDriver:
             raise ValueError(f"decode takes tokens, or how many; got {tokens!r}")
         return steps
 
-    def extend(self, request: _MoveRequest, token: int) -> None:
-        """One decode step."""
+    def extend(self, request: _MoveRequest, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token."""
         sequence = request.sequence
-        for move in sequence.push(token):
-            self.manager.process(move)
+        for token in tokens:
+            moves = sequence.push(token)
+            if moves:  # few tokens open a block; the others need no slot
+                for move in moves:
+                    self.manager.process(move)
+                sequence.commit_allocation(len(sequence))
         sequence.commit_allocation(len(sequence))
 
     def release(self, request: _MoveRequest) -> None:

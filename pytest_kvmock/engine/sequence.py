@@ -206,7 +206,7 @@ class ActiveSequence:
         if self._tokens is not None:
             self._tokens.append(_checked(token))
         self.generated_tokens += 1
-        if len(self) % self.block_size != 1:
+        if (self.num_input_tokens + self.generated_tokens) % self.block_size != 1:
             return []
         moves: list[Move] = []
         if self.unique_blocks and isinstance(self.unique_blocks[-1], UUID):

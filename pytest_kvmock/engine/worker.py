@@ -82,8 +82,8 @@ class Driver(Protocol):
     def plan(self, request: Any, tokens: int | Sequence[int]) -> tuple[Sequence[int], int, int]:
         """The tokens of that many decode steps, and as `shortage` what they need."""
 
-    def extend(self, request: Any, token: int) -> None:
-        """One decode step; it is known to fit."""
+    def extend(self, request: Any, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token; it is known that they fit."""
 
     def release(self, request: Any) -> None:
         """The request is done: let its blocks go."""
@@ -152,8 +152,7 @@ class Request:
         if requested > available:
             raise OutOfBlocks(requested, available)
         with self._worker._serving():
-            for token in steps:
-                self._driver.extend(self._state, token)
+            self._driver.extend(self._state, steps)
 
     def finish(self) -> None:
         """Let the blocks go. Full ones stay cached, evictable once nobody else holds them.

@@ -3,6 +3,10 @@
 Which chains are asked comes from the history of the stream, not from what is resident: a stale block stands on no
 resident chain, and a comparison of those at the end alone would miss every Removed that an index forgot.
 
+Where a backend is not prefix-closed the reference itself can be wrong: it loses the children of a block that goes
+before them, and believes an engine that links a block to its own descendant. There, any answer between the reference's
+and the leading run of blocks that the events say are held is right.
+
 All of it is written once, for sync and async indexes: generators yield the calls to make and are sent what came back.
 `run` makes the calls, `arun` awaits them.
 """
@@ -21,7 +25,9 @@ from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
 from pytest_kvmock.harness.under_test import (
     Call,
     IndexUnderTest,
+    Scores,
     UnreadableAnswer,
+    WorkerScores,
     agree,
     first_difference,
     question,
@@ -30,6 +36,7 @@ from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import Stream, StreamKey, Wound
 from pytest_kvmock.hygiene.text import NOBODY, block_text, worker_text
+from pytest_kvmock.tokens import sequence_hashes
 
 if TYPE_CHECKING:
     from pytest_kvmock.router.index import RadixIndex
@@ -77,11 +84,15 @@ async def arun(findings: Findings) -> list[Problem]:
 
 
 class Chain(NamedTuple):
-    """A chain to ask for: local hashes and block hashes from the first to the last, and the tokens where known."""
+    """A chain to ask for: local hashes and block hashes from the first to the last, and the tokens where known.
+
+    Of a stranger the block hashes only tell which chain it was made from.
+    """
 
     local: tuple[int, ...]
     blocks: tuple[int, ...]
     tokens: tuple[int, ...] | None
+    stranger: bool = False
 
     @property
     def block_size(self) -> int:
@@ -92,7 +103,7 @@ class Chain(NamedTuple):
         """Its blocks from `start` up to `stop`."""
         size = self.block_size
         tokens = None if self.tokens is None else self.tokens[start * size : stop * size]
-        return Chain(self.local[start:stop], self.blocks[start:stop], tokens)
+        return Chain(self.local[start:stop], self.blocks[start:stop], tokens, self.stranger)
 
 
 class Heard(NamedTuple):
@@ -195,7 +206,7 @@ class Comparison:
                 yield self._under_test.apply, heard.event
             except Exception as error:  # noqa: BLE001 - as in run
                 # A dump leaves blocks out that no query can reach; the reference raises, too, when those are removed.
-                if heard.problems or not heard.refused:
+                if not heard.refused or any(problem.is_error for problem in heard.problems):
                     found.append(self._failure("apply", error, key, heard))
             else:
                 if isinstance(data, Cleared):
@@ -331,8 +342,8 @@ class Comparison:
             tokens = None
             if rest.tokens is not None:
                 tokens = (*(self._rng.getrandbits(32) for _ in range(size)), *rest.tokens)
-            yield Chain((foreign, *rest.local), chain.blocks, tokens)
-            yield rest
+            yield Chain((foreign, *rest.local), chain.blocks, tokens, stranger=True)
+            yield rest._replace(stranger=True)
 
     def _leaves(self, key: StreamKey) -> list[int]:
         """Last blocks of all chains that a worker and rank ever stored, oldest first."""
@@ -364,10 +375,10 @@ class Comparison:
             answer = self._under_test.read((yield self._question(shortest)))
         except Exception as error:  # noqa: BLE001 - as in run
             return [self._failure(self._under_test.asked, error, key, heard, position)]
-        expected = self._reference.find_matches(shortest.local).scores
-        if agree(answer, expected):
+        wrong = self._wrong(answer, shortest)
+        if wrong is None:
             return []  # an index that changes its mind between two questions: the next question shows it again
-        worker, rank, got, due = first_difference(answer, expected)
+        worker, rank, got, right = wrong
         block = shortest.blocks[-1]
         stories = [
             s.history(block) for k, s in self._ledger.streams.items() if k == (worker, rank) and block in s.origin
@@ -385,7 +396,7 @@ class Comparison:
             rank,
             f"the index under test ({self._under_test.name}) answers {_count(got)} of {worker_text(worker, rank)} for the chain of "
             f"{len(shortest.local)} that ends in block {block_text(block)}; {story}",
-            f"{_count(due)}, as the reference index says",
+            _right(right),
             heard.event if heard else None,
             heard.position if heard else position,
             (block,),
@@ -394,7 +405,19 @@ class Comparison:
 
     def _agrees(self, chain: Chain) -> Generator[Call, Any, bool]:
         answer = self._under_test.read((yield self._question(chain)))
-        return agree(answer, self._reference.find_matches(chain.local).scores)
+        return self._wrong(answer, chain) is None
+
+    def _wrong(self, answer: Scores | WorkerScores, chain: Chain) -> tuple[int, int, int, range] | None:
+        """The first worker for which an answer is wrong: (worker_id, dp_rank, blocks answered, what would be right)."""
+        expected = self._reference.find_matches(chain.local).scores
+        if agree(answer, expected):
+            return None
+        least, most = dict(expected), dict(expected)
+        for key, stream in self._ledger.streams.items():
+            if not stream.prefix_closed:
+                run, due = _leading_run(stream, chain), expected.get(key, 0)
+                least[key], most[key] = min(run, due), max(run, due)
+        return first_difference(answer, least, most)
 
     def _question(self, chain: Chain) -> Call:
         return self._under_test.ask, question(
@@ -446,6 +469,31 @@ def _place(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename != __file__]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else ""
+
+
+def _leading_run(stream: Stream, chain: Chain) -> int:
+    """How many leading blocks of a chain the events say are held, a parent that is only implied counted.
+
+    The chain's block hashes are those of its history, which a wrong link leads astray (in a circle even, where the run
+    ends), and a stranger has none of its own: so the hashes that its local hashes make are looked for too.
+    """
+    ways = (sequence_hashes(chain.local),) if chain.stranger else (chain.blocks, sequence_hashes(chain.local))
+    most = 0
+    for way in ways:
+        run: set[int] = set()
+        for block in way:
+            if block in run or not (block in stream.device or block in stream.implied):
+                break
+            run.add(block)
+        most = max(most, len(run))
+    return most
+
+
+def _right(answers: range) -> str:
+    least, most = answers.start, answers.stop - 1
+    if least == most:
+        return f"{_count(most)}, as the reference index says"
+    return f"{least} to {_count(most)}: between what the reference index says and what the events say is held"
 
 
 def _count(blocks: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from inspect import isawaitable
 from random import Random
@@ -22,6 +22,8 @@ from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from pytest_kvmock.engine.worker import KvWorker, Request
 
 Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]
 """Who can tell what is resident: worker and rank, tier, and a callable that answers block hashes."""
@@ -83,6 +85,7 @@ class Judge:
             self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync, settle=self.settle)
         self._judged = 0
         self._mute: set[StreamKey] = set()  # whose callable has failed to say what is resident
+        self._leaked: set[Request] = set()
         self.told: deque[Told] = deque()
 
     @property
@@ -130,7 +133,9 @@ class Judge:
             for event in events:
                 with suppress(KvEventError):  # what is told again was removed already, or stands already
                     self.reference.apply(event)
-            self.ledger.recovered(said, ids)
+            for problem in (news := self.ledger.recovered(said, ids)):
+                problem.position = self.log.total - 1
+            self.log.note(news)
             if self._comparison is not None:
                 self._comparison.recovered(key, self.log.total - 1)
 
@@ -204,6 +209,7 @@ class Judge:
             self.log.note(run(self._comparison.flush()))
         for key, next_id in published.items():
             self.log.note(self.ledger.published(key, next_id, position))
+        self.log.note(self.ledger.over_capacity(position))
         for key, tier, resident in residents:
             blocks = self._told_by(key, resident)
             if blocks is not None:
@@ -256,6 +262,25 @@ class Judge:
         return found
 
     # ---------------------------------------------------------------------------------------------- verdict
+
+    def leaked(self, workers: Iterable[KvWorker], spared: Collection[Request] = ()) -> None:
+        """The test has ended: note the requests that are still open, each once.
+
+        Args:
+            workers: whose requests.
+            spared: requests that somebody may finish yet.
+        """
+        for worker in workers:
+            requests = [r for r in worker.requests if r not in spared and r not in self._leaked]
+            if not requests:
+                continue
+            self._leaked.update(requests)
+            sizes = [len(request.blocks) if request.status == "running" else 0 for request in requests]
+            shown = ", ".join(map(str, sizes[:8])) + (f" and {len(sizes) - 8} more" if len(sizes) > 8 else "")
+            known = f"{len(requests)} request{'s are' if len(requests) > 1 else ' is'} open, with {shown} blocks"
+            right = "a request is finished, or left by its with block, before the test ends"
+            key = (worker.worker_id, worker.dp_rank)
+            self.log.note([Problem("leaked_requests", *key, known, right, position=self.log.total - 1)])
 
     def close_async(self) -> None:
         """The test body has ended: note events that an async index was not given."""

@@ -30,14 +30,14 @@ from pytest_kvmock.hygiene.log import STATUSES, EventLog, KvEventsError
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.report import failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
-from pytest_kvmock.hygiene.stream import StreamKey
+from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency, StreamKey
 from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.engine.worker import KvWorker, Request
     from pytest_kvmock.sinks import Sink
 
 WorkerKey: TypeAlias = int | tuple[int, int]
@@ -97,6 +97,7 @@ class RouterHarness:
         self._workers: dict[WorkerKey, KvWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks = 0
+        self._begun: frozenset[Request] = frozenset()
         self._recovery: Recovery | None = None
         if recovery is not None:
             self.use_recovery(recovery)
@@ -181,7 +182,12 @@ class RouterHarness:
         worker = HarnessWorker(self, spec, worker_id, dp_rank, Random(self._rng.getrandbits(64)))  # noqa: S311 - mock data
         self._workers[self._key(worker_id, dp_rank)] = worker
         self._judge.ledger.open(
-            (worker_id, dp_rank), first_id=0, block_size=self.profile.block_size, prefix_closed=spec.prefix_closed
+            (worker_id, dp_rank),
+            first_id=0,
+            block_size=self.profile.block_size,
+            num_blocks=self.profile.num_blocks,
+            residency=spec.residency,
+            prefix_closed=spec.prefix_closed,
         )
         if self._recovery is not None:
             self._recovery.restarted((worker_id, dp_rank))
@@ -190,15 +196,41 @@ class RouterHarness:
     def _key(self, worker_id: int, dp_rank: int) -> WorkerKey:
         return (worker_id, dp_rank) if self.profile.dp_size > 1 or dp_rank else worker_id
 
-    def make_sink(self, *, chained: bool = False) -> KvSink:
+    def make_sink(
+        self,
+        *,
+        chained: bool = False,
+        num_blocks: int | None = None,
+        residency: Residency = "unique",
+        prefix_closed: bool = True,
+    ) -> KvSink:
         """Where a block manager of the user's own may publish; each is a worker of its own.
 
         Args:
             chained: whether its hashes must be Dynamo's chain (`wrong_hash`).
+            num_blocks: how many blocks each of its ranks has on the device (`over_capacity`); None: it is not judged.
+            residency: "unique" where a block is published once while it is held; "counted" where every copy is.
+            prefix_closed: whether a block goes before its parent (`orphaned_child`); see `BackendSpec`.
+
+        Raises:
+            ValueError: a capacity below 1, or another residency.
         """
+        if num_blocks is not None and (
+            not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1
+        ):
+            raise ValueError(f"make_kv_sink: num_blocks must be an integer of at least 1, or None, got {num_blocks!r}")
+        if residency not in RESIDENCIES:
+            raise ValueError(f"make_kv_sink: unknown residency {residency!r}; known: {', '.join(RESIDENCIES)}")
         worker_id = FIRST_SINK_WORKER + self._sinks
         self._sinks += 1
-        self._judge.ledger.open((worker_id, 0), first_id=None, block_size=self.profile.block_size)
+        self._judge.ledger.open(
+            (worker_id, 0),
+            first_id=None,
+            block_size=self.profile.block_size,
+            num_blocks=num_blocks,
+            residency=residency,
+            prefix_closed=prefix_closed,
+        )
         return KvSink(self, worker_id, chained=chained)
 
     def add_sink(self, sink: Sink, *, before: bool = False) -> None:
@@ -503,12 +535,18 @@ class RouterHarness:
         if found:
             raise KvEventsError(problems_text(found))
 
+    def body_begins(self) -> None:
+        """What is open now was opened by fixtures: the next verdict leaves it to their teardown, the one after does not."""
+        self._begun = frozenset(request for worker in self._workers.values() for request in worker.requests)
+
     def judge(self) -> Verdict:
         """Flush, compare everything there is to compare, and say what is new since the last time."""
         with self._lock:
             self._judge.close_async()
             self._judge.compare()
             self.flush()
+            self._judge.leaked(self._workers.values(), self._begun)
+            self._begun = frozenset()
             return self._judge.verdict()
 
     def __enter__(self) -> Self:

@@ -1,24 +1,30 @@
 """What the events say is held: the ledger that judges a stream.
 
 Theory of operation. The ledger keeps no tree. Per worker, rank and tier it knows which blocks the events say are
-held, each with its local hash; and per worker and rank, which Stored last named a block, from which parents and chains
-follow. It believes every event: after a problem it holds what the event said, so that one fault is reported once.
+held, and how many copies of each where residency is counted; and per worker and rank, which Stored last named a block,
+from which local hashes, parents and chains follow. It believes every event: after a problem it holds what the event
+said, so that one fault is reported once.
 
 Where events are known to be missing it is *wounded*: every block of that worker and rank counts as unknown until an
 event names it again. A problem with an unknown block is no news then; it is listed under what opened the wound. A rule
 that needs no memory of the stream, such as the chain of hashes inside one event, is judged as ever.
+
+One block alone can be unknown in this way: an engine that evicts a block and stores it again in one go publishes the
+Stored first (kvbm-logical: one Stored, then one Removed a Use). The block is held then, and the router believes it gone.
+That is `evicted_and_restored`, and what follows for the block, until an event names it again, is listed under it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from itertools import repeat
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterable
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.content import own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.stream import Stream, StreamKey, Wound
+from pytest_kvmock.hygiene.stream import LAST, Residency, Stream, StreamKey, Wound
 from pytest_kvmock.hygiene.text import block_text, blocks_text, ids_text
-from pytest_kvmock.tokens import block_hashes, sequence_hashes
 
 
 class Ledger:
@@ -32,18 +38,51 @@ class Ledger:
         self.streams: dict[StreamKey, Stream] = {}
 
     def open(
-        self, key: StreamKey, *, first_id: int | None, block_size: int | None = None, prefix_closed: bool = True
+        self,
+        key: StreamKey,
+        *,
+        first_id: int | None,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        residency: Residency = "unique",
+        prefix_closed: bool = True,
     ) -> Stream:
         """Begin to listen to a worker and rank, knowing nothing of it.
 
         Args:
             key: (worker_id, dp_rank).
             first_id: the id that its first event has; None for any.
-            block_size: tokens a block, to judge token ids by; None: not judged.
-            prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning.
+            block_size: tokens a block, to judge token ids by; None: unknown.
+            num_blocks: how many blocks it has on the device; None: unknown, and over_capacity is not judged.
+            residency: see `BackendSpec`; where it is "counted", a block may be stored and removed several times.
+            prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning, and an orphaned child is none.
         """
-        stream = self.streams[key] = Stream(key, first_id=first_id, block_size=block_size, prefix_closed=prefix_closed)
+        stream = self.streams[key] = Stream(
+            key,
+            first_id=first_id,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            residency=residency,
+            prefix_closed=prefix_closed,
+        )
         return stream
+
+    def stream(self, key: StreamKey) -> Stream:
+        """What is known of a worker and rank; one that nobody opened is like the worker's first rank, if there is one."""
+        known = self.streams.get(key)
+        if known is not None:
+            return known
+        first = self.streams.get((key[0], 0))
+        if first is None:
+            return self.open(key, first_id=None)
+        return self.open(
+            key,
+            first_id=None,
+            block_size=first.block_size,
+            num_blocks=first.num_blocks,
+            residency=first.residency,
+            prefix_closed=first.prefix_closed,
+        )
 
     def restarted(self, key: StreamKey, *, first_id: int | None) -> None:
         """The worker said that it begins anew: nothing held, ids from `first_id` on."""
@@ -66,9 +105,9 @@ class Ledger:
         """
         inner = event.event
         key = (event.worker_id, inner.dp_rank)
-        stream = self.streams.get(key) or self.open(key, first_id=None)
+        stream = self.streams.get(key) or self.stream(key)
         problems: list[Problem] = []
-        cause = None
+        restored, cause = stream.restored, None
         if inner.event_id != stream.next_id and stream.next_id is not None:
             if not stream.take_hole(inner.event_id):
                 cause = self._gap(stream, event, position, problems)
@@ -90,6 +129,8 @@ class Ledger:
         problems += found
         if isinstance(data, Cleared):
             stream.forget()
+        if cause is not None:  # after a repeat the event before it is still the one before
+            stream.restored = restored
         stream.last = event
         return problems
 
@@ -117,91 +158,201 @@ class Ledger:
         return None
 
     def _stored(self, stream: Stream, event: RouterEvent, data: Stored, *, chained: bool) -> list[Problem]:
-        hashes, parent = data.block_hashes, data.parent_hash
-        held = stream.tiers.setdefault(event.storage_tier, {})
-        problems = [*self._unsound(stream, held, data)]
-        if chained and (wrong := _wrong_hash(stream, event, data)) is not None:
-            problem = self._problem("wrong_hash", stream, wrong[1], wrong[2], (wrong[0],))
+        hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
+        held = stream.device if tier is StorageTier.DEVICE else stream.held(tier)
+        fresh = held.keys().isdisjoint(hashes)
+        plain = fresh and len(set(hashes)) == len(hashes) and (parent is None or parent in held)
+        again = set() if fresh else held.keys() & hashes
+        before: list[Problem] = []
+        if stream.num_blocks is not None and (
+            stream.overfull or stream.copies or len(stream.device) > stream.num_blocks
+        ):
+            before = self._over_capacity(stream)
+        problems = [] if plain else self._unsound(stream, held, data, again)
+        if event.token_ids is not None and (flaw := sparse(event, data, stream.block_size)) is not None:
+            problems.append(self._problem("sparse_tokens", stream, flaw.known, flaw.right, (flaw.block,)))
+        if chained and (flaw := wrong_hash(event, data, stream.block_size)) is not None:
+            problem = self._problem("wrong_hash", stream, flaw.known, flaw.right, (flaw.block,))
             problem.is_error = stream.prefix_closed
-            if problems and problems[0].cause is None:  # the parent is wrong, so the chain is: one fault
-                problem.follows_from(problems[0])
+            if problems and problems[0].rule in _OF_THE_CHAIN and problems[0].cause is None:
+                problem.follows_from(problems[0])  # the parent is wrong, so the chain is: one fault
             problems.append(problem)
-        if hashes and not problems and all(map(held.__contains__, hashes)):
-            known = f"{blocks_text(hashes)} {'is' if len(hashes) == 1 else 'are'} held already"
-            problem = self._problem(
-                "duplicate_store", stream, known, "a block that is held is not stored again", hashes
-            )
-            problems.append(self.fold(stream, problem, every=True))
-        if parent is not None and parent not in held and not stream.holds(parent):
-            stream.implied.add(parent)
-        held.update(zip(hashes, data.tokens_hashes, strict=True))
+        if again and stream.residency == "unique":
+            problems += self._repeated(stream, hashes, again, alone=not problems)
+        elif stream.restored:
+            stream.restored = {}
+        if plain:
+            stream.add(held, hashes, parent)
+        else:
+            if parent is not None and parent not in held and not stream.holds(parent):
+                stream.implied.add(parent)
+            stream.add_again(tier, hashes, parent, again)
         stream.said.append(event)
         stream.settle(hashes)
-        if stream.wound is not None:
-            stream.wound.named.update(hashes)
+        wound = stream.wound
+        if wound is not None:
+            wound.named.update(hashes)
             if parent is not None:
-                stream.wound.named.add(parent)
+                wound.named.add(parent)
+        return before + problems if before else problems
+
+    def _repeated(self, stream: Stream, hashes: tuple[int, ...], again: set[int], *, alone: bool) -> list[Problem]:
+        """Note which blocks of a Stored are held already; a duplicate_store, if they all are and nothing else is wrong."""
+        wound, problems = stream.wound, []
+        stream.doubled = None
+        if alone and again.issuperset(hashes):
+            known = f"{blocks_text(hashes)} {'is' if len(hashes) == 1 else 'are'} held already"
+            right = "a block that is held is not stored again"
+            stream.doubled = self._problem("duplicate_store", stream, known, right, hashes)
+            problems.append(self.fold(stream, stream.doubled, every=True))
+        stream.restored = {b: wound.cause if wound is not None and b not in wound.named else None for b in again}
         return problems
 
-    def _unsound(self, stream: Stream, held: dict[int, int], data: Stored) -> Iterator[Problem]:
+    def _unsound(self, stream: Stream, held: dict[int, int], data: Stored, again: set[int]) -> list[Problem]:
         """The one of invalid_block and parent_block_not_found that a Stored breaks, if any."""
         hashes, parent = data.block_hashes, data.parent_hash
         twice = len(set(hashes)) != len(hashes)
-        if (twice or parent in hashes) and (own := _own_parent(hashes, parent)) is not None:
+        if (twice or parent in hashes) and (own := own_parent(hashes, parent)) is not None:
             known = f"block {block_text(own)} is named as its own parent"
-            yield self._problem("invalid_block", stream, known, "a block's parent is another block", (own,))
-            return
-        if twice or not held.keys().isdisjoint(hashes):
-            had = {**dict(zip(hashes[::-1], data.tokens_hashes[::-1], strict=True)), **held} if twice else held
+            return [self._problem("invalid_block", stream, known, "a block's parent is another block", (own,))]
+        if twice or again:
+            first = dict(zip(hashes[::-1], data.tokens_hashes[::-1], strict=True)) if twice else {}
+            had = first | stream.local_hashes(again)
             for block, local in zip(hashes, data.tokens_hashes, strict=True):
                 if had.get(block, local) != local:
                     known = f"block {block_text(block)} is held with local hash {block_text(had[block])}"
                     right = f"one block hash has one local hash, not {block_text(local)} too"
-                    yield self.fold(stream, self._problem("invalid_block", stream, known, right, (block,)))
-                    return
+                    return [self.fold(stream, self._problem("invalid_block", stream, known, right, (block,)))]
         if parent is not None and parent not in held and not stream.holds(parent):
             right = "the parent is a block that this worker and rank holds, or none for a root"
             problem = self._problem("parent_block_not_found", stream, stream.history(parent), right, (parent,))
-            yield self.fold(stream, problem)
+            return [self.fold(stream, problem)]
+        return []
+
+    def _over_capacity(self, stream: Stream) -> list[Problem]:
+        """Whether the device holds more than the engine has, where that was not said yet."""
+        most = stream.num_blocks
+        if most is None:
+            return []
+        count = stream.count(StorageTier.DEVICE)
+        said, stream.overfull = stream.overfull, count > most
+        if said or not stream.overfull:
+            return []
+        since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
+        known = f"the events say that {count} blocks are held{since}"
+        right = f"the engine has {most} block{'s' * (most != 1)}; what it evicts is published as Removed"
+        return [self.fold(stream, self._problem("over_capacity", stream, known, right, ()))]
 
     def _removed(self, stream: Stream, event: RouterEvent, data: Removed) -> list[Problem]:
-        hashes = data.block_hashes
-        pop = stream.tiers.setdefault(event.storage_tier, {}).pop
-        popped = list(map(pop, hashes, repeat(None)))
+        hashes, tier = data.block_hashes, event.storage_tier
+        after = stream.remove(tier, hashes)
+        held, first = stream.tiers[tier], after[0] if after else LAST
+        # Tail first, as all engines do it, each block is the child of the next: one comparison for all of them.
+        plain = after[1:] == hashes[:-1] and (first == LAST or (first is not None and first >= 0 and first not in held))
+        removed: dict[int, int | None] = {}
         unknown: list[int] = []
-        if None in popped:
-            pairs = zip(hashes, popped, strict=True)
-            unknown = [block for block, local in pairs if local is None and block not in stream.implied]
+        for block, child in () if plain else zip(hashes, after, strict=True):
+            if child is None and block not in stream.implied:
+                unknown.append(block)
+            elif removed.get(block, LAST) == LAST:
+                removed[block] = child
         right = "a Removed names blocks that are held"
         problems = [
             self.fold(stream, self._problem("block_not_found", stream, stream.history(part[0]), right, part))
             for part in self._parts(stream, unknown)
         ]
+        restored: list[Problem] = []
+        if stream.restored:
+            restored = self._restored(stream, event, hashes)
+            stream.restored = {}
         stream.said.append(event)
         stream.settle(hashes)
+        stream.astray.update((problem.blocks[0], problem) for problem in restored)
+        problems += restored
+        if removed and stream.prefix_closed:
+            problems += self._orphaned(stream, tier, removed)
         if stream.wound is not None:
             stream.wound.named.update(hashes)
+        return problems
+
+    def _restored(self, stream: Stream, event: RouterEvent, hashes: tuple[int, ...]) -> list[Problem]:
+        """The blocks that the event directly before stored again though they were held, a problem each."""
+        last = stream.last
+        assert last is not None
+        if last.event.event_id + 1 != event.event.event_id or last.storage_tier is not event.storage_tier:
+            return []
+        problems = []
+        for block in dict.fromkeys(hashes):
+            if block in stream.restored:
+                known = f"block {block_text(block)} was held already when event {last.event.event_id} stored it again"
+                right = "what is evicted and stored again is not removed after that: the router believes it gone"
+                problem = self._problem("evicted_and_restored", stream, known, right, (block,))
+                cause = stream.restored[block]
+                if cause is not None:
+                    problem.follows_from(cause)
+                problems.append(problem)
+        if problems and stream.doubled is not None and stream.doubled.cause is None:
+            stream.doubled.follows_from(problems[0])
+        return problems
+
+    @classmethod
+    def _orphaned(cls, stream: Stream, tier: StorageTier, removed: dict[int, int | None]) -> list[Problem]:
+        """The children that are held though their parent is not, one problem a cause.
+
+        Args:
+            stream: whose they are.
+            tier: where the event removed.
+            removed: the blocks that it removed, each with what `Stream.remove` said.
+        """
+        orphans: dict[Problem | None, list[tuple[int, int]]] = {}
+        wound = stream.wound
+        for block, child in removed.items():
+            for orphan in stream.orphans(tier, block, child):
+                cause = stream.astray.get(block)
+                if cause is None and wound is not None and orphan not in wound.named:
+                    cause = wound.cause
+                orphans.setdefault(cause, []).append((orphan, block))
+        problems = []
+        for cause, pairs in orphans.items():
+            (orphan, parent), blocks = pairs[0], tuple(orphan for orphan, _ in pairs)
+            known = f"{stream.history(orphan)}, and its parent {block_text(parent)} is held no more"
+            if len(pairs) > 1:
+                known += f"; likewise {len(pairs) - 1} more"
+            problem = cls._problem("orphaned_child", stream, known, "a block is removed before its parent is", blocks)
+            if cause is not None:
+                problem.follows_from(cause)
+            problems.append(problem)
         return problems
 
     # ------------------------------------------------------------------------------------------- comparisons
 
     def missed(self, key: StreamKey, event_id: int, cause: Problem) -> None:
         """An event is known not to have arrived, and `cause` says why: its id is no gap, its blocks are unknown."""
-        stream = self.streams.get(key) or self.open(key, first_id=None)
+        stream = self.stream(key)
         stream.holes.append(range(event_id, event_id + 1))
         stream.next_id = event_id + 1
         self._wound(stream, cause)
 
-    def recovered(self, said: Stream, ids: range) -> None:
+    def recovered(self, said: Stream, ids: range) -> list[Problem]:
         """A worker and rank was asked for some event ids, up to the newest, and has told them: they have arrived.
 
         Args:
             said: all that it has said, in the order in which it did.
             ids: what it was asked for.
+
+        Returns:
+            What led blocks astray among the events that had not arrived.
         """
-        key = (said.worker_id, said.dp_rank)
-        stream = self.streams.get(key) or self.open(key, first_id=None)
+        stream = self.stream((said.worker_id, said.dp_rank))
+        known = stream.astray.copy()
         stream.recover(said, ids)
+        news = []
+        for block, problem in stream.astray.items():
+            if block not in known:
+                known[block] = dataclasses.replace(problem, cause=None, folded=[])
+                news.append(known[block])
+            stream.astray[block] = known[block]
+        return news
 
     def told_before(self, event: RouterEvent) -> bool:
         """Whether an event that arrives was told by a recovery, so that it says nothing new. It is so once."""
@@ -228,6 +379,17 @@ class Ledger:
         self._wound(stream, problem)
         return [problem]
 
+    def over_capacity(self, position: int) -> list[Problem]:
+        """Compare what each worker and rank holds with what it has room for; for a flush, when events are complete.
+
+        Args:
+            position: number of the last event so far, for the record.
+        """
+        problems = [problem for stream in self.streams.values() for problem in self._over_capacity(stream)]
+        for problem in problems:
+            problem.position = position
+        return problems
+
     def drift(
         self, key: StreamKey, resident: Collection[int], position: int, tier: StorageTier = StorageTier.DEVICE
     ) -> list[Problem]:
@@ -235,11 +397,11 @@ class Ledger:
 
         Args:
             key: (worker_id, dp_rank).
-            resident: block hashes that the engine holds in the tier.
+            resident: block hashes that the engine holds in the tier; where residency is counted, one for each copy.
             position: number of the last event so far, for the record.
             tier: which tier.
         """
-        stream = self.streams.get(key) or self.open(key, first_id=None)
+        stream = self.stream(key)
         problems = []
         for differing, said, had in self.differences(stream, resident, tier):
             fresh = [block for block in differing if block not in stream.drifted]
@@ -260,20 +422,29 @@ class Ledger:
         stream: Stream, resident: Collection[int], tier: StorageTier = StorageTier.DEVICE
     ) -> list[tuple[list[int], str, str]]:
         """Blocks of which stream and engine say different things: (blocks, what would be right, what the engine has)."""
-        held = stream.tiers.get(tier, {})
+        held, copies = stream.held(tier), stream.copies.get(tier, {})
         there = resident if isinstance(resident, (set, frozenset, dict)) else set(resident)
         extra = [block for block in held if block not in there]
-        silent = [block for block in resident if block not in held and block not in stream.implied]
-        return [
+        silent = [block for block in there if block not in held and block not in stream.implied]
+        found = [
             (extra, "what the engine drops is published as Removed", "the engine does not hold"),
             (silent, "what the engine caches is published as Stored", "the engine holds"),
         ]
+        if stream.residency == "counted":
+            had = Counter(resident)
+            fewer = [block for block in held if 0 < had[block] < 1 + copies.get(block, 0)]
+            more = [block for block in held if had[block] > 1 + copies.get(block, 0)]
+            found += [
+                (fewer, "each copy that the engine drops is published as Removed", "the engine holds fewer copies of"),
+                (more, "each copy that the engine caches is published as Stored", "the engine holds more copies of"),
+            ]
+        return found
 
     # ----------------------------------------------------------------------------------------------- wounds
 
     @staticmethod
     def fold(stream: Stream, problem: Problem, *, every: bool = False) -> Problem:
-        """List the problem under the stream's wound if it names no block that is known.
+        """List the problem under the stream's wound if it names no block that is known, or under what led a block astray.
 
         Args:
             stream: whose wound.
@@ -285,58 +456,35 @@ class Ledger:
             known = wound.named.issuperset(problem.blocks) if every else problem.block in wound.named
             if not problem.blocks or not known:
                 problem.follows_from(wound.cause)
+        if problem.cause is None and problem.block in stream.astray:
+            problem.follows_from(stream.astray[problem.block])
         return problem
 
     def _wound(self, stream: Stream, cause: Problem) -> None:
         """Every block is unknown from here on. A second cause is listed under the first, and blocks are unknown anew."""
         self.fold(stream, cause)
+        stream.restored = {}
+        stream.astray.clear()
         stream.wound = Wound(cause if cause.cause is None else cause.cause)
 
     @staticmethod
     def _parts(stream: Stream, blocks: Iterable[int]) -> list[tuple[int, ...]]:
-        """Blocks that are known apart from those that a wound makes unknown: only the latter have a cause."""
+        """Blocks apart by the cause that they have: those that are known have none, and come first."""
         blocks = tuple(blocks)
-        if stream.wound is None:
+        wound, astray = stream.wound, stream.astray
+        if wound is None and not astray:
             return [blocks] if blocks else []
-        named = stream.wound.named
-        known = tuple(block for block in blocks if block in named)
-        unknown = tuple(block for block in blocks if block not in named)
-        return [part for part in (known, unknown) if part]
+        parts: dict[Problem | None, list[int]] = {None: []}
+        for block in blocks:
+            unknown = wound is not None and block not in wound.named
+            cause = wound.cause if wound is not None and unknown else astray.get(block)
+            parts.setdefault(cause, []).append(block)
+        return [tuple(part) for part in parts.values() if part]
 
     @staticmethod
     def _problem(rule: str, stream: Stream, known: str, right: str, blocks: tuple[int, ...]) -> Problem:
         return Problem(rule, stream.worker_id, stream.dp_rank, known, right, blocks=blocks)
 
 
-def _own_parent(hashes: tuple[int, ...], parent: int | None) -> int | None:
-    """The first block that stands right after itself, if any; a longer cycle is legal (DESIGN 7: multi_lru)."""
-    for block in hashes:
-        if block == parent:
-            return block
-        parent = block
-    return None
-
-
-def _wrong_hash(stream: Stream, event: RouterEvent, data: Stored) -> tuple[int, str, str] | None:
-    """The first block whose hashes do not follow from what came with it: (block, known, right)."""
-    tokens, size = event.token_ids, stream.block_size
-    if tokens is not None and size is not None and all(len(ids) == size for ids in tokens):
-        flat = [token for ids in tokens for token in ids]
-        for block, local, right in zip(data.block_hashes, data.tokens_hashes, block_hashes(flat, size), strict=False):
-            if local != right:
-                return (
-                    block,
-                    f"block {block_text(block)} has local hash {block_text(local)}",
-                    f"its {size} tokens have local hash {block_text(right)}",
-                )
-    rights = sequence_hashes(data.tokens_hashes, parent=data.parent_hash)
-    if tuple(rights) != data.block_hashes:
-        for block, local, right in zip(data.block_hashes, data.tokens_hashes, rights, strict=True):
-            if block != right:
-                parent = "no parent" if data.parent_hash is None else f"parent {block_text(data.parent_hash)}"
-                return (
-                    block,
-                    f"block {block_text(block)} is stored with local hash {block_text(local)}; the event has {parent}",
-                    f"the chain of parent and local hash is {block_text(right)}",
-                )
-    return None
+_OF_THE_CHAIN = ("invalid_block", "parent_block_not_found")
+"""What makes the hashes after it wrong as well."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -102,10 +103,11 @@ def failure_text(
 
 def entry_line(entry: LogEntry) -> str:
     """A line of the log."""
-    marks = "".join(
+    counts = Counter(
         f"  {'!!' if problem.is_error else '!'} {problem.rule}{', waived' if problem.waived else ''}"
         for problem in entry.problems
     )
+    marks = "".join(mark if count == 1 else f"{mark} x{count}" for mark, count in counts.items())
     return f"{entry.position:>5}  {event_text(entry.event)}{marks}"
 
 

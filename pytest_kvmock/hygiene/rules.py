@@ -17,12 +17,19 @@ class Rule:
         kind: an "error" fails a test by default, a "warning" is recorded and shown with the log.
         broken_when: what breaks it, in one sentence.
         at_end: it is known only when the test's traffic is over, so a `with` block cannot expect it.
+        unless: where it is of the other kind; empty: nowhere.
     """
 
     name: str
     kind: Literal["error", "warning"]
     broken_when: str
     at_end: bool = False
+    unless: str = ""
+
+    @property
+    def kind_text(self) -> str:
+        """Its kind, and where it is of the other: "error; warning where ..."."""
+        return f"{self.kind}; {self.unless}" if self.unless else self.kind
 
 
 RULES: Final[Mapping[str, Rule]] = MappingProxyType(
@@ -49,16 +56,23 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
                 "error",
                 "an event id is not the last received + 1 and fills no known hole, or a published event never arrived",
             ),
+            Rule("sparse_tokens", "error", "token ids given, but not block_size for every block"),
             Rule(
-                "wrong_hash",
+                "over_capacity",
                 "error",
-                "a block hash is not the chain of its parent and local hash, or a local hash not that of its tokens",
+                "when the worker's next Stored arrives, or at the flush, a tier holds more than the engine has",
             ),
             Rule("sink_failure", "error", "a sink raised while an event was published"),
             Rule(
                 "index_failure",
                 "error",
                 "the index under test raised on an event that is sound, or answered what cannot be read",
+            ),
+            Rule(
+                "wrong_hash",
+                "error",
+                "a block hash is not the chain of its parent and local hash, or a local hash not that of its tokens",
+                unless="warning where the backend is not prefix_closed",
             ),
             Rule(
                 "engine_drift",
@@ -73,7 +87,27 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
                 "events for an async index were still waiting when the test body ended",
                 at_end=True,
             ),
-            Rule("duplicate_store", "warning", "a Stored that names blocks changed nothing"),
+            Rule(
+                "duplicate_store",
+                "warning",
+                "a Stored that names blocks changed nothing (none where residency is counted)",
+            ),
+            Rule(
+                "evicted_and_restored",
+                "warning",
+                "a Removed takes a block that was already held when the event directly before it stored it again",
+            ),
+            Rule(
+                "orphaned_child",
+                "warning",
+                "after a Removed event a child of a removed block is still there (where the backend is prefix_closed)",
+            ),
+            Rule(
+                "leaked_requests",
+                "warning",
+                "requests are still open when the test ends",
+                at_end=True,
+            ),
         )
     }
 )

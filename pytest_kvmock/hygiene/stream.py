@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import repeat
-from typing import TypeAlias
+from itertools import pairwise, repeat
+from typing import Final, Literal, TypeAlias
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.content import sparse
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.text import block_text
 
 StreamKey: TypeAlias = tuple[int, int]
 """(worker_id, dp_rank): who counts event ids and holds blocks by itself."""
+
+Residency: TypeAlias = Literal["unique", "counted"]
+"""Whether a block is published once while it is held, or every copy of it."""
+RESIDENCIES: Final = ("unique", "counted")
+
+LAST: Final = -1
+"""In place of the block after one: there is none."""
+FORK: Final = -2
+"""In place of the block after one: there are several, see `Stream.forks`."""
 
 
 class Wound:
@@ -28,7 +38,16 @@ class Stream:
     """What one worker and rank has said.
 
     Attributes:
-        tiers: per tier, block hash to local hash of what is held.
+        block_size: tokens a block; None: unknown.
+        num_blocks: how many blocks the engine has on the device; None: unknown.
+        residency: see `BackendSpec`.
+        prefix_closed: see `BackendSpec`.
+        tiers: per tier what is held: each block, and the child that was stored after it, `LAST` or `FORK`. That costs
+            nothing to keep, and tells at a Removed which children the block may still have.
+        device: the device tier.
+        forks: children of blocks that have several, and of those that are not held in their tier.
+        unmarked: blocks with an entry in `forks` and no mark in `tiers`, because they are not held.
+        copies: per tier the blocks of which several copies are held, and how many beyond the first.
         implied: parents that a Stored named though nothing had stored them: believed, so reported once.
         said: every Stored and Removed, in order: its history, which `origin` and `gone` look up.
         emptied: the last Cleared's choice of the blocks that it emptied: the first, one amid, and the last.
@@ -36,36 +55,64 @@ class Stream:
         holes: ids that did not arrive.
         late: ids that did not arrive either, but were asked for and told since (see `Ledger.recovered`).
         wound: open while blocks are unknown.
+        restored: blocks of the event before, a Stored, that were held already; each with the cause of the wound that
+            made it unknown then, or None.
+        doubled: the duplicate_store that the event before was, if it was one.
+        astray: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
+        overfull: it was said that the device holds more than it has, and it does so still.
     """
 
     __slots__ = (
         "_gone",
         "_origin",
         "_read",
+        "astray",
         "block_size",
+        "copies",
+        "device",
+        "doubled",
         "dp_rank",
         "drifted",
         "emptied",
+        "forks",
         "holes",
         "implied",
         "last",
         "late",
         "next_id",
+        "num_blocks",
+        "overfull",
         "prefix_closed",
+        "residency",
+        "restored",
         "said",
         "tiers",
+        "unmarked",
         "worker_id",
         "wound",
     )
 
     def __init__(
-        self, key: StreamKey, *, first_id: int | None, block_size: int | None = None, prefix_closed: bool = True
+        self,
+        key: StreamKey,
+        *,
+        first_id: int | None,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        residency: Residency = "unique",
+        prefix_closed: bool = True,
     ) -> None:
         self.worker_id, self.dp_rank = key
         self.next_id = first_id
         self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.residency = residency
         self.prefix_closed = prefix_closed
-        self.tiers: dict[StorageTier, dict[int, int]] = {StorageTier.DEVICE: {}}
+        self.device: dict[int, int] = {}
+        self.tiers: dict[StorageTier, dict[int, int]] = {StorageTier.DEVICE: self.device}
+        self.forks: dict[int, set[int]] = {}
+        self.unmarked: set[int] = set()
+        self.copies: dict[StorageTier, dict[int, int]] = {}
         self.implied: set[int] = set()
         self.said: list[RouterEvent] = []
         self._read = 0
@@ -75,8 +122,101 @@ class Stream:
         self.late: list[range] = []
         self.last: RouterEvent | None = None
         self.wound: Wound | None = None
+        self.restored: dict[int, Problem | None] = {}
+        self.doubled: Problem | None = None
+        self.astray: dict[int, Problem] = {}
+        self.overfull = False
         self.drifted: set[int] = set()
         self.emptied: tuple[int, ...] = ()
+
+    def held(self, tier: StorageTier) -> dict[int, int]:
+        """What is held in a tier: see `tiers`."""
+        return self.device if tier is StorageTier.DEVICE else self.tiers.setdefault(tier, {})
+
+    def add(self, held: dict[int, int], hashes: tuple[int, ...], parent: int | None) -> None:
+        """Hold blocks of which none is held yet, under a parent that is: nearly every Stored."""
+        held.update(pairwise(hashes))
+        if hashes:
+            held[hashes[-1]] = LAST
+            if parent is not None:
+                self._link(held, parent, hashes[0])
+        if self.unmarked:
+            for block in self.unmarked.intersection(hashes):
+                self._link(held, block, FORK)
+
+    def add_again(self, tier: StorageTier, hashes: tuple[int, ...], parent: int | None, again: set[int]) -> None:
+        """Hold any blocks, under any parent.
+
+        Args:
+            tier: where.
+            hashes: the blocks, in order; some may be named twice.
+            parent: the block before the first.
+            again: those that are held already.
+        """
+        held = self.held(tier)
+        before = {block: held[block] for block in again}
+        self.add(held, hashes, parent)
+        for block, child in (*before.items(), *pairwise(hashes)):
+            self._link(held, block, child)
+        if self.residency == "counted":
+            copies, seen = self.copies.setdefault(tier, {}), again.copy()
+            for block in hashes:
+                if block in seen:
+                    copies[block] = copies.get(block, 0) + 1
+                seen.add(block)
+
+    def _link(self, held: dict[int, int], parent: int, child: int) -> None:
+        """Note a child; `FORK` stands for those that `forks` has."""
+        known = held.get(parent)
+        if child in (known, LAST):
+            return
+        if known is None:
+            self.forks.setdefault(parent, set()).add(child)
+            self.unmarked.add(parent)
+        elif child != FORK and (known == LAST or (known != FORK and known not in held)):
+            held[parent] = child
+        else:
+            self.forks.setdefault(parent, set()).update({known, child} - {LAST, FORK})
+            held[parent] = FORK
+            self.unmarked.discard(parent)
+
+    def remove(self, tier: StorageTier, blocks: tuple[int, ...]) -> tuple[int | None, ...]:
+        """Hold these no more, or one copy less of them; what `tiers` had of each: None if it was not held."""
+        held = self.device if tier is StorageTier.DEVICE else self.held(tier)
+        copies = self.copies.get(tier) if self.copies else None
+        if not copies or copies.keys().isdisjoint(blocks):
+            return tuple(map(held.pop, blocks, repeat(None)))
+        out: list[int | None] = []
+        for block in blocks:
+            left = copies.pop(block, 0)
+            if left > 1:
+                copies[block] = left - 1
+            out.append(LAST if left else held.pop(block, None))
+        return tuple(out)
+
+    def orphans(self, tier: StorageTier, block: int, child: int | None) -> list[int]:
+        """The children of a removed block that are held in the tier; none where it is held in another.
+
+        Args:
+            tier: where it was removed.
+            block: the removed block.
+            child: what `tiers` had of it.
+        """
+        if any(block in held for held in self.tiers.values()):
+            return []
+        held, children = self.tiers[tier], self.forks.pop(block, set())
+        self.unmarked.discard(block)
+        if child is not None:
+            children.add(child)
+        left = sorted(c for c in children if c in held and self.parent(c) == block)
+        if left:  # for the next time that it is stored and removed
+            self.forks[block] = set(left)
+            self.unmarked.add(block)
+        return left
+
+    def count(self, tier: StorageTier) -> int:
+        """How many blocks are held in a tier, every copy counted."""
+        return len(self.held(tier)) + sum(self.copies.get(tier, {}).values())
 
     def holds(self, block: int) -> bool:
         """Whether the events say that the block is held, in any tier."""
@@ -105,21 +245,25 @@ class Stream:
         self._read = len(self.said)
 
     def settle(self, blocks: Iterable[int]) -> None:
-        """An event has said what these are: no longer implied by another, and no longer adrift."""
+        """An event has said what these are: no longer implied by another, no longer adrift or astray."""
         if self.implied:
             self.implied.difference_update(blocks)
         if self.drifted:
             self.drifted.difference_update(blocks)
+        if self.astray:
+            for block in blocks:
+                self.astray.pop(block, None)
 
     def forget(self) -> None:
         """Nothing is held any more, and that is known."""
-        device = list(self.tiers[StorageTier.DEVICE])
+        device = list(self.device)
         self.emptied = tuple({device[0], device[len(device) // 2], device[-1]}) if device else ()
         for held in self.tiers.values():
             held.clear()
-        self.implied.clear()
-        self.drifted.clear()
-        self.wound = None
+        for group in (self.forks, self.unmarked, self.copies, self.implied, self.drifted, self.restored, self.astray):
+            group.clear()
+        self.wound = self.doubled = None
+        self.overfull = False
 
     def take_hole(self, event_id: int) -> bool:
         """Whether the id was missing until now; it is not any more."""
@@ -131,8 +275,14 @@ class Stream:
 
     def fresh(self) -> Stream:
         """A stream of the same worker and rank that has said nothing yet."""
-        key = (self.worker_id, self.dp_rank)
-        return Stream(key, first_id=None, block_size=self.block_size, prefix_closed=self.prefix_closed)
+        return Stream(
+            (self.worker_id, self.dp_rank),
+            first_id=None,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            residency=self.residency,
+            prefix_closed=self.prefix_closed,
+        )
 
     def copy(self) -> Stream:
         """What it has said so far, without what is missing of it."""
@@ -147,12 +297,19 @@ class Stream:
             said: all that it has said, in the order in which it did.
             ids: what it was asked for, up to the newest. The wound stays where an id before them is missing.
         """
-        self.tiers = {tier: dict(held) for tier, held in said.tiers.items()}
-        self.implied = set(said.implied)
+        wound, astray = self.wound, dict(self.astray)
+        self.forget()
+        for tier, held in said.tiers.items():
+            self.tiers.setdefault(tier, {}).update(held)
+        self.implied |= said.implied
+        self.forks = {block: set(children) for block, children in said.forks.items()}
+        self.unmarked |= said.unmarked
+        self.copies = {tier: dict(copies) for tier, copies in said.copies.items()}
+        self.restored, self.last = dict(said.restored), said.last
+        self.astray = {block: astray.get(block, problem) for block, problem in said.astray.items()}
         self.said, self.emptied = list(said.said), said.emptied
         self._read = 0
         self._origin, self._gone = {}, {}
-        self.drifted.clear()
         due = 0 if self.next_id is None else self.next_id
         missing = [*self.holes, range(due, ids.stop)]
         before = [range(hole.start, min(hole.stop, ids.start)) for hole in missing]
@@ -160,8 +317,7 @@ class Stream:
         self.holes = [hole for hole in before if hole]
         self.late += [part for part in told if part]
         self.next_id = ids.stop
-        if not self.holes:
-            self.wound = None
+        self.wound = wound if self.holes else None
 
     def chain(self, block: int) -> list[int]:
         """Block hashes from the root to `block`, as last stored; from where history begins if no root is known."""
@@ -197,12 +353,25 @@ class Stream:
         assert isinstance(data, Stored)
         return data.tokens_hashes[data.block_hashes.index(block)]
 
+    def local_hashes(self, blocks: Iterable[int]) -> dict[int, int]:
+        """Local hashes of blocks that were stored."""
+        tables: dict[int, dict[int, int]] = {}
+        out = {}
+        for block in blocks:
+            event = self.origin[block]
+            data = event.event.data
+            assert isinstance(data, Stored)
+            if id(event) not in tables:
+                tables[id(event)] = dict(zip(data.block_hashes, data.tokens_hashes, strict=True))
+            out[block] = tables[id(event)][block]
+        return out
+
     def tokens(self, block: int) -> tuple[int, ...] | None:
-        """Token ids of a block that was stored; None where they did not come."""
+        """Token ids of a block that was stored; None where they did not come, or not for every block."""
         event = self.origin[block]
         data = event.event.data
         assert isinstance(data, Stored)
-        if event.token_ids is None:
+        if event.token_ids is None or sparse(event, data, self.block_size) is not None:
             return None
         return tuple(event.token_ids[data.block_hashes.index(block)])
 
@@ -213,10 +382,15 @@ class Stream:
         tiers = [tier.value for tier, held in self.tiers.items() if block in held]
         if tiers:
             where = f" in {', '.join(tiers)}" if len(self.tiers) > 1 else ""
-            return f"block {block_text(block)} is held{where} since event {self.origin[block].event.event_id}"
+            copies = sum(
+                1 + self.copies.get(tier, {}).get(block, 0) for tier, held in self.tiers.items() if block in held
+            )
+            since = f", {copies} copies, the last" if copies > len(tiers) else ""
+            return f"block {block_text(block)} is held{where}{since} since event {self.origin[block].event.event_id}"
         removed, stored = self.gone.get(block), self.origin.get(block)
         if removed is not None:
-            return f"block {block_text(block)} was removed by event {removed.event.event_id}"
+            after = ", right after it was stored again" if block in self.astray else ""
+            return f"block {block_text(block)} was removed by event {removed.event.event_id}{after}"
         if stored is not None:
             return f"block {block_text(block)}, stored by event {stored.event.event_id}, was cleared, or forgotten with its worker"
         return f"block {block_text(block)} was never stored"

@@ -122,6 +122,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Judge the events of the test when its body is over."""
     __tracebackhide__ = True
+    case = item.stash.get(CASE, None)
+    if case is not None:
+        case.harness.body_begins()
     try:
         yield
     except BaseException as failure:

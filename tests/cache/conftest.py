@@ -1,7 +1,5 @@
 """Fixtures of the block managers' tests."""
 
-import gzip
-import json
 import os
 from pathlib import Path
 
@@ -22,18 +20,6 @@ def make_manager(backend):
         return new_manager(backend, num_blocks, block_size, **options)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def recording():
-    """Read a recording of the real manager."""
-
-    def read(name):
-        path = ROOT / "tests" / "data" / name
-        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_text()
-        return json.loads(text)
-
-    return read
 
 
 @pytest.fixture(scope="session")

@@ -278,6 +278,29 @@ def test_a_block_evicted_and_stored_again_in_one_use_is_told_as_removed(make_man
     assert [4, 5, 6] == list(manager.resident())
 
 
+def test_multi_lru_reaches_it_in_the_traffic_of_a_scheduler():
+    # Chains used whole and freed tail first. A request that holds block 1 all the while keeps it from being counted.
+    streams = {}
+    for backend in ("lineage", "lru", "multi_lru"):
+        manager = new_manager(backend, 4)
+        manager.use([9])
+        manager.deref([9])
+        manager.use([1])
+        for _ in range(2):
+            manager.use([1, 2])
+            manager.deref([2, 1])  # block 2 was reused once: it is warm
+        manager.use([9])
+        manager.deref([9])  # warm too, and younger than block 2
+        manager.deref([1])  # counted once: it is cold
+        manager.use([3])
+        manager.use([4])  # evicts block 1 before block 2; the other backends evict block 9
+        manager.sink.take()
+        assert 2 == manager.use([1, 2])
+        streams[backend] = [row[2:] for row in take(manager)]
+    assert [[None, [[1, 1], [2, 2]]], [[2, 9]]] == streams["multi_lru"]
+    assert streams["lineage"] == streams["lru"] != streams["multi_lru"]
+
+
 def test_a_new_block_twice_in_one_use_is_its_own_parent(make_manager):
     manager = make_manager(4)
     assert 2 == use_roots(manager, [7, 7])

@@ -218,7 +218,7 @@ def test_without_a_recovery_nothing_is_kept(make_kv):
 
 
 @pytest.mark.parametrize("ring", [1, 2, 4096])
-@pytest.mark.parametrize("backend", ["lineage", "lru"])
+@pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
 @pytest.mark.parametrize("lost", [1, 3])
 def test_a_router_that_recovers_ends_with_the_truth(recovering, backend, ring, lost):
     kv = recovering(backend=backend, ring=ring)
@@ -290,7 +290,7 @@ def test_the_stream_after_a_recovery_is_judged_by_all_that_was_published(recover
     store(kv, 4)
     kv.ask(0, 1)
     store(kv, 5, parent=3)
-    kv.apply(Removed((2, 3)))
+    kv.apply(Removed((5, 3, 2)))
     kv.apply(Removed((4,)))
     assert ["event_id_gap"] == rules(kv)
     assert [] == kv.events.warnings
@@ -559,6 +559,23 @@ def test_blocks_of_other_tiers_are_recovered_too(recovering):
     assert [] == kv.judge().errors
 
 
+@pytest.mark.parametrize("ring", [1, 4096])
+def test_copies_are_counted_as_they_were_published(recovering, ring):
+    kv = recovering(index=None, ring=ring)
+    sink = kv.make_sink(residency="counted")
+    sink(Stored(None, (1,), (1,)))
+    kv.events.expect_error("event_id_gap")
+    kv.drop_next()
+    sink(Stored(None, (1,), (1,)))
+    sink(Stored(None, (2,), (2,)))
+    kv.ask(sink.worker_id, 1)
+    sink(Removed((1,)))
+    sink(Removed((1,)))
+    assert [] == kv.judge().errors
+    sink(Removed((1,)))
+    assert ["block_not_found"] == [problem.rule for problem in kv.judge().errors]
+
+
 def test_a_block_that_no_dump_can_tell_is_nobodys_fault(recovering):
     class Strict(Recovering):
         def take(self, event, step):
@@ -581,7 +598,7 @@ def test_a_block_that_no_dump_can_tell_is_nobodys_fault(recovering):
 @given(st.data())
 def test_whatever_is_lost_of_a_workers_traffic_the_verdict_is_clean_but_for_the_gaps(data):
     recovery = Recovery(data.draw(st.sampled_from([1, 3, 4096])))
-    backend = data.draw(st.sampled_from(["lineage", "lru"]))
+    backend = data.draw(st.sampled_from(["lineage", "lru", "multi_lru"]))
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8), backend, Recovering(recovery), recovery=recovery)
     kv.delivery.transport = lambda event: data.draw(st.sampled_from([(event,), (), (event, event)]))
     prompts = [kv.prompt(2) for _ in range(3)]

@@ -461,7 +461,7 @@ def test_counters_count_a_stream_made_by_hand(make_kv):
     }
     assert expected == kv.invalid_counts()
     assert {pair: kv.status_count(*pair) for pair in expected} == expected
-    assert {"duplicate_store": 1} == kv.warning_counts()
+    assert {"duplicate_store": 1, "orphaned_child": 1} == kv.warning_counts()  # block 2 outlives its parent
 
 
 def test_counters_count_what_follows_from_another_fault_too(kv):
@@ -693,3 +693,70 @@ def test_the_profile_in_force_is_shown():
     profile = EngineProfile(block_size=8)
     assert profile is RouterHarness(profile).profile
     assert EngineProfile() == RouterHarness().profile
+
+
+# ---------------------------------------------------------------------------------------------- capacity, open requests
+
+
+def test_a_worker_holds_no_more_than_its_profile_has(make_kv, rules_of):
+    kv = make_kv(num_blocks=3)
+    kv.drop_next(1, kind="removed")
+    worker = kv.worker(0)
+    for _ in range(2):
+        worker.serve(kv.prompt(2))
+    (gap,) = kv.judge().errors
+    assert "over_capacity" in rules_of(gap.folded)  # the Removed that was lost explains it
+    kv = make_kv(num_blocks=3)
+    kv.apply([one_block(number) for number in range(4)])
+    kv.assert_no_event_warnings()
+    (problem,) = kv.judge().errors
+    assert ("over_capacity", "the events say that 4 blocks are held after event 3") == (problem.rule, problem.known)
+
+
+def test_stored_before_removed_is_no_breach_of_the_capacity(make_kv):
+    for backend in ("lineage", "lru", "multi_lru"):
+        kv = make_kv(backend, num_blocks=3)
+        for _ in range(20):
+            kv.worker(0).serve(kv.prompt(3))
+        assert 57 == len(kv.events.removed_blocks)
+        assert ([], [], []) == tuple(kv.judge())
+
+
+def test_requests_that_are_open_when_the_test_ends_are_a_warning_for_each_worker(make_kv):
+    kv = make_kv(workers=3, num_blocks=64)
+    kv.worker(1).prefill(kv.prompt(2, tail=1))
+    kv.worker(1).prefill(kv.prompt(3)).preempt()
+    with kv.worker(0).prefill(kv.prompt(1)):
+        pass
+    kv.worker(2).prefill(kv.prompt(1))
+    first, second = kv.judge().warnings
+    assert ("leaked_requests", 1, "2 requests are open, with 3, 0 blocks") == (first.rule, first.worker_id, first.known)
+    assert ("leaked_requests", 2, "1 request is open, with 1 blocks") == (second.rule, second.worker_id, second.known)
+    assert [] == kv.judge().warnings  # said once
+    kv.worker(2).prefill(kv.prompt(1))
+    assert ["1 request is open, with 1 blocks"] == [problem.known for problem in kv.judge().warnings]
+
+
+def test_many_open_requests_are_counted(make_kv):
+    kv = make_kv(num_blocks=64)
+    for _ in range(12):
+        kv.worker(0).prefill(kv.prompt(1))
+    (problem,) = kv.judge().warnings
+    assert "12 requests are open, with 1, 1, 1, 1, 1, 1, 1, 1 and 4 more blocks" == problem.known
+
+
+def test_a_request_that_was_lost_with_its_worker_is_not_open(kv):
+    kv.worker(0).prefill(kv.prompt(1))
+    kv.worker(0).restart(announced=True)
+    kv.worker(0).prefill(kv.prompt(1))
+    kv.remove_worker(0)
+    assert [] == kv.judge().warnings
+
+
+def test_open_requests_may_be_expected_or_be_left_to_fixtures(kv):
+    kv.events.expect_error("leaked_requests")
+    kv.worker(0).prefill(kv.prompt(1))
+    kv.body_begins()
+    kv.worker(0).prefill(kv.prompt(1))
+    assert ([], [], []) == tuple(kv.judge())
+    assert ["leaked_requests"] == [problem.rule for problem in kv.judge().warnings]  # nobody finished it

@@ -189,3 +189,59 @@ def test_a_callable_that_cannot_tell_what_is_resident_is_a_problem_and_loses_no_
     assert ["block_not_found", "engine_drift"] == [p.rule for p in kv.judge().errors]
     assert "what is resident could not be told: " in kv.events.errors[1].known
     assert [] == kv.judge().errors
+
+
+# ----------------------------------------------------------------------------------------------- what a manager is
+
+
+def test_capacity_is_judged_where_it_is_told(kv):
+    for num_blocks in (2, None):
+        sink = kv.make_sink(num_blocks=num_blocks)
+        for number in range(3):
+            sink(one_block(number))
+    (problem,) = kv.judge().errors
+    assert ("over_capacity", FIRST) == (problem.rule, problem.worker_id)
+
+
+def test_copies_are_counted_where_it_is_told(kv):
+    resident = [1, 1]
+    sink = kv.make_sink(residency="counted", num_blocks=2)
+    sink.compare(lambda: resident)
+    sink(one_block(1))
+    sink(one_block(1))
+    sink(KvCacheEvent(0, one_block(1), 3))
+    sink(KvCacheEvent(1, one_block(1), 3))  # another rank is like the first
+    kv.assert_in_sync()
+    assert {} == kv.warning_counts()
+    resident.pop()
+    with pytest.raises(
+        KvEventsError, match="the engine holds fewer copies of block 1; to the events, block 1 is held, 2"
+    ):
+        kv.assert_in_sync()
+    sink(Removed((1,)))
+    kv.assert_in_sync()
+
+
+def test_an_orphan_is_a_warning_unless_it_is_told_that_there_are_some(kv):
+    for closed in (True, False):
+        sink = kv.make_sink(prefix_closed=closed)
+        sink(Stored(None, (1, 2), (1, 2)))
+        sink(Removed((1,)))
+    (warning,) = kv.judge().warnings
+    assert ("orphaned_child", FIRST) == (warning.rule, warning.worker_id)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_blocks": 0}, "make_kv_sink: num_blocks must be an integer of at least 1, or None, got 0"),
+        ({"num_blocks": True}, "got True"),
+        ({"num_blocks": 2.0}, "got 2.0"),
+        ({"residency": "multi"}, "make_kv_sink: unknown residency 'multi'; known: unique, counted"),
+    ],
+    ids=["zero", "a bool", "a float", "a word"],
+)
+def test_what_a_manager_cannot_be_is_refused(kv, options, message):
+    with pytest.raises(ValueError, match=message):
+        kv.make_sink(**options)
+    assert FIRST == kv.make_sink().worker_id  # no id is used up

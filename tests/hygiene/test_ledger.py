@@ -65,7 +65,7 @@ def test_a_fault_is_reported_once_because_the_event_is_believed():
     stream = Stream()
     assert ["parent_block_not_found"] == stream.say(stored(2, parent=9))
     assert [] == stream.say(stored(3, parent=9))
-    assert [] == stream.say(Removed((9,)))
+    assert ["orphaned_child"] == stream.say(Removed((9,)))  # and no block_not_found
     assert ["block_not_found"] == stream.say(Removed((9,)))
 
 

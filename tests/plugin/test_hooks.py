@@ -271,13 +271,14 @@ def test_a_waived_problem_does_not_fail_the_test_and_is_shown_in_the_log(nested)
         ({"conftest.py": "True", "sub/conftest.py": "False"}, "failed"),
         ({"conftest.py": "False", "sub/conftest.py": "True"}, "passed"),
         ({"other/conftest.py": "True"}, "failed"),
+        ({"conftest.py": "None", "other/conftest.py": "True"}, "failed"),
     ],
 )
 def test_the_closest_hook_that_says_something_decides(nested, answers, outcome):
     files = {name: WAIVES.format(answer) for name, answer in answers.items()}
     files["sub/test_sub.py"] = "from pytest_kvmock import Removed\ndef test(kv_sink): kv_sink(Removed((1,)))"
 
-    nested("", files=files).assert_outcomes(**{outcome: 1})
+    nested("", "other", "sub", files={"other/x": "", **files}).assert_outcomes(**{outcome: 1})
 
 
 def test_each_problem_that_would_count_is_asked_about_once(nested):

@@ -34,6 +34,7 @@ def test_a_marker_names_a_profile(run):
 
         @pytest.mark.kvmock(profile="small-fleet")
         class Test:
+            @pytest.mark.kv_backends("lru")
             def test(self, kv_profile, kv_router, kv_manager):
                 assert kv_profile == kv_router.profile == EngineProfile(block_size=4, num_blocks=9, workers=4)
                 assert len(kv_router.workers) == 4
@@ -63,7 +64,7 @@ def test_a_marker_names_a_profile(run):
         """
     )
 
-    result.assert_outcomes(passed=6)
+    result.assert_outcomes(passed=5)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +155,11 @@ def test_an_unknown_default_is_a_usage_error(run):
 
 def test_a_block_size_that_a_backend_refuses_is_traced_to_the_profile(run):
     result = run(
-        "@pytest.mark.kvmock(profile='odd')\ndef test(kv_router): pass", profiles="profiles: {odd: {block_size: 24}}"
+        "@pytest.mark.kv_backends('lru')\n@pytest.mark.kvmock(profile='odd')\ndef test(kv_router): pass",
+        profiles="profiles: {odd: {block_size: 24}}",
     )
 
-    result.assert_outcomes(errors=2)
+    result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["kvmock: backend lru: block_size must be *, got 24 (kvmock(profile='odd'))"])
 
 

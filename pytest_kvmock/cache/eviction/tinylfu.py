@@ -82,21 +82,17 @@ class TinyLfu:
         """Count the key of each place once, in this order."""
         counters, size, sample = self.counters, self.size, self._sample
         for first, second, third, fourth in places:
+            if _FULL == counters[first] == counters[second] == counters[third] == counters[fourth]:
+                continue  # nothing can be noted
             # One after the other: two may be the same counter, which is then raised twice.
-            one = counters[first]
-            if one != _FULL:
-                counters[first] = one + 1
-            two = counters[second]
-            if two != _FULL:
-                counters[second] = two + 1
-            three = counters[third]
-            if three != _FULL:
-                counters[third] = three + 1
-            four = counters[fourth]
-            if four != _FULL:
-                counters[fourth] = four + 1
-            elif one == two == three == _FULL:
-                continue  # nothing was noted
+            if (count := counters[first]) != _FULL:
+                counters[first] = count + 1
+            if (count := counters[second]) != _FULL:
+                counters[second] = count + 1
+            if (count := counters[third]) != _FULL:
+                counters[third] = count + 1
+            if (count := counters[fourth]) != _FULL:
+                counters[fourth] = count + 1
             size += 1
             if size >= sample:
                 size = self._decay(size)

@@ -1,0 +1,70 @@
+"""For authors of backends and indexes: contracts that their tests inherit, and traffic that Hypothesis draws.
+
+The contracts need nothing besides pytest. `traffic` and `KvStateMachine` need Hypothesis: the extra `hypothesis`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_kvmock.testing.eviction import EvictionContract as EvictionContract
+    from pytest_kvmock.testing.index import IndexContract as IndexContract
+    from pytest_kvmock.testing.machine import KvStateMachine as KvStateMachine
+    from pytest_kvmock.testing.manager import ManagerContract as ManagerContract
+    from pytest_kvmock.testing.program import Clear as Clear
+    from pytest_kvmock.testing.program import Decode as Decode
+    from pytest_kvmock.testing.program import Finish as Finish
+    from pytest_kvmock.testing.program import Preempt as Preempt
+    from pytest_kvmock.testing.program import Prefill as Prefill
+    from pytest_kvmock.testing.program import Program as Program
+    from pytest_kvmock.testing.program import Resume as Resume
+    from pytest_kvmock.testing.program import play as play
+    from pytest_kvmock.testing.strategies import traffic as traffic
+    from pytest_kvmock.testing.worker import WorkerContract as WorkerContract
+
+_HOME = {
+    "EvictionContract": "eviction",
+    "IndexContract": "index",
+    "KvStateMachine": "machine",
+    "ManagerContract": "manager",
+    "Clear": "program",
+    "Decode": "program",
+    "Finish": "program",
+    "Preempt": "program",
+    "Prefill": "program",
+    "Program": "program",
+    "Resume": "program",
+    "play": "program",
+    "traffic": "strategies",
+    "WorkerContract": "worker",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
+
+# Before any of them is imported. Their asserts have messages of their own; pytest adds the values.
+pytest.register_assert_rewrite(
+    *(f"{__name__}.{home}" for home in ("eviction", "index", "manager", "moved", "worker", "world"))
+)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"{__name__}.{home}")
+    except ModuleNotFoundError as error:
+        if error.name != "hypothesis":
+            raise
+        raise ImportError(f"{__name__}.{name} needs Hypothesis: pip install 'pytest-kvmock[hypothesis]'") from error
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

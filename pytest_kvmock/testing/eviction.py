@@ -1,0 +1,421 @@
+"""What every eviction policy promises, as tests that the tests of a policy inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, ClassVar
+
+from pytest_kvmock.backends import BackendSpec, EngineProfile
+from pytest_kvmock.cache.pool import EvictionPolicy, Slot
+from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.testing.program import play, random_traffic
+from pytest_kvmock.testing.subject import call_with, check_offers, refuse
+from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_position
+
+
+class EvictionContract:
+    """Tests that hold for every eviction policy.
+
+    A subclass defines `make_policy`::
+
+        class TestS3Fifo(EvictionContract):
+            def make_policy(self, capacity):
+                return S3Fifo(capacity)
+
+    Attributes:
+        capacity: blocks that a policy is made for; no test has more of them.
+        prefix_closed: whether a chain that was freed tail first is evicted tail first, so that what stays is a prefix.
+    """
+
+    capacity: ClassVar[int] = 16
+    prefix_closed: ClassVar[bool] = False
+
+    def make_policy(self, *args: Any, **kwargs: Any) -> EvictionPolicy:  # noqa: ARG002
+        """Make a new policy; to be defined by a subclass, with the capacity in blocks as argument or with none."""
+        __tracebackhide__ = True
+        refuse(self, "define make_policy(self) or make_policy(self, capacity), which makes a new eviction policy")
+
+    def _new(self) -> EvictionPolicy:
+        __tracebackhide__ = True
+        policy = call_with(self, self.make_policy, self.capacity)
+        check_offers(self, policy, EvictionPolicy, "make_policy")
+        return policy
+
+    def _start(self) -> _Slots:
+        __tracebackhide__ = True
+        return _Slots(self._new())
+
+    # ------------------------------------------------------------------------------------------- what can go
+
+    def test_a_new_policy_has_nothing_to_evict(self) -> None:
+        """It begins empty."""
+        policy = self._new()
+        assert [] == _names(policy.order()), f"order() of a new policy is {policy.order()}; expected nothing"
+        evicted = policy.evict(1)
+        assert [] == _names(evicted), f"evict(1) of a new policy gave {evicted}; expected nothing"
+
+    def test_a_block_in_use_is_not_evictable(self) -> None:
+        """What was only registered is active."""
+        slots = self._start()
+        slots.chain(3)
+        slots.expect_evictable([])
+
+    def test_a_freed_block_is_evicted_once(self) -> None:
+        """An evicted block is forgotten."""
+        slots = self._start()
+        slots.free(slots.chain(1))
+        slots.expect_evicted([1], 1)
+        slots.expect_evicted([], 1)
+        slots.expect_evictable([])
+
+    def test_no_more_go_than_are_asked_for(self) -> None:
+        """The count of evict is a limit, and it may be 0."""
+        slots = self._start()
+        slots.free(slots.roots(4))
+        for asked in (0, 1, 2):
+            evicted = slots.policy.evict(asked)
+            assert asked == len(evicted), f"evict({asked}) of blocks enough gave {len(evicted)} blocks"
+
+    def test_all_go_when_more_are_asked_for(self) -> None:
+        """A short supply is given whole."""
+        slots = self._start()
+        slots.free(slots.roots(3))
+        slots.expect_evicted([1, 2, 3], 5)
+        slots.expect_evictable([])
+
+    def test_a_reused_block_is_not_evictable(self) -> None:
+        """What a look-up matched is active again."""
+        slots = self._start()
+        first, second, third = slots.roots(3)
+        slots.free([first, second, third])
+        slots.hold([second])
+        slots.expect_evictable([1, 3])
+        slots.expect_evicted([1, 3], 3)
+
+    def test_a_block_freed_again_is_evicted_once(self) -> None:
+        """Reuse leaves no second entry behind."""
+        slots = self._start()
+        both = slots.roots(2)
+        slots.free(both)
+        for _ in range(5):
+            slots.hold(both)
+            slots.free(both)
+        slots.expect_evicted([1, 2], 16)
+        slots.expect_evictable([])
+
+    def test_a_touch_makes_nothing_evictable(self) -> None:
+        """A match of an active block may count for its order, and for nothing else."""
+        slots = self._start()
+        first, second = slots.roots(2)
+        slots.policy.touch(first)
+        slots.expect_evictable([])
+        slots.free([first, second])
+        slots.expect_evicted([1, 2], 2)
+
+    def test_a_chain_goes_whole(self) -> None:
+        """Every block of a chain can go; a child before its parent, where the policy says so."""
+        slots = self._start()
+        slots.free(slots.chain(6)[::-1])
+        gone = [name for _ in range(6) for name in _names(slots.policy.evict(1))]
+        assert [1, 2, 3, 4, 5, 6] == sorted(gone), f"of a freed chain of the blocks 1 to 6 there went {gone}"
+        if self.prefix_closed:
+            assert [6, 5, 4, 3, 2, 1] == gone, (
+                f"prefix_closed: the chain 1 to 6, freed tail first, went in the order {gone}; expected tail first"
+            )
+
+    # ------------------------------------------------------------------------------------- in which order
+
+    def test_order_foretells_evictions(self) -> None:
+        """What order() lists first goes first."""
+        slots = self._start()
+        chain, roots = slots.chain(4), slots.roots(4)
+        for freed in (chain[::-1], roots):
+            slots.free(freed)
+        slots.hold(roots[1:3])
+        slots.free(roots[1:3])
+        expected = _names(slots.policy.order())
+        gone = [name for _ in range(8) for name in _names(slots.policy.evict(1))]
+        assert expected == gone, f"order() said {expected}; evicted one by one they went {gone}"
+
+    def test_order_changes_nothing(self) -> None:
+        """Looking is free: with and without it the same blocks go."""
+        looked, blind = self._start(), self._start()
+        for slots in (looked, blind):
+            slots.free(slots.chain(4)[::-1])
+            slots.free(slots.roots(4))
+        once, twice = _names(looked.policy.order()), _names(looked.policy.order())
+        assert once == twice, f"order() said {once}, and then {twice}"
+        expected = _names(blind.policy.evict(8))
+        gone = _names(looked.policy.evict(8))
+        assert expected == gone, f"evict(8) gave {expected}, but {gone} where order() was asked before"
+
+    def test_many_go_as_one_by_one(self) -> None:
+        """evict(n) is n times evict(1)."""
+        bulk, single = self._start(), self._start()
+        for slots in (bulk, single):
+            slots.free(slots.chain(5)[::-1])
+            slots.free(slots.roots(5))
+        gone = _names(bulk.policy.evict(7))
+        expected = [name for _ in range(7) for name in _names(single.policy.evict(1))]
+        assert expected == gone, f"evicted one by one there went {expected}; evict(7) gave {gone}"
+
+    def test_blocks_freed_one_by_one_go_as_those_freed_together(self) -> None:
+        """insert_one(slot) is insert((slot,)), and that n times is insert of n."""
+        together, single, one = self._start(), self._start(), self._start()
+        freed = [slots.chain(4)[::-1] + slots.roots(2) for slots in (together, single, one)]
+        together.policy.insert(freed[0])
+        for slot in freed[1]:
+            single.policy.insert([slot])
+        for slot in freed[2]:
+            one.policy.insert_one(slot)
+        expected = _names(together.policy.evict(6))
+        for how, slots in (("insert, one at a time,", single), ("insert_one", one)):
+            gone = _names(slots.policy.evict(6))
+            assert expected == gone, f"freed by one insert there went {expected}; freed by {how} there went {gone}"
+
+    def test_the_same_life_gives_the_same_evictions(self) -> None:
+        """Nothing random decides, and no address of an object."""
+        expected = _Life(self._start(), self.capacity, seed=1).live(300)
+        again = _Life(self._start(), self.capacity, seed=1).live(300)
+        assert expected == again, f"two policies with the same life evicted {expected[:12]}... and {again[:12]}..."
+
+    # --------------------------------------------------------------------------------------------- a whole life
+
+    def test_a_slot_may_be_registered_anew(self) -> None:
+        """An evicted slot comes back with another block; nothing of the old one is left."""
+        slots = self._start()
+        slots.free(slots.chain(3)[::-1])
+        evicted = slots.policy.evict(3)
+        slots.register(evicted, after=None)
+        slots.expect_evictable([])
+        slots.free(evicted[::-1])
+        slots.expect_evicted([4, 5, 6], 4)
+
+    def test_many_are_registered_after_many_have_gone(self) -> None:
+        """The new blocks of one Use: one evict, then one register."""
+        slots = self._start()
+        kept = slots.chain(2)
+        slots.free(kept[::-1])
+        slots.free(slots.chain(8)[::-1])
+        slots.hold(kept)
+        evicted = slots.policy.evict(8)
+        assert 8 == len(evicted), f"evict(8) of 8 blocks gave {len(evicted)}"
+        slots.register(evicted, after=kept[-1])
+        slots.expect_evictable([])
+        slots.free([*kept, *evicted][::-1])
+        slots.expect_evicted([1, 2, *range(11, 19)], 16)
+
+    def test_nothing_is_left_after_a_clear(self) -> None:
+        """Neither what was inactive nor what was registered."""
+        slots = self._start()
+        chain = slots.chain(5)
+        slots.free(chain[::-1])
+        slots.hold(chain[:1])
+        slots.policy.clear()
+        slots.expect_evictable([])
+        slots.expect_evicted([], 5)
+
+    def test_a_cleared_policy_can_be_used(self) -> None:
+        """The same slots, new blocks."""
+        slots = self._start()
+        chain = slots.chain(5)
+        slots.free(chain[::-1])
+        slots.policy.clear()
+        slots.register(chain, after=None)
+        slots.expect_evictable([])
+        slots.free(chain[::-1])
+        slots.expect_evicted([6, 7, 8, 9, 10], 6)
+
+    def test_slots_stay_as_the_manager_filled_them(self) -> None:
+        """A policy writes `place` and `above`, and nothing else."""
+        slots = self._start()
+        chain = slots.chain(4)
+        slots.policy.touch(chain[0])
+        slots.free(chain[::-1])
+        slots.hold(chain[:2])
+        slots.free(chain[:2][::-1])
+        before = [_filled(slot) for slot in chain]
+        slots.policy.order()
+        evicted = slots.policy.evict(4)
+        slots.policy.clear()
+        assert 4 == len({id(slot) for slot in evicted} & {id(slot) for slot in chain}), (
+            f"evict(4) gave {evicted}, which are not the slots that were inserted"
+        )
+        for slot, expected in zip(chain, before, strict=True):
+            assert expected == _filled(slot), f"the policy wrote into {slot}: {_filled(slot)}; expected {expected}"
+
+    def test_two_policies_share_nothing(self) -> None:
+        """One manager's blocks are no other manager's."""
+        mine, yours = self._start(), self._start()
+        if mine.policy is yours.policy:
+            refuse(self, "make_policy gave the same object twice; each manager has a policy of its own")
+        mine.free(mine.roots(3))
+        yours.expect_evictable([])
+        yours.expect_evicted([], 1)
+        yours.policy.clear()
+        mine.expect_evictable([1, 2, 3])
+
+    def test_a_look_up_by_place_finds_no_other_block(self) -> None:
+        """`find` is for hashes that are not registered; with places of their own no two blocks are at odds."""
+        slots = self._start()
+        policy = slots.policy
+        slots.free(slots.chain(4)[::-1])
+        unknown = lineage_hash(999, 998, 2)
+        assert policy.find(unknown) is None, f"find of a hash that nobody has gave {policy.find(unknown)}"
+        assert 0 == policy.collisions, f"collisions is {policy.collisions} where each block has a place of its own"
+        active = slots.chain(2)
+        assert policy.refused(active) is None, f"refused gave {policy.refused(active)}, which can be inserted"
+
+    def test_no_block_is_lost_or_doubled_in_a_long_life(self) -> None:
+        """Requests come and go; what can go is what nobody holds, and all of that."""
+        for seed in range(5):
+            _Life(self._start(), self.capacity, seed=seed).live(300)
+
+    def test_a_manager_with_it_says_what_it_does(self) -> None:
+        """A block manager and a router that hears it stay in sync in any traffic."""
+        for seed in range(3):
+            play(self._manager_world(), random_traffic(seed, 80, most_blocks=self.capacity // 3))
+
+    def _manager_world(self) -> RouterHarness:
+        spec = BackendSpec.of_policy(
+            "under-contract", lambda _: self._new(), follows=type(self).__name__, prefix_closed=self.prefix_closed
+        )
+        return RouterHarness(EngineProfile(block_size=4, num_blocks=self.capacity), spec)
+
+
+def _names(slots: Sequence[Slot]) -> list[int]:
+    return [slot.name for slot in slots]
+
+
+def _filled(slot: Slot) -> tuple[object, ...]:
+    """All of a slot that is the manager's."""
+    mine = ("plh", "name", "known", "parent", "local_hash", "token_ids", "refs", "aliases")
+    return tuple(getattr(slot, field) for field in mine)
+
+
+class _Slots:
+    """Does to a policy what a manager does; its blocks are 1, 2, 3 in the order in which they are registered."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self._last = 0
+
+    def chain(self, length: int, after: Slot | None = None) -> list[Slot]:
+        """Register new blocks, each the child of the one before it, all active."""
+        return self.register([Slot() for _ in range(length)], after)
+
+    def roots(self, count: int) -> list[Slot]:
+        return [slot for _ in range(count) for slot in self.chain(1)]
+
+    def register(self, slots: Sequence[Slot], after: Slot | None) -> list[Slot]:
+        slots = list(slots)
+        parent = after
+        for slot in slots:
+            self._last += 1
+            if parent is None:
+                plh = lineage_hash(self._last, None, 0)
+            else:
+                plh = lineage_hash(self._last, lineage_fragment(parent.plh), lineage_position(parent.plh) + 1)
+            slot.fill(self._last, plh, None if parent is None else parent.name, self._last, None)
+            slot.refs = 1
+            parent = slot
+        policy = self.policy
+        places = policy.free_places([slot.plh for slot in slots]) if policy.finds_by_place else None
+        policy.register(slots, places)
+        return slots
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            slot.refs = 0
+        self.policy.insert(slots)
+
+    def hold(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            slot.refs = 1
+        self.policy.remove(slots)
+
+    def expect_evictable(self, names: list[int]) -> None:
+        __tracebackhide__ = True
+        order = _names(self.policy.order())
+        assert names == sorted(order), f"order() is {order}; the blocks that nobody holds are {names}"
+
+    def expect_evicted(self, names: list[int], count: int) -> None:
+        __tracebackhide__ = True
+        gone = _names(self.policy.evict(count))
+        assert names == sorted(gone), f"evict({count}) gave {gone}; expected {names}, in any order"
+
+
+class _Life:
+    """A random life of requests, as a scheduler would have it, and what must be true of the policy all the while."""
+
+    def __init__(self, slots: _Slots, capacity: int, seed: int) -> None:
+        self._slots = slots
+        self._capacity = capacity
+        self._rng = Random(seed)  # noqa: S311 - mock data
+        self._cached: dict[int, Slot] = {}
+        self._requests: list[list[Slot]] = []
+        self._evicted: list[int] = []
+
+    def live(self, steps: int) -> list[int]:
+        """Let requests come and go; what was evicted, in order."""
+        for _ in range(steps):
+            if self._requests and self._rng.random() < 0.5:
+                self._finish(self._requests.pop(self._rng.randrange(len(self._requests))))
+            else:
+                self._admit()
+            idle = sorted(name for name, slot in self._cached.items() if not slot.refs)
+            self._slots.expect_evictable(idle)
+        return self._evicted
+
+    def _admit(self) -> None:
+        rng, policy = self._rng, self._slots.policy
+        before = self._path(rng.choice(list(self._cached.values()))) if self._cached and rng.random() < 0.7 else []
+        new = rng.randint(0, 4)
+        idle = [slot for slot in before if not slot.refs]
+        room = self._capacity - sum(slot.refs > 0 for slot in self._cached.values()) - len(idle)
+        if (not before and not new) or new > room:
+            return
+        if idle:
+            policy.remove(idle)
+        for slot in before:
+            slot.refs += 1
+        short = new - (self._capacity - len(self._cached))
+        fresh: list[Slot] = []
+        if short > 0:
+            fresh = list(policy.evict(short))
+            gone = _names(fresh)
+            self._evicted += gone
+            can_go = sorted(name for name, slot in self._cached.items() if not slot.refs)
+            assert len(set(gone)) == short, f"evict({short}) gave {gone}, where {can_go} could go"
+            assert set(gone) <= set(can_go), f"evict({short}) gave {gone}, where only {can_go} could go"
+            for name in gone:
+                del self._cached[name]
+        fresh += [Slot() for _ in range(new - len(fresh))]
+        if fresh:
+            self._slots.register(fresh, before[-1] if before else None)
+            self._cached.update((slot.name, slot) for slot in fresh)
+        self._requests.append(before + fresh)
+
+    def _path(self, slot: Slot) -> list[Slot]:
+        """The blocks from the root to this one; none where one of them has gone."""
+        path = [slot]
+        while path[0].parent is not None:
+            parent = self._cached.get(path[0].parent)
+            if parent is None:
+                return []
+            path.insert(0, parent)
+        return path
+
+    def _finish(self, request: list[Slot]) -> None:
+        policy, one_by_one = self._slots.policy, self._rng.random() < 0.5
+        idle = []
+        for slot in request[::-1]:
+            slot.refs -= 1
+            if not slot.refs:
+                idle.append(slot)
+        if one_by_one:
+            for slot in idle:
+                policy.insert_one(slot)
+        elif idle:
+            policy.insert(idle)

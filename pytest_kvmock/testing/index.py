@@ -1,0 +1,317 @@
+"""What every router index promises, as tests that the tests of an index inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, ClassVar
+
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.harness.under_test import IndexUnderTest
+from pytest_kvmock.testing.program import Player, random_traffic
+from pytest_kvmock.testing.subject import call_with, refuse
+from pytest_kvmock.testing.told import ToldIndex
+
+
+class IndexContract:
+    """Tests that hold for every index, asked by local hashes or by tokens (see `kv_index` for what it offers).
+
+    A subclass defines `make_index`::
+
+        class TestMyIndex(IndexContract):
+            def make_index(self):
+                return MyIndex()
+
+    An async index needs a loop of yours to run in: `run`.
+
+    Attributes:
+        block_size: tokens a block.
+        tells_ranks_apart: whether the index keeps the data-parallel ranks of a worker apart. If it does not, no worker
+            of the contract has more than one.
+    """
+
+    block_size: ClassVar[int] = 4
+    tells_ranks_apart: ClassVar[bool] = True
+
+    def make_index(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        """Make a new index; to be defined by a subclass, with the tokens a block as argument or with none."""
+        __tracebackhide__ = True
+        refuse(self, "define make_index(self) or make_index(self, block_size), which makes a new index")
+
+    def run(self, awaitable: Awaitable[Any]) -> Any:
+        """Wait for what an async index answers; to be defined for one, with a loop that outlives the test."""
+        __tracebackhide__ = True
+        close = getattr(awaitable, "close", None)
+        if close is not None:  # or Python warns that it was never awaited
+            close()
+        refuse(
+            self, "the index is async, and a contract has no loop: define run(self, awaitable), which runs it in yours"
+        )
+
+    def _made(self) -> Any:
+        __tracebackhide__ = True
+        return call_with(self, self.make_index, self.block_size)
+
+    def _start(self) -> ToldIndex:
+        __tracebackhide__ = True
+        index = self._made()
+        wrong = None
+        try:
+            under_test = IndexUnderTest(index)
+        except (TypeError, ValueError) as error:
+            wrong = str(error)
+        if wrong is not None:
+            refuse(self, f"make_index gave {index!r:.80}: {wrong}")
+        return ToldIndex(under_test, self.block_size, self.run)
+
+    # ------------------------------------------------------------------------------------------------ stored
+
+    def test_a_new_index_knows_nobody(self) -> None:
+        """It answers, and nothing."""
+        index = self._start()
+        index.expect("abc", {})
+        index.expect("", {})
+
+    def test_a_stored_prompt_is_found_whole(self) -> None:
+        """All its blocks."""
+        index = self._start()
+        index.store("abcd")
+        index.expect("abcd", {0: 4})
+
+    def test_a_shorter_prompt_is_found_as_far_as_it_goes(self) -> None:
+        """No more blocks than were asked for."""
+        index = self._start()
+        index.store("abcd")
+        index.expect("ab", {0: 2})
+        index.expect("", {})
+
+    def test_a_longer_prompt_is_found_as_far_as_it_is_held(self) -> None:
+        """Whole blocks alone count."""
+        index = self._start()
+        index.store("ab")
+        index.expect("abxy", {0: 2})
+        index.expect("ab", {0: 2}, tail=self.block_size - 1)
+
+    def test_another_prompt_is_not_found(self) -> None:
+        """Nor one that differs in its first block."""
+        index = self._start()
+        index.store("abcd")
+        index.expect("xyz", {})
+        index.expect("xbcd", {})
+
+    def test_a_prompt_that_parts_is_found_up_to_there(self) -> None:
+        """What comes after the block that differs does not count."""
+        index = self._start()
+        index.store("abcd")
+        index.expect("abxd", {0: 2})
+        index.expect("axcd", {0: 1})
+
+    def test_blocks_are_found_in_their_place_alone(self) -> None:
+        """Alike tokens elsewhere in a prompt are another block."""
+        index = self._start()
+        index.store("abca")
+        index.expect("b", {})
+        index.expect("bca", {})
+        index.expect("aa", {0: 1})
+        index.expect("abcabca", {0: 4})
+
+    def test_blocks_that_come_later_belong_below_their_parent(self) -> None:
+        """A chain grows event by event, as it is decoded."""
+        index = self._start()
+        index.store("ab")
+        for position, letter in enumerate("cdef", 2):
+            index.store(letter, after="abcdef"[:position])
+            index.expect("abcdef", {0: position + 1})
+
+    def test_chains_that_share_a_prefix_are_both_found(self) -> None:
+        """A block may have many children."""
+        index = self._start()
+        index.store("abcd")
+        index.store("xy", after="ab")
+        index.store("z", after="ab")
+        for letters, blocks in (("abcd", 4), ("abxy", 4), ("abz", 3), ("abcy", 3)):
+            index.expect(letters, {0: blocks})
+
+    def test_a_block_stored_twice_changes_nothing(self) -> None:
+        """Whoever says it once more."""
+        index = self._start()
+        index.store("abc")
+        index.store("abc")
+        index.store("c", after="ab")
+        index.expect("abc", {0: 3})
+        index.expect("abcabc", {0: 3})
+
+    def test_a_long_prompt_is_found_whole(self) -> None:
+        """Five hundred blocks, stored at once or in pieces."""
+        index = self._start()
+        letters = "".join(map(chr, range(1000, 1500)))
+        index.store(letters)
+        for position in range(0, 500, 25):
+            index.store(letters[position : position + 25], 1, after=letters[:position])
+        index.expect(letters, {0: 500, 1: 500})
+
+    # -------------------------------------------------------------------------------------- several workers
+
+    def test_workers_are_told_apart(self) -> None:
+        """Each has what it said that it has."""
+        index = self._start()
+        index.store("abcd", 0)
+        index.store("ab", 1)
+        index.store("xy", 2)
+        index.expect("abcd", {0: 4, 1: 2})
+        index.expect("xyz", {2: 2})
+
+    def test_a_worker_may_have_any_number(self) -> None:
+        """They need not be small, nor come in order."""
+        index = self._start()
+        for worker in (65536, 3, 2**40):
+            index.store("ab", worker)
+        index.expect("ab", {65536: 2, 3: 2, 2**40: 2})
+
+    def test_a_prompt_is_found_on_all_workers_beside_one_that_has_more(self) -> None:
+        """The longest match does not hide the others, nor does a worker in the middle."""
+        index = self._start()
+        for worker, letters in enumerate(("a", "abcdef", "abc", "abxdef")):
+            index.store(letters, worker)
+        index.expect("abcdef", {0: 1, 1: 6, 2: 3, 3: 2})
+
+    def test_ranks_of_a_worker_are_told_apart(self) -> None:
+        """An index that answers by worker alone answers the most of its ranks."""
+        index = self._start()
+        index.store("abcd", 0, rank=1)
+        if not self.tells_ranks_apart:
+            index.expect("abcd", {(0, 1): 4})
+            return
+        index.store("ab", 0, rank=0)
+        index.expect("abcd", {(0, 1): 4, (0, 0): 2})
+        index.remove("abcd", "abc", "ab", "a", worker=0, rank=1)
+        index.expect("abcd", {(0, 0): 2})
+
+    # ----------------------------------------------------------------------------------------------- removed
+
+    def test_a_removed_block_is_not_found(self) -> None:
+        """What stands before it is."""
+        index = self._start()
+        index.store("abcd")
+        index.remove("abcd")
+        index.expect("abcd", {0: 3})
+
+    def test_all_blocks_of_a_removed_event_go(self) -> None:
+        """Not the first of them alone."""
+        index = self._start()
+        index.store("abcd")
+        index.remove("abcd", "abc", "ab")
+        index.expect("abcd", {0: 1})
+        index.remove("a")
+        index.expect("abcd", {})
+
+    def test_a_removed_block_hides_what_stands_behind_it(self) -> None:
+        """A match has no holes."""
+        index = self._start()
+        index.store("abcd")
+        index.remove("ab")
+        index.expect("abcd", {0: 1})
+
+    def test_a_removed_block_stays_with_other_workers(self) -> None:
+        """Only its own holder lost it, from the end or out of the middle."""
+        index = self._start()
+        for worker in (0, 1, 2):
+            index.store("abcd", worker)
+        index.remove("abcd", worker=0)
+        index.remove("abc", worker=1)
+        index.expect("abcd", {0: 3, 1: 2, 2: 4})
+
+    def test_a_removed_block_leaves_its_siblings(self) -> None:
+        """Another chain with the same head is whole."""
+        index = self._start()
+        index.store("abc")
+        index.store("xy", after="ab")
+        index.remove("abxy", "abx")
+        index.expect("abxy", {0: 2})
+        index.expect("abc", {0: 3})
+
+    def test_a_removed_block_can_be_stored_again(self) -> None:
+        """And is found again, with what comes after it."""
+        index = self._start()
+        for _ in range(3):
+            index.store("abcd")
+            index.expect("abcd", {0: 4})
+            index.remove("abcd", "abc", "ab", "a")
+            index.expect("abcd", {})
+        index.store("ab")
+        index.expect("abcd", {0: 2})
+
+    # ----------------------------------------------------------------------------------- cleared, and gone
+
+    def test_a_cleared_worker_has_nothing(self) -> None:
+        """The others keep what they have."""
+        index = self._start()
+        index.store("abcd", 0)
+        index.store("xy", 0)
+        index.store("abc", 1)
+        index.clear(0)
+        index.expect("abcd", {1: 3})
+        index.expect("xy", {})
+
+    def test_a_cleared_worker_can_store_again(self) -> None:
+        """As if it were new."""
+        index = self._start()
+        index.store("abcd")
+        index.clear()
+        index.store("ab")
+        index.expect("abcd", {0: 2})
+        index.store("cd", after="ab")
+        index.expect("abcd", {0: 4})
+
+    def test_clearing_a_worker_that_has_nothing_is_no_error(self) -> None:
+        """Engines say so whenever they are asked to."""
+        index = self._start()
+        index.clear(0)
+        index.store("ab", 1)
+        index.clear(0)
+        index.expect("ab", {1: 2})
+
+    def test_a_worker_that_is_gone_has_nothing(self) -> None:
+        """Where the index can be told (`remove_worker`); it may come back."""
+        index = self._start()
+        if index.index.remove_worker is None:
+            return
+        index.store("abcd", 0)
+        index.store("abc", 1)
+        index.gone(0)
+        index.expect("abcd", {1: 3})
+        index.store("ab", 0)
+        index.expect("abcd", {0: 2, 1: 3})
+
+    # -------------------------------------------------------------------------------------------- all the while
+
+    def test_a_question_changes_nothing(self) -> None:
+        """Whatever is asked, and however often."""
+        index = self._start()
+        index.store("abcd", 0)
+        index.store("abx", 1)
+        for _ in range(3):
+            index.expect("zzz", {})
+            index.expect("abcd", {0: 4, 1: 2})
+            index.expect("abx", {0: 2, 1: 3})
+
+    def test_two_indexes_share_nothing(self) -> None:
+        """Each test has one of its own."""
+        first, second = self._start(), self._start()
+        if first.index.index is second.index.index:
+            refuse(self, "make_index gave the same object twice; each test needs an index of its own")
+        first.store("abc")
+        second.expect("abc", {})
+
+    def test_it_follows_live_traffic(self) -> None:
+        """Two engines in any traffic; after each event it answers as the reference index does."""
+        for seed in range(3):
+            profile = EngineProfile(block_size=self.block_size, num_blocks=8, workers=2)
+            is_async = self._start().index.is_async
+            with RouterHarness(profile, "lineage", self._made(), sync="every") as harness:
+                player = Player(harness)
+                for step in random_traffic(seed, 80, workers=2):
+                    player.do(step)
+                    if is_async:
+                        self.run(harness.aflush())
+                    harness.events.check()

@@ -1,0 +1,449 @@
+"""What every block manager that takes moves promises, as tests that the tests of a manager inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+from pytest_kvmock.cache.manager import KvManager
+from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.hygiene.log import EventLog
+from pytest_kvmock.moves import Deref, MoveError, Promote, Use
+from pytest_kvmock.sinks import CapturingSink, Sink
+from pytest_kvmock.testing.moved import (
+    MoveTraffic,
+    RaisingSink,
+    expect_counts,
+    expect_references,
+    expect_resident,
+    expect_said,
+    expect_served,
+    expect_unchanged,
+    said_by,
+    state_of,
+)
+from pytest_kvmock.testing.subject import OverBackend, refuse
+
+PARTIAL = UUID(int=1, version=4)
+OTHER_PARTIAL = UUID(int=2, version=4)
+
+
+class ManagerContract(OverBackend):
+    """Tests that hold for every block manager that takes moves.
+
+    A subclass says which one::
+
+        class TestMine(ManagerContract):
+            backend = "lru"
+
+        class TestOther(ManagerContract):
+            def make_manager(self, num_blocks, block_size, sink):
+                return OtherManager(num_blocks, block_size, publish=sink.publish)
+
+    What it publishes is judged by all rules, and compared with what it says is resident.
+    """
+
+    def _start(self, num_blocks: int = 8) -> tuple[KvManager, EventLog]:
+        __tracebackhide__ = True
+        harness = self.make_harness(num_blocks)
+        return harness.worker(0).manager, harness.events
+
+    def _make(self, sink: Sink | None) -> KvManager:
+        __tracebackhide__ = True
+        return self.spec().make(num_blocks=8, block_size=self.block_size, dp_rank=0, sink=sink)
+
+    # -------------------------------------------------------------------------------------- used and freed
+
+    def test_a_new_manager_is_empty(self) -> None:
+        """All that it shows is nothing, and it has said nothing."""
+        manager, events = self._start(8)
+        assert (8, self.block_size) == (manager.max_capacity, manager.block_size), (
+            f"made with 8 blocks of {self.block_size} tokens, it says {manager.max_capacity} of {manager.block_size}"
+        )
+        expect_counts(manager, active=0, references=0, inactive=0)
+        expect_resident(manager, [])
+        expect_said(events, [], "it was made")
+
+    def test_used_blocks_are_stored_in_order_under_one_another(self) -> None:
+        """A Use of unknown blocks stores each under the one before it."""
+        manager, events = self._start()
+        expect_served(manager, [1, 2, 3], 3)
+        expect_counts(manager, active=3, references=3, inactive=0)
+        expect_said(events, [("Stored", 1, None), ("Stored", 2, 1), ("Stored", 3, 2)], "use([1, 2, 3])")
+        events.check()
+
+    def test_blocks_are_stored_under_the_parent_that_is_named(self) -> None:
+        """The parent of the first block is the Use's."""
+        manager, events = self._start()
+        manager.use([1])
+        events.take()
+        manager.use([2, 3], parent=1)
+        expect_said(events, [("Stored", 2, 1), ("Stored", 3, 2)], "use([2, 3], parent=1)")
+        events.check()
+
+    def test_what_follows_cached_blocks_is_stored_under_the_last_of_them(self) -> None:
+        """Only what is new is stored."""
+        manager, events = self._start()
+        manager.use([1, 2])
+        events.take()
+        expect_served(manager, [1, 2, 3], 3)
+        expect_said(events, [("Stored", 3, 2)], "use([1, 2, 3]), 1 and 2 being cached")
+        events.check()
+
+    def test_a_block_in_use_gets_one_more_reference(self) -> None:
+        """And nobody is told."""
+        manager, events = self._start()
+        manager.use([1, 2])
+        events.take()
+        expect_served(manager, [1, 2], 2)
+        expect_counts(manager, active=2, references=4, inactive=0)
+        expect_references(manager, {1: 2, 2: 2})
+        expect_said(events, [], "use([1, 2]) while both were in use")
+
+    def test_a_freed_block_stays_cached(self) -> None:
+        """It is inactive, and nobody is told."""
+        manager, events = self._start()
+        manager.use([1, 2, 3])
+        events.take()
+        manager.deref(3, 2, 1)
+        expect_counts(manager, active=0, references=0, inactive=3)
+        expect_resident(manager, [1, 2, 3])
+        expect_said(events, [], "deref(3, 2, 1)")
+        events.check()
+
+    def test_a_block_is_in_use_until_its_last_reference_goes(self) -> None:
+        """References are counted."""
+        manager, events = self._start()
+        manager.use([1])
+        manager.use([1])
+        manager.deref(1)
+        expect_counts(manager, active=1, references=1, inactive=0)
+        expect_references(manager, {1: 1})
+        manager.deref(1)
+        expect_counts(manager, active=0, references=0, inactive=1)
+        events.check()
+
+    def test_a_cached_block_is_used_again_without_a_word(self) -> None:
+        """Reuse is no event."""
+        manager, events = self._start()
+        manager.use([1, 2])
+        manager.deref(2, 1)
+        events.take()
+        expect_served(manager, [1, 2], 2)
+        expect_counts(manager, active=2, references=2, inactive=0)
+        expect_said(events, [], "use([1, 2]) while both were cached")
+        events.check()
+
+    # ---------------------------------------------------------------------------------------------- evicted
+
+    def test_a_full_manager_evicts_as_many_as_it_needs(self) -> None:
+        """And says which ones."""
+        manager, events = self._start(8)
+        for root in (1, 11):
+            manager.use(range(root, root + 4))
+            manager.deref(range(root + 3, root - 1, -1))
+        events.take()
+        expect_served(manager, [21, 22, 23], 3)
+        gone = [row[1] for row in said_by(events) if row[0] == "Removed"]
+        assert 3 == len(set(gone)), f"3 blocks were needed of a full manager, and the Removed events name {gone}"
+        expect_resident(manager, {1, 2, 3, 4, 11, 12, 13, 14, 21, 22, 23} - set(gone))
+        expect_counts(manager, active=3, references=3, inactive=5)
+        events.check()
+
+    def test_blocks_in_use_are_never_evicted(self) -> None:
+        """A Use that does not fit gets its leading blocks, as many as it answers."""
+        manager, events = self._start(8)
+        manager.use(range(1, 7))
+        events.take()
+        served = manager.use([11, 12, 13, 14])
+        assert served in (0, 1, 2), f"use of 4 blocks with room for 2 answered {served!r}; expected at most 2"
+        expect_references(manager, dict.fromkeys([*range(1, 7), *range(11, 11 + served)], 1))
+        gone = [row for row in said_by(events) if row[0] == "Removed"]
+        assert [] == gone, f"every block was in use, and there were {gone}"
+        events.check()
+
+    def test_inactive_blocks_go_in_the_order_in_which_they_are_listed(self) -> None:
+        """What `inactive_blocks()` foretells."""
+        manager, events = self._start(8)
+        for root in (1, 11):
+            manager.use(range(root, root + 4))
+            manager.deref(range(root + 3, root - 1, -1))
+        expected = manager.inactive_blocks()
+        events.take()
+        for block in range(21, 29):
+            manager.use([block])
+        gone = [row[1] for row in said_by(events) if row[0] == "Removed"]
+        assert expected == gone, f"inactive_blocks() said {expected}; the Removed events name {gone}"
+        events.check()
+
+    def test_what_is_used_again_does_not_go(self) -> None:
+        """Blocks in use are not on the list."""
+        manager, events = self._start(8)
+        manager.use([1, 2, 3, 4])
+        manager.deref(4, 3, 2, 1)
+        manager.use([1, 2])
+        listed = sorted(manager.inactive_blocks())
+        assert [3, 4] == listed, f"1 and 2 are in use again; inactive_blocks() lists {listed}, expected 3 and 4"
+        manager.use(range(11, 17))
+        expect_resident(manager, [1, 2, *range(11, 17)])
+        events.check()
+
+    # -------------------------------------------------------------------------------------- partial blocks
+
+    def test_a_partial_block_takes_room_and_is_no_event(self) -> None:
+        """Nobody can share it, so nobody is told."""
+        manager, events = self._start()
+        manager.use([1])
+        events.take()
+        expect_served(manager, [1, PARTIAL], 2)
+        expect_counts(manager, active=2, references=3, inactive=0)
+        expect_references(manager, {1: 2, PARTIAL: 1})
+        expect_resident(manager, [1])
+        expect_said(events, [], "use([1, partial])")
+
+    def test_a_partial_block_that_is_let_go_is_gone(self) -> None:
+        """It is not cached."""
+        manager, events = self._start()
+        manager.use([PARTIAL])
+        manager.deref(PARTIAL)
+        expect_counts(manager, active=0, references=0, inactive=0)
+        expect_references(manager, {})
+        expect_said(events, [], "a partial block was used and let go")
+
+    def test_a_partial_block_becomes_a_full_one(self) -> None:
+        """Promote stores it, under its parent."""
+        manager, events = self._start()
+        manager.use([1, PARTIAL])
+        events.take()
+        manager.promote(PARTIAL, 2, parent=1)
+        expect_references(manager, {1: 1, 2: 1})
+        expect_counts(manager, active=2, references=2, inactive=0)
+        expect_said(events, [("Stored", 2, 1)], "promote(partial, 2, parent=1)")
+        events.check()
+
+    def test_a_partial_block_that_becomes_one_in_use_gives_its_room_back(self) -> None:
+        """There is one copy, and it was stored before."""
+        manager, events = self._start()
+        manager.use([1, 2])
+        manager.use([1, PARTIAL])
+        events.take()
+        manager.promote(PARTIAL, 2, parent=1)
+        expect_references(manager, {1: 2, 2: 2})
+        expect_counts(manager, active=2, references=4, inactive=0)
+        expect_said(events, [], "promote to a block in use")
+        events.check()
+
+    def test_a_partial_block_that_becomes_a_cached_one_gives_its_room_back(self) -> None:
+        """The cached block is used instead."""
+        manager, events = self._start()
+        manager.use([1, 2])
+        manager.deref(2, 1)
+        manager.use([1, PARTIAL])
+        events.take()
+        manager.promote(PARTIAL, 2, parent=1)
+        expect_references(manager, {1: 1, 2: 1})
+        expect_counts(manager, active=2, references=2, inactive=0)
+        expect_said(events, [], "promote to a cached block")
+        events.check()
+
+    # ------------------------------------------------------------------------------------ clear, and looks
+
+    def test_clear_drops_all_and_says_so(self) -> None:
+        """One Cleared."""
+        manager, events = self._start()
+        manager.use([1, 2])
+        manager.deref(2, 1)
+        events.take()
+        assert manager.clear(), "clear() of a manager that nobody uses was refused"
+        expect_counts(manager, active=0, references=0, inactive=0)
+        expect_resident(manager, [])
+        expect_said(events, [("Cleared",)], "clear()")
+        expect_served(manager, [1, 2], 2)
+        expect_said(events, [("Stored", 1, None), ("Stored", 2, 1)], "use([1, 2]) after a clear()")
+        events.check()
+
+    def test_clear_does_nothing_while_a_block_is_in_use(self) -> None:
+        """Not even a word."""
+        for held in (1, PARTIAL):
+            manager, events = self._start()
+            manager.use([1, 2])
+            manager.deref(2, 1)
+            manager.use([held])
+            events.take()
+            before = state_of(manager)
+            assert not manager.clear(), f"clear() answered True while {held} was in use"
+            expect_unchanged(manager, before, "a clear() that was refused")
+            expect_said(events, [], "a clear() that was refused")
+
+    def test_looking_changes_nothing(self) -> None:
+        """No question moves a block, nor its turn to be evicted."""
+        manager, events = self._start()
+        for root in (1, 11):
+            manager.use(range(root, root + 3))
+            manager.deref(range(root + 2, root - 1, -1))
+        manager.use([1, PARTIAL])
+        events.take()
+        before = state_of(manager)
+        for _ in range(2):
+            manager.prefill_cost(ActiveSequence([0] * 9, 1, self.block_size))
+            for block in (*before["inactive_blocks"][::-1], 1, 99, PARTIAL):  # in their own order it would not show
+                manager.references(block)
+            expect_unchanged(manager, before, "questions alone")
+        expect_said(events, [], "questions alone")
+
+    def test_prefill_cost_counts_what_is_cached(self) -> None:
+        """New and cached tokens make the whole prompt."""
+        manager, events = self._start()
+        size = self.block_size
+        sequence = ActiveSequence(range(3 * size + 1), 1, size)
+        for cached in (0, 2):
+            whole = sequence.unique_blocks
+            manager.process(
+                Use(whole[:cached], sequence.block_hashes[:cached], sequence.positional_lineage_hashes[:cached])
+            )
+            cost = manager.prefill_cost(sequence)
+            expected = (4 - cached, (3 - cached) * size + 1, cached * size)
+            assert expected == tuple(cost), (
+                f"a prompt of 3 blocks and 1 token, {cached} blocks cached: (new blocks, new tokens, cached tokens) "
+                f"is {tuple(cost)}; expected {expected}"
+            )
+        events.check()
+
+    # ---------------------------------------------------------------------------------- events and listeners
+
+    def test_event_ids_count_from_0(self) -> None:
+        """One by one, whatever the event."""
+        manager, events = self._start(4)
+        for root in (1, 11, 21):
+            manager.use([root, root + 1])
+            manager.deref(root + 1, root)
+        manager.clear()
+        manager.use([1])
+        ids = [entry.event.event.event_id for entry in events]
+        assert list(range(len(ids))) == ids, f"the event ids are {ids}"
+        assert len(ids) > 3, f"three Uses that evict, a clear() and a Use made {len(ids)} events"
+        events.check()
+
+    def test_an_id_that_is_taken_is_used_up(self) -> None:
+        """`take_event_id` is for who publishes in the manager's name."""
+        heard = CapturingSink()
+        manager = self._make(heard)
+        taken = manager.take_event_id()
+        manager.use([1])
+        ids = [event.event_id for event in heard.events]
+        assert (0, 1) == (taken, ids[0]), f"take_event_id() gave {taken}, and then the events had {ids}"
+
+    def test_token_ids_travel_with_the_event(self) -> None:
+        """A block's tokens beside its hash."""
+        heard = CapturingSink()
+        manager = self._make(heard)
+        tokens = [[1] * self.block_size, [2] * self.block_size]
+        manager.use([1, 2], token_ids=tokens)
+        said = [list(block) for event in heard.router_events for block in event.token_ids or ()]
+        assert tokens == said, f"blocks with the tokens {tokens} were stored; the events came with {said}"
+
+    def test_a_sink_that_raises_does_not_stop_it(self) -> None:
+        """The engine goes on; the event's id is used up."""
+        manager = self._make(RaisingSink())
+        expect_served(manager, [1, 2], 2)
+        expect_resident(manager, [1, 2])
+        heard = CapturingSink()
+        manager.sink = heard
+        manager.use([3])
+        ids = [event.event_id for event in heard.events]
+        assert ids and ids[0] > 0, f"after an event that its sink refused, the next ids were {ids}; expected 1 or more"
+
+    def test_without_a_sink_no_event_id_is_used_up(self) -> None:
+        """Nobody hears, so nothing is said."""
+        manager = self._make(None)
+        expect_served(manager, [1, 2], 2)
+        expect_counts(manager, active=2, references=2, inactive=0)
+        assert 0 == manager.take_event_id(), "event ids were used up while nobody listened"
+
+    def test_two_managers_share_nothing(self) -> None:
+        """Each has blocks of its own."""
+        harness = self.make_harness(workers=2)
+        one, other = (harness.worker(i).manager for i in (0, 1))
+        if one is other:
+            refuse(self, "the same manager was made twice; each worker has one of its own")
+        one.use([1, 2])
+        expect_counts(other, active=0, references=0, inactive=0)
+        expect_resident(other, [])
+        other.use([1])
+        expect_references(one, {1: 1, 2: 1})
+        harness.events.check()
+
+    # ------------------------------------------------------------------------------------ what is refused
+
+    def test_a_deref_of_what_is_not_held_is_refused_and_changes_nothing(self) -> None:
+        """Unknown, inactive, or held less often than it says; full or partial."""
+        for blocks in ([9], [2], [1, 1], [OTHER_PARTIAL], [PARTIAL, PARTIAL]):
+            self._expect_refused(Deref(blocks))
+
+    def test_a_promote_of_no_partial_block_is_refused_and_changes_nothing(self) -> None:
+        """It is not there to become full."""
+        self._expect_refused(Promote(OTHER_PARTIAL, 9, None, 9, 9))
+
+    def test_a_use_that_is_not_well_formed_is_refused_and_changes_nothing(self) -> None:
+        """Lists that differ in length, a parent that is partial, what is no block."""
+        tokens = [[1] * self.block_size]
+        for move in (
+            Use([9], [9, 10], [9]),
+            Use([9], [9], [9, 10]),
+            Use([9], [9], [9], tokens * 2),
+            Use([9], [9], [9], parent=PARTIAL),
+            Use(["nine"], [9], [9]),  # type: ignore[list-item]
+            Use([-1], [9], [9]),
+        ):
+            self._expect_refused(move)
+
+    def test_an_unknown_parent_is_refused_and_changes_nothing(self) -> None:
+        """The short forms have nothing to hang a block under."""
+        self._expect_refused("use([9], parent=77)", lambda manager: manager.use([9], parent=77))
+        self._expect_refused("promote(PARTIAL, 9, parent=77)", lambda manager: manager.promote(PARTIAL, 9, parent=77))
+
+    def test_what_is_no_move_is_refused_and_changes_nothing(self) -> None:
+        """It is not guessed at."""
+        self._expect_refused("a move")
+
+    def _expect_refused(self, move: Any, do: Callable[[KvManager], Any] | None = None) -> None:
+        __tracebackhide__ = True
+        manager, events = self._start()
+        manager.use([1, 2, PARTIAL])
+        manager.deref(2)
+        events.take()
+        before = state_of(manager)
+        try:
+            answer = manager.process(move) if do is None else do(manager)
+        except MoveError:
+            pass
+        else:
+            raise AssertionError(f"{move} breaks a rule, and was taken: {answer!r}; expected a MoveError")
+        expect_unchanged(manager, before, f"{move}, which was refused,")
+        expect_said(events, [], f"{move}, which was refused,")
+
+    # --------------------------------------------------------------------------------------- in any traffic
+
+    def test_every_block_is_somewhere_in_any_traffic(self) -> None:
+        """Counts add up, and events say what is there, after each move."""
+        for seed in range(5):
+            manager, events = self._start(8)
+            traffic = MoveTraffic(manager, seed)
+            for _ in range(80):
+                traffic.step()
+                held = traffic.references
+                expect_references(manager, held)
+                inactive, resident = manager.inactive_blocks(), list(manager.resident())
+                partial = sum(isinstance(block, UUID) for block in held)
+                assert sorted(resident) == sorted([*inactive, *(b for b in held if isinstance(b, int))]), (
+                    f"resident() is {sorted(resident)}; in use is {held} and inactive {inactive}"
+                )
+                expect_counts(
+                    manager,
+                    active=len(resident) - len(inactive) + partial,
+                    references=sum(held.values()),
+                    inactive=len(inactive),
+                )
+                assert len(resident) + partial <= 8, f"{len(resident) + partial} blocks in a manager of 8"
+                events.check()

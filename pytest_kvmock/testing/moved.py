@@ -1,0 +1,158 @@
+"""A block manager under contract: moves to drive it with, and what is said where it shows something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+from uuid import UUID
+
+from pytest_kvmock.cache.manager import KvManager
+from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, Removed, StorageTier, Stored
+from pytest_kvmock.hygiene.log import EventLog
+from pytest_kvmock.moves import Block
+
+
+class RaisingSink:
+    """A sink that takes nothing."""
+
+    def publish(
+        self,
+        event: KvCacheEvent,  # noqa: ARG002 - a sink's signature
+        storage_tier: StorageTier = StorageTier.DEVICE,  # noqa: ARG002 - likewise
+        token_ids: BlockTokens | None = None,  # noqa: ARG002 - likewise
+    ) -> None:
+        """Take no event."""
+        raise OSError("the contract's sink takes nothing")
+
+
+class MoveTraffic:
+    """Requests that use chains of a small tree, promote, and let go tail first, as schedulers do."""
+
+    def __init__(self, manager: KvManager, seed: int) -> None:
+        self._manager = manager
+        self._rng = Random(seed)  # noqa: S311 - mock data
+        self._requests: list[list[Block]] = []
+
+    @property
+    def references(self) -> dict[Block, int]:
+        """What is in use, and by how many."""
+        counts: dict[Block, int] = {}
+        for request in self._requests:
+            for block in request:
+                counts[block] = counts.get(block, 0) + 1
+        return counts
+
+    def step(self) -> None:
+        """Do one move, or one that is not possible now and so none."""
+        rng, requests = self._rng, self._requests
+        kind = rng.choice(["use", "use", "promote", "free", "clear"])
+        if kind == "use":
+            chain = _path_to(rng.randint(1, 20))
+            blocks: list[Block] = (
+                [*chain, UUID(int=rng.getrandbits(128), version=4)] if rng.random() < 0.5 else [*chain]
+            )
+            served = self._manager.use(blocks)
+            if served:
+                requests.append(blocks[:served])
+        elif kind == "promote":
+            growing = [request for request in requests if len(request) > 1 and isinstance(request[-1], UUID)]
+            if growing:
+                request = rng.choice(growing)
+                parent, partial = request[-2:]
+                assert isinstance(parent, int) and isinstance(partial, UUID)
+                block = 2 * parent + rng.randint(0, 1)
+                self._manager.promote(partial, block, parent=parent)
+                request[-1] = block
+        elif kind == "free" and requests:
+            self._manager.deref(requests.pop(rng.randrange(len(requests)))[::-1])
+        elif kind == "clear":
+            self._manager.clear()
+
+
+def _path_to(block: int) -> list[int]:
+    """Block n stands below block n // 2, and 1 is the root of all."""
+    return [block >> shift for shift in range(block.bit_length() - 1, -1, -1)]
+
+
+# --------------------------------------------------------------------------------------------------- messages
+
+
+def said_by(events: EventLog) -> list[tuple[Any, ...]]:
+    """The events, a row a block: kind, block, and a Stored's parent."""
+    rows: list[tuple[Any, ...]] = []
+    for entry in events:
+        data = entry.event.event.data
+        if isinstance(data, Stored):
+            parents = (data.parent_hash, *data.block_hashes)
+            rows += [("Stored", block, parent) for block, parent in zip(data.block_hashes, parents, strict=False)]
+        elif isinstance(data, Removed):
+            rows += [("Removed", block) for block in data.block_hashes]
+        elif isinstance(data, Cleared):
+            rows.append(("Cleared",))
+    return rows
+
+
+def expect_said(events: EventLog, expected: Sequence[tuple[Any, ...]], after: str) -> None:
+    """Compare the events since the last time, a row a block; they are taken."""
+    __tracebackhide__ = True
+    said = said_by(events)
+    events.take()
+    assert list(expected) == said, f"after {after} it said {said or 'nothing'}; expected {list(expected) or 'nothing'}"
+
+
+def expect_served(manager: KvManager, blocks: Sequence[Block], expected: int) -> None:
+    """A Use is answered by so many leading blocks."""
+    __tracebackhide__ = True
+    served = manager.use(blocks)
+    assert expected == served, f"use({list(blocks)}) answered {served!r}; expected {expected}, for they fit"
+
+
+def expect_counts(manager: KvManager, *, active: int, references: int, inactive: int) -> None:
+    """The three counts, and the share in use."""
+    __tracebackhide__ = True
+    counts = (manager.num_active_blocks, manager.num_active_block_refs, manager.num_inactive_blocks)
+    assert (active, references, inactive) == counts, (
+        f"(num_active_blocks, num_active_block_refs, num_inactive_blocks) is {counts}; "
+        f"expected {(active, references, inactive)}"
+    )
+    share = active / manager.max_capacity
+    assert share == manager.active_perc, f"active_perc is {manager.active_perc}; expected {share}"
+
+
+def expect_references(manager: KvManager, expected: dict[Block, int]) -> None:
+    """What is in use, and by how many."""
+    __tracebackhide__ = True
+    held = dict(manager.active_blocks)
+    assert expected == held, f"active_blocks is {held}; expected {expected}"
+    for block, count in expected.items():
+        assert count == manager.references(block), (
+            f"references({block}) is {manager.references(block)}; active_blocks says {count}"
+        )
+
+
+def expect_resident(manager: KvManager, expected: Sequence[int] | set[int]) -> None:
+    """What is cached, in any order."""
+    __tracebackhide__ = True
+    resident = sorted(manager.resident())
+    assert sorted(expected) == resident, f"resident() is {resident}; expected {sorted(expected)}"
+
+
+def state_of(manager: KvManager) -> dict[str, Any]:
+    """All that a manager shows."""
+    return {
+        "active_blocks": dict(manager.active_blocks),
+        "inactive_blocks": manager.inactive_blocks(),
+        "resident": sorted(manager.resident()),
+        "num_active_blocks": manager.num_active_blocks,
+        "num_active_block_refs": manager.num_active_block_refs,
+        "num_inactive_blocks": manager.num_inactive_blocks,
+    }
+
+
+def expect_unchanged(manager: KvManager, before: dict[str, Any], by: str) -> None:
+    """All that shows is as it was (`state_of`)."""
+    __tracebackhide__ = True
+    after = state_of(manager)
+    changed = [f"{name} from {before[name]} to {after[name]}" for name in before if before[name] != after[name]]
+    assert not changed, f"{by} changed {', '.join(changed)}"

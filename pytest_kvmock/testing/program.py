@@ -1,0 +1,288 @@
+"""Traffic as a value: a program of requests that can be drawn, shrunk, printed and played again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal, TypeAlias
+
+from pytest_kvmock.engine.worker import OutOfBlocks, Request
+from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.tokens import Prompt
+
+
+class _Step:
+    """What the steps share: a repr that leaves out what is as it mostly is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        parts = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each step is a dataclass
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(repr(value) if field.name == "name" else f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Prefill(_Step):
+    """Admit a request.
+
+    Attributes:
+        name: how later steps call it.
+        blocks: its prompt, a small number for each block: a block of number 3 has nothing but the token 3. So prompts
+            share the blocks with which both begin.
+        tail: further tokens, of number 0.
+        worker: on which worker.
+    """
+
+    name: str
+    blocks: tuple[int, ...] = ()
+    tail: int = 0
+    worker: int = 0
+
+    def prompt(self, block_size: int) -> Prompt:
+        """The tokens."""
+        return Prompt([*(number for number in self.blocks for _ in range(block_size)), *[0] * self.tail])
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Decode(_Step):
+    """Generate tokens, one by one.
+
+    Attributes:
+        name: which request.
+        tokens: how many.
+        of: which token; blocks that fill up may so be blocks that another request has.
+    """
+
+    name: str
+    tokens: int = 1
+    of: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Finish(_Step):
+    """Let a request's blocks go."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Preempt(_Step):
+    """Let a request's blocks go, and keep what it has generated."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Resume(_Step):
+    """Give a preempted request blocks again."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Clear(_Step):
+    """Have a worker drop what is cached; nothing happens while it has requests."""
+
+    worker: int = 0
+
+
+Step: TypeAlias = Prefill | Decode | Finish | Preempt | Resume | Clear
+"""One step of a program."""
+
+
+class Program:
+    """Steps in order. Its repr is Python that makes it again, a line a step."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, *steps: Step) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.steps == other.steps
+
+    def __hash__(self) -> int:
+        return hash(self.steps)
+
+    def __repr__(self) -> str:
+        return "\n".join(["Program(", *(f"    {step!r}," for step in self.steps), ")"]) if self.steps else "Program()"
+
+
+class Player:
+    """Does the steps of programs on the workers of a harness.
+
+    Args:
+        harness: whose workers serve.
+
+    Attributes:
+        requests: the requests that were admitted, by the names that their Prefill gave them.
+    """
+
+    def __init__(self, harness: RouterHarness) -> None:
+        self._harness = harness
+        self.requests: dict[str, Request] = {}
+
+    def do(self, step: Step) -> None:
+        """Do one step.
+
+        What does not fit is refused, as by an engine, and no failure: the request is not there, or as it was. A step
+        that the request's state does not allow then is passed over.
+
+        Raises:
+            TypeError: it is no step.
+        """
+        try:
+            if isinstance(step, Prefill):
+                self.requests.pop(step.name, None)
+                worker = self._harness.worker(step.worker)
+                self.requests[step.name] = worker.prefill(step.prompt(self._harness.profile.block_size))
+            elif isinstance(step, Clear):
+                self._harness.worker(step.worker).clear()
+            elif isinstance(step, Decode):
+                if request := self._request(step, "running"):
+                    request.decode([step.of] * step.tokens)
+            elif isinstance(step, Finish):
+                if request := self._request(step, "running", "preempted"):
+                    request.finish()
+            elif isinstance(step, Preempt):
+                if request := self._request(step, "running"):
+                    request.preempt()
+            elif isinstance(step, Resume):
+                if request := self._request(step, "preempted"):
+                    request.resume()
+            else:
+                raise TypeError(f"a program has Prefill, Decode, Finish, Preempt, Resume and Clear, got {step!r:.80}")
+        except OutOfBlocks:
+            pass
+
+    def _request(self, step: Decode | Finish | Preempt | Resume, *allowed: str) -> Request | None:
+        request = self.requests.get(step.name)
+        return request if request is not None and request.status in allowed else None
+
+
+def play(harness: RouterHarness, program: Iterable[Step]) -> None:
+    """Play a program on the workers of a harness, and check the events after each step.
+
+    What does not fit is no failure (see `Player.do`).
+
+    Args:
+        harness: whose workers serve.
+        program: the steps; a `Program`, or any other series of them.
+
+    Raises:
+        KvEventsError: an error that was not expected, with a note that names the step after which it showed.
+        TypeError: something in the program is no step.
+    """
+    __tracebackhide__ = True
+    player = Player(harness)
+    for number, step in enumerate(program):
+        try:
+            player.do(step)
+            harness.events.check()
+        except Exception as error:
+            error.add_note(f"at step {number} of the program: {step!r}")
+            raise
+
+
+# ---------------------------------------------------------------------------------------------------- any traffic
+
+Kind: TypeAlias = Literal["prefill", "decode", "finish", "preempt", "resume", "clear"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A step before it is known which requests are open.
+
+    Attributes:
+        kind: what is done.
+        which: which of the requests that it may be done to, counted round.
+        worker: for a prefill or a clear, on which worker.
+        blocks: for a prefill, its blocks.
+        tokens: its tail, or what is decoded.
+        of: which token is decoded.
+    """
+
+    kind: Kind
+    which: int = 0
+    worker: int = 0
+    blocks: tuple[int, ...] = ()
+    tokens: int = 0
+    of: int = 0
+
+
+def resolve(drafts: Iterable[Draft]) -> Program:
+    """Make a program of drafts: requests get names, and steps that no request is there for are left out."""
+    running: list[str] = []
+    preempted: list[str] = []
+    steps: list[Step] = []
+    admitted = 0
+    for draft in drafts:
+        kind = draft.kind
+        if kind == "prefill":
+            name = f"r{admitted}"
+            admitted += 1
+            running.append(name)
+            steps.append(Prefill(name, draft.blocks, draft.tokens if draft.blocks else draft.tokens or 1, draft.worker))
+            continue
+        if kind == "clear":
+            steps.append(Clear(draft.worker))
+            continue
+        fitting = {"resume": preempted, "finish": running + preempted}.get(kind, running)
+        if not fitting:
+            continue
+        name = fitting[draft.which % len(fitting)]
+        if kind == "decode":
+            steps.append(Decode(name, draft.tokens or 1, draft.of))
+        elif kind == "finish":
+            (running if name in running else preempted).remove(name)
+            steps.append(Finish(name))
+        elif kind == "preempt":
+            running.remove(name)
+            preempted.append(name)
+            steps.append(Preempt(name))
+        else:
+            preempted.remove(name)
+            running.append(name)
+            steps.append(Resume(name))
+    return Program(*steps)
+
+
+def random_traffic(
+    seed: int, steps: int = 60, *, workers: int = 1, most_blocks: int = 5, numbers: int = 3, most_tokens: int = 9
+) -> Program:
+    """Traffic by a seed, without Hypothesis: the same program for the same arguments.
+
+    Args:
+        seed: which one.
+        steps: how many drafts; some come to nothing.
+        workers: on how many workers.
+        most_blocks: blocks of the longest prompt.
+        numbers: how many different blocks there are; the fewer, the more is shared.
+        most_tokens: tokens of the longest tail, and of the longest decode.
+    """
+    rng = Random(seed)  # noqa: S311 - mock data
+    weighted: Sequence[Kind] = (*("prefill",) * 4, *("decode",) * 3, *("finish",) * 3, "preempt", "resume", "clear")
+
+    def draft() -> Draft:
+        return Draft(
+            rng.choice(weighted),
+            rng.randrange(8),
+            rng.randrange(workers),
+            tuple(rng.randrange(numbers) for _ in range(rng.randint(0, most_blocks))),
+            rng.randint(0, most_tokens),
+            rng.randrange(numbers),
+        )
+
+    return resolve(draft() for _ in range(steps))

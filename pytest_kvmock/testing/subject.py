@@ -1,0 +1,137 @@
+"""What a contract is applied to: that it is what it says, and how a world is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
+
+import pytest
+
+from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
+from pytest_kvmock.cache.manager import KvManager
+from pytest_kvmock.harness.router_harness import RouterHarness
+
+if TYPE_CHECKING:
+    from pytest_kvmock.sinks import Sink
+
+T = TypeVar("T")
+
+
+def refuse(contract: object, why: str) -> NoReturn:
+    """Fail the test, in one line: a contract is applied to something that is not what it says."""
+    __tracebackhide__ = True
+    pytest.fail(f"{type(contract).__name__}: {why}", pytrace=False)
+
+
+def check_offers(contract: object, subject: object, protocol: type, made_by: str) -> None:
+    """Fail the test unless an object has what a protocol names.
+
+    Args:
+        contract: whose test it is.
+        subject: the object.
+        protocol: what it must be.
+        made_by: who made it, for the message.
+    """
+    __tracebackhide__ = True
+    if isinstance(subject, type):
+        refuse(contract, f"{made_by} gave the class {subject.__name__}; it must be an object, {subject.__name__}()")
+    members = [*protocol.__annotations__, *vars(protocol)]
+    missing = [name for name in dict.fromkeys(members) if not name.startswith("_") and not hasattr(subject, name)]
+    if missing:
+        names = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
+        what = f"{subject!r:.80} ({type(subject).__name__})"
+        refuse(contract, f"{made_by} gave {what}, which is no {protocol.__name__}: it has no {names}")
+
+
+def call_with(contract: object, make: Callable[..., T], argument: int) -> T:
+    """Call a `make_...` of a contract, with the argument if it takes one."""
+    __tracebackhide__ = True
+    parameters = inspect.signature(make).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(needed) > 1:
+        name = getattr(make, "__name__", repr(make))
+        refuse(contract, f"{name} takes {len(needed)} arguments; it takes none or one besides self")
+    return make(argument) if needed else make()
+
+
+class OverBackend:
+    """What the contracts of managers and workers share: the backend that they are about.
+
+    A subclass sets `backend`, or defines `make_manager`.
+
+    Attributes:
+        backend: name of a backend, or a `BackendSpec`.
+        block_size: tokens a block in the contract's worlds.
+        prefix_closed: for a `make_manager`: as in `BackendSpec`, which says it for a `backend`.
+        residency: likewise.
+    """
+
+    backend: ClassVar[str | BackendSpec | None] = None
+    block_size: ClassVar[int] = 4
+    prefix_closed: ClassVar[bool] = True
+    residency: ClassVar[Literal["unique", "counted"]] = "unique"
+
+    def make_manager(self, num_blocks: int, block_size: int, sink: Sink | None) -> KvManager:  # noqa: ARG002
+        """Make a block manager, where there is no backend of it yet; to be defined by a subclass.
+
+        Args:
+            num_blocks: capacity in blocks.
+            block_size: tokens a block.
+            sink: who hears its events; None for nobody.
+        """
+        __tracebackhide__ = True
+        refuse(
+            self, 'set backend = "name" (or a BackendSpec), or define make_manager(self, num_blocks, block_size, sink)'
+        )
+
+    def spec(self) -> BackendSpec:
+        """The backend under contract, whose managers are checked when they are made."""
+        __tracebackhide__ = True
+        spec = self._given()
+
+        def make(*, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> KvManager:
+            __tracebackhide__ = True
+            manager = spec.make(num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
+            check_offers(self, manager, KvManager, "make_manager" if self.backend is None else f"backend {spec.name!r}")
+            return manager
+
+        return dataclasses.replace(spec, make=make)
+
+    def _given(self) -> BackendSpec:
+        __tracebackhide__ = True
+        if isinstance(self.backend, BackendSpec):
+            return self.backend
+        if isinstance(self.backend, str):
+            try:
+                return backend_spec(self.backend)
+            except ValueError as error:
+                unknown = str(error)
+            refuse(self, unknown)
+        if self.backend is not None:
+            refuse(self, f"backend must be the name of a backend or a BackendSpec, got {self.backend!r:.80}")
+        probe = self.make_manager(8, self.block_size, None)
+        check_offers(self, probe, KvManager, "make_manager")
+
+        def make(*, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> KvManager:  # noqa: ARG001
+            return self.make_manager(num_blocks, block_size, sink)
+
+        wrong = None
+        try:
+            return BackendSpec(probe.backend, type(self).__name__, make, self.residency, self.prefix_closed)
+        except ValueError as error:
+            wrong = str(error)
+        refuse(self, wrong)
+
+    def make_harness(self, num_blocks: int = 8, *, workers: int = 1, **fields: Any) -> RouterHarness:
+        """A world of this backend: a `RouterHarness` whose workers have it.
+
+        Args:
+            num_blocks: capacity of each worker in blocks.
+            workers: how many there are.
+            fields: further fields of its `EngineProfile`.
+        """
+        __tracebackhide__ = True
+        sizes = {"block_size": self.block_size, "num_blocks": num_blocks, "workers": workers}
+        return RouterHarness(EngineProfile(**{**sizes, **fields}), self.spec())

@@ -1,0 +1,114 @@
+"""An index under contract: it is told what engines say, in prompts of letters, and asked."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from inspect import isawaitable
+from typing import Any
+
+from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, UnreadableAnswer, WorkerScores, agree, question
+from pytest_kvmock.tokens import Prompt
+
+
+def prompt_of(letters: str, block_size: int, tail: int = 0) -> Prompt:
+    """A prompt with a block for each letter, whose tokens are all that letter's; and some tokens more."""
+    return Prompt([*(ord(letter) for letter in letters for _ in range(block_size)), *[0] * tail])
+
+
+class ToldIndex:
+    """Tells an index of blocks, asks it, and remembers what it was told, for the messages.
+
+    A block is named by the letters from the root to it: "abc" is block c below b below a. Hashes are Dynamo's, and the
+    tokens travel beside the events.
+
+    Args:
+        index: what is under contract.
+        block_size: tokens a block.
+        wait: waits for what an async index answers.
+    """
+
+    def __init__(self, index: IndexUnderTest, block_size: int, wait: Callable[[Awaitable[Any]], Any]) -> None:
+        self.index = index
+        self._size = block_size
+        self._wait = wait
+        self._ids: dict[tuple[int, int], int] = {}
+        self._told: list[str] = []
+
+    def store(self, letters: str, worker: int = 0, *, after: str = "", rank: int = 0) -> None:
+        """Tell of a Stored: the blocks of these letters, after those of `after`."""
+        prompt = prompt_of(after + letters, self._size)
+        start = len(after)
+        local, blocks = prompt.block_hashes(self._size), prompt.sequence_hashes(self._size)
+        tokens = [[ord(letter)] * self._size for letter in letters]
+        data = Stored(blocks[start - 1] if start else None, tuple(blocks[start:]), tuple(local[start:]))
+        self._tell(worker, rank, data, f"stored {letters}" + (f" after {after}" if after else ""), tokens)
+
+    def remove(self, *chains: str, worker: int = 0, rank: int = 0) -> None:
+        """Tell of a Removed: the last block of each chain."""
+        blocks = tuple(prompt_of(chain, self._size).sequence_hashes(self._size)[-1] for chain in chains)
+        self._tell(worker, rank, Removed(blocks), f"removed the last block of {', '.join(chains)}")
+
+    def clear(self, worker: int = 0, *, rank: int = 0) -> None:
+        """Tell of a Cleared."""
+        self._tell(worker, rank, Cleared(), "cleared all")
+
+    def gone(self, worker: int) -> None:
+        """Tell that a worker is gone, where the index can be told."""
+        if self.index.remove_worker is not None:
+            self._do(self.index.remove_worker, worker)
+            self._told.append(f"worker {worker} is gone")
+
+    def _tell(self, worker: int, rank: int, data: EventData, what: str, tokens: list[list[int]] | None = None) -> None:
+        __tracebackhide__ = True
+        event_id = self._ids.get((worker, rank), 0)
+        self._ids[worker, rank] = event_id + 1
+        event = RouterEvent(worker, KvCacheEvent(event_id, data, rank), token_ids=tokens)
+        self._told.append(f"worker {worker}{f' rank {rank}' if rank else ''} {what}")
+        try:
+            self._do(self.index.apply, event)
+        except Exception as error:
+            raise AssertionError(f"apply raised {type(error).__name__}: {error}\n{self._story()}") from error
+
+    def expect(self, letters: str, expected: dict[tuple[int, int], int] | dict[int, int], *, tail: int = 0) -> None:
+        """Ask for a prompt of these letters, and compare the answer.
+
+        Args:
+            letters: the blocks.
+            expected: leading blocks by worker (of rank 0), or by (worker, rank).
+            tail: tokens after the blocks.
+        """
+        __tracebackhide__ = True
+        due: Scores = {key if isinstance(key, tuple) else (key, 0): blocks for key, blocks in expected.items()}
+        answer = self.ask(letters, tail=tail)
+        assert agree(answer, due), (
+            f"asked for {letters[:40] or 'an empty prompt'}: expected {expected}, the index answered {answer}\n{self._story()}"
+        )
+
+    def ask(self, letters: str, *, tail: int = 0) -> Scores | WorkerScores:
+        """What the index answers for a prompt of these letters, zeros dropped."""
+        __tracebackhide__ = True
+        under_test = self.index
+        prompt = prompt_of(letters, self._size, tail)
+        asked = question(list(prompt.block_hashes(self._size)), prompt.tokens, takes_tokens=under_test.takes_tokens)
+        if under_test.flush is not None:
+            self._do(under_test.flush)
+        try:
+            return under_test.read(self._do(under_test.ask, asked))
+        except UnreadableAnswer as error:
+            raise AssertionError(f"{error}\n{self._story()}") from error
+        except Exception as error:
+            raise AssertionError(
+                f"{under_test.asked} raised {type(error).__name__}: {error}\n{self._story()}"
+            ) from error
+
+    def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        __tracebackhide__ = True
+        answer = call(*arguments)
+        return self._wait(answer) if isawaitable(answer) else answer
+
+    def _story(self) -> str:
+        """What it was told: the last of it."""
+        shown = [line if len(line) <= 100 else line[:97] + "..." for line in self._told[-12:]]
+        more = [f"  ... {len(self._told) - 12} events before"] if len(self._told) > 12 else []
+        return "\n".join(["it was told, in this order:", *more, *(f"  {line}" for line in shown)])

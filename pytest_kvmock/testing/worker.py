@@ -1,0 +1,379 @@
+"""What every engine promises that serves requests, as tests that the tests of a backend inherit."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
+from pytest_kvmock.testing.subject import OverBackend
+from pytest_kvmock.testing.world import World
+from pytest_kvmock.tokens import Prompt
+
+
+class WorkerContract(OverBackend):
+    """Tests that hold for every backend, seen through a `KvWorker`: it thinks in requests, not in moves.
+
+    A subclass says which one::
+
+        class TestMine(WorkerContract):
+            backend = "lru"
+
+    A router hears the worker, and after each call its events are judged and compared with what the engine holds.
+
+    Attributes:
+        recomputes_last_token: whether an engine computes the last token of a prompt even when it is cached (vLLM), so
+            that of a prompt of whole blocks the last one is not reused.
+    """
+
+    recomputes_last_token: ClassVar[bool] = False
+
+    def _start(self, num_blocks: int = 16, **fields: Any) -> World:
+        __tracebackhide__ = True
+        return World(self.make_harness(num_blocks, **fields))
+
+    # ------------------------------------------------------------------------------------- what is cached
+
+    def test_a_new_worker_has_nothing(self) -> None:
+        """No request, no block, no event."""
+        world = self._start()
+        world.expect_cached(world.harness.prompt(3), 0)
+        world.expect_idle(resident=0)
+        assert [] == world.worker.requests, f"a new worker has the requests {world.worker.requests}"
+        assert 0 == world.harness.events.total, f"a new worker has said {list(world.harness.events)}"
+
+    def test_what_was_served_is_cached(self) -> None:
+        """The whole blocks of a prompt; what is not a whole block is not."""
+        world = self._start()
+        prompt = world.harness.prompt(3, tail=1)
+        world.do(world.worker.serve, prompt)
+        world.expect_cached(prompt, 3)
+        world.expect_idle(resident=3)
+
+    def test_a_prompt_is_cached_as_far_as_it_agrees(self) -> None:
+        """And no further, though later blocks may be alike."""
+        world = self._start()
+        prompt = world.harness.prompt(4)
+        world.do(world.worker.serve, prompt)
+        world.expect_cached(_other_from(prompt, 2 * self.block_size), 2)
+        world.expect_cached(_other_from(prompt, 2 * self.block_size + 1), 2)
+        world.expect_cached(_other_from(prompt, 0), 0)
+
+    def test_a_prompt_that_is_cached_whole_is_reused(self) -> None:
+        """All of it, or all but the block of its last token, where the engine computes that again."""
+        world = self._start()
+        prompt = world.harness.prompt(3)
+        world.do(world.worker.serve, prompt)
+        expected = (3 - self.recomputes_last_token) * self.block_size
+        found = world.do(world.worker.cached_tokens, prompt)
+        assert expected == found, (
+            f"of a prompt of 3 blocks that was served, {found} tokens are cached; expected {expected}"
+        )
+        served = world.do(world.worker.serve, prompt)
+        assert expected == served.cached_tokens, f"served again, it found {served.cached_tokens} tokens, not {expected}"
+
+    def test_a_request_says_what_was_cached_when_it_came(self) -> None:
+        """As a look just before it did."""
+        world = self._start()
+        first = world.harness.prompt(2)
+        longer = world.harness.prompt(2, after=first, tail=1)
+        world.do(world.worker.serve, first)
+        looked = world.do(world.worker.cached_tokens, longer)
+        request = world.do(world.worker.prefill, longer)
+        assert 2 * self.block_size == looked == request.cached_tokens, (
+            f"of 4 blocks 2 were cached: a look found {looked} tokens, the request {request.cached_tokens}"
+        )
+
+    def test_what_was_decoded_is_a_prefix_of_the_next_turn(self) -> None:
+        """The whole blocks of prompt and output."""
+        world = self._start()
+        prompt = world.harness.prompt(2)
+        output = world.harness.prompt(2, tail=1).tokens or ()
+        request = world.do(world.worker.prefill, prompt)
+        world.do(request.decode, output)
+        world.do(request.finish)
+        world.expect_cached(Prompt((*(prompt.tokens or ()), *output)), 4)
+
+    def test_a_prompt_of_hashes_is_served(self) -> None:
+        """As traces have them; no tokens travel with its events."""
+        world = self._start()
+        prompt = Prompt(hashes=[11, 12, 13], num_tokens=3 * self.block_size + 1)
+        world.do(world.worker.serve, prompt)
+        found = world.do(world.worker.cached_tokens, prompt)
+        assert 3 * self.block_size == found, f"of a served prompt of 3 block hashes {found} tokens are cached"
+        assert {0: 3} == world.harness.overlap(prompt), (
+            f"the router knows {world.harness.overlap(prompt)}, not {{0: 3}}"
+        )
+
+    def test_serve_answers_what_was_cached_and_what_became_so(self) -> None:
+        """Its answer's blocks are there."""
+        world = self._start()
+        first = world.harness.prompt(2)
+        world.do(world.worker.serve, first)
+        served = world.do(world.worker.serve, world.harness.prompt(2, after=first, tail=1))
+        assert 2 * self.block_size == served.cached_tokens, f"2 of 4 blocks were cached; serve answered {served}"
+        resident = set(world.worker.manager.resident())
+        assert 2 == len(served.stored_blocks) and resident.issuperset(served.stored_blocks), (
+            f"2 blocks became cached; serve answered {served}, and resident are {sorted(resident)}"
+        )
+
+    def test_a_look_touches_nothing(self) -> None:
+        """Neither blocks nor their turn to be evicted."""
+        world = self._start()
+        first, second = world.harness.prompt(3), world.harness.prompt(3)
+        for prompt in (first, second):
+            world.do(world.worker.serve, prompt)
+        before = world.state(), world.worker.manager.inactive_blocks()
+        for prompt in (second, first, world.harness.prompt(5)):  # first to last it would not show
+            world.do(world.worker.cached_tokens, prompt)
+        after = world.state(), world.worker.manager.inactive_blocks()
+        assert before == after, f"cached_tokens changed {before} to {after}"
+
+    def test_chunks_make_no_difference_to_what_is_cached(self) -> None:
+        """Prefilled at once or in pieces."""
+        for chunk in (1, self.block_size - 1, 2 * self.block_size):
+            world = self._start(chunk=chunk)
+            prompt = world.harness.prompt(3, tail=1)
+            world.do(world.worker.serve, prompt)
+            world.expect_cached(prompt, 3)
+            world.expect_idle(resident=3)
+
+    # ---------------------------------------------------------------------------------------- what is held
+
+    def test_requests_that_agree_share_their_blocks(self) -> None:
+        """A prefix in use is held once."""
+        world = self._start()
+        shared = world.harness.prompt(4)
+        for _ in range(2):
+            world.do(world.worker.prefill, world.harness.prompt(0, after=shared, tail=1))
+        active = world.worker.manager.num_active_blocks
+        assert active <= 6, f"two requests share 4 blocks and have 1 of their own each; {active} blocks are in use"
+
+    def test_a_finished_request_lets_its_blocks_go(self) -> None:
+        """They stay cached, and nobody is told that they are idle."""
+        world = self._start()
+        request = world.do(world.worker.prefill, world.harness.prompt(3, tail=1))
+        assert world.worker.manager.num_active_blocks >= 4, (
+            f"a request of 3 blocks and a token has {world.worker.manager.num_active_blocks} blocks in use"
+        )
+        world.do(request.finish)
+        assert "finished" == request.status, f"after finish() a request is {request.status}"
+        world.expect_idle(resident=3)
+
+    def test_open_requests_are_listed(self) -> None:
+        """The oldest first, until they finish; a preempted one too."""
+        world = self._start()
+        first, second, third = (world.do(world.worker.prefill, world.harness.prompt(1)) for _ in range(3))
+        world.do(second.preempt)
+        world.do(first.finish)
+        assert [second, third] == world.worker.requests, f"open are {world.worker.requests}; not {[second, third]}"
+
+    def test_a_request_finishes_when_its_with_block_is_left(self) -> None:
+        """Also when it is left by an exception."""
+        world = self._start()
+        with suppress(KeyError), world.do(world.worker.prefill, world.harness.prompt(2)) as request:
+            raise KeyError
+        assert "finished" == request.status, f"its with block was left, and the request is {request.status}"
+        world.expect_idle(resident=2)
+
+    def test_what_a_requests_state_does_not_allow_is_refused(self) -> None:
+        """With a RequestError, and nothing changes."""
+        world = self._start()
+        running, preempted, finished = (world.do(world.worker.prefill, world.harness.prompt(1)) for _ in range(3))
+        world.do(preempted.preempt)
+        world.do(finished.finish)
+        before = world.state()
+        wrong = (running.resume, preempted.preempt, preempted.decode)
+        for call in (*wrong, finished.finish, finished.decode, finished.preempt, finished.resume):
+            world.expect_refused(RequestError, call)
+            world.expect_state(before, f"{call.__name__}() of a request whose state does not allow it")
+
+    def test_a_worker_in_use_is_not_cleared(self) -> None:
+        """False, and no event."""
+        world = self._start()
+        prompt = world.harness.prompt(2)
+        world.do(world.worker.serve, prompt)
+        world.do(world.worker.prefill, world.harness.prompt(1))
+        before = world.state()
+        assert not world.do(world.worker.clear), "clear() answered True while a request was open"
+        world.expect_state(before, "a clear() that was refused")
+
+    def test_clear_drops_all_that_is_cached(self) -> None:
+        """And the router knows."""
+        world = self._start()
+        prompt = world.harness.prompt(3)
+        world.do(world.worker.serve, prompt)
+        assert world.do(world.worker.clear), "clear() of an idle worker was refused"
+        world.expect_cached(prompt, 0)
+        world.expect_idle(resident=0)
+        world.do(world.worker.serve, prompt)
+        world.expect_cached(prompt, 3)
+
+    # -------------------------------------------------------------------------------------- what does not fit
+
+    def test_a_full_worker_makes_room(self) -> None:
+        """What was served last is there, and there is never more than fits."""
+        world = self._start(8)
+        for _ in range(8):
+            prompt = world.harness.prompt(3)
+            world.do(world.worker.serve, prompt)
+            world.expect_cached(prompt, 3)
+            resident = len(world.worker.manager.resident())
+            assert resident <= 8, f"{resident} blocks are resident in a worker of 8"
+
+    def test_what_is_in_use_is_not_evicted(self) -> None:
+        """However much is served beside it."""
+        world = self._start()
+        prompt = world.harness.prompt(6)
+        request = world.do(world.worker.prefill, prompt)
+        for _ in range(8):
+            world.do(world.worker.serve, world.harness.prompt(5))
+        world.expect_cached(prompt, 6)
+        world.do(request.finish)
+
+    def test_a_prompt_that_does_not_fit_is_refused_and_changes_nothing(self) -> None:
+        """With OutOfBlocks, whether it could ever fit or only not now."""
+        world = self._start()
+        world.do(world.worker.serve, world.harness.prompt(2))
+        world.do(world.worker.prefill, world.harness.prompt(8))
+        for blocks in (17, 10):
+            before = world.state()
+            world.expect_refused(OutOfBlocks, world.worker.prefill, world.harness.prompt(blocks))
+            world.expect_state(before, f"a prefill of {blocks} blocks, which did not fit,")
+
+    def test_a_decode_that_does_not_fit_generates_nothing(self) -> None:
+        """Not even the tokens that would have fitted."""
+        world = self._start(8)
+        request = world.do(world.worker.prefill, world.harness.prompt(4))
+        before = world.state()
+        world.expect_refused(OutOfBlocks, request.decode, 8 * self.block_size)
+        world.expect_state(before, "a decode that did not fit")
+        world.do(request.decode, self.block_size)
+        world.do(request.finish)
+
+    def test_output_that_does_not_fit_lets_the_prompt_go(self) -> None:
+        """`serve` leaves no request behind."""
+        world = self._start(8)
+        world.expect_refused(OutOfBlocks, world.worker.serve, world.harness.prompt(4), 8 * self.block_size)
+        world.expect_idle()
+        assert [] == world.worker.requests, f"serve was refused, and left {world.worker.requests}"
+
+    # ------------------------------------------------------------------------------------------- preempted
+
+    def test_a_preempted_request_gives_its_room_back(self) -> None:
+        """Another one fits there."""
+        world = self._start(8)
+        request = world.do(world.worker.prefill, world.harness.prompt(5))
+        world.do(request.preempt)
+        assert "preempted" == request.status, f"after preempt() a request is {request.status}"
+        world.expect_idle()
+        other = world.do(world.worker.prefill, world.harness.prompt(5))
+        assert "running" == other.status, f"a request that was just admitted is {other.status}"
+
+    def test_a_resumed_request_goes_on_with_its_tokens(self) -> None:
+        """What it generated is not lost."""
+        world = self._start()
+        prompt = world.harness.prompt(2)
+        output = world.harness.prompt(2, tail=1).tokens or ()
+        request = world.do(world.worker.prefill, prompt)
+        world.do(request.decode, output[:3])
+        for _ in range(2):
+            world.do(request.preempt)
+            world.do(request.resume)
+        assert 2 * self.block_size + 3 == len(request), f"2 blocks and 3 tokens were kept as {len(request)} tokens"
+        world.do(request.decode, output[3:])
+        world.do(request.finish)
+        world.expect_cached(Prompt((*(prompt.tokens or ()), *output)), 4)
+
+    def test_a_resume_that_does_not_fit_leaves_it_preempted(self) -> None:
+        """It may be tried again."""
+        world = self._start(8)
+        request = world.do(world.worker.prefill, world.harness.prompt(5))
+        world.do(request.preempt)
+        other = world.do(world.worker.prefill, world.harness.prompt(5))
+        before = world.state()
+        world.expect_refused(OutOfBlocks, request.resume)
+        world.expect_state(before, "a resume that did not fit")
+        world.do(other.finish)
+        world.do(request.resume)
+        assert "running" == request.status, f"a request that was resumed is {request.status}"
+
+    # -------------------------------------------------------------------------------- what the router hears
+
+    def test_the_router_learns_what_is_cached(self) -> None:
+        """As much as the worker itself finds, also when some was evicted."""
+        world = self._start(8)
+        prompt = world.harness.prompt(4)
+        world.do(world.worker.serve, prompt)
+        known = world.harness.overlap(prompt)
+        assert {0: 4} == known, f"4 blocks were served by worker 0; the router knows {known}"
+        for _ in range(4):
+            world.do(world.worker.serve, world.harness.prompt(2))
+            cached = world.do(world.worker.cached_tokens, world.harness.prompt(0, after=prompt, tail=1))
+            expected = {0: cached // self.block_size} if cached else {}
+            known = world.harness.overlap(prompt)
+            assert expected == known, f"the worker finds {cached} tokens of a prompt; the router knows {known}"
+
+    def test_workers_share_nothing(self) -> None:
+        """And the router tells them apart."""
+        world = self._start(workers=2)
+        prompt = world.harness.prompt(3)
+        world.do(world.worker.serve, prompt)
+        other = world.harness.worker(1)
+        assert 0 == other.cached_tokens(prompt), f"worker 0 served; worker 1 finds {other.cached_tokens(prompt)} tokens"
+        world.do(other.serve, _other_from(prompt, self.block_size))
+        known = world.harness.overlap(prompt)
+        assert {0: 3, 1: 1} == known, f"worker 0 has 3 blocks of a prompt and worker 1 one; the router knows {known}"
+
+    def test_a_restart_begins_anew(self) -> None:
+        """Requests are lost, nothing is cached, and event ids count from 0."""
+        world = self._start()
+        prompt = world.harness.prompt(3)
+        request = world.do(world.worker.prefill, prompt)
+        world.do(world.worker.restart, announced=True)
+        assert "lost" == request.status, f"its worker restarted, and a request is {request.status}"
+        world.expect_cached(prompt, 0)
+        world.expect_idle(resident=0)
+        world.harness.events.clear()
+        world.do(world.worker.serve, prompt)
+        ids = [entry.event.event.event_id for entry in world.harness.events]
+        assert list(range(len(ids))) == ids and ids, f"after a restart the event ids are {ids}"
+
+    def test_without_prefix_caching_nothing_is_said_or_found(self) -> None:
+        """Each request is by itself."""
+        world = self._start(prefix_caching=False)
+        prompt = world.harness.prompt(3)
+        for _ in range(2):
+            world.do(world.worker.serve, prompt, self.block_size + 1)
+            found = world.do(world.worker.cached_tokens, prompt)
+            assert 0 == found, f"without prefix caching {found} tokens are cached"
+        assert 0 == world.harness.events.total, f"without prefix caching it said {list(world.harness.events)}"
+
+    def test_the_same_requests_give_the_same_events(self) -> None:
+        """Nothing random decides but the seed."""
+        streams = []
+        for _ in range(2):
+            world = self._start(8)
+            world.do(world.worker.serve, world.harness.prompt(1), 9)
+            world.play(seed=1)
+            streams.append([entry.event for entry in world.harness.events])
+        assert streams[0] == streams[1], "the same requests on two workers of one seed gave different events"
+
+    def test_any_traffic_stays_in_sync_at_every_step(self) -> None:
+        """Requests of all kinds on two workers; when all have finished, no block is in use."""
+        for seed in range(4):
+            world = self._start(8, workers=2, chunk=3 if seed % 2 else None)
+            world.play(seed, workers=2)
+            for worker in world.harness.workers.values():
+                for request in list(worker.requests):
+                    world.do(request.finish)
+                active = worker.manager.num_active_blocks
+                assert 0 == active, f"all requests have finished, and {active} blocks of {worker} are in use"
+
+
+def _other_from(prompt: Prompt, position: int) -> Prompt:
+    """The same prompt, but for the token at a position."""
+    assert prompt.tokens is not None
+    tokens = list(prompt.tokens)
+    tokens[position] += 1
+    return Prompt(tokens)

@@ -1,0 +1,91 @@
+"""A worker under contract in its world: calls, what is heard of them, and what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.testing.program import Player, random_traffic
+from pytest_kvmock.tokens import Prompt
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class World:
+    """A harness whose worker 0 is under contract; what it says is checked after each call."""
+
+    def __init__(self, harness: RouterHarness) -> None:
+        self.harness = harness
+
+    @property
+    def worker(self) -> KvWorker:
+        """The worker under contract."""
+        return self.harness.worker(0)
+
+    def do(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call, and check the events."""
+        __tracebackhide__ = True
+        answer = call(*args, **kwargs)
+        self.harness.events.check()
+        return answer
+
+    def play(self, seed: int, workers: int = 1) -> None:
+        """Any traffic, checked after each step."""
+        __tracebackhide__ = True
+        player = Player(self.harness)
+        for step in random_traffic(seed, 80, workers=workers):
+            self.do(player.do, step)
+
+    def state(self) -> dict[str, Any]:
+        """What the worker shows, and what was heard of it."""
+        worker = self.worker
+        manager = worker.manager
+        return {
+            "requests": [(len(request), request.status) for request in worker.requests],
+            "resident": sorted(manager.resident()),
+            "num_active_blocks": manager.num_active_blocks,
+            "num_active_block_refs": manager.num_active_block_refs,
+            "num_inactive_blocks": manager.num_inactive_blocks,
+            "events": self.harness.events.total,
+        }
+
+    def expect_state(self, before: dict[str, Any], by: str) -> None:
+        """Nothing that shows has changed."""
+        __tracebackhide__ = True
+        after = self.state()
+        changed = [f"{name} from {before[name]} to {after[name]}" for name in before if before[name] != after[name]]
+        assert not changed, f"{by} changed {', '.join(changed)}"
+
+    def expect_refused(self, error: type[Exception], call: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """The call raises this, and the events stay sound."""
+        __tracebackhide__ = True
+        name = getattr(call, "__name__", repr(call))
+        try:
+            answer = self.do(call, *args, **kwargs)
+        except error:
+            self.harness.events.check()
+        else:
+            raise AssertionError(f"{name}{args} answered {answer!r}; expected {error.__name__}")
+
+    def expect_cached(self, prompt: Prompt, blocks: int) -> None:
+        """So many leading blocks of a prompt are reused by a longer one, which has its last token elsewhere."""
+        __tracebackhide__ = True
+        size = self.harness.profile.block_size
+        found = self.do(self.worker.cached_tokens, self.harness.prompt(0, after=prompt, tail=1))
+        assert blocks * size == found, (
+            f"{found} tokens of a prompt are cached; expected {blocks} blocks, {blocks * size} tokens"
+        )
+
+    def expect_idle(self, resident: int | None = None) -> None:
+        """No block is in use; so many are cached."""
+        __tracebackhide__ = True
+        manager = self.worker.manager
+        active = (manager.num_active_blocks, manager.num_active_block_refs)
+        assert (0, 0) == active, f"no request has blocks; (num_active_blocks, num_active_block_refs) is {active}"
+        cached = (len(manager.resident()), manager.num_inactive_blocks)
+        assert resident is None or (resident, resident) == cached, (
+            f"{resident} blocks are cached; (resident, num_inactive_blocks) is {cached}"
+        )

@@ -1,0 +1,92 @@
+"""Whole request traces through a worker, beside what was recorded of Dynamo with the same traces."""
+
+import gzip
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from pytest_kvmock import create_manager
+from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.events import Removed, Stored
+from pytest_kvmock.tokens import sequence_hashes
+from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
+
+BUDGET = 8192  # tokens that Dynamo's mock scheduler prefills in one pass
+
+# run_mocker_trace_replay of ai-dynamo-runtime 1.3.1 with MockEngineArgs(block_size=512, num_gpu_blocks=...),
+# trace_block_size=512 and replay_concurrency=1: reused_input_tokens of each request, in blocks. 1.2.1 reports no more
+# than the share of the whole trace.
+RECORDED = Path(__file__).parents[1] / "data" / "dynamo_reused_blocks.json.gz"
+RUNS = (("conversation", 2_000), ("conversation", 32_000), ("synthetic", 32_000))
+
+
+def new_worker(backend, num_blocks, *, chunk=None, sink=None):
+    def make_manager(outlet):
+        return create_manager(backend, num_blocks=num_blocks, block_size=MOONCAKE_BLOCK_SIZE, sink=outlet)
+
+    return KvWorker(make_manager, chunk=chunk, sink=sink, rng=Random(0))
+
+
+@pytest.fixture
+def read_trace(traces_dir):
+    return lambda name: read_mooncake(traces_dir / f"mooncake_{name}_trace.jsonl")
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    runs = json.loads(gzip.decompress(RECORDED.read_bytes()))["runs"]
+    return {(run["trace"], run["num_blocks"]): run for run in runs}
+
+
+# Prompts of num_tokens, in chunks of the budget, with a partial block at the end that the output fills up: it is
+# published, and cached, as blocks of a real engine are.
+@pytest.mark.parametrize(("trace", "num_blocks"), RUNS)
+def test_lineage_reuses_the_blocks_that_dynamo_reuses_request_by_request(read_trace, recorded, trace, num_blocks):
+    run = recorded[f"mooncake_{trace}_trace.jsonl", num_blocks]
+    worker = new_worker("lineage", num_blocks, chunk=BUDGET)
+    reused, asked = [], 0
+    for request in read_trace(trace):
+        served = worker.serve(request.prompt(), request.output_length)
+        reused.append(served.cached_tokens / MOONCAKE_BLOCK_SIZE)
+        asked += request.input_length
+    assert run["reused_blocks"] == reused
+    assert run["ratio_of_1.2.1"] == sum(reused) * MOONCAKE_BLOCK_SIZE / asked
+
+
+def test_every_recorded_run_is_played(recorded):
+    assert {(f"mooncake_{trace}_trace.jsonl", num_blocks) for trace, num_blocks in RUNS} == set(recorded)
+
+
+class StoredAndRemoved:
+    """Keeps each Stored that is followed at once by a Removed of some of its blocks: one Use evicted and stored them."""
+
+    def __init__(self):
+        self.before = None
+        self.pairs = []
+
+    def publish(self, event, storage_tier, token_ids):
+        stored, self.before = self.before, event.data
+        if isinstance(stored, Stored) and isinstance(event.data, Removed):
+            again = set(stored.block_hashes) & set(event.data.block_hashes)
+            if again:
+                self.pairs.append((stored, event.data, again))
+
+
+# As the real manager was recorded (tests/cache/test_recordings.py has the digest of its whole stream): every id of the
+# trace is a whole block, one request at a time. README, "Holes under `multi_lru`", says how it comes to this.
+def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(read_trace):
+    heard = StoredAndRemoved()
+    worker = new_worker("multi_lru", 32_000, sink=heard)
+    cases = []
+    for number, request in enumerate(read_trace("conversation")):
+        worker.serve(request.prompt(whole_blocks=True))
+        cases += [(number, sequence_hashes(request.hash_ids), *pair) for pair in heard.pairs]
+        heard.pairs.clear()
+    ((number, chain, stored, removed, again),) = cases
+    assert (2408, 131) == (number, len(chain))
+    assert (99, 99, 24) == (len(stored.block_hashes), len(removed.block_hashes), len(again))
+    assert {57, 58, 63, 64, 95} < {chain.index(block) for block in again}
+    # And it hangs the blocks that it stores below a later one of their own chain: the last that was still cached.
+    assert (1, 54) == (chain.index(stored.block_hashes[0]), chain.index(stored.parent_hash))

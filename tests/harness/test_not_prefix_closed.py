@@ -1,0 +1,214 @@
+"""Backends that are not prefix-closed: the reference index can be wrong there, and what an engine does wrong is told."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_kvmock import EngineProfile, KvEventsError, OutOfBlocks, RadixIndex, RouterHarness
+from pytest_kvmock.events import Removed, Stored
+from pytest_kvmock.tokens import sequence_hashes
+from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
+
+LOCALS = (11, 12, 13)
+CHAIN = tuple(sequence_hashes(LOCALS))
+FAULTS = {"wrong_hash", "evicted_and_restored"}
+
+
+class Scripted:
+    """Once it is told, answers a number of blocks for what begins with the chain; else what the reference answers."""
+
+    def __init__(self):
+        self.tree, self.blocks, self.by_rank = RadixIndex(), None, True
+
+    def apply(self, event):
+        self.tree.apply(event)
+        self.worker_id = event.worker_id
+
+    def find_matches(self, hashes):
+        scores = self.tree.find_matches(hashes).scores
+        if tuple(hashes[:3]) == LOCALS and self.blocks is not None:
+            scores = {(self.worker_id, 0): self.blocks}
+        return scores if self.by_rank else {worker: blocks for (worker, _), blocks in scores.items()}
+
+
+def a_hole_that_is_filled(sink):
+    """The middle of a chain is removed and stored again; the reference has lost what comes after it."""
+    sink(Stored(None, CHAIN, LOCALS))
+    sink(Removed(CHAIN[1:2]))
+    sink(Stored(CHAIN[0], CHAIN[1:2], LOCALS[1:2]))
+
+
+def a_link_to_a_descendant(sink):
+    """The same, but the middle is stored under the block after it: a Use's anchor follows a hit (Dynamo 1.2.1)."""
+    sink(Stored(None, CHAIN, LOCALS))
+    sink(Removed(CHAIN[1:2]))
+    sink(Stored(CHAIN[2], CHAIN[1:2], LOCALS[1:2]))
+
+
+@pytest.mark.parametrize("by_rank", [True, False], ids=["by rank", "by worker"])
+@pytest.mark.parametrize(
+    ("story", "least"), [(a_hole_that_is_filled, 2), (a_link_to_a_descendant, 1)], ids=["hole", "link"]
+)
+def test_any_answer_between_the_reference_and_what_is_held_is_right(make_kv, story, least, by_rank):
+    index = Scripted()
+    kv = make_kv(None, index)
+    sink = kv.make_sink(prefix_closed=False)
+    story(sink)
+    assert least == kv.reference.find_matches(LOCALS).scores[sink.worker_id, 0]
+    kv.assert_in_sync()
+
+    index.by_rank = by_rank
+    for index.blocks in range(least, 4):
+        kv.assert_in_sync()
+    for index.blocks in (least - 1, 4):
+        with pytest.raises(KvEventsError, match=f"{least} to 3 blocks: between what the reference index says and"):
+            kv.assert_in_sync()
+
+
+def test_where_a_backend_is_prefix_closed_the_reference_alone_is_right(make_kv):
+    index = Scripted()
+    kv = make_kv(None, index)
+    a_hole_that_is_filled(kv.make_sink())
+    index.blocks = 3
+    (problem,) = kv.judge().errors
+    assert ("index_drift", "2 blocks, as the reference index says") == (problem.rule, problem.right)
+
+
+def test_a_chain_that_only_begins_within_another_has_no_run_of_its_blocks(make_kv, rules_of):
+    class BeginsAnywhere(Scripted):
+        def find_matches(self, hashes):
+            return {self.worker_id: 2} if tuple(hashes) == LOCALS[1:] else super().find_matches(hashes)
+
+    kv = make_kv(None, BeginsAnywhere())
+    kv.make_sink(prefix_closed=False)(Stored(None, CHAIN, LOCALS))
+    assert ["index_drift"] == rules_of(kv.judge().errors)
+
+
+def test_an_index_that_raises_where_the_reference_does_is_not_at_fault(make_kv, rules_of):
+    kv = make_kv(None, RadixIndex())
+    sink = kv.make_sink(prefix_closed=False)
+    sink(Stored(None, CHAIN[:2], LOCALS[:2]))
+    sink(Stored(99, (1, *CHAIN[:2]), (1, *LOCALS[:2])))  # refused by both, and the ledger believes it
+    sink(Removed(CHAIN[:2]))  # believed gone, and held
+    sink(Stored(1, (2,), (2,)))  # the ledger holds 1, the indexes do not
+    assert ["parent_block_not_found"] == rules_of(kv.judge().errors)
+    assert [] == [p for p in kv.events.problems if p.rule == "index_failure" and p.position == 3]
+
+
+def test_drift_of_a_block_that_is_held_though_it_was_removed_is_listed_there(make_kv):
+    class KeepsWhatWasStoredAgain(RadixIndex):
+        def apply(self, event):
+            if not isinstance(event.event.data, Removed):
+                super().apply(event)
+
+    kv = make_kv(None, KeepsWhatWasStoredAgain())
+    sink = kv.make_sink(prefix_closed=False)
+    sink.compare(lambda: CHAIN)
+    sink(Stored(None, CHAIN[:1], LOCALS[:1]))
+    sink(Stored(None, CHAIN, LOCALS))
+    sink(Removed(CHAIN[:1]))
+    verdict = kv.judge()
+    assert [] == verdict.errors
+    (warning,) = verdict.warnings
+    assert ("evicted_and_restored", ["index_drift", "engine_drift"]) == (
+        warning.rule,
+        [problem.rule for problem in warning.folded],
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ traffic
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["prefill", "prefill", "serve", "decode", "finish", "finish", "preempt", "clear"]),
+        st.integers(0, 7),
+        st.lists(st.integers(0, 1), max_size=10),
+    ),
+    max_size=40,
+)
+
+
+class Fleet:
+    """A worker with open requests, driven by actions."""
+
+    def __init__(self, kv, block_size):
+        self.worker, self.size = kv.worker(0), block_size
+        self.prompts = [[0] * block_size]
+
+    def act(self, kind, number, tokens):
+        open_ = self.worker.requests
+        request = open_[number % len(open_)] if open_ else None
+        try:
+            if kind in ("prefill", "serve"):
+                known = self.prompts[number % len(self.prompts)]
+                prompt = [*known[: number * self.size], *tokens] or known
+                self.prompts.append(prompt)
+                getattr(self.worker, kind)(prompt)
+            elif kind == "clear":
+                self.worker.clear()
+            elif request is not None and kind == "decode" and request.status == "running":
+                request.decode(tokens)
+            elif request is not None and kind == "preempt":
+                request.preempt() if request.status == "running" else request.resume()
+            elif request is not None and kind == "finish":
+                request.finish()
+        except OutOfBlocks:
+            pass
+
+
+@settings(max_examples=60)
+@given(ACTIONS, st.integers(2, 9), st.booleans())
+def test_random_traffic_over_multi_lru_has_no_error_and_only_faults_of_its_own(actions, num_blocks, plugged):
+    profile = EngineProfile(block_size=2, num_blocks=num_blocks)
+    kv = RouterHarness(profile, "multi_lru", RadixIndex() if plugged else None)
+    fleet = Fleet(kv, 2)
+    for action in actions:
+        fleet.act(*action)
+    for request in list(fleet.worker.requests):
+        request.finish()
+    verdict = kv.judge()
+    assert [] == verdict.errors
+    assert FAULTS.issuperset(problem.rule for problem in verdict.warnings)
+
+
+@pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
+def test_prompts_that_share_and_overlap_have_no_error_over_any_backend(make_kv, backend):
+    found = Counter()
+    for seed in range(25):
+        kv = make_kv(backend, RadixIndex(), seed=seed, num_blocks=20, workers=2)
+        shared = [kv.prompt(blocks) for blocks in (2, 3, 4)]
+        for turn in range(60):
+            prompt = kv.prompt(turn % 4, after=shared[turn * seed % 3], tail=turn % 3)
+            with kv.worker(turn % 2).prefill(prompt) as request:
+                request.decode(turn % 5)
+            shared[turn % 3] = prompt if len(prompt.tokens) < 36 else kv.prompt(2)
+        verdict = kv.judge()
+        assert [] == verdict.errors
+        found.update(problem.rule for problem in verdict.warnings)
+    assert set(found) <= (FAULTS if backend == "multi_lru" else set())
+
+
+def test_a_use_that_evicts_blocks_and_stores_them_again_is_found_in_a_trace(traces_dir):
+    """The request whose prompt evicts 24 blocks of itself: they are held, and the router believes them gone.
+
+    Its blocks are cached but for the root's side, and these stand in a colder queue than what came after them. The
+    blocks that are missing take their places, so that each of them is missing when it is its turn, and stored again.
+    """
+    trace = traces_dir / "mooncake_conversation_trace.jsonl"
+    kv = RouterHarness(EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=32_000), "multi_lru")
+    worker = kv.worker(0)
+    for request in read_mooncake(trace, limit=2_409):
+        worker.serve(request.prompt(whole_blocks=True))
+    stored, removed = (entry for entry in list(kv.events)[-2:])
+    taken = {problem.blocks[0] for problem in removed.problems}
+
+    assert {"wrong_hash": 12, "evicted_and_restored": 24} == kv.warning_counts()
+    assert 24 == len(taken)
+    assert taken <= set(stored.event.event.data.block_hashes) & set(removed.event.event.data.block_hashes)
+    assert taken <= set(worker.manager.resident())
+    assert [] == kv.judge().errors
+    assert {"wrong_hash": 12, "evicted_and_restored": 24, "engine_drift": 24} == Counter(
+        problem.rule for problem in kv.events.problems
+    )

@@ -1,0 +1,79 @@
+"""Contracts as a third party runs them: inherited by a class of tests, in a run of pytest."""
+
+SOURCE = """
+from pytest_kvmock import BackendSpec, RadixIndex, create_manager
+from pytest_kvmock.testing import IndexContract, WorkerContract, EvictionContract
+
+class Forgetful(RadixIndex):
+    def apply(self, event):
+        if not isinstance(event.event.data, Cleared):
+            super().apply(event)
+
+class TestForgetful(IndexContract):
+    def make_index(self):
+        return Forgetful()
+
+class TestNothing(EvictionContract):
+    def make_policy(self):
+        return {}
+"""
+
+
+def test_only_the_subclasses_are_collected(ids):
+    found = ids(SOURCE)
+    assert {"TestForgetful", "TestNothing"} == {name.partition("::")[0] for name in found}
+    assert "TestForgetful::test_a_cleared_worker_has_nothing" in found
+
+
+def test_a_broken_promise_is_one_failed_test_that_says_which_and_shows_no_frame_of_ours(nested):
+    result = nested(SOURCE, "-k", "TestForgetful and test_a_cleared")
+
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            ">       index.expect(*abcd*, {1: 3})",
+            "E       AssertionError: asked for abcd: expected {1: 3}, the index answered {(1, 0): 3, (0, 0): 4}",
+            "E         it was told, in this order:",
+            "E           worker 0 stored abcd",
+            "E           worker 0 stored xy",
+            "E           worker 1 stored abc",
+            "E           worker 0 cleared all",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*told.py*")
+
+
+def test_what_is_not_what_it_says_is_one_line_a_test(nested):
+    result = nested(SOURCE, "-k", "TestNothing and test_order")
+
+    result.assert_outcomes(failed=2)
+    lines = [line for line in result.outlines if line.startswith("TestNothing: ")]
+    assert ["TestNothing: make_policy gave {} (dict), which is no EvictionPolicy"] * 2 == [
+        line.partition(":")[0] + ":" + line.partition(":")[2].partition(":")[0] for line in lines
+    ]
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line(">*")
+
+
+def test_a_contract_is_the_same_with_a_backend_of_a_conftest(nested):
+    conftest = """
+        from pytest_kvmock import BackendSpec, create_manager
+
+        def make(**sizes):
+            manager = create_manager("lru", **sizes)
+            manager.backend = "mine"
+            return manager
+
+        def pytest_kvmock_backends():
+            return {"mine": BackendSpec("mine", "nobody", make)}
+    """
+    source = """
+        from pytest_kvmock.testing import WorkerContract
+
+        class TestMine(WorkerContract):
+            backend = "mine"
+    """
+    result = nested(source, "-k", "cached", files={"conftest.py": conftest})
+
+    assert result.parseoutcomes()["passed"] >= 5
+    assert "failed" not in result.parseoutcomes()

@@ -1,0 +1,279 @@
+"""Router indexes with a fault each."""
+
+from contextlib import suppress
+from typing import ClassVar
+
+from contract_runs import Mutants
+
+from pytest_kvmock import BlockNotFound, Cleared, RadixIndex, Removed, RouterEvent, Stored
+from pytest_kvmock.testing import IndexContract
+
+INDEXES = Mutants(IndexContract)
+
+
+class Tree:
+    """A sound index, for the others to spoil."""
+
+    def __init__(self):
+        self.tree = RadixIndex()
+
+    def apply(self, event):
+        self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes).scores
+
+    def remove_worker(self, worker_id):
+        self.tree.remove_worker(worker_id)
+
+
+class Radix(IndexContract):
+    """The contract over the `Subject` of a mutant."""
+
+    def make_index(self):
+        return self.Subject()
+
+
+def with_data(event, data):
+    return RouterEvent(event.worker_id, type(event.event)(event.event.event_id, data, event.event.dp_rank))
+
+
+@INDEXES.breaks(
+    "test_a_new_index_knows_nobody",
+    "test_a_longer_prompt_is_found_as_far_as_it_is_held",
+    "test_another_prompt_is_not_found",
+)
+class AnswersWhatItWasAsked(Radix):
+    class Subject(Tree):
+        def find_matches(self, local_hashes):
+            return {(0, 0): max(len(local_hashes), 1)}
+
+
+@INDEXES.breaks("test_a_stored_prompt_is_found_whole", "test_blocks_that_come_later_belong_below_their_parent")
+class KeepsTheFirstBlockOfAnEvent(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            data = event.event.data
+            if isinstance(data, Stored):
+                event = with_data(event, Stored(data.parent_hash, data.block_hashes[:1], data.tokens_hashes[:1]))
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_shorter_prompt_is_found_as_far_as_it_goes", "test_a_prompt_that_parts_is_found_up_to_there")
+class CountsAllThatAWorkerHas(Radix):
+    class Subject(Tree):
+        def find_matches(self, local_hashes):
+            found = super().find_matches(local_hashes)
+            return {key: self.tree.num_blocks(*key) for key in found}
+
+
+@INDEXES.breaks("test_blocks_are_found_in_their_place_alone", "test_it_follows_live_traffic")
+class MatchesByContentAlone(Radix):
+    class Subject:
+        def __init__(self):
+            self.held = {}
+
+        def apply(self, event):
+            held, data = self.held.setdefault(event.worker_id, {}), event.event.data
+            if isinstance(data, Stored):
+                held.update(zip(data.block_hashes, data.tokens_hashes, strict=True))
+            else:
+                for block in list(getattr(data, "block_hashes", held)):
+                    held.pop(block, None)
+
+        def find_matches(self, local_hashes):
+            out = {}
+            for worker, held in self.held.items():
+                known = set(held.values())
+                out[worker] = next((i for i, h in enumerate(local_hashes) if h not in known), len(local_hashes))
+            return out
+
+
+@INDEXES.breaks(
+    "test_blocks_that_come_later_belong_below_their_parent", "test_chains_that_share_a_prefix_are_both_found"
+)
+class HangsEverythingUnderTheRoot(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            data = event.event.data
+            if isinstance(data, Stored):
+                event = with_data(event, Stored(None, data.block_hashes, data.tokens_hashes))
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_block_stored_twice_changes_nothing")
+class RefusesABlockTwice(Radix):
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.seen = set()
+
+        def apply(self, event):
+            data = event.event.data
+            if isinstance(data, Stored):
+                if data.block_hashes in self.seen:
+                    raise KeyError(data.block_hashes)
+                self.seen.add(data.block_hashes)
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_long_prompt_is_found_whole")
+class GivesUpAfterAHundredBlocks(Radix):
+    class Subject(Tree):
+        def find_matches(self, local_hashes):
+            return super().find_matches(local_hashes[:100])
+
+
+@INDEXES.breaks(
+    "test_workers_are_told_apart",
+    "test_a_prompt_is_found_on_all_workers_beside_one_that_has_more",
+    "test_a_removed_block_stays_with_other_workers",
+)
+class NamesTheBestWorkerAlone(Radix):
+    class Subject(Tree):
+        def find_matches(self, local_hashes):
+            found = super().find_matches(local_hashes)
+            return {key: blocks for key, blocks in found.items() if blocks == max(found.values())}
+
+
+@INDEXES.breaks("test_a_worker_may_have_any_number")
+class KnowsWorkersByOneByte(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            super().apply(RouterEvent(event.worker_id % 256, event.event))
+
+
+@INDEXES.breaks("test_ranks_of_a_worker_are_told_apart")
+class TakesAllRanksForOne(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            super().apply(RouterEvent(event.worker_id, type(event.event)(event.event.event_id, event.event.data, 0)))
+
+
+@INDEXES.breaks(
+    "test_a_removed_block_is_not_found",
+    "test_a_removed_block_hides_what_stands_behind_it",
+    "test_it_follows_live_traffic",
+)
+class IgnoresRemoved(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            if not isinstance(event.event.data, Removed):
+                super().apply(event)
+
+
+@INDEXES.breaks("test_all_blocks_of_a_removed_event_go")
+class RemovesTheFirstBlockOfAnEvent(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            data = event.event.data
+            if isinstance(data, Removed):
+                event = with_data(event, Removed(data.block_hashes[:1]))
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_removed_block_hides_what_stands_behind_it")
+class LooksOverHoles(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            if isinstance(event.event.data, Removed) and len(event.event.data.block_hashes) == 1:
+                return  # of a single block, it waits for the ones behind it
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_removed_block_stays_with_other_workers")
+class RemovesABlockFromAllWorkers(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            if isinstance(event.event.data, Removed):
+                for worker, _ in self.tree.workers:
+                    with suppress(BlockNotFound):
+                        super().apply(RouterEvent(worker, event.event))
+            else:
+                super().apply(event)
+
+
+@INDEXES.breaks("test_a_removed_block_leaves_its_siblings")
+class RemovesAChainFromItsRoot(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            if isinstance(event.event.data, Removed):
+                event = with_data(event, Cleared())
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_removed_block_can_be_stored_again")
+class BuriesWhatWasRemoved(Radix):
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.buried = set()
+
+        def apply(self, event):
+            data = event.event.data
+            if isinstance(data, Removed):
+                self.buried.update(data.block_hashes)
+            elif isinstance(data, Stored) and self.buried & set(data.block_hashes):
+                return
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_cleared_worker_has_nothing", "test_it_follows_live_traffic")
+class IgnoresCleared(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            if not isinstance(event.event.data, Cleared):
+                super().apply(event)
+
+
+@INDEXES.breaks("test_a_cleared_worker_can_store_again")
+class ForgetsAClearedWorkerForGood(Radix):
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.cleared = set()
+
+        def apply(self, event):
+            if isinstance(event.event.data, Cleared):
+                self.cleared.add(event.worker_id)
+            elif event.worker_id in self.cleared:
+                return
+            super().apply(event)
+
+
+@INDEXES.breaks("test_clearing_a_worker_that_has_nothing_is_no_error")
+class StumblesOverAnEmptyWorker(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            if isinstance(event.event.data, Cleared) and not self.tree.num_blocks(event.worker_id):
+                raise KeyError(event.worker_id)
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_worker_that_is_gone_has_nothing")
+class IsNotToldThatAWorkerIsGone(Radix):
+    class Subject(Tree):
+        def remove_worker(self, worker_id):
+            pass
+
+
+@INDEXES.breaks("test_a_question_changes_nothing")
+class ForgetsWhatItWasAsked(Radix):
+    class Subject(Tree):
+        def find_matches(self, local_hashes):
+            found = super().find_matches(local_hashes)
+            if found:
+                self.tree = RadixIndex()
+            return found
+
+
+@INDEXES.breaks("test_two_indexes_share_nothing")
+class SharesItsTree(Radix):
+    class Subject(Tree):
+        only: ClassVar = []
+
+        def __init__(self):
+            super().__init__()
+            if len(self.only) % 2:
+                self.tree = self.only[-1]
+            self.only.append(self.tree)

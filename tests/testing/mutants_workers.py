@@ -1,0 +1,222 @@
+"""Engines with a fault each: in what stands between requests and block manager, or in the manager."""
+
+from random import Random
+
+from contract_runs import Mutants
+from mutants_managers import ForgetsRemoved, Spoilt
+from mutants_policies import TakesWhatIsRegisteredForIdle
+
+from pytest_kvmock import Deref, Prompt
+from pytest_kvmock.cache.pool import BlockPool
+from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.testing import WorkerContract
+
+WORKERS = Mutants(WorkerContract)
+
+
+class Lru(WorkerContract):
+    """The contract over `lru`, driven by the `Subject` of a mutant."""
+
+    backend = "lru"
+    Subject = MoveDriver
+
+    def make_harness(self, *sizes, **fields):
+        harness = super().make_harness(*sizes, **fields)
+        for worker in harness.workers.values():
+            start = worker._start
+
+            def spoilt(worker=worker, start=start):
+                return self.Subject(start().manager, worker.prefix_caching, worker._rng)
+
+            worker._start = spoilt
+            worker._driver = spoilt()
+            self.spoil(worker)
+        return harness
+
+    def spoil(self, worker):
+        """For faults of the worker itself."""
+
+
+@WORKERS.breaks(
+    "test_a_new_worker_has_nothing",
+    "test_a_prompt_is_cached_as_far_as_it_agrees",
+    "test_without_prefix_caching_nothing_is_said_or_found",
+)
+class FindsEveryPrompt(Lru):
+    class Subject(MoveDriver):
+        def look(self, prompt):
+            return prompt.length(self.manager.block_size)
+
+
+@WORKERS.breaks(
+    "test_what_was_served_is_cached",
+    "test_chunks_make_no_difference_to_what_is_cached",
+    "test_a_full_worker_makes_room",
+    "test_clear_drops_all_that_is_cached",
+)
+class ForgetsTheLastBlock(Lru):
+    class Subject(MoveDriver):
+        def look(self, prompt):
+            return max(0, super().look(prompt) - self.manager.block_size)
+
+
+@WORKERS.breaks("test_a_prompt_that_is_cached_whole_is_reused")
+class NeverReusesAWholePrompt(Lru):
+    class Subject(MoveDriver):
+        def look(self, prompt):
+            found = super().look(prompt)
+            return found if found < prompt.length(self.manager.block_size) else 0
+
+
+@WORKERS.breaks(
+    "test_a_request_says_what_was_cached_when_it_came", "test_serve_answers_what_was_cached_and_what_became_so"
+)
+class SaysThatNothingWasCached(Lru):
+    class Subject(MoveDriver):
+        def cached(self, request):
+            return 0
+
+
+@WORKERS.breaks("test_what_was_decoded_is_a_prefix_of_the_next_turn", "test_a_resumed_request_goes_on_with_its_tokens")
+class ForgetsWhatItGenerates(Lru):
+    class Subject(MoveDriver):
+        def extend(self, request, token):
+            pass
+
+
+@WORKERS.breaks("test_a_prompt_of_hashes_is_served")
+class NeedsTokens(Lru):
+    class Subject(MoveDriver):
+        def open(self, prompt):
+            return super().open(Prompt(prompt.tokens))
+
+
+@WORKERS.breaks("test_a_look_touches_nothing")
+class LooksWithItsHands(Lru):
+    class Subject(MoveDriver):
+        def look(self, prompt):
+            found = super().look(prompt)
+            held = [b for b in prompt.sequence_hashes(self.manager.block_size) if b in self.manager.inactive_blocks()]
+            if held:
+                self.manager.use(held)
+                self.manager.deref(held[::-1])
+            return found
+
+
+@WORKERS.breaks("test_requests_that_agree_share_their_blocks")
+class SharesNothing(Lru):
+    class Subject(MoveDriver):
+        def __init__(self, manager, prefix_caching, rng):
+            super().__init__(manager, False, rng)
+
+
+@WORKERS.breaks(
+    "test_a_finished_request_lets_its_blocks_go",
+    "test_a_request_finishes_when_its_with_block_is_left",
+    "test_output_that_does_not_fit_lets_the_prompt_go",
+    "test_a_preempted_request_gives_its_room_back",
+    "test_any_traffic_stays_in_sync_at_every_step",
+)
+class KeepsTheFirstBlock(Lru):
+    class Subject(MoveDriver):
+        def release(self, request):
+            self.manager.process(Deref(request.sequence.allocated_blocks[:0:-1]))
+
+
+@WORKERS.breaks("test_clear_drops_all_that_is_cached")
+class ClearsNothing(Lru):
+    class Subject(MoveDriver):
+        def clear(self):
+            return True
+
+
+@WORKERS.breaks(
+    "test_a_prompt_that_does_not_fit_is_refused_and_changes_nothing",
+    "test_a_resume_that_does_not_fit_leaves_it_preempted",
+)
+class AdmitsWhatDoesNotFit(Lru):
+    class Subject(MoveDriver):
+        def shortage(self, request):
+            return 0, 1
+
+
+@WORKERS.breaks("test_a_decode_that_does_not_fit_generates_nothing", "test_output_that_does_not_fit_lets_the_prompt_go")
+class DecodesWhatDoesNotFit(Lru):
+    class Subject(MoveDriver):
+        def plan(self, request, tokens):
+            steps, _, free = super().plan(request, tokens)
+            return steps, 0, free
+
+
+@WORKERS.breaks("test_the_same_requests_give_the_same_events")
+class GeneratesWhatItLikes(Lru):
+    class Subject(MoveDriver):
+        def __init__(self, manager, prefix_caching, rng):
+            super().__init__(manager, prefix_caching, Random())
+
+
+class Manager(WorkerContract):
+    """The contract over managers of a mutant's own."""
+
+    def make_manager(self, num_blocks, block_size, sink):
+        return self.Subject(num_blocks, block_size, sink)
+
+
+@WORKERS.breaks(
+    "test_a_full_worker_makes_room",
+    "test_the_router_learns_what_is_cached",
+    "test_any_traffic_stays_in_sync_at_every_step",
+)
+class SaysNothingOfWhatIsEvicted(Manager):
+    Subject = ForgetsRemoved.Subject
+
+
+@WORKERS.breaks("test_what_is_in_use_is_not_evicted", "test_any_traffic_stays_in_sync_at_every_step")
+class EvictsWhatIsInUse(Manager):
+    class Subject(Spoilt):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self._pool = BlockPool(self.max_capacity, TakesWhatIsRegisteredForIdle.Subject())
+
+
+@WORKERS.breaks("test_workers_share_nothing")
+class HasOneManagerForAll(Manager):
+    def __init__(self):
+        self.made = []
+
+    def make_manager(self, num_blocks, block_size, sink):
+        self.made.append(Spoilt(num_blocks, block_size, sink))
+        return self.made[sink is not None]  # the first is the contract's own, to ask for its name
+
+
+@WORKERS.breaks("test_open_requests_are_listed")
+class ListsTheNewestFirst(Lru):
+    def spoil(self, worker):
+        class Reversed(list):
+            def append(self, request):
+                self.insert(0, request)
+
+        worker.requests = Reversed()
+
+
+@WORKERS.breaks("test_what_a_requests_state_does_not_allow_is_refused")
+class AllowsEverything(Lru):
+    def spoil(self, worker):
+        def prefill(prompt):
+            request = type(worker).prefill(worker, prompt)
+            request._need = lambda what, *allowed: None
+            return request
+
+        worker.prefill = prefill
+
+
+@WORKERS.breaks("test_a_worker_in_use_is_not_cleared")
+class SaysThatItIsCleared(Lru):
+    def spoil(self, worker):
+        worker.clear = lambda: True
+
+
+@WORKERS.breaks("test_a_restart_begins_anew")
+class DoesNotRestart(Lru):
+    def spoil(self, worker):
+        worker.restart = lambda *, announced=False: None

@@ -1,0 +1,126 @@
+"""A contract that is applied to something that is not what it says fails in one clear line, and by no other error."""
+
+import pytest
+from contract_runs import failure_of, names_of_tests
+
+from pytest_kvmock import RadixIndex
+from pytest_kvmock.backends import BackendSpec, registered
+from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
+
+
+def subject(contract, **body):
+    return type("TestMine", (contract,), body)
+
+
+class NoFind:
+    def apply(self, event):
+        pass
+
+
+class Full(RadixIndex):
+    def dump_events(self):
+        return ["something"]
+
+
+CASES = [
+    (
+        subject(EvictionContract),
+        "define make_policy(self) or make_policy(self, capacity), which makes a new eviction policy",
+    ),
+    (
+        subject(EvictionContract, make_policy=lambda self: {}),
+        (
+            "make_policy gave {} (dict), which is no EvictionPolicy: it has no finds_by_place, collisions, register, touch, "
+            "insert, insert_one and 6 more"
+        ),
+    ),
+    (
+        subject(EvictionContract, make_policy=lambda self: LruPolicy),
+        "make_policy gave the class LruPolicy; it must be an object, LruPolicy()",
+    ),
+    (
+        subject(EvictionContract, make_policy=lambda self, capacity, levels: None),
+        "<lambda> takes 2 arguments; it takes none or one besides self",
+    ),
+    (
+        subject(ManagerContract),
+        'set backend = "name" (or a BackendSpec), or define make_manager(self, num_blocks, block_size, sink)',
+    ),
+    (subject(ManagerContract, backend="lruu"), "unknown backend 'lruu'; known: lineage, lru, multi_lru"),
+    (subject(WorkerContract, backend=7), "backend must be the name of a backend or a BackendSpec, got 7"),
+    (
+        subject(ManagerContract, make_manager=lambda self, num_blocks, block_size, sink: []),
+        (
+            "make_manager gave [] (list), which is no KvManager: it has no backend, max_capacity, block_size, dp_rank, sink, "
+            "process and 13 more"
+        ),
+    ),
+    (
+        subject(WorkerContract, backend=BackendSpec("nothing", "nobody", lambda **sizes: None)),
+        (
+            "backend 'nothing' gave None (NoneType), which is no KvManager: it has no backend, max_capacity, block_size, "
+            "dp_rank, sink, process and 14 more"
+        ),
+    ),
+    (subject(IndexContract), "define make_index(self) or make_index(self, block_size), which makes a new index"),
+    (
+        subject(IndexContract, make_index=lambda self: {}),
+        "make_index gave {}: the index under test (dict) has no apply(event), which takes a RouterEvent",
+    ),
+    (
+        subject(IndexContract, make_index=lambda self, block_size: RadixIndex),
+        (
+            "make_index gave <class 'pytest_kvmock.router.index.RadixIndex'>: the index under test is a class, RadixIndex; "
+            "it must be an object, RadixIndex()"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("contract", "line"), CASES, ids=[line[:40] for _, line in CASES])
+def test_every_test_fails_in_one_line_that_says_what_is_wrong(contract, line):
+    expected = f"Failed: TestMine: {line}"
+    with registered({}):
+        assert {expected} == {failure_of(contract, name) for name in names_of_tests(contract)}
+
+
+@pytest.mark.parametrize(
+    ("index", "line"),
+    [
+        (NoFind, "the index under test (NoFind) has neither find_matches(local_hashes) nor match_tokens(tokens)"),
+        (
+            Full,
+            "the index under test (Full) is not empty at the start: dump_events() has 1 event; each test needs an index of its own",
+        ),
+    ],
+    ids=["neither question", "not empty"],
+)
+def test_an_index_that_lacks_something_is_named(index, line):
+    failure = failure_of(subject(IndexContract, make_index=lambda self: index()), "test_a_question_changes_nothing")
+    assert failure.endswith(f": {line}")
+    assert "\n" not in failure
+
+
+class Async(RadixIndex):
+    async def apply(self, event):
+        super().apply(event)
+
+
+def test_an_async_index_without_a_loop_is_refused():
+    contract = subject(IndexContract, make_index=lambda self: Async())
+    assert failure_of(contract, "test_a_stored_prompt_is_found_whole") == (
+        "Failed: TestMine: the index is async, and a contract has no loop: define run(self, awaitable), which runs it in yours"
+    )
+
+
+def test_an_answer_that_cannot_be_read_is_shown_with_what_the_index_was_told():
+    class Answers(RadixIndex):
+        def find_matches(self, local_hashes):
+            return 4
+
+    contract = subject(IndexContract, make_index=lambda self: Answers())
+    assert failure_of(contract, "test_a_stored_prompt_is_found_whole") == (
+        "AssertionError: Answers answered 4; expected a mapping of worker_id or (worker_id, dp_rank) to a number of blocks, "
+        "or an object with such a mapping in .scores\nit was told, in this order:\n  worker 0 stored abcd"
+    )

@@ -1,0 +1,25 @@
+"""Each contract finds what is broken: mutants, and the tests by name that they fail."""
+
+import pytest
+from contract_runs import failure_of
+from mutants_indexes import INDEXES
+from mutants_managers import MANAGERS
+from mutants_policies import POLICIES
+from mutants_workers import WORKERS
+
+ALL = [POLICIES, MANAGERS, WORKERS, INDEXES]
+
+
+@pytest.mark.parametrize(("mutant", "names"), [case for mutants in ALL for case in mutants.each()])
+def test_a_mutant_fails_the_tests_that_are_about_its_fault(mutant, names):
+    assert [] == [name for name in names if failure_of(mutant, name) is None]
+
+
+@pytest.mark.parametrize("mutants", ALL, ids=lambda mutants: mutants.contract.__name__)
+def test_every_test_of_a_contract_can_fail(mutants):
+    assert [] == mutants.never_failed()
+
+
+@pytest.mark.parametrize("mutants", ALL, ids=lambda mutants: mutants.contract.__name__)
+def test_there_are_five_mutants_at_least(mutants):
+    assert len(mutants.cases) >= 5

@@ -1,0 +1,74 @@
+"""The contracts hold for what we ship: backends, eviction policies and the reference index."""
+
+import pytest
+
+from pytest_kvmock import BACKENDS, RadixIndex, create_manager
+from pytest_kvmock.backends import backend_spec
+from pytest_kvmock.cache.eviction.lineage import LineagePolicy
+from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
+from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
+
+
+class TestLineagePolicy(EvictionContract):
+    prefix_closed = True
+
+    def make_policy(self):
+        return LineagePolicy()
+
+
+class TestLruPolicy(EvictionContract):
+    prefix_closed = True
+
+    def make_policy(self):
+        return LruPolicy()
+
+
+class TestMultiLruPolicy(EvictionContract):
+    def make_policy(self, capacity):
+        return MultiLruPolicy(capacity)
+
+
+class TestLineageManager(ManagerContract):
+    backend = "lineage"
+
+
+class TestLruManager(ManagerContract):
+    backend = "lru"
+
+
+class TestMultiLruManager(ManagerContract):
+    backend = "multi_lru"
+
+
+class TestAManagerOfOnesOwn(ManagerContract):
+    def make_manager(self, num_blocks, block_size, sink):
+        return create_manager("lru", num_blocks=num_blocks, block_size=block_size, sink=sink)
+
+
+class TestLineageWorker(WorkerContract):
+    backend = "lineage"
+
+
+class TestLruWorker(WorkerContract):
+    backend = "lru"
+
+
+class TestMultiLruWorker(WorkerContract):
+    backend = backend_spec("multi_lru")
+
+
+class TestLargeBlocks(WorkerContract):
+    backend = "lru"
+    block_size = 16
+
+
+class TestRadixIndex(IndexContract):
+    def make_index(self):
+        return RadixIndex()
+
+
+@pytest.mark.parametrize("contract", [ManagerContract, WorkerContract])
+def test_no_backend_is_left_out(contract):
+    here = [case for case in globals().values() if isinstance(case, type) and issubclass(case, contract)]
+    assert set(BACKENDS) == {backend_spec(case.backend).name for case in here if case.backend is not None}

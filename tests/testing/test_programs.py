@@ -1,0 +1,189 @@
+"""Programs of requests: drawn, shrunk, printed and played."""
+
+import subprocess
+import sys
+from random import Random
+
+import pytest
+from hypothesis import Phase, find, given, settings
+from mutants_indexes import IgnoresRemoved
+
+from pytest_kvmock import EngineProfile, KvEventsError, RouterHarness
+from pytest_kvmock.testing import Clear, Decode, Finish, Preempt, Prefill, Program, Resume, play, traffic
+from pytest_kvmock.testing.program import random_traffic
+
+SMALL = EngineProfile(block_size=2, num_blocks=6, workers=2)
+
+
+@settings(max_examples=100)
+@given(traffic(workers=2))
+def test_any_traffic_is_played_without_an_error(program):
+    with RouterHarness(SMALL, "lineage") as kv:
+        play(kv, program)
+
+
+@settings(max_examples=200)
+@given(traffic(workers=2, most_blocks=3, numbers=2, most_tokens=4))
+def test_the_repr_of_a_program_makes_it_again(program):
+    assert program == eval(repr(program))
+    assert hash(program) == hash(eval(repr(program)))
+
+
+@settings(max_examples=200)
+@given(traffic(workers=3, most_steps=10, most_blocks=2, numbers=2, most_tokens=3))
+def test_traffic_keeps_to_its_limits_and_names_requests_that_are_there(program):
+    assert len(program) <= 10
+    running, preempted = set(), set()
+    for step in program:
+        if isinstance(step, Prefill):
+            assert step.name not in running | preempted
+            assert len(step.blocks) <= 2
+            assert set(step.blocks) <= {0, 1}
+            assert step.tail <= 3
+            assert step.worker < 3
+            assert step.blocks or step.tail
+            running.add(step.name)
+        elif isinstance(step, Decode):
+            assert step.name in running
+            assert 1 <= step.tokens <= 3
+            assert step.of < 2
+        elif isinstance(step, Finish):
+            assert step.name in running | preempted
+            running.discard(step.name)
+            preempted.discard(step.name)
+        elif isinstance(step, Preempt):
+            running.remove(step.name)
+            preempted.add(step.name)
+        elif isinstance(step, Resume):
+            preempted.remove(step.name)
+            running.add(step.name)
+        else:
+            assert step.worker < 3
+
+
+@pytest.mark.parametrize("kind", [Prefill, Decode, Finish, Preempt, Resume, Clear])
+def test_every_kind_of_step_is_drawn(kind):
+    quick = settings(database=None, phases=(Phase.generate,), max_examples=1000)
+    assert find(traffic(), lambda program: any(isinstance(step, kind) for step in program), settings=quick)
+
+
+def test_traffic_shrinks_to_the_shortest_program():
+    found = find(
+        traffic(workers=2),
+        lambda program: any(isinstance(step, Resume) for step in program),
+        settings=settings(database=None, max_examples=1000),
+        random=Random(0),
+    )
+    assert Program(Prefill("r0", tail=1), Preempt("r0"), Resume("r0")) == found
+
+
+def test_a_program_is_printed_a_line_a_step_without_what_is_as_usual():
+    program = Program(Prefill("r0", (0, 1), tail=1), Decode("r0", 3, of=2), Finish("r0"), Clear(worker=1), Clear())
+    assert (
+        "Program(\n"
+        "    Prefill('r0', blocks=(0, 1), tail=1),\n"
+        "    Decode('r0', tokens=3, of=2),\n"
+        "    Finish('r0'),\n"
+        "    Clear(worker=1),\n"
+        "    Clear(),\n"
+        ")"
+    ) == repr(program)
+    assert "Program()" == repr(Program())
+
+
+def test_a_failing_example_shows_the_program():
+    @settings(database=None, derandomize=True, phases=(Phase.generate, Phase.shrink), max_examples=1000)
+    @given(traffic())
+    def has_no_preempt(program):
+        assert not any(isinstance(step, Preempt) for step in program)
+
+    with pytest.raises(AssertionError) as raised:
+        has_no_preempt()
+    text = "\n".join(raised.value.__notes__)
+    assert "program=Program(\n        Prefill('r0', tail=1),\n        Preempt('r0'),\n    ),\n" in text
+
+
+def test_prompts_share_the_blocks_with_which_both_begin():
+    with RouterHarness(SMALL, "lru") as kv:
+        play(kv, [Prefill("a", (0, 1)), Prefill("b", (0, 2), tail=1)])
+        assert (0, 0, 1, 1) == Prefill("a", (0, 1)).prompt(2).tokens
+        assert (0, 0, 2, 2, 0) == Prefill("b", (0, 2), tail=1).prompt(2).tokens
+        assert 4 == kv.worker(0).manager.num_active_blocks
+
+
+def test_what_does_not_fit_is_passed_over_and_so_is_what_depends_on_it():
+    with RouterHarness(SMALL, "lru") as kv:
+        play(
+            kv,
+            [
+                Prefill("a", (0, 1, 2, 0)),
+                Prefill("b", (1, 1, 1)),  # does not fit
+                Decode("b", 2),
+                Preempt("b"),
+                Finish("b"),
+                Resume("a"),  # it is running
+                Decode("a", 99),  # does not fit
+                Preempt("a"),
+                Prefill("b", (2, 2, 2)),
+                Resume("a"),  # does not fit
+            ],
+        )
+        assert [(8, "preempted"), (6, "running")] == [(len(r), r.status) for r in kv.worker(0).requests]
+
+
+def test_a_failure_names_the_step_after_which_it_showed():
+    program = Program(Prefill("a", (0, 1, 2, 0)), Finish("a"), Clear(1), Prefill("b", (1, 1, 1)), Finish("b"))
+    kv = RouterHarness(SMALL, "lru", IgnoresRemoved.Subject())
+    with pytest.raises(KvEventsError) as raised:
+        play(kv, program)
+    assert ["at step 3 of the program: Prefill('b', blocks=(1, 1, 1))"] == raised.value.__notes__
+
+
+def test_what_is_no_step_is_refused():
+    with (
+        RouterHarness(SMALL, "lru") as kv,
+        pytest.raises(
+            TypeError, match=r"^a program has Prefill, Decode, Finish, Preempt, Resume and Clear, got 'run'\n"
+        ),
+    ):
+        play(kv, ["run"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": 0}, "traffic: workers must be an integer of at least 1, got 0"),
+        ({"most_steps": True}, "traffic: most_steps must be an integer of at least 1, got True"),
+        ({"most_blocks": -1}, "traffic: most_blocks must be an integer of at least 0, got -1"),
+        ({"numbers": 1.5}, "traffic: numbers must be an integer of at least 1, got 1.5"),
+        ({"most_tokens": 0}, "traffic: most_tokens must be an integer of at least 1, got 0"),
+    ],
+)
+def test_limits_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        traffic(**arguments)
+
+
+def test_traffic_by_a_seed_is_the_same_each_time():
+    assert random_traffic(3) == random_traffic(3) != random_traffic(4)
+
+
+def run_without_hypothesis(code):
+    blocked = "import sys; sys.modules['hypothesis'] = None\n"
+    return subprocess.run([sys.executable, "-c", blocked + code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["traffic", "KvStateMachine"])
+def test_without_hypothesis_the_extra_is_named(name):
+    result = run_without_hypothesis(f"from pytest_kvmock.testing import {name}")
+    assert (
+        f"ImportError: pytest_kvmock.testing.{name} needs Hypothesis: pip install 'pytest-kvmock[hypothesis]'"
+        == result.stderr.strip().splitlines()[-1]
+    )
+
+
+def test_without_hypothesis_the_contracts_work():
+    result = run_without_hypothesis(
+        "from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract, play\n"
+    )
+    assert (0, "") == (result.returncode, result.stderr)

@@ -1,0 +1,96 @@
+"""The state machine: sound backends pass, seeded bugs are found, and what is printed is a program that shows them."""
+
+import re
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from mutants_indexes import IgnoresRemoved
+from mutants_managers import Spoilt
+from mutants_policies import GivesOneAtMost
+
+from pytest_kvmock import BACKENDS, RadixIndex
+from pytest_kvmock.backends import BackendSpec
+from pytest_kvmock.testing import KvStateMachine
+
+QUICK = settings(
+    database=None,
+    derandomize=True,
+    phases=(Phase.generate, Phase.shrink),
+    report_multiple_bugs=False,
+    stateful_step_count=10,
+    max_examples=400,
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sound_backend_passes(backend):
+    machine = KvStateMachine.for_backend(backend, workers=2, make_index=RadixIndex)
+    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=30))
+
+
+class PromotesInSilence(Spoilt):
+    def _promote(self, move):
+        sink, self.sink = self.sink, None
+        super()._promote(move)
+        self.sink = sink
+        return 1
+
+
+def spoilt_manager(*, num_blocks, block_size, dp_rank, sink):
+    assert not dp_rank
+    return PromotesInSilence(num_blocks, block_size, sink)
+
+
+class IgnoresAllRemoved(KvStateMachine):
+    """A machine whose index is at fault, as a subclass."""
+
+    backend = "lru"
+    num_blocks = 3
+
+    def make_index(self):
+        return IgnoresRemoved.Subject()
+
+
+def machine_of(spec):
+    return KvStateMachine.for_backend(spec, num_blocks=4)
+
+
+def spoilt_policy(num_blocks):
+    assert num_blocks == 4
+    return GivesOneAtMost.Subject()
+
+
+BUGS = [
+    pytest.param(
+        machine_of(BackendSpec.of_policy("spoilt", spoilt_policy, follows="nobody")),
+        {"prefill", "finish"},
+        id="evicts too few",
+    ),
+    pytest.param(
+        machine_of(BackendSpec("spoilt", "nobody", spoilt_manager)), {"prefill", "decode"}, id="promotes in silence"
+    ),
+    pytest.param(IgnoresAllRemoved, {"prefill", "finish"}, id="an index that ignores Removed"),
+]
+
+
+STEP = r"(?:request_\d+ = )?state\.(prefill|decode|finish|preempt|resume|clear)\((?:\w+=[\w\[\], ]+)*\)"
+
+
+@pytest.mark.parametrize(("machine", "needed"), BUGS)
+def test_a_seeded_bug_is_found_and_printed_as_the_few_steps_that_show_it(machine, needed):
+    with pytest.raises(Exception) as raised:  # whatever a broken engine comes to
+        run_state_machine_as_test(machine, settings=QUICK)
+    program = steps_in(raised.value)
+    assert f"state = {machine.__name__}()" == program[0]
+    assert "state.teardown()" == program[-1]
+    steps = program[1:-1]
+    assert len(steps) <= 5
+    assert [] == [step for step in steps if not re.fullmatch(STEP, step)]
+    assert needed <= {re.fullmatch(STEP, step)[1] for step in steps}
+    with pytest.raises(type(raised.value)):  # it is Python, and shows the bug again
+        exec("\n".join(program), {machine.__name__: machine})
+
+
+def steps_in(error):
+    return re.findall(r"^(?:\w+ = )?state\b.*$", "\n".join(error.__notes__), re.MULTILINE)
