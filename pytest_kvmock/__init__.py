@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from pytest_kvmock.events import RouterEvent as RouterEvent
     from pytest_kvmock.events import StorageTier as StorageTier
     from pytest_kvmock.events import Stored as Stored
+    from pytest_kvmock.faults.fault import Fault as Fault
+    from pytest_kvmock.faults.faults import Faults as Faults
     from pytest_kvmock.harness import KvSink as KvSink
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness import Verdict as Verdict
-    from pytest_kvmock.harness.delivery import Drop as Drop
     from pytest_kvmock.harness.recovery import Recovery as Recovery
     from pytest_kvmock.harness.router_harness import WorkerKey as WorkerKey
+    from pytest_kvmock.hygiene.injected import Injected as Injected
     from pytest_kvmock.hygiene.log import EventLog as EventLog
     from pytest_kvmock.hygiene.log import Expectation as Expectation
     from pytest_kvmock.hygiene.log import KvEventsError as KvEventsError
@@ -86,7 +88,9 @@ _HOME = {
     "Sink": "sinks",
     "Expectation": "hygiene.log",
     "WorkerKey": "harness.router_harness",
-    "Drop": "harness.delivery",
+    "Fault": "faults.fault",
+    "Faults": "faults.faults",
+    "Injected": "hygiene.injected",
     "KvEventWarning": "plugin.options",
     "Block": "moves",
     "LogEntry": "hygiene.log",

@@ -185,6 +185,17 @@ def _raise_for_hash(local: object, parent: object, position: int) -> NoReturn:
     raise AssertionError("unreachable: both hashes can be packed")  # pragma: no cover
 
 
+def _check_locals(hashes: Sequence[int]) -> None:
+    """Raise a ValueError that says which of these is no local hash, if one is not."""
+    if {int}.issuperset(map(type, hashes)):
+        with suppress(OverflowError):
+            array("Q", hashes)
+            return
+    for position, value in enumerate(hashes):
+        if not isinstance(value, int) or not 0 <= value <= _U64:
+            raise ValueError(f"hash {position} is {value!r}: a local hash is an integer from 0 to 2**64 - 1")
+
+
 def chained_hash(parent: int | None, local: int) -> int:
     """Sequence hash of one block whose local hash is `local`, after the block `parent` (None: it is a root)."""
     return local if parent is None else xxh3_64_intdigest(_pack_pair(parent, local), SEED)
@@ -230,11 +241,15 @@ def lineage_hash(current: int, parent: int | None, position: int) -> int:
 
 def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None, start: int = 0) -> list[int]:
     """Lineage hashes of consecutive blocks, of which the first stands at position `start` after block `parent`."""
-    out: list[int] = []
-    for position, current in enumerate(sequence_hashes, start):
-        out.append(lineage_hash(current, parent, position))
-        parent = current
-    return out
+    above = [parent, *sequence_hashes[:-1]]
+    end = start + len(sequence_hashes)
+    if start >= 0 and end <= 255:  # as in lineage_hash, without the call
+        rows = zip(range(start, end), above, sequence_hashes, strict=False)
+        return [
+            (position << 118) | (((before or 0) & _MASK59) << 59) | (current & _MASK59)
+            for position, before, current in rows
+        ]
+    return list(map(lineage_hash, sequence_hashes, above, range(start, end)))
 
 
 def lineage_position(plh: int) -> int:
@@ -366,9 +381,7 @@ class Prompt:
             return
         assert hashes is not None
         self._given = list(hashes)
-        for position, value in enumerate(self._given):
-            if not isinstance(value, int) or not 0 <= value <= _U64:
-                raise ValueError(f"hash {position} is {value!r}: a local hash is an integer from 0 to 2**64 - 1")
+        _check_locals(self._given)
         if num_tokens is not None and num_tokens < len(self._given):
             raise ValueError(f"num_tokens={num_tokens} is less than the {len(self._given)} blocks given by hashes=")
         self.tokens = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import repeat
 from uuid import UUID
 
 from pytest_kvmock.cache import rules
@@ -60,6 +59,7 @@ class LogicalManager(ShortForms):
         self._names = Names()
         self._references = 0
         self._num_inactive = 0
+        self._freed: list[Slot] = []  # inactive, and the policy does not know it yet
 
     def __repr__(self) -> str:
         return (
@@ -81,7 +81,7 @@ class LogicalManager(ShortForms):
     @property
     def num_active_blocks(self) -> int:
         """Physical blocks in use."""
-        return self.max_capacity - self._pool.reset_len - self._num_inactive
+        return self.max_capacity - self._pool.reset_len - self.num_inactive_blocks
 
     @property
     def num_active_block_refs(self) -> int:
@@ -91,7 +91,7 @@ class LogicalManager(ShortForms):
     @property
     def num_inactive_blocks(self) -> int:
         """Cached blocks that nobody uses."""
-        return self._num_inactive
+        return self._num_inactive + len(self._freed)
 
     @property
     def active_perc(self) -> float:
@@ -113,6 +113,7 @@ class LogicalManager(ShortForms):
 
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
+        self._settle()
         return [slot.name for slot in self._pool.inactive.order()]
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
@@ -128,7 +129,9 @@ class LogicalManager(ShortForms):
 
     def metrics(self) -> PoolMetrics:
         """Take a snapshot of the pool's counters and gauges."""
-        return self._pool.metrics(mutable=len(self._partials), immutable=self._references, inactive=self._num_inactive)
+        return self._pool.metrics(
+            mutable=len(self._partials), immutable=self._references, inactive=self.num_inactive_blocks
+        )
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
         """What it would cost to prefill this sequence now. Looks, and does not touch.
@@ -137,12 +140,12 @@ class LogicalManager(ShortForms):
         block that was evicted and stored again in one Use has none.
         """
         blocks = sequence.unique_blocks
-        registered, held_by = self._pool.registered, self._names.held_by
+        registered, unknown, held_by = self._pool.registered, self._pool.unknown, self._names.held_by
         overlap = 0
         if sequence.enable_prefix_caching:
             for block, plh in zip(blocks, sequence.positional_lineage_hashes, strict=False):
                 slot = registered.get(plh)
-                if (slot is None or not slot.known) and (isinstance(block, UUID) or held_by(block) is None):
+                if (slot is None or slot in unknown) and (isinstance(block, UUID) or held_by(block) is None):
                     break
                 overlap += 1
         cached = min(overlap * self.block_size, sequence.num_input_tokens)
@@ -165,6 +168,7 @@ class LogicalManager(ShortForms):
 
     def _use(self, move: Use) -> int:
         leading, told, pool = rules.check_use(move), Told(move.parent), self._pool
+        self._settle()
         served = 0
         # In bulk while every name can only mean the slot that was stored under it.
         if leading and not self._names.alias_slots and not self._names.homonyms:
@@ -192,7 +196,7 @@ class LogicalManager(ShortForms):
             slot.refs = refs + 1
             held += 1
         if held:
-            told.anchor = told.parent = move.blocks[held - 1]
+            told.anchor = move.blocks[held - 1]
             self._references += held
         if woken:
             self._pool.inactive.remove(woken)
@@ -222,28 +226,19 @@ class LogicalManager(ShortForms):
         count = len(slots)
         if count < len(names):
             told.refused = True
-            names, plhs = names[:count], plhs[:count]
+            names, plhs, places = names[:count], plhs[:count], places and places[:count]
         local_hashes = move.local_hashes[start : start + count] or (0,) * count
-        tokens = move.token_ids[start : start + count] if move.token_ids else ()
-        parent = told.parent
-        for slot, name, plh, local, token_ids in zip(
-            slots, names, plhs, local_hashes, tokens or repeat(None), strict=False
-        ):
-            slot.plh = plh
+        for slot, name, plh in zip(slots, names, plhs, strict=True):
             slot.name = name  # type: ignore[assignment]  # the leading blocks are full ones
-            slot.known = True
-            slot.parent = parent
-            slot.local_hash = local
-            slot.token_ids = token_ids
+            slot.plh = plh
             slot.refs = 1
-            parent = name
-        told.parent = parent
         own.update(zip(names, slots, strict=True))  # type: ignore[arg-type]
         pool.registered.update(zip(plhs, slots, strict=True))
         policy.register(slots, places)
         told.stored.extend(names)  # type: ignore[arg-type]
         told.local_hashes.extend(local_hashes)
-        told.token_ids.extend(tokens)
+        if move.token_ids:
+            told.token_ids.extend(move.token_ids[start : start + count])
         self._references += count
         pool.match_hashes_requested += count + told.refused
         return start + count
@@ -254,9 +249,9 @@ class LogicalManager(ShortForms):
         names, registered = self._names, pool.registered
         named, aliases = names.own, names.alias_slots
         find = policy.find if policy.finds_by_place else None
-        # The event's anchor moves with hits alone, even with those that come after new blocks; the parent in a slot's
-        # entry is the full block before it, hit or new.
-        anchor, parent = told.anchor, told.parent
+        # It moves with hits alone, even with those that come after new blocks.
+        anchor = told.anchor
+        told.in_bulk = False
         served = partial = woken = shared = stored = 0
 
         for name, plh, local, tokens in rules.entries_of(move, start):
@@ -292,7 +287,7 @@ class LogicalManager(ShortForms):
                         told.refused = True
                         break
                     slot = empty[0]
-                    slot.fill(name, plh, parent, local, tokens)
+                    slot.name, slot.plh = name, plh
                     registered[plh] = slot
                     names.hold_new(slot)
                     policy.register((slot,))
@@ -310,10 +305,9 @@ class LogicalManager(ShortForms):
                         policy.remove((slot,))
                     names.hold(slot, name)
                     anchor = name
-            parent = name
             served += 1
 
-        told.anchor, told.parent = anchor, parent
+        told.anchor = anchor
         self._references += served - partial
         self._num_inactive -= woken
         pool.match_blocks_returned += woken + shared
@@ -331,16 +325,18 @@ class LogicalManager(ShortForms):
         if len(slots) == count:
             return slots
         victims = pool.inactive.evict(count - len(slots))
-        registered, homonyms = pool.registered, self._names.homonyms
-        evicted, removed = told.evicted, told.removed
-        for slot in victims:
-            del registered[slot.plh]
-            evicted.append(slot.plh)
-            removed.append(slot.name if slot.known else None)
-            if homonyms:
+        plhs = [slot.plh for slot in victims]
+        for plh in plhs:
+            del pool.registered[plh]
+        told.evicted += plhs
+        names = [slot.name for slot in victims]
+        if self._names.homonyms:
+            for slot in victims:
                 self._names.drop(slot)
-            else:
-                del own[slot.name]
+        else:
+            for name in names:
+                del own[name]
+        told.removed += names if not pool.unknown else [pool.name_to_tell(slot) for slot in victims]
         self._num_inactive -= len(victims)
         return slots + victims
 
@@ -357,8 +353,7 @@ class LogicalManager(ShortForms):
                 slot.refs = refs - 1
                 self._references -= 1
                 if refs == 1:
-                    self._pool.inactive.insert_one(slot)
-                    self._num_inactive += 1
+                    self._freed.append(slot)
                 return 1
             slots = list(map(own.__getitem__, blocks))  # type: ignore[arg-type]
         except (KeyError, TypeError):  # a partial block, or one that is not there
@@ -373,12 +368,19 @@ class LogicalManager(ShortForms):
                     undo.refs += 1
                 return self._deref_carefully(blocks)
         self._references -= len(slots)
-        if idle:
-            self._pool.inactive.insert(idle)
-            self._num_inactive += len(idle)
+        self._freed += idle
         return 1
 
+    def _settle(self) -> None:
+        """Tell the policy what was freed since the last time: schedulers free block by block, and it takes many at once."""
+        freed = self._freed
+        if freed:
+            self._pool.inactive.insert(freed)
+            self._num_inactive += len(freed)
+            freed.clear()
+
     def _deref_carefully(self, blocks: Sequence[Block]) -> int:
+        self._settle()
         rules.check_deref(blocks, self._partials, self._names, self._pool.inactive, self.backend)
         for block in blocks:
             if isinstance(block, UUID):
@@ -395,6 +397,7 @@ class LogicalManager(ShortForms):
         rules.check_promote(move, self._partials)
         name, plh, pool = move.block, move.plh, self._pool
         assert plh is not None
+        self._settle()
         mutable = self._partials.pop(move.partial)
         self._references += 1
         if self._names.held_by(name) is not None:
@@ -413,7 +416,7 @@ class LogicalManager(ShortForms):
             self._names.hold(slot, name)
             pool.give_back(mutable)
             return 1
-        mutable.fill(name, plh, move.parent, move.local_hash, move.token_ids)
+        mutable.name, mutable.plh = name, plh
         pool.registered[plh] = mutable
         self._names.hold_new(mutable)
         pool.inactive.register((mutable,))
@@ -428,6 +431,7 @@ class LogicalManager(ShortForms):
         """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""
         if self._references or self._partials:
             return False
+        self._settle()
         self._pool.drain()
         self._names = Names()
         self._num_inactive = 0

@@ -20,49 +20,21 @@ class Slot:
     Attributes:
         plh: lineage hash under which it is registered.
         name: sequence hash under which it was stored; other names may hold it later.
-        known: whether the manager still has the entry from which it publishes the Removed.
-        parent: sequence hash of the block before it in the move that stored it; None for a root.
-        local_hash: local hash that it was stored with.
-        token_ids: token ids that it was stored with, or None.
         refs: references to it by its own name, where the manager finds it by that.
         aliases: other names that hold it. It is inactive when it has neither.
         place: for the policy's own use, 0 at first. The pool does not touch it, whatever becomes of the slot.
         above: the same.
     """
 
-    __slots__ = (
-        "above",
-        "aliases",
-        "known",
-        "local_hash",
-        "name",
-        "parent",
-        "place",
-        "plh",
-        "refs",
-        "token_ids",
-    )
+    __slots__ = ("above", "aliases", "name", "place", "plh", "refs")
 
     def __init__(self) -> None:
         self.plh = 0
         self.name = 0
-        self.known = False
-        self.parent: int | None = None
-        self.local_hash = 0
-        self.token_ids: Sequence[int] | None = None
         self.refs = 0
         self.aliases = 0
         self.place: Any = 0
-        self.above: Any = 0
-
-    def fill(self, name: int, plh: int, parent: int | None, local_hash: int, token_ids: Sequence[int] | None) -> None:
-        """Note what is stored here now."""
-        self.plh = plh
-        self.name = name
-        self.known = True
-        self.parent = parent
-        self.local_hash = local_hash
-        self.token_ids = token_ids
+        self.above: Any = None
 
     def __repr__(self) -> str:
         return f"<Slot of block {self.name}: {self.refs} references>"
@@ -76,8 +48,9 @@ class EvictionPolicy(Protocol):
 
     The manager tells a policy of a slot's life, in this order: `register` once, then `insert` and `remove` (or
     `evict`, which ends it) in turns. A policy sees slots, and may keep what it likes in their `place` and `above`.
-    It is told of many slots at once, in the order in which it happened to them. The new blocks of one Use may come as
-    one `evict` and one `register`; a policy must not mind that no other `register` stands between its evictions.
+    It is told of many slots at once, in the order in which it happened to them; of what was freed, when something else
+    happens. The new blocks of one Use may come as one `evict` and one `register`; a policy must not mind that no other
+    `register` stands between its evictions.
 
     Attributes:
         finds_by_place: whether `find` and `free_places` are to be asked about lineage hashes that are not registered.
@@ -98,7 +71,7 @@ class EvictionPolicy(Protocol):
         """Make these slots evictable: nobody holds them any more."""
 
     def insert_one(self, slot: Slot) -> None:
-        """The same for one slot: schedulers free block by block."""
+        """The same for one slot."""
         self.insert((slot,))
 
     @abstractmethod
@@ -162,6 +135,7 @@ class BlockPool:
         total: how many slots there are.
         registered: the slot of each registered lineage hash, active or inactive.
         inactive: the policy, which holds the inactive ones.
+        unknown: registered slots that the manager has no entry of, from which it would publish their Removed.
     """
 
     __slots__ = (
@@ -175,12 +149,14 @@ class BlockPool:
         "registered",
         "registrations",
         "total",
+        "unknown",
     )
 
     def __init__(self, total: int, inactive: EvictionPolicy) -> None:
         self.total = total
         self.inactive = inactive
         self.registered: dict[int, Slot] = {}
+        self.unknown: set[Slot] = set()
         # The reset pool is one queue, 0 to total - 1 at first. Slots that were never used stand at its front and are
         # made when they are taken, so that an idle manager costs nothing.
         self._fresh = 0
@@ -217,11 +193,19 @@ class BlockPool:
             return self.inactive.find(plh)
         return slot
 
+    def name_to_tell(self, victim: Slot) -> int | None:
+        """What a Removed calls an evicted slot; None, once, if the manager has no entry of it."""
+        if victim not in self.unknown:
+            return victim.name
+        self.unknown.remove(victim)
+        return None
+
     def drain(self) -> None:
         """Empty all slots, of which none is active, in the order of eviction."""
         self._reset.extend(self.inactive.order())
         self.inactive.clear()
         self.registered.clear()
+        self.unknown.clear()
 
     def metrics(self, *, mutable: int, immutable: int, inactive: int) -> PoolMetrics:
         """Take a snapshot; what is held is the manager's to say."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from inspect import isawaitable
 from pathlib import Path
 from random import Random
@@ -39,6 +39,7 @@ from pytest_kvmock.hygiene.text import NOBODY, block_text, worker_text
 from pytest_kvmock.tokens import sequence_hashes
 
 if TYPE_CHECKING:
+    from pytest_kvmock.harness.standard import Standard
     from pytest_kvmock.router.index import RadixIndex
 
 Sync: TypeAlias = Literal["every", "auto", "end"]
@@ -114,12 +115,14 @@ class Heard(NamedTuple):
         position: its number in the log.
         problems: what the ledger found wrong with it.
         refused: the reference index raised on it.
+        given: what the index gets, where a fault at its own door changes that.
     """
 
     event: RouterEvent
     position: int
     problems: list[Problem]
     refused: bool = False
+    given: RouterEvent | None = None
 
     @property
     def key(self) -> StreamKey:
@@ -144,6 +147,7 @@ class Comparison:
         rng: picks foreign blocks, and events in long tests.
         sync: after every event, after some of many, or at the end alone.
         settle: has ledger and reference take what the index was told when it asked a worker.
+        standard: in place of ledger and reference, where the index must survive faults.
 
     Attributes:
         waiting: what the index has not been given yet: an async one's events, until it is flushed.
@@ -158,11 +162,14 @@ class Comparison:
         sync: Sync,
         *,
         settle: Callable[[], None],
+        standard: Standard | None = None,
     ) -> None:
         self.waiting: deque[Heard | Gone] = deque()
         self._under_test = under_test
-        self._reference = reference
-        self._ledger = ledger
+        self._standard = standard
+        self._reference = reference if standard is None else standard.reference
+        self._ledger = ledger if standard is None else standard.ledger
+        self._arrived = ledger
         self._rng = rng
         self._sync = sync
         self._settle = settle
@@ -201,9 +208,11 @@ class Comparison:
                 found += yield from self._tell(heard)
                 continue
             data, key = heard.event.event.data, heard.key
+            if self._standard is not None and self._hurt(key):
+                self._standard.touched(key, heard.event)
             wound = self._wounds.get(key)
             try:
-                yield self._under_test.apply, heard.event
+                yield self._under_test.apply, heard.given or heard.event
             except Exception as error:  # noqa: BLE001 - as in run
                 # A dump leaves blocks out that no query can reach; the reference raises, too, when those are removed.
                 if not heard.refused or any(problem.is_error for problem in heard.problems):
@@ -212,7 +221,7 @@ class Comparison:
                 if isinstance(data, Cleared):
                     self._wounds.pop(key, None)
             if self._due(heard.position):
-                questions.append((heard, list(self._touched(heard.event))))
+                questions.append((heard, [] if self._hurt(key) else list(self._touched(heard.event))))
             if isinstance(data, Cleared):
                 continue
             if wound is not None:
@@ -221,6 +230,9 @@ class Comparison:
                 self._told.difference_update((*key, block) for block in data.block_hashes)
         if questions:
             found += yield from self.flush()
+        for key in dict.fromkeys(heard.key for heard, _ in questions):
+            if self._hurt(key):
+                yield from self._heal(key)
         for heard, chains in reversed(questions):  # a later event explains a difference better than an earlier one
             for chain in chains:
                 differences = yield from self._differences(chain, heard.key, heard)
@@ -286,13 +298,44 @@ class Comparison:
             position: number of the last event.
         """
         found = yield from self.flush()
-        for key, stream in list(self._ledger.streams.items()):
-            leaves = self._leaves(key)
-            for block in leaves:
-                found += yield from self._differences(self._chain(stream, block), key, None, position)
-            for chain in self._strangers(self._chain(stream, leaves[-1])) if leaves else ():
-                found += yield from self._differences(chain, key, None, position)
+        for key in list(self._ledger.streams):
+            found += yield from self._all_of(key, position)
         return found
+
+    def recheck(self, position: int) -> Findings:
+        """Compare all chains of the streams that faults have hurt, and that the index is to have right by now."""
+        found: list[Problem] = []
+        for key in [] if self._standard is None else list(self._standard.hurt):
+            if key in self._ledger.streams:
+                found += yield from self._all_of(key, position)
+        return found
+
+    def _all_of(self, key: StreamKey, position: int) -> Findings:
+        found: list[Problem] = []
+        stream, leaves = self._ledger.streams[key], self._leaves(key)
+        for block in leaves:
+            found += yield from self._differences(self._chain(stream, block), key, None, position)
+        for chain in self._strangers(self._chain(stream, leaves[-1])) if leaves else ():
+            found += yield from self._differences(chain, key, None, position)
+        if self._standard is not None and not found:
+            self._standard.healed(key)
+        return found
+
+    def _hurt(self, key: StreamKey) -> bool:
+        return self._standard is not None and key in self._standard.hurt
+
+    def _heal(self, key: StreamKey) -> Generator[Call, Any, None]:
+        """Look whether the index has recovered from what hurt a stream."""
+        assert self._standard is not None
+        others = self._standard.hurt.keys() - {key}
+        for where, block in list(self._standard.hurt[key]):
+            try:
+                agrees = yield from self._agrees(self._chain(self._ledger.streams[where], block), others)
+            except Exception:  # noqa: BLE001 - it has not; at the end it is asked again, and that is reported
+                return
+            if not agrees:
+                return
+        self._standard.healed(key)
 
     def news(self, found: list[Problem], heard: Heard | None = None) -> list[Problem]:
         """Those of `found` that were not reported before, each listed where it belongs."""
@@ -365,17 +408,18 @@ class Comparison:
 
     def _differences(self, chain: Chain, key: StreamKey, heard: Heard | None, position: int = -1) -> Findings:
         """Ask for a chain; where the answer is not the reference's, find the shortest part of it that shows so."""
+        ignored = None if heard is None or self._standard is None else self._standard.hurt.keys()
         try:
-            if (yield from self._agrees(chain)):
+            if (yield from self._agrees(chain, ignored)):
                 return []
             for count in range(1, len(chain.local) + 1):
                 shortest = chain.part(0, count)
-                if not (yield from self._agrees(shortest)):
+                if not (yield from self._agrees(shortest, ignored)):
                     break
             answer = self._under_test.read((yield self._question(shortest)))
         except Exception as error:  # noqa: BLE001 - as in run
             return [self._failure(self._under_test.asked, error, key, heard, position)]
-        wrong = self._wrong(answer, shortest)
+        wrong = self._wrong(answer, shortest, ignored)
         if wrong is None:
             return []  # an index that changes its mind between two questions: the next question shows it again
         worker, rank, got, right = wrong
@@ -396,20 +440,26 @@ class Comparison:
             rank,
             f"the index under test ({self._under_test.name}) answers {_count(got)} of {worker_text(worker, rank)} for the chain of "
             f"{len(shortest.local)} that ends in block {block_text(block)}; {story}",
-            _right(right),
+            _right(right, "the reference index says" if self._standard is None else "was published"),
             heard.event if heard else None,
             heard.position if heard else position,
             (block,),
+            fault=None if self._standard is None else self._standard.strike((worker, rank), block),
         )
         return [problem]
 
-    def _agrees(self, chain: Chain) -> Generator[Call, Any, bool]:
+    def _agrees(self, chain: Chain, ignored: Collection[StreamKey] | None) -> Generator[Call, Any, bool]:
         answer = self._under_test.read((yield self._question(chain)))
-        return self._wrong(answer, chain) is None
+        return self._wrong(answer, chain, ignored) is None
 
-    def _wrong(self, answer: Scores | WorkerScores, chain: Chain) -> tuple[int, int, int, range] | None:
+    def _wrong(
+        self, answer: Scores | WorkerScores, chain: Chain, ignored: Collection[StreamKey] | None
+    ) -> tuple[int, int, int, range] | None:
         """The first worker for which an answer is wrong: (worker_id, dp_rank, blocks answered, what would be right)."""
-        expected = self._reference.find_matches(chain.local).scores
+        if self._standard is None:
+            expected = self._reference.find_matches(chain.local).scores
+        else:
+            expected = self._standard.expected(answer, chain.local, ignored)
         if agree(answer, expected):
             return None
         least, most = dict(expected), dict(expected)
@@ -438,6 +488,7 @@ class Comparison:
             "an index takes every sound event, and answers every question",
             event,
             heard.position if heard else position,
+            fault=None if self._standard is None else self._standard.strike(key),
         )
         self._fold(problem, heard)
         self._wounds[key] = Wound(problem.cause or problem)
@@ -447,15 +498,17 @@ class Comparison:
 
     def _fold(self, problem: Problem, heard: Heard | None) -> None:
         """List a problem under the fault of the event itself, or under a wound of the index or of the stream."""
-        own = next((p for p in self._faults(heard) if p.is_error), None) if heard else None
+        own = next((p for p in self._faults(heard) if p.is_error and not p.excused), None) if heard else None
         key = (problem.worker_id, problem.dp_rank)
         wound = self._wounds.get(key)
         if own is not None:
             problem.follows_from(own)
         elif wound is not None and problem.block not in wound.named:
             problem.follows_from(wound.cause)
-        elif key in self._ledger.streams:
-            Ledger.fold(self._ledger.streams[key], problem)
+        elif key in self._arrived.streams:
+            Ledger.fold(self._arrived.streams[key], problem)
+            if problem.cause is not None and problem.cause.excused:
+                problem.stand()  # an index that survives a fault is right all the same
 
     def _faults(self, heard: Heard) -> list[Problem]:
         """What is wrong with an event, but for what its index has mended by a recovery."""
@@ -489,10 +542,10 @@ def _leading_run(stream: Stream, chain: Chain) -> int:
     return most
 
 
-def _right(answers: range) -> str:
+def _right(answers: range, as_what: str) -> str:
     least, most = answers.start, answers.stop - 1
     if least == most:
-        return f"{_count(most)}, as the reference index says"
+        return f"{_count(most)}, as {as_what}"
     return f"{least} to {_count(most)}: between what the reference index says and what the events say is held"
 
 

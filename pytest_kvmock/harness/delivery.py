@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pytest_kvmock.events import RouterEvent
-from pytest_kvmock.hygiene.log import KINDS, kind_of
 from pytest_kvmock.hygiene.problem import Problem
 
 if TYPE_CHECKING:
@@ -15,6 +14,13 @@ if TYPE_CHECKING:
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
 """What becomes of an event on its way: the events that arrive for it, none when it is lost."""
+
+
+class Carrier(Protocol):
+    """What stands on the way, and may do harm there (`pytest_kvmock.faults`)."""
+
+    def carry(self, event: RouterEvent, chained: bool) -> bool:
+        """Have `Delivery.arrive` called for what becomes of an event; False: sinks after the router do not hear it."""
 
 
 class Delivery:
@@ -26,8 +32,9 @@ class Delivery:
 
     Attributes:
         published: the id after the last one that was published, by worker and rank.
-        transport: what becomes of events on their way; None: they arrive. Faults are put here.
         kept: told of each event that is published, whatever becomes of it; None: nobody keeps them.
+        faults: what does harm on the way; None: nothing does.
+        transport: what becomes, at the end of the way, of events that came so far; None: they arrive.
     """
 
     def __init__(
@@ -42,21 +49,11 @@ class Delivery:
         self._lost = lost
         self._before: list[Sink] = []
         self._after: list[Sink] = []
-        self._drops: list[Drop] = []
+        self.faults: Carrier | None = None
 
     def add_sink(self, sink: Sink, *, before: bool) -> None:
         """Tell one more sink of each event, before the router or after it."""
         (self._before if before else self._after).append(sink)
-
-    def drop_next(self, n: int, kind: str | None) -> Drop:
-        """Lose the next `n` events, of one kind or of any."""
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ValueError(f"drop_next: n must be an integer of at least 1, got {n!r}")
-        if kind is not None and kind not in KINDS:
-            raise ValueError(f"drop_next: unknown kind {kind!r}; known: {', '.join(KINDS)}")
-        drop = Drop(self._drops, n, kind)
-        self._drops.append(drop)
-        return drop
 
     def publish(self, event: RouterEvent, *, chained: bool) -> None:
         """An event sets out."""
@@ -66,15 +63,20 @@ class Delivery:
             self.kept(event)
         if self._before and not self._tell(self._before, event, missed=True):
             return
-        if self._drops and self._dropped(event):
+        if self.faults is None:
+            self.arrive(event, chained)
+        elif not self.faults.carry(event, chained):
             return
+        if self._after:
+            self._tell(self._after, event, missed=False)
+
+    def arrive(self, event: RouterEvent, chained: bool) -> None:
+        """An event comes to its end of the way."""
         if self.transport is None:
             self._arrive(event, chained)
         else:
             for arriving in self.transport(event):
                 self._arrive(arriving, chained)
-        if self._after:
-            self._tell(self._after, event, missed=False)
 
     def _tell(self, sinks: list[Sink], event: RouterEvent, *, missed: bool) -> bool:
         """Tell sinks in order; the first that raises keeps the event from those after it (Dynamo, reference 3.1)."""
@@ -90,33 +92,3 @@ class Delivery:
                 self._lost(problem, event, missed)
                 return False
         return True
-
-    def _dropped(self, event: RouterEvent) -> bool:
-        for drop in self._drops:
-            if drop.kind is None or drop.kind == kind_of(event):
-                drop.left -= 1
-                if not drop.left:
-                    self._drops.remove(drop)
-                return True
-        return False
-
-
-class Drop:
-    """Events that are to be lost yet. As a context manager, no more of them once it is left.
-
-    Attributes:
-        left: how many.
-        kind: of which kind; None: of any.
-    """
-
-    def __init__(self, drops: list[Drop], left: int, kind: str | None) -> None:
-        self.left = left
-        self.kind = kind
-        self._drops = drops
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self in self._drops:
-            self._drops.remove(self)

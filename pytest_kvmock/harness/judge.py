@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pytest_kvmock.events import RouterEvent, StorageTier
 from pytest_kvmock.harness.comparison import Comparison, Heard, Sync, arun, run
+from pytest_kvmock.harness.standard import Standard
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, question
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import Stream, StreamKey
+from pytest_kvmock.hygiene.truth import Truth
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.tokens import Prompt
 
@@ -35,7 +38,8 @@ class Verdict(NamedTuple):
     Attributes:
         errors: errors that stand by themselves and that the test did not expect.
         warnings: warnings, likewise.
-        unmet: a sentence for each error that the test expected and that did not come as often as it said.
+        unmet: a sentence for each error that the test expected, and for each fault that it asked for, that did not come
+            as often as it said.
     """
 
     errors: list[Problem]
@@ -73,6 +77,9 @@ class Judge:
         reference: the reference index.
         under_test: the index under test.
         told: what routers were told when they asked, and that is not settled yet.
+        truth: what was published, beside what arrived; None until a test injects a fault.
+        standard: what an index that survives faults should know; None where no test says so.
+        door: what the index under test is given for an event; None: the event.
     """
 
     def __init__(self, log: EventLog, index: Any, sync: Sync, rng: Random) -> None:
@@ -80,6 +87,10 @@ class Judge:
         self.ledger = Ledger()
         self.reference = RadixIndex()
         self.under_test = None if index is None else IndexUnderTest(index)
+        self.truth: Truth | None = None
+        self.standard: Standard | None = None
+        self.door: Callable[[RouterEvent], RouterEvent] | None = None
+        self._rng, self._sync = rng, sync
         self._comparison = None
         if self.under_test is not None:
             self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync, settle=self.settle)
@@ -93,6 +104,47 @@ class Judge:
         """Whether the index under test is to be awaited."""
         return self.under_test is not None and self.under_test.is_async
 
+    def open(self, key: StreamKey, **about: Any) -> None:
+        """Begin to listen to a worker and rank; the arguments are those of `Ledger.open`."""
+        for ledger in self._ledgers():
+            ledger.open(key, **about)
+
+    def _ledgers(self) -> list[Ledger]:
+        return [self.ledger, *(each.ledger for each in (self.truth, self.standard) if each is not None)]
+
+    def begin_truth(self) -> Truth:
+        """From here on, tell what was published from what arrived."""
+        if self.truth is None:
+            self.truth = Truth(self.ledger, self.log.problems)
+        return self.truth
+
+    def survive(self) -> Standard | None:
+        """From here on, which is before the first event, the index under test must be right though faults strike."""
+        if self.under_test is not None and self.standard is None:
+            self.standard = Standard()
+            self.standard.ledger = copy.deepcopy(self.ledger)
+            self._comparison = Comparison(
+                self.under_test,
+                self.reference,
+                self.ledger,
+                self._rng,
+                self._sync,
+                settle=self.settle,
+                standard=self.standard,
+            )
+        return self.standard
+
+    def note(self, found: list[Problem], real: Sequence[Problem] | None = None) -> None:
+        """Note problems in the log.
+
+        Args:
+            found: what is wrong with what arrived.
+            real: what is wrong with what was published, at the same point; see `Truth.sort`.
+        """
+        if self.truth is not None:
+            self.truth.sort(found, real)
+        self.log.note(found)
+
     def arrive(self, event: RouterEvent, chained: bool) -> None:
         """Judge an event, and give it to the indexes."""
         self.settle()
@@ -102,21 +154,24 @@ class Judge:
         if not self.ledger.told_before(event):
             problems = self.ledger.observe(event, entry.position, chained=chained)
             if problems:
-                self.log.note(problems)
+                self.note(problems)
             try:
                 self.reference.apply(event)
             except KvEventError:  # the ledger has said so already, with what was known
                 refused = True
         comparison = self._comparison
         if comparison is not None:
-            comparison.heard(Heard(event, entry.position, problems, refused))
+            given = None if self.door is None else self.door(event)
+            comparison.heard(Heard(event, entry.position, problems, refused, given))
             if not self.is_async and (found := run(comparison.catch_up())):
-                self.log.note(found)
+                self.note(found)
 
     def sink_failed(self, problem: Problem, event: RouterEvent, missed: bool) -> None:
         """Note that a sink raised; the event is missed where the sink stood between worker and router."""
         problem.position = self.log.total - 1
         self.log.note([problem])
+        if missed and self.truth is not None and problem.fault is None:
+            self.truth.missed(problem, event)
         if missed:
             self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
 
@@ -135,7 +190,9 @@ class Judge:
                     self.reference.apply(event)
             for problem in (news := self.ledger.recovered(said, ids)):
                 problem.position = self.log.total - 1
-            self.log.note(news)
+            self.note(news, () if self.truth is None else self.truth.astray(key))
+            if self.standard is not None:
+                self.standard.recovered(said, ids, events, replace=replace)
             if self._comparison is not None:
                 self._comparison.recovered(key, self.log.total - 1)
 
@@ -162,6 +219,10 @@ class Judge:
         for key in gone:
             self.reference.remove_worker_dp_rank(*key)
             self.ledger.restarted(key, first_id=first_id)
+            if self.truth is not None:
+                self.truth.ledger.restarted(key, first_id=first_id)
+            if self.standard is not None:
+                self.standard.announced(key, first_id=first_id)
         return gone
 
     # -------------------------------------------------------------------------------------------- questions
@@ -205,15 +266,20 @@ class Judge:
             residents: who can tell what is resident.
         """
         position = self.log.total - 1
+        truth = None if self.truth is None else self.truth.ledger
         if self._comparison is not None and not self.is_async:
-            self.log.note(run(self._comparison.flush()))
+            self.note(run(self._comparison.flush()))
+            if self.standard is not None:
+                self.note(self._comparison.news(run(self._comparison.recheck(position))))
         for key, next_id in published.items():
-            self.log.note(self.ledger.published(key, next_id, position))
-        self.log.note(self.ledger.over_capacity(position))
+            real = truth.published(key, next_id, position) if truth is not None else ()
+            self.note(self.ledger.published(key, next_id, position), real)
+        self.note(self.ledger.over_capacity(position), truth.over_capacity(position) if truth is not None else ())
         for key, tier, resident in residents:
             blocks = self._told_by(key, resident)
             if blocks is not None:
-                self.log.note(self.ledger.drift(key, blocks, position, tier))
+                real = truth.drift(key, blocks, position, tier) if truth is not None else ()
+                self.note(self.ledger.drift(key, blocks, position, tier), real)
 
     def _told_by(self, key: StreamKey, resident: Callable[[], Iterable[int]]) -> list[int] | None:
         """What a callable says is resident; None, and a problem noted once, where it cannot say."""
@@ -238,25 +304,26 @@ class Judge:
         if self._comparison is None or self.is_async:
             return []
         found = run(self._comparison.everything(self.log.total - 1))
-        self.log.note(self._comparison.news(found))
+        self.note(self._comparison.news(found))
         return found
 
     async def acompare(self) -> list[Problem]:
         """As `compare`, for an async index, which is first given the events that wait."""
         assert self._comparison is not None
-        self.log.note(await arun(self._comparison.catch_up()))
+        self.note(await arun(self._comparison.catch_up()))
         found = await arun(self._comparison.everything(self.log.total - 1))
-        self.log.note(self._comparison.news(found))
+        self.note(self._comparison.news(found))
         return found
 
     def differences(self, residents: Residents) -> list[Problem]:
         """Where stream and engines differ now, reported before or not; nothing is noted."""
+        ledger = self.ledger if self.standard is None else self.standard.ledger  # what came of survived faults is none
         found = []
         for key, tier, resident in residents:
-            stream = self.ledger.streams[key]
-            for blocks, right, had in self.ledger.differences(stream, self._told_by(key, resident) or [], tier):
+            stream = ledger.streams[key]
+            for blocks, right, had in ledger.differences(stream, self._told_by(key, resident) or [], tier):
                 if blocks:
-                    found.append(self.ledger.drift_problem(stream, tuple(blocks), right, had))
+                    found.append(ledger.drift_problem(stream, tuple(blocks), right, had))
         for problem in found:
             problem.position = self.log.total - 1
         return found
@@ -307,5 +374,5 @@ class Judge:
         unmet = self.log.settle()
         self.log.expectations.clear()
         new, self._judged = self.log.problems[self._judged :], len(self.log.problems)
-        standing = [problem for problem in new if problem.cause is None and problem.expected_by is None]
+        standing = [p for p in new if p.cause is None and p.expected_by is None and not p.excused]
         return Verdict([p for p in standing if p.is_error], [p for p in standing if not p.is_error], unmet)

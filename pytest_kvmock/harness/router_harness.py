@@ -20,7 +20,7 @@ from pytest_kvmock.events import (
     Stored,
 )
 from pytest_kvmock.harness.comparison import SYNC, Sync
-from pytest_kvmock.harness.delivery import Delivery, Drop
+from pytest_kvmock.harness.delivery import Delivery
 from pytest_kvmock.harness.judge import Judge, Verdict
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.under_test import Scores, WorkerScores
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.engine.worker import KvWorker, Request
+    from pytest_kvmock.faults.fault import Fault
+    from pytest_kvmock.faults.faults import Faults
     from pytest_kvmock.sinks import Sink
 
 WorkerKey: TypeAlias = int | tuple[int, int]
@@ -58,15 +60,17 @@ class RouterHarness:
         allow: rules whose breach is no failure when the harness judges on leaving.
         recovery: what an index calls to ask workers for events that it missed; None: they keep none.
         name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
+        faults: how often faults strike an event at random, from 0 to 1, by their names; see `Faults`.
+        survive: names of the faults that the index under test must survive.
 
     Raises:
-        ValueError: an unknown backend, rule or `sync`; an index that says it is not empty.
+        ValueError: an unknown backend, rule, fault or `sync`; a rate out of range; an index that says it is not empty.
         TypeError: an index that lacks a method, or an argument of the wrong kind.
 
     Attributes:
         events: every event that arrived, with its verdict.
         profile: the profile in force.
-        delivery: from worker to router; its `transport` is where faults are put.
+        delivery: from worker to router.
     """
 
     def __init__(
@@ -79,6 +83,8 @@ class RouterHarness:
         allow: Collection[str] = (),
         recovery: Recovery | None = None,
         name: str = "",
+        faults: Mapping[str, float] | None = None,
+        survive: Collection[str] = (),
     ) -> None:
         if sync not in SYNC:
             raise ValueError(f"unknown sync {sync!r}; known: {', '.join(SYNC)}")
@@ -89,7 +95,8 @@ class RouterHarness:
         self.profile = profile or EngineProfile()
         self._allow = frozenset(map(check_rule, allow))
         self.events = EventLog(self.flush, allow=self._allow)
-        self._rng = Random(f"{self.profile.seed}:{name}")  # noqa: S311 - mock data
+        self._seed = f"{self.profile.seed}:{name}"
+        self._rng = Random(self._seed)  # noqa: S311 - mock data
         self._lock = RLock()
         # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
         self._judge = Judge(self.events, index, sync, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
@@ -102,6 +109,11 @@ class RouterHarness:
         if recovery is not None:
             self.use_recovery(recovery)
         self._spec: BackendSpec | None = None
+        self._faults: Faults | None = None
+        if faults:
+            self.faults.at_random(faults)
+        if survive:
+            self.faults.survive(*((survive,) if isinstance(survive, str) else survive))
         if backend is not None:
             self.use_backend(backend)
 
@@ -171,7 +183,25 @@ class RouterHarness:
         taken = {worker.worker_id for worker in self._workers.values()}
         return self._add_worker(next(i for i in range(len(taken) + 1) if i not in taken), 0, backend)
 
-    def _add_worker(self, worker_id: int, dp_rank: int, backend: str | None) -> KvWorker:
+    def misfit(self, id: int | None, **fields: Any) -> KvWorker:  # noqa: A002 - as above
+        """Make one more worker with another profile than the router's; see `Faults.block_size`.
+
+        Args:
+            id: its id; the lowest that is free if None.
+            **fields: the fields of the profile that differ.
+
+        Raises:
+            ValueError: a field out of range, or a worker that exists.
+        """
+        taken = {worker.worker_id for worker in self._workers.values()}
+        worker_id = next(i for i in range(len(taken) + 1) if i not in taken) if id is None else id
+        if worker_id in taken:
+            raise ValueError(f"worker {worker_id} exists already; its profile is the router's")
+        return self._add_worker(worker_id, 0, None, self.profile.replace(**fields))
+
+    def _add_worker(
+        self, worker_id: int, dp_rank: int, backend: str | None, profile: EngineProfile | None = None
+    ) -> KvWorker:
         if not isinstance(worker_id, int) or not 0 <= worker_id < FIRST_SINK_WORKER:
             raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1}, got {worker_id!r}")
         if not isinstance(dp_rank, int) or dp_rank < 0:
@@ -179,9 +209,10 @@ class RouterHarness:
         spec = self._spec if backend is None else backend_spec(backend)
         if spec is None:
             raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
-        worker = HarnessWorker(self, spec, worker_id, dp_rank, Random(self._rng.getrandbits(64)))  # noqa: S311 - mock data
+        rng = Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
+        worker = HarnessWorker(self, spec, worker_id, dp_rank, rng, profile=profile)
         self._workers[self._key(worker_id, dp_rank)] = worker
-        self._judge.ledger.open(
+        self._judge.open(
             (worker_id, dp_rank),
             first_id=0,
             block_size=self.profile.block_size,
@@ -223,7 +254,7 @@ class RouterHarness:
             raise ValueError(f"make_kv_sink: unknown residency {residency!r}; known: {', '.join(RESIDENCIES)}")
         worker_id = FIRST_SINK_WORKER + self._sinks
         self._sinks += 1
-        self._judge.ledger.open(
+        self._judge.open(
             (worker_id, 0),
             first_id=None,
             block_size=self.profile.block_size,
@@ -327,19 +358,18 @@ class RouterHarness:
 
     # ----------------------------------------------------------------------------------------------- faults
 
-    def drop_next(self, n: int = 1, *, kind: str | None = None) -> Drop:
-        """Lose the next events on their way to the router.
+    @property
+    def faults(self) -> Faults:
+        """What the test breaks on purpose, on the way from workers to router."""
+        if self._faults is None:
+            from pytest_kvmock.faults.faults import Faults
 
-        As a context manager it stops losing events when it is left.
+            self._faults = Faults(self, self._judge, self._seed)
+        return self._faults
 
-        Args:
-            n: how many.
-            kind: only "stored", "removed" or "cleared" ones; any if None.
-
-        Raises:
-            ValueError: a count below 1, or an unknown kind.
-        """
-        return self.delivery.drop_next(n, kind)
+    def drop_next(self, n: int = 1, *, kind: str | None = None) -> Fault:
+        """Lose the next events on their way to the router: `faults.lose(n, kind=kind)`."""
+        return self.faults.lose(n, kind=kind)
 
     def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
         """The router forgets a worker, all ranks; it may come back with any event id.
@@ -547,7 +577,10 @@ class RouterHarness:
             self.flush()
             self._judge.leaked(self._workers.values(), self._begun)
             self._begun = frozenset()
-            return self._judge.verdict()
+            verdict = self._judge.verdict()
+            if self._faults is not None:
+                verdict.unmet.extend(self._faults.unmet())
+            return verdict
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,7 @@ from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import BackendSpec
+    from pytest_kvmock.backends import BackendSpec, EngineProfile
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.harness.router_harness import RouterHarness
     from pytest_kvmock.sinks import Sink
@@ -24,13 +24,23 @@ class HarnessWorker(KvWorker):
         worker_id: its id.
         dp_rank: its rank.
         rng: source of generated tokens and of the names of partial blocks.
+        profile: size and kind, if they are not the harness's.
 
     Raises:
         ValueError: the backend made a manager that calls itself otherwise.
     """
 
-    def __init__(self, harness: RouterHarness, spec: BackendSpec, worker_id: int, dp_rank: int, rng: Random) -> None:
-        profile = harness.profile
+    def __init__(
+        self,
+        harness: RouterHarness,
+        spec: BackendSpec,
+        worker_id: int,
+        dp_rank: int,
+        rng: Random,
+        *,
+        profile: EngineProfile | None = None,
+    ) -> None:
+        profile = profile or harness.profile
 
         def make(sink: Sink | None) -> KvManager:
             manager = spec.make(

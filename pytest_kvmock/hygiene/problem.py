@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.hygiene.text import worker_text
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_kvmock.events import RouterEvent
+    from pytest_kvmock.hygiene.injected import Injected
+
+INDEX_RULES: Final = frozenset({"index_failure", "index_drift", "not_flushed"})
+"""Rules that judge an index under test, not the stream: a router that survives a fault keeps them all the same."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -32,6 +36,7 @@ class Problem:
         folded: the problems that follow from this one.
         expected_by: what of the test said that it would come; None: nothing did.
         waived: whether somebody from outside the test lets it pass; None: nobody was asked (see `EventLog.waive`).
+        fault: the fault injected on purpose that it came of; None: it is real.
     """
 
     rule: str
@@ -46,6 +51,7 @@ class Problem:
     cause: Problem | None = None
     folded: list[Problem] = field(default_factory=list)
     expected_by: object = None
+    fault: Injected | None = None
     waived: bool | None = None
 
     def __post_init__(self) -> None:
@@ -71,11 +77,22 @@ class Problem:
         self.cause = cause
         cause.folded.append(self)
 
+    def stand(self) -> None:
+        """Take this problem from under its cause again; it stands by itself."""
+        if self.cause is not None:
+            self.cause.folded.remove(self)
+            self.cause = None
+
+    @property
+    def excused(self) -> bool:
+        """Whether it came of an injected fault that the router must survive, and is about the stream alone."""
+        return self.fault is not None and self.fault.survived and self.rule not in INDEX_RULES
+
     def covered(self) -> bool:
-        """Whether a test expected it, or what it follows from."""
+        """Whether a test expected it, or what it follows from, or says that its router survives such a fault."""
         problem: Problem | None = self
         while problem is not None:
-            if problem.expected_by is not None:
+            if problem.expected_by is not None or problem.excused:
                 return True
             problem = problem.cause
         return False

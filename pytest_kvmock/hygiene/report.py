@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pytest_kvmock.hygiene.problem import INDEX_RULES
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.hygiene.text import event_text, worker_text
 
@@ -29,6 +30,14 @@ def problem_line(problem: Problem) -> str:
     return f"{problem.rule} ({who}, at event {event.event.event_id} of {said_by})"
 
 
+def fault_text(problem: Problem) -> str:
+    """Which injected fault a problem came of, and whether the router must survive it."""
+    fault = problem.fault
+    if fault is None:
+        return ""
+    return f"injected: {fault}" + ("; the router survives it" if problem.excused else "")
+
+
 def problem_text(problem: Problem) -> str:
     """A problem in full: the event, the worker, the block, what was known and what would have been right."""
     lines = []
@@ -42,6 +51,8 @@ def problem_text(problem: Problem) -> str:
         f"    known:  {problem.known}",
         f"    right:  {problem.right}",
     ]
+    if problem.fault is not None:
+        lines.append(f"    fault:  {fault_text(problem)}")
     folded = list(problem.consequences())
     if folded:
         counts: dict[str, int] = {}
@@ -96,6 +107,10 @@ def failure_text(
             advice.insert(0, f'  expected? mark it:       with {log}.expect_error("{rule}"):')
         allow = f'RouterHarness(allow=["{rule}"])' if harness else f'@pytest.mark.kvmock(allow=["{rule}"])'
         advice.append(f"  not your concern?        {allow}")
+        fault = errors[0].fault
+        if fault is not None and fault.survivable and not fault.survived and rule not in INDEX_RULES:
+            faults = "kv.faults" if harness else "kv_router.faults"
+            advice.append(f'  must it be survived?     {faults}.survive("{fault.kind}")')
         parts.append("\n".join([headline, rest, "", *advice]))
     parts += unmet
     return "\n\n".join(parts)
@@ -103,12 +118,15 @@ def failure_text(
 
 def entry_line(entry: LogEntry) -> str:
     """A line of the log."""
-    counts = Counter(
-        f"  {'!!' if problem.is_error else '!'} {problem.rule}{', waived' if problem.waived else ''}"
-        for problem in entry.problems
-    )
+    counts = Counter(map(_mark, entry.problems))
     marks = "".join(mark if count == 1 else f"{mark} x{count}" for mark, count in counts.items())
     return f"{entry.position:>5}  {event_text(entry.event)}{marks}"
+
+
+def _mark(problem: Problem) -> str:
+    weight = "~" if problem.excused else "!!" if problem.is_error else "!"
+    fault = "" if problem.fault is None else f" ({fault_text(problem)})"
+    return f"  {weight} {problem.rule}{', waived' if problem.waived else ''}{fault}"
 
 
 def log_text(log: EventLog, last: int = 20) -> str:

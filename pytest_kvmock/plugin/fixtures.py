@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import KvSink, RouterHarness
-    from pytest_kvmock.harness.comparison import Sync
     from pytest_kvmock.harness.recovery import Recovery
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.hygiene.problem import Problem
@@ -92,6 +91,9 @@ def _block_size_place(item: pytest.Item) -> str:
 
 
 CASE: Final = pytest.StashKey[Case]()
+_HARNESS_KEYS: Final = ("sync", "faults", "survive")
+"""Keys of the `kvmock` marker that are arguments of `RouterHarness`; the innermost marker that has one wins."""
+
 _RECOVERY: Final = pytest.StashKey["Recovery"]()
 _BASE: Final = pytest.StashKey["EngineProfile"]()
 _TRACES: Final = pytest.StashKey[dict[object, tuple["TraceRequest", ...]]]()
@@ -122,18 +124,16 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     markers = marker_values(item)
     settings = item.config.stash[SETTINGS]
     policy = resolve_policy(settings.command_line, markers, settings.ini)
-    sync: Sync = "auto"
-    for values in markers:
-        sync = values.get("sync", sync)
+    said: dict[str, Any] = {key: values[key] for values in markers for key in _HARNESS_KEYS if key in values}
     try:
         harness = RouterHarness(
             profile,
             backend=None,
             index=kv_index,
-            sync=sync,
             allow=policy.allow,
             recovery=item.stash.get(_RECOVERY, None),
             name=item.nodeid,
+            **said,
         )
     except (TypeError, ValueError) as error:
         _fail_at_setup(item, str(error))

@@ -13,6 +13,8 @@ from pytest_kvmock.plugin.options import (
     SETTINGS,
     SYNCS,
     backend_names,
+    fault_names,
+    fault_rates,
     one_of,
     profile_name,
     profile_of,
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.profiles import NamedProfile
 
 POLICY_KEYS: Final = ("event_errors", "event_warnings", "allow")
-KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", *POLICY_KEYS)
+KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", *POLICY_KEYS, "faults", "survive")
 
 
 def check_kv_backends(mark: pytest.Mark) -> None:
@@ -56,6 +58,8 @@ def check_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> Non
         "sync": one_of(*SYNCS),
         "allow": rule_names,
         "profile": lambda value: None if value is None else profile_name(value, profiles),
+        "faults": fault_rates,
+        "survive": fault_names,
     }
     for key, value in mark.kwargs.items():
         if key not in KVMOCK_KEYS:

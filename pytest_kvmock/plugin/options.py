@@ -38,8 +38,9 @@ MARKERS: Final = (
     ),
     (
         "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, profile=, "
-        "sync='every|auto|end', event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,)): "
-        "size the mock engines of the test, and say what a broken event rule does; keys of module, class and function "
+        "sync='every|auto|end', event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,), "
+        "faults={fault: rate}, survive=(faults,)): size the mock engines of the test, say what a broken event rule does, "
+        "and which faults strike; keys of module, class and function "
         "are merged, the inner wins."
     ),
 )
@@ -121,6 +122,20 @@ def rule_names(value: object) -> tuple[str, ...]:
         if name not in RULES:
             raise ValueError(f"unknown rule {name!r}; known: {', '.join(RULES)}")
     return given
+
+
+def fault_rates(value: object) -> dict[str, float]:
+    """Read how often faults strike at random, by their names."""
+    from pytest_kvmock.faults.kinds import check_rates
+
+    return check_rates(value)
+
+
+def fault_names(value: object) -> tuple[str, ...]:
+    """Read names of faults that a router can survive."""
+    from pytest_kvmock.faults.kinds import check_survived
+
+    return check_survived(value)
 
 
 def known_backends() -> tuple[str, ...]:

@@ -20,16 +20,12 @@ said it (`semantics="e1"` brings the older rule back). Its dump does not end on 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NoReturn, TypeAlias
+from typing import ClassVar, Literal, NoReturn
 
 from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-
-WorkerRank: TypeAlias = tuple[int, int]
-"""`(worker_id, dp_rank)`: one engine's one data-parallel rank, which has a cache of its own."""
-
+from pytest_kvmock.router.tree import Node, Tree, WorkerRank
 
 # The three errors bear Dynamo's names, which its users look for.
 
@@ -109,197 +105,6 @@ class OverlapScores:
     scores: dict[WorkerRank, int]
 
 
-class _Node:
-    """One block: who holds it, and its children by local hash.
-
-    Nearly every block has one child, which stands in two slots; only others cost a dict. That halves the memory and
-    spares a query one dict look-up a block.
-
-    Attributes:
-        holders: a bit for each worker and rank that holds the block.
-        local: local hash of the first child; None when there is no child.
-        child: the first child; not set when there is none.
-        others: the other children.
-    """
-
-    __slots__ = ("child", "holders", "local", "others")
-
-    local: int | None
-    child: _Node
-
-    def __init__(self) -> None:
-        self.holders = 0
-        self.local = None
-        self.others: dict[int, _Node] | None = None
-
-    def link(self, local: int, child: _Node) -> None:
-        """Add a child under a local hash that has none."""
-        if self.local is None:
-            self.local = local
-            self.child = child
-        elif self.others is None:
-            self.others = {local: child}
-        else:
-            self.others[local] = child
-
-    def unlink_children(self) -> None:
-        if self.local is not None:
-            self.local = None
-            del self.child
-            self.others = None
-
-    def children(self) -> Iterator[tuple[int, _Node]]:
-        if self.local is not None:
-            yield self.local, self.child
-        if self.others is not None:
-            yield from self.others.items()
-
-
-class _Rank:
-    """What one worker and rank holds in one tier.
-
-    Attributes:
-        key: who it is.
-        bit: its bit in `_Node.holders`.
-        blocks: its blocks by sequence hash.
-        anchors: blocks of other tiers under which it stored some here, by sequence hash.
-    """
-
-    __slots__ = ("anchors", "bit", "blocks", "key")
-
-    def __init__(self, key: WorkerRank, bit: int) -> None:
-        self.key = key
-        self.bit = bit
-        self.blocks: dict[int, _Node] = {}
-        self.anchors: dict[int, _Node] = {}
-
-
-class _Tree:
-    """The blocks of one tier."""
-
-    def __init__(self) -> None:
-        self.root = _Node()
-        self.ranks: dict[WorkerRank, _Rank] = {}
-        # A bit is never given to another rank: a node that lost its name in the table of a rank (two sequence hashes
-        # for one place can do that) keeps the bit for ever, as it keeps the worker in 1.2.1.
-        self.bits: dict[WorkerRank, int] = {}
-        self.keys: dict[int, WorkerRank] = {}
-
-    def rank(self, key: WorkerRank) -> _Rank:
-        """The table of `key`, made if there is none."""
-        found = self.ranks.get(key)
-        if found is None:
-            bit = self.bits.setdefault(key, 1 << len(self.bits))
-            self.keys[bit] = key
-            found = self.ranks[key] = _Rank(key, bit)
-        return found
-
-    def who(self, bits: int) -> Sequence[WorkerRank]:
-        """The ranks of these bits, in the order in which they came."""
-        if bits in self.keys:  # one alone, which is most often so
-            return (self.keys[bits],)
-        found = []
-        while bits:
-            lowest = bits & -bits
-            found.append(self.keys[lowest])
-            bits ^= lowest
-        return found
-
-    def store(self, rank: _Rank, parent: _Node, data: Stored) -> int | None:
-        """Store the blocks under `parent`; return the sequence hash of a block that is its own parent, if there is one."""
-        blocks, anchors, bit = rank.blocks, rank.anchors, rank.bit
-        node = parent
-        for block_hash, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
-            if node.local == local:
-                child = node.child
-            elif node.others is not None and local in node.others:
-                child = node.others[local]
-            else:
-                child = blocks.get(block_hash) or anchors.pop(block_hash, None) or _Node()
-                node.link(local, child)
-            if child is node:
-                return block_hash
-            child.holders |= bit
-            blocks[block_hash] = child
-            node = child
-        return None
-
-    def remove(self, rank: _Rank, block_hashes: Iterable[int]) -> int | None:
-        """Remove the blocks; return the first sequence hash that the rank does not hold, if there is one."""
-        blocks, without = rank.blocks, ~rank.bit
-        unknown = None
-        for block_hash in block_hashes:
-            node = blocks.pop(block_hash, None)
-            if node is None:
-                if unknown is None:
-                    unknown = block_hash
-                continue
-            node.holders &= without
-            if not node.holders:
-                node.unlink_children()
-        return unknown
-
-    def clear(self, rank: _Rank) -> None:
-        self.remove(rank, list(rank.blocks))
-        rank.anchors.clear()
-
-    def ranks_of(self, worker_id: int) -> list[_Rank]:
-        return [rank for key, rank in self.ranks.items() if key[0] == worker_id]
-
-    def find(self, local_hashes: Iterable[int], early_exit: bool) -> dict[WorkerRank, int]:
-        """Depths of a query (`RadixIndex.find_matches`).
-
-        The hot loop: a step of a chain compares one hash, and its holders with those that are still in.
-        """
-        scores: dict[WorkerRank, int] = {}
-        node = self.root
-        active = -1  # before the first block everybody is in
-        depth = 0
-        for local in local_hashes:
-            if node.local == local:
-                node = node.child
-            elif node.others is None or local not in node.others:
-                break
-            else:
-                node = node.others[local]
-            if node.holders != active:
-                still = node.holders & active
-                if depth:
-                    for key in self.who(active & ~still):
-                        scores[key] = depth
-                active = still
-                if not active:
-                    return scores
-                if early_exit and active & (active - 1) == 0:
-                    depth += 1
-                    break
-            depth += 1
-        if depth:
-            for key in self.who(active):
-                scores[key] = depth
-        return scores
-
-    def edges(self, rank: _Rank) -> Iterator[tuple[int | None, int, int]]:
-        """The `(parent's sequence hash, sequence hash, local hash)` that a query can walk for `rank`, breadth first.
-
-        Each edge comes once, however many ways and cycles lead to it. One from a block to itself is left out: no event
-        can make it without an error.
-        """
-        names = {node: block_hash for block_hash, node in rank.blocks.items()}
-        seen = {self.root}
-        queue: deque[tuple[_Node, int | None]] = deque([(self.root, None)])
-        while queue:
-            node, parent_hash = queue.popleft()
-            for local, child in node.children():
-                block_hash = names.get(child)
-                if block_hash is None or not child.holders & rank.bit or child is node:
-                    continue
-                yield parent_hash, block_hash, local
-                if child not in seen:
-                    seen.add(child)
-                    queue.append((child, block_hash))
-
-
 class RadixIndex:
     """A router's view of all caches, built from events; the reference that other indexes are compared with.
 
@@ -319,8 +124,8 @@ class RadixIndex:
         if semantics not in (None, "e1"):
             raise ValueError(f'semantics must be None or "e1", got {semantics!r}')
         self._clear_all_ranks = semantics == "e1"
-        self._device = _Tree()
-        self._trees = {tier: _Tree() for tier in StorageTier} | {StorageTier.DEVICE: self._device}
+        self._device = Tree()
+        self._trees = {tier: Tree() for tier in StorageTier} | {StorageTier.DEVICE: self._device}
 
     def apply(self, event: RouterEvent) -> None:
         """Take one event.
@@ -355,7 +160,7 @@ class RadixIndex:
         else:
             raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
 
-    def _store(self, tree: _Tree, key: WorkerRank, data: Stored, event: RouterEvent) -> None:
+    def _store(self, tree: Tree, key: WorkerRank, data: Stored, event: RouterEvent) -> None:
         parent_hash = data.parent_hash
         if parent_hash is None:
             parent = tree.root
@@ -370,14 +175,14 @@ class RadixIndex:
         if wrong is not None:
             _fail(InvalidBlockSequence, event, wrong)
 
-    def _anchor(self, tree: _Tree, key: WorkerRank, parent_hash: int) -> _Node | None:
+    def _anchor(self, tree: Tree, key: WorkerRank, parent_hash: int) -> Node | None:
         """A node for a parent that the rank holds in another tier only; None in the device tier, or if it holds none."""
         if tree is self._device:
             return None
         for other in self._trees.values():
             holder = other.ranks.get(key)
             if holder is not None and parent_hash in holder.blocks:
-                return tree.rank(key).anchors.setdefault(parent_hash, _Node())
+                return tree.rank(key).anchors.setdefault(parent_hash, Node())
         return None
 
     def find_matches(

@@ -22,7 +22,8 @@ from itertools import islice
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.router.index import KvEventError, RadixIndex, WorkerRank
+from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.tree import WorkerRank
 
 RING: Final = 4096
 """How many events a worker keeps, unless told otherwise (dynamo-mocker: its router harness)."""

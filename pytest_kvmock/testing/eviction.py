@@ -290,8 +290,7 @@ def _names(slots: Sequence[Slot]) -> list[int]:
 
 def _filled(slot: Slot) -> tuple[object, ...]:
     """All of a slot that is the manager's."""
-    mine = ("plh", "name", "known", "parent", "local_hash", "token_ids", "refs", "aliases")
-    return tuple(getattr(slot, field) for field in mine)
+    return slot.plh, slot.name, slot.refs, slot.aliases
 
 
 class _Slots:
@@ -299,6 +298,7 @@ class _Slots:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
+        self.parents: dict[int, int | None] = {}  # the name of each block's parent
         self._last = 0
 
     def chain(self, length: int, after: Slot | None = None) -> list[Slot]:
@@ -317,8 +317,8 @@ class _Slots:
                 plh = lineage_hash(self._last, None, 0)
             else:
                 plh = lineage_hash(self._last, lineage_fragment(parent.plh), lineage_position(parent.plh) + 1)
-            slot.fill(self._last, plh, None if parent is None else parent.name, self._last, None)
-            slot.refs = 1
+            slot.plh, slot.name, slot.refs = plh, self._last, 1
+            self.parents[slot.name] = None if parent is None else parent.name
             parent = slot
         policy = self.policy
         places = policy.free_places([slot.plh for slot in slots]) if policy.finds_by_place else None
@@ -400,8 +400,8 @@ class _Life:
     def _path(self, slot: Slot) -> list[Slot]:
         """The blocks from the root to this one; none where one of them has gone."""
         path = [slot]
-        while path[0].parent is not None:
-            parent = self._cached.get(path[0].parent)
+        while (above := self._slots.parents[path[0].name]) is not None:
+            parent = self._cached.get(above)
             if parent is None:
                 return []
             path.insert(0, parent)

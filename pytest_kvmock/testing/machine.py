@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -77,7 +78,7 @@ class KvStateMachine(RuleBasedStateMachine):
         body = {**attributes, "backend": backend, "__module__": cls.__module__}
         if make is not None:
             body["make_index"] = staticmethod(make)
-        return type(f"{cls.__name__}_{name}".replace("-", "_"), (cls,), body)
+        return type(re.sub(r"\W", "_", f"{cls.__name__}_{name}"), (cls,), body)
 
     def make_index(self) -> Any:
         """Make the index under test, new for each example; None for the reference index alone."""

@@ -181,6 +181,7 @@ class CarefulManager(LogicalManager):
 
     def _use(self, move):
         check_use(move)
+        self._settle()
         told = Told(move.parent)
         served = self._use_carefully(move, 0, told)
         told.publish(self._publisher, self._pool)
@@ -223,7 +224,7 @@ def play_on_both(backend, capacity, moves):
 
 def entries_in(manager):
     return {
-        plh: (slot.name, slot.known, slot.parent, slot.local_hash, slot.token_ids, slot.refs, slot.aliases)
+        plh: (slot.name, slot in manager._pool.unknown, slot.refs, slot.aliases)
         for plh, slot in manager._pool.registered.items()
     }
 

@@ -190,6 +190,33 @@ def test_prompts_that_share_and_overlap_have_no_error_over_any_backend(make_kv, 
     assert set(found) <= (FAULTS if backend == "multi_lru" else set())
 
 
+def test_the_smallest_use_that_evicts_a_block_and_stores_it_again(make_kv):
+    """README's worked case: `b` is warm because it is reused while nobody holds it, and its parent `a` is not."""
+    kv = make_kv("multi_lru", RadixIndex(), num_blocks=3)
+    worker, a, c, d = kv.worker(0), kv.prompt(1), kv.prompt(1), kv.prompt(1)
+    a_b = kv.prompt(1, after=a)
+    with worker.prefill(a):
+        worker.serve(a_b)
+        worker.serve(a_b)
+    worker.serve(c)
+    worker.serve(c)
+    with worker.prefill(d):
+        assert {} == kv.warning_counts()
+        worker.serve(a_b)
+        kv.flush()
+    stored, removed = kv.events.stored[-1].data, kv.events.removed[-1].data
+    blocks = tuple(sequence_hashes(a_b.block_hashes(4)))
+    assert (blocks, blocks[1]) == (stored.block_hashes, removed.block_hashes[0])
+    (warning,) = kv.events.problems[0], *kv.events.warnings[1:]
+    assert ("evicted_and_restored", (blocks[1],)) == (warning.rule, warning.blocks)
+    assert ["engine_drift"] == [problem.rule for problem in warning.folded]
+
+    worker.serve(kv.prompt(1, after=a_b))  # below b, which the router does not know
+
+    assert ["engine_drift", "parent_block_not_found"] == [problem.rule for problem in warning.folded]
+    assert [] == kv.judge().errors
+
+
 def test_a_use_that_evicts_blocks_and_stores_them_again_is_found_in_a_trace(traces_dir):
     """The request whose prompt evicts 24 blocks of itself: they are held, and the router believes them gone.
 

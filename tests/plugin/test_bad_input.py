@@ -108,6 +108,19 @@ MARKERS = [
     ("kvmock(sync='never')", "sync: got 'never'; allowed: every, auto, end"),
     ("kvmock(allow=['nonsense'])", "allow: unknown rule 'nonsense'; known: parent_block_not_found, *"),
     ("kvmock(allow=7)", "allow: got 7; allowed: a name, or a list of names"),
+    ("kvmock(faults={'loose': 0.1})", "faults: unknown fault 'loose'; known: lose, double, reorder, *"),
+    ("kvmock(faults={'lose': 1.5})", "faults: lose: got 1.5; allowed: a rate from 0 to 1"),
+    ("kvmock(faults={'lose': -0.1})", "faults: lose: got -0.1; allowed: a rate from 0 to 1"),
+    ("kvmock(faults={'lose': True})", "faults: lose: got True; allowed: a rate from 0 to 1"),
+    ("kvmock(faults={'lose': '0.1'})", "faults: lose: got '0.1'; allowed: a rate from 0 to 1"),
+    (
+        "kvmock(faults={'restart': 0.1})",
+        "faults: restart has no rate, it is scripted; those that have: lose, double, reorder, delay, wrong_parent, *",
+    ),
+    ("kvmock(faults='lose')", "faults: got 'lose'; allowed: a mapping of faults to rates"),
+    ("kvmock(survive=('lose', 'loose'))", "survive: unknown fault 'loose'; known: lose, *"),
+    ("kvmock(survive=['block_size'])", "survive: block_size is nothing that a router can survive"),
+    ("kvmock(survive=7)", "survive: got 7; allowed: a fault, or a list of faults"),
 ]
 
 

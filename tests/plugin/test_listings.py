@@ -86,7 +86,7 @@ def test_markers_are_listed_with_their_whole_signature(nested):
     result.stdout.fnmatch_lines(
         [
             "@pytest.mark.kv_backends(*names, exclude=()): *",
-            "@pytest.mark.kvmock([*], block_size=, *event_errors='fail|warn|ignore', *, allow=(rules,)): *",
+            "@pytest.mark.kvmock([*], block_size=, *event_errors='fail|warn|ignore', *, allow=(rules,), faults={fault: rate}, survive=(faults,)): *",
         ]
     )
     assert all(f"{key}=" in result.stdout.str() for key in PROFILE_KEYS)

@@ -9,6 +9,7 @@ import pytest
 
 from pytest_kvmock import plugin, testing
 from pytest_kvmock.backends import BACKENDS, EngineProfile
+from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
@@ -108,6 +109,12 @@ def test_the_rules_are_those_of_the_code():
     assert [(rule.name, rule.kind_text, rule.broken_when) for rule in RULES.values()] == rows
 
 
+def test_the_faults_are_those_of_the_code():
+    section = README.split("\n## Faults on purpose\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (yes)? ?\|$", section, re.MULTILINE)
+    assert [(kind.name, kind.does, "yes" if kind.has_rate else "") for kind in FAULTS.values()] == rows
+
+
 def test_every_fixture_is_listed():
     public = [name for name in plugin.__all__ if re.match(r"(make_)?kv_", name)]
     assert sorted(public) == sorted(first_cells("Fixtures"))
@@ -120,7 +127,7 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
     profile, policy = EngineProfile(), Policy()
     defaults = {key: getattr(profile, key) for key in KVMOCK_KEYS if hasattr(profile, key)}
     defaults |= {"event_errors": policy.event_errors, "event_warnings": policy.event_warnings}
-    defaults |= {"allow": tuple(policy.allow), "sync": "auto", "profile": None}
+    defaults |= {"allow": tuple(policy.allow), "sync": "auto", "profile": None, "faults": {}, "survive": ()}
     assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
 
 

@@ -94,3 +94,15 @@ def test_a_seeded_bug_is_found_and_printed_as_the_few_steps_that_show_it(machine
 
 def steps_in(error):
     return re.findall(r"^(?:\w+ = )?state\b.*$", "\n".join(error.__notes__), re.MULTILINE)
+
+
+def test_a_machine_is_named_for_its_backend_so_that_what_is_printed_can_be_read():
+    spec = BackendSpec.of_policy("s3-fifo.2", spoilt_policy, follows="nobody")
+    assert "KvStateMachine_s3_fifo_2" == KvStateMachine.for_backend(spec).__name__
+    assert "IgnoresAllRemoved_lru" == IgnoresAllRemoved.for_backend("lru", workers=2).__name__
+
+
+def test_an_attribute_that_a_machine_does_not_have_is_refused():
+    message = "^for_backend: unknown attribute 'blocks'; known: num_blocks, block_size, workers, chunk, make_index$"
+    with pytest.raises(TypeError, match=message):
+        KvStateMachine.for_backend("lru", blocks=8)

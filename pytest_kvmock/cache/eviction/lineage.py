@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import repeat
 
 from pytest_kvmock.cache.pool import Slot
 from pytest_kvmock.tokens import lineage_fragment, lineage_parent_fragment, lineage_position
@@ -18,18 +17,19 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_parent_fragment, line
 # children then, and so on. Only leaves are evicted, the one inserted longest ago first; a block that becomes a leaf
 # again still has its old turn.
 #
-# Here a place is a `_Node`, and outlives its pruning as long as a registered block has it as its own or as its
-# parent's place: what is pruned is the link to the parent. So a block that is used and freed again costs no look-up.
+# Here a place is a `_Node`. It outlives its pruning as long as a registered block has it as its own or as its parent's
+# place: what is pruned is the link to the parent. So a block that is used and freed again costs no look-up. A slot keeps
+# its node when its block is evicted, for the next one, unless the place must stay for the sake of a child.
 #
-# `_queue` has a node once for each insertion, in order; only its last entry counts, and only while it holds a block. A
-# node that turns out to be no leaf when its turn comes is *parked* under the next number: it waits, without an entry,
-# until its last child goes, and then its number stands in `_exposed`. The parked go before the queued: their turn has
-# come already.
+# `_queue` has a node once for each insertion, in order; only its last entry counts, and only while its block is
+# inactive. A node that turns out to be no leaf when its turn comes is *parked* under the next number: it waits, without
+# an entry, until its last child goes, and then its number stands in `_exposed`. The parked go before the queued: their
+# turn has come already. (What is written for every block are small numbers and flags: they cost no memory of their own.)
 
 _SLACK = 1024  # entries that do not count, before the queue is cleaned
 
-# The key of a place is `position << 59 | fragment`. Below position 256, where the mode bits of a lineage hash are 0, a
-# hash is `position << 118 | parent's fragment << 59 | fragment`: shifted by 59 it is the parent's key, one level down.
+# The key of a place is `position + 1 << 59 | fragment`. Below position 256, where the mode bits of a lineage hash are 0,
+# a hash is `position << 118 | parent's fragment << 59 | fragment`: shifted by 59 it is the parent's key.
 _MODE_1 = 1 << 126
 _FRAGMENT = 2**59 - 1
 _LEVEL = 1 << 59
@@ -37,30 +37,30 @@ _LEVEL = 1 << 59
 
 def _key(plh: int) -> int:
     if plh < _MODE_1:
-        return plh >> 118 << 59 | plh & _FRAGMENT
-    return lineage_position(plh) << 59 | lineage_fragment(plh)
+        return (plh >> 118) + 1 << 59 | plh & _FRAGMENT
+    return lineage_position(plh) + 1 << 59 | lineage_fragment(plh)
 
 
 def _key_above(plh: int) -> int:
-    """The key of the parent's place; negative for a root."""
+    """The key of the parent's place; below `_LEVEL` for a root."""
     if plh < _MODE_1:
-        return (plh >> 59) - _LEVEL
-    return (lineage_position(plh) - 1) << 59 | lineage_parent_fragment(plh)
+        return plh >> 59
+    return lineage_position(plh) << 59 | lineage_parent_fragment(plh)
 
 
 class _Node:
     """A place in the forest."""
 
-    __slots__ = ("children", "entries", "key", "owner", "parent", "parked", "pins", "slot")
+    __slots__ = ("children", "entries", "key", "occupied", "parent", "parked", "pins", "slot")
 
     def __init__(self) -> None:
         self.key = 0
-        self.slot: Slot | None = None  # the inactive block; None for a ghost
+        self.slot: Slot | None = None  # a registered block with this place: the inactive one, if one is
+        self.occupied = False  # whether it is; a ghost is not
         self.entries = 0  # in the queue
         self.parked = -1
         self.parent: _Node | None = None  # the node that counts this one as its child
         self.children = 0
-        self.owner: Slot | None = None  # the registered block with this place; the first, should there be more
         self.pins = 0  # registered blocks whose parent's place it is
 
 
@@ -85,56 +85,70 @@ class LineagePolicy:
         self._number = 0  # of the next node that is parked
         self._parked: dict[int, _Node] = {}
         self._exposed: list[int] = []
-        self._spare: list[_Node] = []
-        self._rivals: defaultdict[_Node, list[Slot]] = defaultdict(list)  # blocks beside the owner of their place
+        self._rivals: defaultdict[_Node, list[Slot]] = defaultdict(list)  # blocks beside `_Node.slot`
         # Links that outlive the child: a place whose block changed its parent is still counted by the old one. Only
         # blocks that share a place make them.
         self._left_behind: set[tuple[_Node, int]] = set()
 
     def register(self, slots: Sequence[Slot], places: Sequence[int] | None = None) -> None:
         """Give each slot its place, and its parent's."""
-        nodes, spare = self._nodes, self._spare
-        node = None  # of the slot before: nearly always the parent of the next one
-        key = -1
-        for slot, place in zip(slots, places or repeat(None), strict=False):
-            plh = slot.plh
-            above = (plh >> 59) - _LEVEL if plh < _MODE_1 else _key_above(plh)
-            if above < 0:
-                slot.above = None
-            else:
-                parent = node if above == key else nodes.get(above)
-                if parent is None:
-                    parent = nodes[above] = spare.pop() if spare else _Node()
-                    parent.key = above
-                parent.pins += 1
-                slot.above = parent
-            key = _key(plh) if place is None else place
-            node = nodes.get(key)  # also where `free_places` found none: a child before it in this run has made it
-            if node is None:
-                node = nodes[key] = spare.pop() if spare else _Node()
-                node.key = key
-            slot.place = node
-            if node.owner is None:
-                node.owner = slot
+        if places and self._register_chain(slots, places):
+            return
+        for slot in slots:
+            above = _key_above(slot.plh)
+            slot.above = None if above < _LEVEL else self._node(above)
+            if slot.above is not None:
+                slot.above.pins += 1
+            slot.place = node = self._node(_key(slot.plh), slot.place)
+            if node.slot is None:
+                node.slot = slot
             else:
                 self.collisions += 1
                 self._rivals[node].append(slot)
 
+    def _register_chain(self, slots: Sequence[Slot], keys: Sequence[int]) -> bool:
+        """Register slots at free places if each is the parent of the next, as nearly always; whether it was so."""
+        plhs = [slot.plh for slot in slots]
+        if max(plhs) >= _MODE_1 or [plh >> 59 for plh in plhs[1:]] != keys[:-1]:
+            return False
+        above = plhs[0] >> 59
+        parent = None if above < _LEVEL else self._node(above)
+        nodes: list[_Node] = []
+        for slot, key in zip(slots, keys, strict=True):
+            node: _Node = slot.place or _Node()
+            slot.place = node
+            node.key = key
+            node.slot = slot
+            slot.above = parent
+            if parent is not None:
+                parent.pins += 1
+            nodes.append(node)
+            parent = node
+        self._nodes.update(zip(keys, nodes, strict=True))
+        return True
+
+    def _node(self, key: int, spare: _Node | None = None) -> _Node:
+        """The node of a place; where there is none, `spare` becomes it, or a new one."""
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = spare or _Node()
+            node.key = key
+        return node
+
     def _drop(self, node: _Node) -> None:
         """Forget a place if nobody needs it: no block of its own, no block below it."""
-        if node.owner is None and not node.pins and not node.children:
+        if node.slot is None and not node.pins and not node.children:
             del self._nodes[node.key]
-            self._spare.append(node)
 
     def _disown(self, node: _Node, slot: Slot) -> None:
         """A block is cached no more whose place others may share."""
         rivals = self._rivals.get(node)
         if rivals is None:
-            node.owner = None
+            node.slot = None
             return
         self.collisions -= 1
-        if node.owner is slot:
-            node.owner = rivals.pop()
+        if node.slot is slot:
+            node.slot = rivals.pop()
         else:
             rivals.remove(slot)
         if not rivals:
@@ -145,12 +159,14 @@ class LineagePolicy:
 
     def insert(self, slots: Sequence[Slot]) -> None:
         """Put the slots into the forest; their turn comes after all others'."""
-        queue = self._queue
+        append = self._queue.append
         for slot in slots:
             node: _Node = slot.place
-            node.slot = slot
+            if node.slot is not slot:
+                self._swap(node, slot)
+            node.occupied = True
             node.entries += 1
-            queue.append(node)
+            append(node)
             parent: _Node = slot.above
             if node.parent is not parent:
                 if node.parent is None and not self._left_behind:
@@ -160,13 +176,14 @@ class LineagePolicy:
                     self._link(node, parent)
 
     def insert_one(self, slot: Slot) -> None:
-        """Put one slot into the forest."""
-        node: _Node = slot.place
-        node.slot = slot
-        node.entries += 1
-        self._queue.append(node)
-        if node.parent is not slot.above:
-            self._link(node, slot.above)
+        """The same for one slot."""
+        self.insert((slot,))
+
+    def _swap(self, node: _Node, slot: Slot) -> None:
+        """It is another one of the blocks that share a place that becomes inactive."""
+        assert node.slot is not None
+        rivals = self._rivals[node]
+        rivals[rivals.index(slot)], node.slot = node.slot, slot
 
     def _link(self, node: _Node, parent: _Node) -> None:
         """Make a place the child of another; its old parent, if blocks that share a place gave it one, still counts it."""
@@ -182,7 +199,7 @@ class LineagePolicy:
         """Take the slots out; their places stay as ghosts while they have children."""
         for slot in slots:
             node: _Node = slot.place
-            node.slot = None
+            node.occupied = False
             if node.parked >= 0:
                 self._unpark(node)
             if not node.children and node.parent is not None:
@@ -202,11 +219,11 @@ class LineagePolicy:
             parent.children -= 1
             if parent.children:
                 return
-            if parent.slot is not None:
+            if parent.occupied:
                 if parent.parked >= 0:
                     heappush(self._exposed, parent.parked)
                 return
-            if parent.owner is None:
+            if parent.slot is None:
                 self._drop(parent)
             node = parent
             parent = node.parent
@@ -223,12 +240,12 @@ class LineagePolicy:
 
     def _queued(self) -> list[_Node]:
         """Nodes whose entry in the queue counts, in order."""
-        newest = dict.fromkeys(node for node in reversed(self._queue) if node.slot is not None)
+        newest = dict.fromkeys(node for node in reversed(self._queue) if node.occupied)
         return list(newest)[::-1]
 
     def evict(self, count: int) -> list[Slot]:
         """Choose the leaves whose turn is first; fewer where no block is a leaf (only shared places can do that)."""
-        queue, nodes, spare = self._queue, self._nodes, self._spare
+        queue, nodes = self._queue, self._nodes
         chosen: list[Slot] = []
         while len(chosen) < count:
             node = self._next_exposed() if self._exposed else None
@@ -236,7 +253,7 @@ class LineagePolicy:
                 while queue:
                     node = queue.popleft()
                     node.entries -= 1
-                    if not node.entries and node.slot is not None:
+                    if not node.entries and node.occupied:
                         if not node.children:
                             break
                         node.parked = self._number
@@ -247,10 +264,10 @@ class LineagePolicy:
             slot = node.slot
             assert slot is not None
             chosen.append(slot)
-            node.slot = None
+            node.occupied = False
             parent = node.parent
             if parent is not None:
-                if parent.slot is None:
+                if not parent.occupied:
                     self._prune(node)
                 else:  # as in _prune, without the call: the parent is nearly always inactive too
                     node.parent = None
@@ -260,14 +277,15 @@ class LineagePolicy:
             if self.collisions:
                 self._disown(node, slot)
             else:
-                node.owner = None
-            if node.owner is None and not node.pins:
+                node.slot = None
+            if node.slot is None and not node.pins:
                 del nodes[node.key]
-                spare.append(node)
+            else:
+                slot.place = None
             above: _Node | None = slot.above
             if above is not None:
                 above.pins -= 1
-                if above.owner is None and not above.pins:
+                if above.slot is None:
                     self._drop(above)
         return chosen
 
@@ -281,17 +299,23 @@ class LineagePolicy:
 
     def clear(self) -> None:
         """No slot and no place is left."""
+        for node in self._nodes.values():
+            if node.slot is not None:
+                node.slot.place = None
+        for rivals in self._rivals.values():
+            for slot in rivals:
+                slot.place = None
         self._reset()
 
     def find(self, plh: int) -> Slot | None:
         """Return the inactive block at the place of `plh`; its own lineage hash may have another parent."""
         node = self._nodes.get(_key(plh))
-        return None if node is None else node.slot
+        return None if node is None or not node.occupied else node.slot
 
     def free_places(self, plhs: Sequence[int]) -> Sequence[int] | None:
         """Return the keys of the places, if none is taken (or kept for a child) and no two are the same."""
         if max(plhs) < _MODE_1:
-            keys = [plh >> 118 << 59 | plh & _FRAGMENT for plh in plhs]
+            keys = [(plh >> 118) + 1 << 59 | plh & _FRAGMENT for plh in plhs]
         else:
             keys = [_key(plh) for plh in plhs]
         if len(set(keys)) == len(keys) and self._nodes.keys().isdisjoint(keys):
@@ -303,7 +327,7 @@ class LineagePolicy:
         taken: set[_Node] = set()
         for slot in slots:
             node = slot.place
-            if node.slot is not None or node in taken:
+            if node.occupied or node in taken:
                 return slot
             taken.add(node)
         return None

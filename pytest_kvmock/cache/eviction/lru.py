@@ -16,25 +16,16 @@ class LruPolicy:
 
     A chain that is freed root first is evicted root first, and so loses its head before its tail. A block that is
     reused and freed again counts as new; that it is looked at or matched while active changes nothing.
-
-    Args:
-        lane: several of these can share the slots of one manager, each slot in one of them at a time: which this is,
-            from 0.
-        lanes: how many there are.
     """
 
-    # A slot stands in the queue once for each time it was inserted; the entry at the front was number `_first`. An entry
-    # counts while `slot.place` is its number; so `remove` need not look for it. Numbers are 1, 2, 3 and so on, or each
-    # lane's share of them.
+    # A slot stands in the queue once for each time it was inserted, `slot.place` times by now; its last entry counts while
+    # it is inactive, which `slot.above` says. So `remove` need not look for it.
 
     finds_by_place = False
     collisions = 0
 
-    def __init__(self, lane: int = 0, lanes: int = 1) -> None:
+    def __init__(self) -> None:
         self._queue: deque[Slot] = deque()
-        self._lane = lane
-        self._step = lanes
-        self._first = self._next = 1 + lane
         self._limit = _SLACK
 
     def register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:
@@ -45,51 +36,49 @@ class LruPolicy:
 
     def insert(self, slots: Sequence[Slot]) -> None:
         """These slots are the last to go now."""
-        number, step, append = self._next, self._step, self._queue.append
         for slot in slots:
-            slot.place = number
-            number += step
-            append(slot)
-        self._next = number
+            slot.place += 1
+            slot.above = True
+        self._queue += slots
 
     def insert_one(self, slot: Slot) -> None:
-        """The slot is the last to go now."""
-        slot.place = self._next
-        self._next += self._step
-        self._queue.append(slot)
+        """The same for one slot."""
+        self.insert((slot,))
 
     def remove(self, slots: Sequence[Slot]) -> None:
         """The slots are in use."""
         for slot in slots:
-            slot.place = 0
-        self.tidy()
-
-    def tidy(self) -> None:
-        """If there are many entries that do not count, drop them and number the others anew."""
+            slot.above = False
         if len(self._queue) > self._limit:
-            slots = self.order()
-            self._queue.clear()
-            self._first = self._next = 1 + self._lane
-            self.insert(slots)
-            self._limit = 2 * len(slots) + _SLACK
+            self._clean()
+
+    def _clean(self) -> None:
+        """Drop the entries that do not count."""
+        slots = self.order()
+        for slot in self._queue:
+            slot.place = 0
+        for slot in slots:
+            slot.place = 1
+        self._queue = deque(slots)
+        self._limit = 2 * len(slots) + _SLACK
 
     def evict(self, count: int) -> list[Slot]:
         """Choose the slots that were inserted longest ago."""
-        queue, number, step = self._queue, self._first, self._step
+        queue = self._queue
         chosen: list[Slot] = []
         while queue and len(chosen) < count:
             slot = queue.popleft()
-            if slot.place == number:
-                slot.place = 0
+            slot.place -= 1
+            if not slot.place and slot.above:
+                slot.above = False
                 chosen.append(slot)
-            number += step
-        self._first = number
         return chosen
 
     def clear(self) -> None:
-        """No slot is left; numbers go on, so that no old one counts."""
+        """No slot is left."""
+        for slot in self._queue:
+            slot.place, slot.above = 0, False
         self._queue.clear()
-        self._first = self._next
 
     def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - never asked
         """A slot answers to its own lineage hash only."""
@@ -105,5 +94,5 @@ class LruPolicy:
 
     def order(self) -> list[Slot]:
         """From the one inserted longest ago."""
-        first, step = self._first, self._step
-        return [slot for i, slot in enumerate(self._queue) if slot.place == first + i * step]
+        newest = dict.fromkeys(slot for slot in reversed(self._queue) if slot.above)
+        return list(newest)[::-1]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from struct import Struct
 from typing import Any, Final
 
-from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.cache.eviction.tinylfu import TinyLfu
 from pytest_kvmock.cache.pool import Slot
 from pytest_kvmock.cache.rules import check_num_blocks
@@ -15,6 +15,68 @@ THRESHOLDS: Final = (3, 8, 15)
 """Counts from which a block is warm, hot and very hot; below the first it is cold (kvbm-logical's default)."""
 
 _LEVELS: Final = tuple(sum(count >= threshold for threshold in THRESHOLDS) for count in range(16))
+_SLACK = 1024  # entries that do not count, before a lane is cleaned
+
+
+class _Lane:
+    """One of several queues that share the slots of a manager, each slot in one of them at a time.
+
+    Args:
+        lane: which this is, from 0.
+        lanes: how many there are.
+    """
+
+    # A slot stands in the queue once for each time it was inserted; the entry at the front was number `_first`. An entry
+    # counts while `slot.place` is its number; so nobody need look for the others. Numbers are each lane's share of 1, 2,
+    # 3 and so on. (`lru`, alone with its slots, can count a slot's entries instead, which is quicker.)
+
+    def __init__(self, lane: int, lanes: int) -> None:
+        self._queue: deque[Slot] = deque()
+        self._lane = lane
+        self._step = lanes
+        self._first = self._next = 1 + lane
+        self._limit = _SLACK
+
+    def insert(self, slots: Sequence[Slot]) -> None:
+        """These slots are the last to go now."""
+        number, step, append = self._next, self._step, self._queue.append
+        for slot in slots:
+            slot.place = number
+            number += step
+            append(slot)
+        self._next = number
+
+    def tidy(self) -> None:
+        """If there are many entries that do not count, drop them and number the others anew."""
+        if len(self._queue) > self._limit:
+            slots = self.order()
+            self._queue.clear()
+            self._first = self._next = 1 + self._lane
+            self.insert(slots)
+            self._limit = 2 * len(slots) + _SLACK
+
+    def evict(self, count: int) -> list[Slot]:
+        """Choose the slots that were inserted longest ago."""
+        queue, number, step = self._queue, self._first, self._step
+        chosen: list[Slot] = []
+        while queue and len(chosen) < count:
+            slot = queue.popleft()
+            if slot.place == number:
+                slot.place = 0
+                chosen.append(slot)
+            number += step
+        self._first = number
+        return chosen
+
+    def clear(self) -> None:
+        """No slot is left; numbers go on, so that no old one counts."""
+        self._queue.clear()
+        self._first = self._next
+
+    def order(self) -> list[Slot]:
+        """From the one inserted longest ago."""
+        first, step = self._first, self._step
+        return [slot for i, slot in enumerate(self._queue) if slot.place == first + i * step]
 
 
 class MultiLruPolicy:
@@ -42,8 +104,7 @@ class MultiLruPolicy:
 
     def __init__(self, num_blocks: int) -> None:
         self._tracker = TinyLfu(check_num_blocks(num_blocks))
-        self._counters = self._tracker.counters
-        self._queues = [LruPolicy(level, 4) for level in range(4)]
+        self._queues = [_Lane(level, 4) for level in range(4)]
         packed = Struct("<4I" if len(self._tracker.counters) <= 2**32 else "<4Q")
         self._pack, self._unpack = packed.pack, packed.unpack
 
@@ -64,42 +125,27 @@ class MultiLruPolicy:
         counters, unpack = self._tracker.counters, self._unpack
         levels: list[list[Slot]] = [[], [], [], []]
         for slot in slots:
-            first, second, third, fourth = unpack(slot.above)
-            least = counters[first]
-            if (count := counters[second]) < least:
-                least = count
-            if (count := counters[third]) < least:
-                least = count
-            if (count := counters[fourth]) < least:
-                least = count
-            levels[_LEVELS[least]].append(slot)
+            one, two, three, four = unpack(slot.above)
+            levels[_LEVELS[min(counters[one], counters[two], counters[three], counters[four])]].append(slot)
         for queue, of_level in zip(self._queues, levels, strict=True):
             if of_level:
                 queue.insert(of_level)
 
     def insert_one(self, slot: Slot) -> None:
-        """The slot is the last to go of its level now."""
-        # The tracker's `estimate`, and quicker than min(): a scheduler frees every block by itself.
-        counters = self._counters
-        first, second, third, fourth = self._unpack(slot.above)
-        least = counters[first]
-        if (count := counters[second]) < least:
-            least = count
-        if (count := counters[third]) < least:
-            least = count
-        if (count := counters[fourth]) < least:
-            least = count
-        self._queues[_LEVELS[least]].insert_one(slot)
+        """The same for one slot."""
+        self.insert((slot,))
 
     def remove(self, slots: Sequence[Slot]) -> None:
         """The slots are in use; their lineage hashes count twice each."""
         # The real manager asks for a block among the active ones first, and counts: the registration is there. Then it
         # finds the block inactive, and counts again.
         unpack = self._unpack
+        places: list[Any] = []
         for slot in slots:
             slot.place = 0
-        places = [unpack(slot.above) for slot in slots]
-        self._tracker.count([place for place in places for _ in range(2)])
+            place = unpack(slot.above)
+            places += (place, place)
+        self._tracker.count(places)
         for queue in self._queues:
             queue.tidy()
 

@@ -1,0 +1,24 @@
+"""Hashes are read as unsigned numbers in one place and as signed ones in another.
+
+Here the decoder of Removed reads an i64. Half of all hashes come out negative, and nothing removes their blocks.
+"""
+
+import pytest
+from sound_index import HashIndex
+
+
+class SignedRemoved(HashIndex):
+    def remove(self, blocks, block):
+        blocks.pop(block, None)  # "cannot happen": the block is not there
+
+
+@pytest.fixture
+def kv_index():
+    return SignedRemoved()
+
+
+@pytest.mark.kvmock(num_blocks=4)
+def test_evicted_blocks_leave_the_index(kv_router, kv_prompt):
+    with kv_router.faults.signed(kind="removed"):
+        for _ in range(3):
+            kv_router.worker(0).serve(kv_prompt(blocks=3))

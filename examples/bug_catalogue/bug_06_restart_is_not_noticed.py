@@ -1,0 +1,16 @@
+"""A worker restarts: its event ids begin with 0 again, its cache is empty, and the index believes in what it had."""
+
+import pytest
+from sound_index import HashIndex
+
+
+@pytest.fixture
+def kv_index():
+    return HashIndex()  # looks at no event id
+
+
+@pytest.mark.kvmock(survive=["restart"])
+def test_a_restarted_worker_is_cold(kv_router, kv_prompt):
+    kv_router.worker(0).serve(kv_prompt(blocks=2))
+    kv_router.faults.restart()
+    kv_router.worker(0).serve(kv_prompt(blocks=2))

@@ -1,0 +1,33 @@
+"""After a gap the events are replayed, one that had arrived among them: its blocks are counted twice, and never go."""
+
+from collections import Counter
+
+import pytest
+from sound_index import HashIndex
+
+
+class CountsCopies(HashIndex):
+    def __init__(self):
+        super().__init__()
+        self.copies = Counter()
+
+    def store(self, blocks, data):
+        super().store(blocks, data)
+        self.copies.update(data.block_hashes)
+
+    def remove(self, blocks, block):
+        self.copies[block] -= 1
+        if not self.copies[block]:
+            super().remove(blocks, block)
+
+
+@pytest.fixture
+def kv_index():
+    return CountsCopies()
+
+
+@pytest.mark.kvmock(survive=["double"], num_blocks=4)
+def test_an_event_that_comes_twice_counts_once(kv_router, kv_prompt):
+    with kv_router.faults.double(kind="stored"):
+        kv_router.worker(0).serve(kv_prompt(blocks=3))
+    kv_router.worker(0).serve(kv_prompt(blocks=4))  # evicts the three

@@ -1,0 +1,23 @@
+"""A router that comes late knows no parent of what it hears; it drops the blocks, and asks nobody for the rest."""
+
+import pytest
+from sound_index import HashIndex
+
+
+class DropsOrphans(HashIndex):
+    def store(self, blocks, data):
+        if data.parent_hash is None or data.parent_hash in blocks:
+            super().store(blocks, data)
+
+
+@pytest.fixture
+def kv_index():
+    return DropsOrphans()
+
+
+@pytest.mark.kvmock(survive=["late_join"])
+def test_a_late_router_catches_up(kv_router, kv_prompt):
+    system_prompt = kv_prompt(blocks=3)
+    with kv_router.faults.late_join():
+        kv_router.worker(0).serve(system_prompt)
+    kv_router.worker(0).serve(kv_prompt(blocks=1, after=system_prompt))

@@ -1,0 +1,36 @@
+"""A sound index, for the bugs to be put into: per worker and rank, each block with the local hashes from the root to it."""
+
+from collections import defaultdict
+from itertools import takewhile
+
+from pytest_kvmock import Cleared, Stored
+
+
+class HashIndex:
+    def __init__(self):
+        self.held = defaultdict(dict)
+
+    def apply(self, event):
+        blocks, data = self.held[self.owner(event)], event.event.data
+        if isinstance(data, Stored):
+            self.store(blocks, data)
+        elif isinstance(data, Cleared):
+            blocks.clear()
+        else:
+            for block in data.block_hashes:
+                self.remove(blocks, block)
+
+    def owner(self, event):
+        return event.worker_id, event.event.dp_rank
+
+    def store(self, blocks, data):
+        chain = () if data.parent_hash is None else blocks[data.parent_hash]
+        for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            chain = blocks[block] = (*chain, local)
+
+    def remove(self, blocks, block):
+        del blocks[block]
+
+    def find_matches(self, local_hashes):
+        chains = [tuple(local_hashes[:n]) for n in range(1, len(local_hashes) + 1)]
+        return {who: len([*takewhile(set(held.values()).__contains__, chains)]) for who, held in self.held.items()}

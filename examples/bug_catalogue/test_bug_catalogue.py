@@ -1,0 +1,41 @@
+"""Bugs that real routers and engines had, each as a small test that fails, and what it prints.
+
+`pytest examples/bug_catalogue/bug_05_cleared_is_ignored.py` shows one. Here all of them are run, and what they print is
+compared with the text beside each.
+"""
+
+from pathlib import Path
+
+import pytest
+
+# A nested run unloads what it has loaded; what is loaded here stays.
+import pytest_kvmock.faults.faults
+import pytest_kvmock.harness
+import pytest_kvmock.hygiene.report
+import pytest_kvmock.plugin.markers
+import pytest_kvmock.plugin.verdict  # noqa: F401 - all of these
+
+HERE = Path(__file__).parent
+BUGS = sorted(HERE.glob("bug_*.py"))
+BACKENDS = {"bug_09_match_over_a_hole": "lru"}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda path: path.stem)
+def test_the_bug_is_caught_and_explained(bug, pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    for file in (HERE / "sound_index.py", bug):
+        (pytester.path / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    backend = BACKENDS.get(bug.stem, "lineage")
+
+    result = pytester.runpytest_inprocess("-p", "kvmock", "-p", "no:cacheprovider", f"--kv-backend={backend}", bug.name)
+
+    result.assert_outcomes(failed=1)
+    printed = result.stdout.str().split(" FAILURES ")[1].partition("\n")[2].partition("\n=====")[0]
+    assert bug.with_suffix(".txt").read_text(encoding="utf-8") == printed + "\n"
+
+
+def test_every_bug_is_listed():
+    listed = (HERE / "README.md").read_text(encoding="utf-8")
+    assert [] == [bug.name for bug in BUGS if f"`{bug.name}`" not in listed]

@@ -1,0 +1,133 @@
+"""What becomes of an event that a fault strikes: pure functions of the event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING, TypeAlias
+
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
+from pytest_kvmock.tokens import block_hashes, sequence_hashes
+
+if TYPE_CHECKING:
+    from pytest_kvmock.hygiene.stream import StreamKey
+
+Change: TypeAlias = Callable[[RouterEvent], list[RouterEvent] | None]
+"""What arrives in place of an event; None: the fault cannot strike this one."""
+
+
+def lost(event: RouterEvent) -> list[RouterEvent]:  # noqa: ARG001 - a Change
+    """Nothing arrives."""
+    return []
+
+
+def first_lost(event: RouterEvent) -> list[RouterEvent] | None:
+    """Nothing arrives, if it is the first event of its worker and rank."""
+    return None if event.event.event_id else []
+
+
+def doubled(event: RouterEvent) -> list[RouterEvent]:
+    """It arrives twice."""
+    return [event, event]
+
+
+def wrong_parent(rng: Random, parent: int | None = None) -> Change:
+    """A Stored names this parent, or a block that nobody stored."""
+
+    def change(event: RouterEvent) -> list[RouterEvent] | None:
+        data = event.event.data
+        if not isinstance(data, Stored) or parent == data.parent_hash is not None:
+            return None
+        return [_with(event, replace(data, parent_hash=rng.getrandbits(64) if parent is None else parent))]
+
+    return change
+
+
+def self_parent(event: RouterEvent) -> list[RouterEvent] | None:
+    """A Stored names its first block as the parent of that block."""
+    data = event.event.data
+    if not isinstance(data, Stored) or not data.block_hashes:
+        return None
+    return [_with(event, replace(data, parent_hash=data.block_hashes[0]))]
+
+
+def unknown_removed(rng: Random) -> Change:
+    """A Removed names one more block, which nobody stored."""
+
+    def change(event: RouterEvent) -> list[RouterEvent] | None:
+        data = event.event.data
+        if not isinstance(data, Removed):
+            return None
+        return [_with(event, Removed((*data.block_hashes, rng.getrandbits(64))))]
+
+    return change
+
+
+def foreign(receiver: Callable[[StreamKey], StreamKey | None]) -> Change:
+    """It arrives as another's, which `receiver` chooses by whose it is."""
+
+    def change(event: RouterEvent) -> list[RouterEvent] | None:
+        to = receiver((event.worker_id, event.event.dp_rank))
+        if to is None:
+            return None
+        return [replace(event, worker_id=to[0], event=replace(event.event, dp_rank=to[1]))]
+
+    return change
+
+
+def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) -> Change:
+    """Its hashes are those of tokens with a salt. Blocks that came without tokens stay as they are."""
+    names: dict[tuple[StreamKey, int], int] = {}
+
+    def change(event: RouterEvent) -> list[RouterEvent] | None:
+        data, tokens = event.event.data, event.token_ids
+        key = (event.worker_id, event.event.dp_rank)
+        if isinstance(data, Removed):
+            blocks = tuple(names.get((key, block), block) for block in data.block_hashes)
+            return None if blocks == data.block_hashes else [_with(event, Removed(blocks))]
+        if isinstance(data, Cleared) or tokens is None or any(len(ids) != block_size for ids in tokens):
+            return None
+        parent = data.parent_hash
+        if parent is not None:
+            parent = names.get((key, parent), parent)
+        flat = [token for ids in tokens for token in ids]
+        local = block_hashes(flat, block_size, lora_name=lora_name, cache_namespace=cache_namespace)
+        blocks = tuple(sequence_hashes(local, parent=parent))
+        names.update({(key, block): salt for block, salt in zip(data.block_hashes, blocks, strict=True)})
+        return [_with(event, replace(data, parent_hash=parent, block_hashes=blocks, tokens_hashes=tuple(local)))]
+
+    return change
+
+
+def signed(event: RouterEvent) -> list[RouterEvent] | None:
+    """The engine's hashes are read as i64: those from 2**63 on are negative. Such an event is no sound `RouterEvent`.
+
+    Local hashes are the router's own, and stay.
+    """
+    data = event.event.data
+    if isinstance(data, Stored):
+        parent = None if data.parent_hash is None else _i64(data.parent_hash)
+        said: Stored | Removed = replace(data, parent_hash=parent, block_hashes=tuple(map(_i64, data.block_hashes)))
+    elif isinstance(data, Removed):
+        said = Removed(tuple(map(_i64, data.block_hashes)))
+    else:
+        return None
+    return None if said == data else [_with(event, said)]
+
+
+def named(event: RouterEvent) -> set[int]:
+    """The blocks that an event names, a parent too."""
+    data = event.event.data
+    if isinstance(data, Cleared):
+        return set()
+    parent = data.parent_hash if isinstance(data, Stored) else None
+    return {*data.block_hashes, *(() if parent is None else (parent,))}
+
+
+def _with(event: RouterEvent, data: Stored | Removed) -> RouterEvent:
+    return replace(event, event=replace(event.event, data=data))
+
+
+def _i64(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number

@@ -1,0 +1,407 @@
+"""Faults on purpose, on the way from workers to router."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent
+from pytest_kvmock.faults import changes
+from pytest_kvmock.faults.fault import Fault, RandomFault, wanted
+from pytest_kvmock.faults.kinds import check_rates, check_survived
+from pytest_kvmock.faults.way import Way
+from pytest_kvmock.hygiene.log import KINDS
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.faults.changes import Change
+    from pytest_kvmock.harness.judge import Judge
+    from pytest_kvmock.harness.router_harness import RouterHarness, WorkerKey
+    from pytest_kvmock.hygiene.stream import StreamKey
+
+LATE_BY = 2
+"""After how many more events of its worker and rank a delayed event arrives, unless the test says otherwise."""
+
+
+class Faults:
+    """What a test breaks on purpose between workers and router (`kv_router.faults`).
+
+    Most faults strike the next `n` events that their filters let pass; `n=None` is every one until the fault is
+    stopped. Each returns a `Fault`, which is a context manager too. An event is struck by one fault at most: by the one
+    that was asked for first, and by one at random if no other wants it.
+
+    What is wrong only because of a fault is marked so (`Problem.fault`), and fails the test as anything else does,
+    unless the test expects it, allows the rule, or says that its router must survive such faults.
+
+    Args:
+        harness: whose events are struck.
+        judge: the harness's judge.
+        seed: of what is random.
+    """
+
+    def __init__(self, harness: RouterHarness, judge: Judge, seed: str) -> None:
+        self._harness = harness
+        self._judge = judge
+        self._seed = seed
+        self._rng = Random(f"{seed}:faults")  # noqa: S311 - mock data
+        self._scripted: list[Fault] = []
+        self._way = Way(harness.delivery, judge)
+
+    def __repr__(self) -> str:
+        return f"<Faults: {self._way!r}>"
+
+    # ------------------------------------------------------------------------------------------ of the events
+
+    def lose(self, n: int | None = 1, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
+        """Events do not arrive.
+
+        Args:
+            n: how many; None: every one until it is stopped.
+            kind: only "stored", "removed" or "cleared" ones; any if None.
+            worker: only those of this worker, or of this (worker, rank).
+
+        Raises:
+            ValueError: a count below 1, an unknown kind, or a worker that does not exist.
+        """
+        return self._script("lose", changes.lost, n, kind=kind, worker=worker)
+
+    def double(self, n: int | None = 1, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
+        """Events arrive twice, one right after the other. Arguments and errors: see `lose`."""
+        return self._script("double", changes.doubled, n, kind=kind, worker=worker)
+
+    def reorder(self, n: int | None = 1, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
+        """Events arrive after the next one of their worker and rank. Arguments and errors: see `lose`."""
+        return self._script("reorder", changes.lost, n, kind=kind, worker=worker, late_by=1)
+
+    def delay(
+        self, n: int | None = 1, *, by: int = LATE_BY, kind: str | None = None, worker: WorkerKey | None = None
+    ) -> Fault:
+        """Events arrive late: after `by` more of their worker and rank. Without so many they never do.
+
+        The other arguments, and the errors: see `lose`.
+        """
+        _check_count("delay", "by", by)
+        return self._script("delay", changes.lost, n, kind=kind, worker=worker, late_by=by, by=by)
+
+    def wrong_parent(self, n: int | None = 1, *, parent: int | None = None, worker: WorkerKey | None = None) -> Fault:
+        """Stored events name this parent, or a block that nobody stored. Other arguments and errors: see `lose`."""
+        if parent is not None and (not isinstance(parent, int) or not 0 <= parent < 2**64):
+            raise ValueError(
+                f"kv_router.faults.wrong_parent: parent must be a hash from 0 to 2**64 - 1, got {parent!r}"
+            )
+        change = changes.wrong_parent(self._rng, parent)
+        return self._script("wrong_parent", change, n, worker=worker, parent=parent)
+
+    def foreign(
+        self,
+        n: int | None = 1,
+        *,
+        to: WorkerKey | None = None,
+        kind: str | None = None,
+        worker: WorkerKey | None = None,
+    ) -> Fault:
+        """Events arrive as another's, and not as those of their worker.
+
+        With a `to` of the same worker and another rank, an event has the wrong scope: a Cleared of one rank empties
+        another.
+
+        Args:
+            n: see `lose`.
+            to: the worker, or (worker, rank), that they arrive as; the next other worker if None.
+            kind: see `lose`.
+            worker: see `lose`.
+
+        Raises:
+            ValueError: as `lose`; or there is no other worker.
+        """
+        if to is not None:
+            target = self._streams("foreign", "to", to)[0]
+            change = changes.foreign(lambda own: target if target != own else None)
+        elif len({worker_id for worker_id, _ in self._judge.ledger.streams}) < 2:
+            raise ValueError("kv_router.faults.foreign: there is no other worker whose event it could become")
+        else:
+            change = changes.foreign(self._way.next_worker)
+        return self._script("foreign", change, n, kind=kind, worker=worker, to=to)
+
+    def unknown_removed(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
+        """Removed events also name a block that nobody stored. Arguments and errors: see `lose`."""
+        return self._script("unknown_removed", changes.unknown_removed(self._rng), n, worker=worker)
+
+    def self_parent(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
+        """Stored events name their first block as that block's own parent. Arguments and errors: see `lose`."""
+        return self._script("self_parent", changes.self_parent, n, worker=worker)
+
+    def sink_failure(self, n: int | None = 1, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
+        """A sink between worker and router raises: the router never gets the event. Arguments and errors: see `lose`."""
+        return self._script("sink_failure", changes.lost, n, kind=kind, worker=worker)
+
+    def missing_first(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
+        """The first event of a worker and rank, the one with id 0, does not arrive; of the next `n` that begin.
+
+        Arguments and errors: see `lose`.
+        """
+        return self._script("missing_first", changes.first_lost, n, worker=worker)
+
+    def late_join(self, *, worker: WorkerKey | None = None) -> Fault:
+        """The router is not there yet: it hears nothing until this is stopped, or the `with` block is left.
+
+        Args:
+            worker: it does not hear this worker, or this (worker, rank); none at all if None.
+
+        Raises:
+            ValueError: a worker that does not exist.
+        """
+        return self._script("late_join", changes.lost, None, worker=worker)
+
+    def salt(
+        self,
+        *,
+        lora_name: str | None = None,
+        cache_namespace: str | None = None,
+        worker: WorkerKey | None = None,
+    ) -> Fault:
+        """Workers hash with a salt and the router does not: no prompt of the router matches what they store.
+
+        Events are changed on their way: the hashes become those that a salted engine publishes for the tokens that
+        travel with the event. Events without tokens stay as they are.
+
+        Args:
+            lora_name: the salt of a LoRA adapter.
+            cache_namespace: the salt of a tenant.
+            worker: only this worker, or this (worker, rank).
+
+        Raises:
+            ValueError: no salt, or a worker that does not exist.
+        """
+        if not lora_name and not cache_namespace:
+            raise ValueError("kv_router.faults.salt: give a lora_name or a cache_namespace, no empty string")
+        change = changes.salted(self._harness.profile.block_size, lora_name, cache_namespace)
+        return self._script("salt", change, None, worker=worker, lora_name=lora_name, cache_namespace=cache_namespace)
+
+    def signed(self, n: int | None = None, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
+        """The index under test is given the hashes of blocks as a reader of i64 sees them: from 2**63 on, negative.
+
+        A hash in an event is a u64, so this cannot travel: what arrives is sound, and so is what the log shows; only
+        what `apply` of the index gets is changed. An index that takes all hashes for opaque names does not mind,
+        unless some of its events come signed and others do not (`n`, or `kind`). Local hashes are the router's own and
+        stay. An event whose hashes are all below 2**63 is not struck.
+
+        Args:
+            n: how many events; every one by default.
+            kind: see `lose`.
+            worker: see `lose`.
+
+        Raises:
+            ValueError: as `lose`; or there is no index under test.
+        """
+        if self._judge.under_test is None:
+            raise ValueError("kv_router.faults.signed: there is no index under test that could be given signed hashes")
+        fault = self._script("signed", changes.signed, n, kind=kind, worker=worker, door=True)
+        self._judge.door = self._way.through_the_door
+        return fault
+
+    # ----------------------------------------------------------------------------------------- of the workers
+
+    def restart(self, worker: WorkerKey = 0) -> None:
+        """A worker begins anew, as after a crash, and nobody says so: it is empty, and its event ids begin with 0.
+
+        Args:
+            worker: which, all its ranks; or which (worker, rank).
+
+        Raises:
+            ValueError: a worker that does not exist.
+        """
+        workers = self._workers("restart", worker)
+        with self._harness.publishing():
+            truth = self._way.begin()
+            for one in workers:
+                key = (one.worker_id, one.dp_rank)
+                strike = self._way.injected("restart", key)
+                truth.ledger.restarted(key, first_id=0)
+                truth.struck(strike)
+                if strike.survived and self._judge.standard is not None:
+                    self._judge.standard.gone(key, first_id=0)
+                    strike.missing = True  # nobody can know of it before the next event
+                    self._judge.standard.struck(strike, None, held=False)
+                one.restart()
+
+    def clear(self, worker: WorkerKey = 0) -> None:
+        """A Cleared of a worker and rank arrives that it never published: the router believes it empty.
+
+        Args:
+            worker: which, all its ranks; or which (worker, rank).
+
+        Raises:
+            ValueError: a worker that does not exist.
+        """
+        keys = self._streams("clear", "worker", worker)
+        with self._harness.publishing():
+            truth = self._way.begin()
+            for key in keys:
+                event_id = self._harness.delivery.published.get(key, 0)
+                event = RouterEvent(key[0], KvCacheEvent(event_id, Cleared(), key[1]))
+                strike = self._way.injected("clear", key, event)
+                truth.struck(strike)
+                standard = self._judge.standard
+                if standard is not None:
+                    if not strike.survived:
+                        standard.hear(event)
+                    else:
+                        standard.struck(strike, None, held=False)
+                self._way.arrive(event, chained=False, strike=strike)
+
+    def block_size(self, size: int, *, worker: int | None = None) -> KvWorker:
+        """One more worker, which has blocks of another size than the router.
+
+        The events say so themselves, by the tokens that travel with them; the router goes on to ask with the block size
+        of the profile.
+
+        Args:
+            size: its tokens a block.
+            worker: its id; the lowest that is free if None.
+
+        Returns:
+            The worker.
+
+        Raises:
+            ValueError: a size that the backend refuses, or that is the router's; a worker that exists already.
+        """
+        if size == self._harness.profile.block_size:
+            raise ValueError(f"kv_router.faults.block_size: {size} is the block size of the router")
+        made = self._harness.misfit(worker, block_size=size)
+        key = (made.worker_id, made.dp_rank)
+        strike = self._way.injected("block_size", key)
+        self._way.begin().misfits[key] = strike
+        return made
+
+    # ---------------------------------------------------------------------------------------------- the test
+
+    def survive(self, *names: str) -> None:
+        """Say which faults the router must survive.
+
+        What comes of them in the stream is no failure of the test. But an index under test must be right in spite of
+        them: at each flush and at the end its answers are compared with what was *published*, as far as a router can
+        know of it. Until it has recovered from a fault, what it answers for that worker and rank is not compared after
+        each event.
+
+        Args:
+            *names: of faults; those named before stay.
+
+        Raises:
+            ValueError: an unknown fault, one that no router can survive, or events were published already.
+        """
+        try:
+            survived = check_survived(names)
+        except ValueError as error:
+            raise ValueError(f"kv_router.faults.survive: {error}") from None
+        if self._harness.delivery.published:
+            raise ValueError("kv_router.faults.survive: say it before the first event; some were published already")
+        if survived:
+            self._way.survived |= frozenset(survived)
+            self._way.begin()
+            self._judge.survive()
+
+    def at_random(self, rates: Mapping[str, float]) -> None:
+        """Have faults strike at random, by the seed of the harness and its name.
+
+        Args:
+            rates: how often each strikes an event that it can strike, from 0 to 1, by its name.
+
+        Raises:
+            ValueError: see `check_rates`.
+        """
+        makers: Mapping[str, tuple[Change, int]] = {
+            "lose": (changes.lost, 0),
+            "double": (changes.doubled, 0),
+            "reorder": (changes.lost, 1),
+            "delay": (changes.lost, LATE_BY),
+            "wrong_parent": (changes.wrong_parent(self._rng), 0),
+            "foreign": (changes.foreign(self._way.next_worker), 0),
+            "unknown_removed": (changes.unknown_removed(self._rng), 0),
+            "self_parent": (changes.self_parent, 0),
+            "sink_failure": (changes.lost, 0),
+        }
+        for kind, rate in check_rates(rates).items():
+            change, late_by = makers[kind]
+            rng = Random(f"{self._seed}:faults:{kind}")  # noqa: S311 - mock data
+            self._way.random.append(RandomFault(kind, rate, change, rng, late_by=late_by))
+            self._way.begin()
+
+    def unmet(self) -> list[str]:
+        """A sentence for each scripted fault that has not struck as often as it was to; they are stopped and forgotten."""
+        unmet = [sentence for fault in self._scripted if (sentence := fault.unmet()) is not None]
+        for fault in list(self._scripted):
+            fault.stop()
+        return unmet
+
+    # ---------------------------------------------------------------------------------------------- arming
+
+    def _script(
+        self,
+        name: str,
+        change: Change,
+        n: int | None,
+        *,
+        worker: WorkerKey | None,
+        late_by: int = 0,
+        door: bool = False,
+        **said: Any,
+    ) -> Fault:
+        """Arm a fault; `said` are the arguments to show beside n and worker, an event's kind among them."""
+        if n is not None:
+            _check_count(name, "n", n)
+        only = said.get("kind")
+        if only is not None and only not in KINDS:
+            raise ValueError(f"kv_router.faults.{name}: unknown kind {only!r}; known: {', '.join(KINDS)}")
+        if worker is not None:
+            self._streams(name, "worker", worker)
+        worker_id, dp_rank = worker if isinstance(worker, tuple) else (worker, None)
+        said = {**said, "worker": worker}
+        shown = [
+            *([] if n is None else [str(n)]),
+            *(f"{key}={value!r}" for key, value in said.items() if value is not None),
+        ]
+        armed = self._way.doors if door else self._way.armed
+
+        def end(fault: Fault) -> None:
+            for faults in (armed, self._scripted):
+                if fault in faults:
+                    faults.remove(fault)
+
+        call = f"kv_router.faults.{name}({', '.join(shown)})"
+        fault = Fault(name, call, change, n, wants=wanted(only, worker_id, dp_rank), end=end, late_by=late_by)
+        with self._harness.publishing():
+            self._way.begin()
+            armed.append(fault)
+            self._scripted.append(fault)
+        return fault
+
+    def _streams(self, fault: str, argument: str, worker: WorkerKey) -> list[StreamKey]:
+        """The streams of a worker, or of one rank of it.
+
+        Raises:
+            ValueError: there is none.
+        """
+        known = sorted(self._judge.ledger.streams)
+        found = [key for key in known if (key == worker if isinstance(worker, tuple) else key[0] == worker)]
+        if not found or isinstance(worker, bool):
+            named = ", ".join(map(str, known if isinstance(worker, tuple) else dict.fromkeys(key[0] for key in known)))
+            raise ValueError(
+                f"kv_router.faults.{fault}: {argument}: there is no worker {worker!r}; there are: {named or 'none yet'}"
+            )
+        return found
+
+    def _workers(self, fault: str, worker: WorkerKey) -> list[KvWorker]:
+        workers = {(one.worker_id, one.dp_rank): one for one in self._harness.workers.values()}
+        found = [workers[key] for key in self._streams(fault, "worker", worker) if key in workers]
+        if not found:
+            raise ValueError(
+                f"kv_router.faults.{fault}: worker {worker!r} is a sink of the test's own; it has no engine"
+            )
+        return found
+
+
+def _check_count(fault: str, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"kv_router.faults.{fault}: {name} must be an integer of at least 1, got {value!r}")

@@ -1,0 +1,317 @@
+"""The tree of blocks that a `RadixIndex` keeps for each storage tier; see there for its rules."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from pytest_kvmock.events import Stored
+
+WorkerRank: TypeAlias = tuple[int, int]
+"""`(worker_id, dp_rank)`: one engine's one data-parallel rank, which has a cache of its own."""
+
+
+class Node:
+    """One block: who holds it, and its children by local hash.
+
+    Nearly every block has one child, which stands in two slots; only others cost a dict. That halves the memory and
+    spares a query one dict look-up a block.
+
+    Attributes:
+        holders: a bit for each worker and rank that holds the block.
+        local: local hash of the first child; None when there is no child.
+        child: the first child; not set when there is none.
+        others: the other children.
+        run: the run that the node is in, if it is in one.
+    """
+
+    __slots__ = ("child", "holders", "local", "others", "run")
+
+    local: int | None
+    child: Node
+
+    def __init__(self, holders: int = 0) -> None:
+        self.holders = holders
+        self.local = None
+        self.others: dict[int, Node] | None = None
+        self.run: Run | None = None
+
+    def link(self, local: int, child: Node) -> None:
+        """Add a child under a local hash that has none."""
+        if self.local is None:
+            self.local = local
+            self.child = child
+        elif self.others is None:
+            self.others = {local: child}
+        else:
+            self.others[local] = child
+
+    def child_at(self, local: int) -> Node | None:
+        """The child under a local hash, if there is one."""
+        if self.local == local:
+            return self.child
+        return None if self.others is None else self.others.get(local)
+
+    def children(self) -> Iterator[tuple[int, Node]]:
+        """Each child with its local hash."""
+        if self.local is not None:
+            yield self.local, self.child
+        if self.others is not None:
+            yield from self.others.items()
+
+
+class Run:
+    """A stretch of a chain with the same holders throughout, noted by a query, so that the next compares it at once.
+
+    It ends with the first change of a node in it; but it only gets shorter when its last block goes, as it does in a
+    cache that drops leaves first.
+
+    Attributes:
+        nodes: its nodes, in order.
+        locals: local hash of each but the first, which may be reached by more than one.
+    """
+
+    __slots__ = ("locals", "nodes")
+
+    def __init__(self, first: Node, locals_: list[int]) -> None:
+        self.locals = locals_
+        self.nodes = [first]
+        node = first
+        for local in locals_:
+            node = node.child if node.local == local or node.others is None else node.others[local]
+            self.nodes.append(node)
+        if len(set(self.nodes)) < len(self.nodes):  # a cycle
+            return
+        for node in self.nodes:
+            if node.run is not None:
+                node.run.end()
+            node.run = self
+
+    def change(self, node: Node) -> None:
+        """A node of it has other holders now."""
+        if node is self.nodes[-1] and self.locals:
+            self.nodes.pop()
+            self.locals.pop()
+            node.run = None
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Its nodes are in no run any more."""
+        for node in self.nodes:
+            node.run = None
+
+
+class Rank:
+    """What one worker and rank holds in one tier.
+
+    Attributes:
+        key: who it is.
+        bit: its bit in `Node.holders`.
+        blocks: its blocks by sequence hash.
+        anchors: blocks of other tiers under which it stored some here, by sequence hash.
+    """
+
+    __slots__ = ("anchors", "bit", "blocks", "key")
+
+    def __init__(self, key: WorkerRank, bit: int) -> None:
+        self.key = key
+        self.bit = bit
+        self.blocks: dict[int, Node] = {}
+        self.anchors: dict[int, Node] = {}
+
+
+class Tree:
+    """The blocks of one tier."""
+
+    def __init__(self) -> None:
+        self.root = Node()
+        self.ranks: dict[WorkerRank, Rank] = {}
+        # A bit is never given to another rank: a node that lost its name in the table of a rank (two sequence hashes
+        # for one place can do that) keeps the bit for ever, as it keeps the worker in 1.2.1.
+        self.bits: dict[WorkerRank, int] = {}
+        self.keys: dict[int, WorkerRank] = {}
+
+    def rank(self, key: WorkerRank) -> Rank:
+        """The table of `key`, made if there is none."""
+        found = self.ranks.get(key)
+        if found is None:
+            bit = self.bits.setdefault(key, 1 << len(self.bits))
+            self.keys[bit] = key
+            found = self.ranks[key] = Rank(key, bit)
+        return found
+
+    def who(self, bits: int) -> Sequence[WorkerRank]:
+        """The ranks of these bits, in the order in which they came."""
+        if bits in self.keys:  # one alone, which is most often so
+            return (self.keys[bits],)
+        found = []
+        while bits:
+            lowest = bits & -bits
+            found.append(self.keys[lowest])
+            bits ^= lowest
+        return found
+
+    def store(self, rank: Rank, parent: Node, data: Stored) -> int | None:
+        """Store the blocks under `parent`; return the sequence hash of a block that is its own parent, if there is one."""
+        blocks, anchors, bit = rank.blocks, rank.anchors, rank.bit
+        node = parent
+        if self._store_new(rank, parent, data):
+            return None
+        for block_hash, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            if node.local == local:
+                child = node.child
+            elif node.others is not None and local in node.others:
+                child = node.others[local]
+            else:
+                child = blocks.get(block_hash) or anchors.pop(block_hash, None) or Node()
+                node.link(local, child)
+            if child is node:
+                return block_hash
+            if child.run is not None and not child.holders & bit:
+                child.run.change(child)
+            child.holders |= bit
+            blocks[block_hash] = child
+            node = child
+        return None
+
+    @staticmethod
+    def _store_new(rank: Rank, parent: Node, data: Stored) -> bool:
+        """Store a chain of which nothing is known, as nearly all that is stored; whether it is one."""
+        hashes, locals_, blocks = data.block_hashes, data.tokens_hashes, rank.blocks
+        if (
+            not hashes
+            or parent.local == locals_[0]
+            or (parent.others is not None and locals_[0] in parent.others)
+            or rank.anchors
+            or len(set(hashes)) < len(hashes)
+            or not blocks.keys().isdisjoint(hashes)
+        ):
+            return False
+        bit = rank.bit
+        node = Node(bit)
+        parent.link(locals_[0], node)
+        nodes = [node]
+        for local in locals_[1:]:
+            child = Node(bit)
+            node.local = local
+            node.child = child
+            nodes.append(child)
+            node = child
+        blocks.update(zip(hashes, nodes, strict=True))
+        return True
+
+    def remove(self, rank: Rank, block_hashes: Iterable[int]) -> int | None:
+        """Remove the blocks; return the first sequence hash that the rank does not hold, if there is one."""
+        blocks, without = rank.blocks, ~rank.bit
+        unknown = None
+        for block_hash in block_hashes:
+            node = blocks.pop(block_hash, None)
+            if node is None:
+                if unknown is None:
+                    unknown = block_hash
+                continue
+            if node.run is not None:
+                node.run.change(node)
+            node.holders &= without
+            if not node.holders and node.local is not None:
+                node.local = None
+                del node.child
+                node.others = None
+        return unknown
+
+    def clear(self, rank: Rank) -> None:
+        """Remove all that a rank holds."""
+        self.remove(rank, list(rank.blocks))
+        rank.anchors.clear()
+
+    def ranks_of(self, worker_id: int) -> list[Rank]:
+        """The tables of a worker's ranks."""
+        return [rank for key, rank in self.ranks.items() if key[0] == worker_id]
+
+    def find(self, local_hashes: Iterable[int], early_exit: bool) -> dict[WorkerRank, int]:
+        """Depths of a query (`RadixIndex.find_matches`).
+
+        It goes from run to run while it can, then block by block: a step compares one hash, and the holders of the
+        block with those of the one before. What is walked block by block is noted as runs.
+        """
+        hashes = local_hashes if type(local_hashes) is list else list(local_hashes)
+        scores: dict[WorkerRank, int] = {}
+        node = self.root
+        active = -1  # before the first block everybody is in
+        depth, end = 0, len(hashes)
+        while depth < end:
+            child = node.child_at(hashes[depth])
+            run = None if child is None else child.run
+            if child is None or run is None or run.nodes[0] is not child:
+                break
+            after = depth + 1 + len(run.locals)
+            if hashes[depth + 1 : after] != run.locals:
+                break
+            if child.holders != active:
+                active = self._stay(child, active, depth, scores)
+                if not active:
+                    return scores
+                if early_exit and active & (active - 1) == 0:
+                    self._score(active, depth + 1, scores)
+                    return scores
+            node, depth = run.nodes[-1], after
+
+        first: Node | None = None  # of the stretch with holders like these, which begins at `since`
+        holders, since = None, depth
+        for local in hashes[depth:]:
+            if node.local == local:
+                node = node.child
+            elif node.others is None or local not in node.others:
+                break
+            else:
+                node = node.others[local]
+            if node.holders != holders:
+                if first is not None:
+                    Run(first, hashes[since + 1 : depth])
+                first, holders, since = node, node.holders, depth
+                if holders != active:
+                    active = self._stay(node, active, depth, scores)
+                    if not active:
+                        return scores
+                    if early_exit and active & (active - 1) == 0:
+                        depth += 1
+                        break
+            depth += 1
+        if first is not None:
+            Run(first, hashes[since + 1 : depth])
+        if depth:
+            self._score(active, depth, scores)
+        return scores
+
+    def _stay(self, node: Node, active: int, depth: int, scores: dict[WorkerRank, int]) -> int:
+        """Score those of `active` that do not hold a block, and return the others."""
+        still = node.holders & active
+        if depth:
+            self._score(active & ~still, depth, scores)
+        return still
+
+    def _score(self, bits: int, depth: int, scores: dict[WorkerRank, int]) -> None:
+        for key in self.who(bits):
+            scores[key] = depth
+
+    def edges(self, rank: Rank) -> Iterator[tuple[int | None, int, int]]:
+        """The `(parent's sequence hash, sequence hash, local hash)` that a query can walk for `rank`, breadth first.
+
+        Each edge comes once, however many ways and cycles lead to it. One from a block to itself is left out: no event
+        can make it without an error.
+        """
+        names = {node: block_hash for block_hash, node in rank.blocks.items()}
+        seen = {self.root}
+        queue: deque[tuple[Node, int | None]] = deque([(self.root, None)])
+        while queue:
+            node, parent_hash = queue.popleft()
+            for local, child in node.children():
+                block_hash = names.get(child)
+                if block_hash is None or not child.holders & rank.bit or child is node:
+                    continue
+                yield parent_hash, block_hash, local
+                if child not in seen:
+                    seen.add(child)
+                    queue.append((child, block_hash))

@@ -1,0 +1,109 @@
+"""Indexes that survive faults, and some that only say so."""
+
+from contextlib import suppress
+
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.router.index import KvEventError, RadixIndex
+
+
+class AsksTheWorker:
+    """Applies what comes in order; when ids do not, it asks the worker for all it ever said.
+
+    `journal` is what workers keep of what they said: a sink before the router.
+    """
+
+    def __init__(self):
+        self.tree = RadixIndex()
+        self.journal = {}
+        self.due = {}
+        self.recoveries = 0
+
+    def publish(self, event, storage_tier=None, token_ids=None):
+        raise NotImplementedError("see `listen`")
+
+    def listen(self, worker):
+        journal = self.journal
+
+        class Tap:
+            def publish(self, event, storage_tier=None, token_ids=None):
+                said = journal.setdefault((worker.worker_id, worker.dp_rank), [])
+                if event.event_id == 0:
+                    said.clear()
+                said.append(RouterEvent(worker.worker_id, event))
+
+        outlet = worker._outlet
+        inner, tap = outlet.sink, Tap()
+
+        class Both:
+            def publish(self, *said):
+                tap.publish(*said)
+                inner.publish(*said)
+
+        outlet.sink = Both()
+
+    def apply(self, event):
+        key, event_id = (event.worker_id, event.event.dp_rank), event.event.event_id
+        known = self.journal[key]
+        sound = event_id < len(known) and known[event_id].event == event.event
+        if sound and event_id == self.due.get(key, 0) and event_id == len(known) - 1:
+            self.due[key] = event_id + 1
+            self.tree.apply(event)
+        else:
+            self.recover(key, known)
+
+    def recover(self, key, known):
+        self.recoveries += 1
+        self.tree.remove_worker_dp_rank(*key)
+        for event in known:
+            self.tree.apply(event)
+        self.due[key] = len(known)
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes)
+
+
+class ByWorker(AsksTheWorker):
+    def find_matches(self, local_hashes):
+        out = {}
+        for (worker, _), blocks in self.tree.find_matches(local_hashes).scores.items():
+            out[worker] = max(blocks, out.get(worker, 0))
+        return out
+
+
+class AsyncAsksTheWorker(AsksTheWorker):
+    async def apply(self, event):
+        super().apply(event)
+
+
+class WaitsForLateEvents:
+    """Holds back what comes too early, and knows what comes twice."""
+
+    def __init__(self):
+        self.tree = RadixIndex()
+        self.due = {}
+        self.early = {}
+
+    def apply(self, event):
+        key = (event.worker_id, event.event.dp_rank)
+        early = self.early.setdefault(key, {})
+        early[event.event.event_id] = event
+        while (due := self.due.get(key, 0)) in early:
+            self.tree.apply(early.pop(due))
+            self.due[key] = due + 1
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes)
+
+
+class TakesWhatComes:
+    """Survives nothing, and raises at nothing."""
+
+    def __init__(self):
+        self.tree = RadixIndex()
+
+    def apply(self, event):
+        with suppress(KvEventError):
+            self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes)

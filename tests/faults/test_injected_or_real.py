@@ -1,0 +1,141 @@
+"""What came of a fault is marked so, and nothing else is: over random traffic, all faults and all backends."""
+
+import pytest
+from fault_worlds import PROFILE, Traffic
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_kvmock import RadixIndex
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.events import Removed, RouterEvent, Stored
+from pytest_kvmock.faults.kinds import FAULTS
+
+RATES = [kind.name for kind in FAULTS.values() if kind.has_rate]
+rates = st.dictionaries(st.sampled_from(RATES), st.sampled_from([0.02, 0.1, 0.4]), min_size=1)
+
+
+def script(kv, rng, kind):
+    """Use one fault by hand."""
+    faults = kv.faults
+    own_words = {
+        "restart": lambda: faults.restart(rng.randrange(2)),
+        "clear": lambda: faults.clear(rng.randrange(2)),
+        "salt": lambda: faults.salt(lora_name="l", worker=rng.randrange(2)),
+        "late_join": faults.late_join,
+        "block_size": lambda: faults.block_size(8),
+        "signed": lambda: None,  # it strikes no stream
+    }
+    fault = own_words.get(kind, getattr(faults, kind))()
+    return fault.stop if kind in ("late_join", "salt") else lambda: None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(seed=st.integers(0, 2**32), rates=rates, with_index=st.booleans(), flushed=st.booleans())
+def test_every_problem_of_a_faithful_engine_is_injected(backend, seed, rates, with_index, flushed):
+    traffic = Traffic(backend, seed, RadixIndex() if with_index else None, faults=rates)
+    for _ in range(20):
+        traffic.step()
+        if flushed and not traffic.rng.randrange(6):
+            traffic.kv.flush()
+    traffic.kv.judge()
+    problems = [p for p in traffic.kv.events.problems if p.is_error]
+    assert [] == [problem for problem in problems if problem.fault is None]
+    assert {problem.fault.kind for problem in problems} <= rates.keys()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(seed=st.integers(0, 2**32), kinds=st.lists(st.sampled_from(list(FAULTS)), min_size=1, max_size=4))
+def test_so_it_is_with_faults_by_hand(backend, seed, kinds):
+    traffic = Traffic(backend, seed, RadixIndex())
+    traffic.run(5)
+    for kind in kinds:
+        stop = script(traffic.kv, traffic.rng, kind)
+        traffic.run(4)
+        stop()
+        traffic.run(4)
+    traffic.kv.judge()
+    problems = [p for p in traffic.kv.events.problems if p.is_error]
+    assert [] == [problem for problem in problems if problem.fault is None]
+    assert {problem.fault.kind for problem in problems} <= set(kinds)
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_a_problem_names_the_kind_that_struck(kind):
+    kv = Traffic("lineage", 1, faults={kind: 0.2}).run(40)
+    kv.judge()
+    errors = kv.events.errors
+    assert errors
+    assert {kind} == {problem.fault.kind for problem in errors}
+    assert all(str(problem.fault).startswith(f"{kind}, event ") for problem in errors)
+
+
+class Buggy:
+    """Wrongs done to what a worker publishes, before any fault sees it: real ones."""
+
+    def __init__(self, traffic, rate):
+        self.traffic = traffic
+        self.rate = rate
+        self.wronged = []
+        self.publish = traffic.kv.delivery.publish
+        traffic.kv.delivery.publish = self.wrong
+
+    def wrong(self, event, *, chained):
+        rng, data = self.traffic.rng, event.event.data
+        if isinstance(data, Stored) and rng.random() < self.rate:
+            data = Stored(rng.getrandbits(64), data.block_hashes, data.tokens_hashes)
+        elif isinstance(data, Removed) and rng.random() < self.rate:
+            data = Removed((*data.block_hashes, rng.getrandbits(64)))
+        if data is not event.event.data:
+            event = RouterEvent(
+                event.worker_id, type(event.event)(event.event.event_id, data), token_ids=event.token_ids
+            )
+            self.wronged.append(event)
+        self.publish(event, chained=chained)
+
+
+@given(seed=st.integers(0, 2**32), rates=rates, survive=st.booleans())
+def test_a_real_wrong_stands_and_is_not_put_down_to_a_fault(seed, rates, survive):
+    traffic = Traffic("lineage", seed, faults=rates, survive=list(rates) if survive else ())
+    buggy = Buggy(traffic, 0.1)
+    kv = traffic.run(30)
+    standing = {id(p.event): p for p in kv.judge().errors if p.fault is None}
+    arrived = {id(entry.event) for entry in kv.events}  # as it was published; what is lost or changed cannot be judged
+    for event in buggy.wronged:
+        if id(event) in arrived:
+            assert standing[id(event)].rule in ("parent_block_not_found", "block_not_found")
+    wronged = {name_of(event) for event in buggy.wronged}
+    assert {name_of(p.event) for p in standing.values() if p.event is not None} <= wronged
+
+
+def name_of(event):
+    return event.worker_id, event.event.event_id
+
+
+def test_the_same_seed_and_name_strike_the_same_events():
+    def strikes(seed, **rates):
+        kv = Traffic("lineage", seed, faults=rates).run(40)
+        kv.judge()
+        return [str(p.fault) for p in kv.events.problems if p.fault.kind == "lose"], [e.event for e in kv.events]
+
+    assert strikes(1, lose=0.1) == strikes(1, lose=0.1)
+    assert strikes(1, lose=0.1)[1] != strikes(2, lose=0.1)[1]
+
+
+def test_faults_leave_the_traffic_as_it_is():
+    plain, struck = (Traffic("lineage", 3, faults=rates) for rates in ({}, {"lose": 0.5}))
+    said = []
+    for traffic in (plain, struck):
+        heard = []
+        traffic.kv.add_sink(
+            type("Heard", (), {"publish": lambda self, e, *_, heard=heard: heard.append(e)})(), before=True
+        )
+        traffic.run(20)
+        said.append(heard)
+    assert said[0] == said[1]
+    assert len(plain.kv.events) > len(struck.kv.events)
+
+
+def test_no_faults_cost_no_ledger():
+    kv = Traffic("lineage", 1, profile=PROFILE).run(3)
+    assert kv._judge.truth is None
+    assert kv.delivery.faults is None

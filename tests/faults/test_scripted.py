@@ -1,0 +1,483 @@
+"""Faults by hand: what each does to the stream, which events it wants, and what is refused."""
+
+import pytest
+from fault_worlds import PROFILE
+
+from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.faults.kinds import FAULTS
+from pytest_kvmock.tokens import block_hashes
+
+
+@pytest.fixture
+def kv():
+    return RouterHarness(PROFILE)
+
+
+def one_block(number):
+    return Stored(None, (number,), (number,))
+
+
+def heard(kv, worker_id=0):
+    """The events of a worker as they arrived: id and data."""
+    return [(e.event.event.event_id, e.event.event.data) for e in kv.events if e.event.worker_id == worker_id]
+
+
+def ids(kv, worker_id=0):
+    return [event_id for event_id, _ in heard(kv, worker_id)]
+
+
+def errors(kv):
+    return [(p.rule, p.fault and p.fault.kind) for p in kv.judge().errors]
+
+
+# ------------------------------------------------------------------------------------------------ what each does
+
+
+def test_every_fault_is_a_method_of_its_name(kv):
+    assert [] == [name for name in FAULTS if not callable(getattr(kv.faults, name, None))]
+
+
+def test_lost_events_do_not_arrive(kv):
+    kv.faults.lose(2)
+    kv.apply([one_block(n) for n in range(4)])
+    assert [2, 3] == ids(kv)
+    assert [("event_id_gap", "lose")] == errors(kv)
+
+
+def test_a_doubled_event_arrives_twice(kv):
+    kv.faults.double()
+    kv.apply([one_block(1), one_block(2)])
+    assert [0, 0, 1] == ids(kv)
+    assert [("event_id_gap", "double")] == errors(kv)
+
+
+def test_a_reordered_event_arrives_after_the_next_of_its_worker(kv):
+    kv.faults.reorder()
+    kv.apply(one_block(1))
+    kv.apply(one_block(7), worker_id=1)
+    assert [] == ids(kv)
+    kv.apply([one_block(2), one_block(3)])
+    assert [1, 0, 2] == ids(kv)
+    assert [("event_id_gap", "reorder")] == errors(kv)
+
+
+def test_a_delayed_event_arrives_after_so_many_more(kv):
+    kv.faults.delay(by=3)
+    kv.apply([one_block(n) for n in range(6)])
+    assert [1, 2, 3, 0, 4, 5] == ids(kv)
+
+
+def test_a_delayed_event_is_late_by_two(kv):
+    kv.faults.delay()
+    kv.apply([one_block(n) for n in range(4)])
+    assert [1, 2, 0, 3] == ids(kv)
+
+
+def test_an_event_that_is_held_back_at_the_end_is_missing(kv):
+    kv.faults.delay()
+    kv.apply([one_block(1)])
+    assert [("event_id_gap", "delay")] == errors(kv)
+
+
+def test_events_held_back_arrive_in_the_order_in_which_they_are_due(kv):
+    kv.faults.delay(1, by=3)
+    kv.faults.delay(1, by=1)
+    kv.apply([one_block(n) for n in range(5)])
+    assert [2, 1, 3, 0, 4] == ids(kv)
+
+
+def test_a_wrong_parent_is_one_that_nobody_stored_or_the_one_that_is_named(kv):
+    kv.faults.wrong_parent()
+    kv.apply(one_block(1))
+    kv.faults.wrong_parent(parent=1)
+    kv.apply([Removed((1,)), one_block(2)])
+    (_, first), _, (_, second) = heard(kv)
+    assert first.parent_hash not in (None, 1)
+    assert 1 == second.parent_hash
+    assert [("parent_block_not_found", "wrong_parent")] * 2 == errors(kv)
+
+
+def test_a_foreign_event_arrives_as_the_next_workers(kv):
+    kv.faults.foreign(worker=1)
+    kv.apply(one_block(1), worker_id=1)
+    assert ([(0, one_block(1))], []) == (heard(kv, 0), heard(kv, 1))
+    assert [("event_id_gap", "foreign")] == errors(kv)
+    assert {(0, 0), (1, 0)} == kv.events.problems[0].fault.keys
+
+
+def test_a_foreign_event_may_be_of_another_rank():
+    kv = RouterHarness(PROFILE.replace(workers=1, dp_size=2))
+    kv.worker(0, 0).serve(range(4))
+    kv.worker(0, 1).serve(range(4))
+    kv.faults.foreign(kind="cleared", worker=(0, 0), to=(0, 1))
+    kv.worker(0, 0).clear()
+    assert {(0, 0): 1} == kv.overlap(range(4))
+    assert {"foreign"} == {fault for _, fault in errors(kv)}
+
+
+def test_a_removed_names_a_block_that_nobody_stored(kv):
+    kv.faults.unknown_removed()
+    kv.apply([one_block(1), Removed((1,))])
+    (removed,) = kv.events.removed
+    assert (1, 2) == (removed.data.block_hashes[0], len(removed.data.block_hashes))
+    assert [("block_not_found", "unknown_removed")] == errors(kv)
+
+
+def test_a_stored_is_its_own_parent(kv):
+    kv.faults.self_parent()
+    kv.apply([one_block(1)])
+    assert [Stored(1, (1,), (1,))] == [event.data for event in kv.events.stored]
+    assert [("invalid_block", "self_parent")] == errors(kv)
+
+
+def test_a_sink_raises_before_the_router(kv):
+    before, after = [], []
+    for told, first in ((before, True), (after, False)):
+        sink = type("Sink", (), {"publish": lambda self, event, *_, told=told: told.append(event.event_id)})()
+        kv.add_sink(sink, before=first)
+    kv.faults.sink_failure()
+    kv.apply([one_block(1), one_block(2)])
+    assert ([1], [0, 1], [1]) == (ids(kv), before, after)
+    assert [("sink_failure", "sink_failure")] == errors(kv)
+
+
+def test_a_lost_event_is_lost_to_the_router_alone(kv):
+    told = []
+    kv.add_sink(type("Sink", (), {"publish": lambda self, event, *_: told.append(event.event_id)})())
+    kv.faults.lose()
+    kv.apply([one_block(1), one_block(2)])
+    assert ([1], [0, 1]) == (ids(kv), told)
+
+
+def test_the_first_event_of_a_worker_is_missing(kv):
+    kv.apply(one_block(1))
+    kv.faults.missing_first()
+    kv.apply(one_block(2))
+    kv.apply([one_block(1), one_block(2)], worker_id=1)
+    assert ([0, 1], [1]) == (ids(kv, 0), ids(kv, 1))
+    assert [("event_id_gap", "missing_first")] == errors(kv)
+
+
+def test_a_router_that_joins_late_hears_what_comes_then(kv):
+    with kv.faults.late_join():
+        kv.apply([one_block(1), one_block(2)])
+    kv.apply(one_block(3))
+    assert [2] == ids(kv)
+    assert [("event_id_gap", "late_join")] == errors(kv)
+
+
+def test_a_router_may_not_hear_one_worker(kv):
+    joining = kv.faults.late_join(worker=1)
+    kv.apply(one_block(1))
+    kv.apply(one_block(1), worker_id=1)
+    joining.stop()
+    assert ([0], []) == (ids(kv, 0), ids(kv, 1))
+
+
+def test_a_worker_restarts_and_nobody_says_so(kv):
+    kv.worker(0).serve(kv.prompt(2))
+    kv.worker(0).serve(kv.prompt(2))
+    kv.faults.restart()
+    assert 0 == kv.worker(0).manager.num_inactive_blocks
+    kv.worker(0).serve(kv.prompt(2))
+    assert [0, 1, 0] == ids(kv)
+    assert [("event_id_gap", "restart")] == errors(kv)
+    assert "restart of worker 0" == str(kv.events.problems[0].fault)
+
+
+def test_a_restart_that_shows_by_drift_alone_is_injected_too(kv):
+    kv.worker(0).serve(kv.prompt(2))
+    kv.faults.restart()
+    assert [("engine_drift", "restart")] == errors(kv)
+
+
+def test_a_restart_of_the_tests_own_is_as_ever(kv):
+    kv.faults.lose(worker=1)
+    kv.worker(1).serve(kv.prompt(1))
+    kv.worker(0).serve(kv.prompt(2))
+    kv.worker(0).restart()
+    kv.worker(0).serve(kv.prompt(2))
+    assert [("event_id_gap", None), ("event_id_gap", "lose")] == errors(kv)
+
+
+def test_a_cleared_arrives_that_was_never_published(kv):
+    asked = kv.prompt(2)
+    kv.worker(0).serve(asked)
+    kv.worker(1).serve(asked)
+    kv.faults.clear(1)
+    assert {0: 2} == kv.overlap(asked)
+    assert [(0, one_block(1)), (1, Cleared())][1] == heard(kv, 1)[1]
+    assert {("engine_drift", "clear")} == set(errors(kv))
+
+
+def test_a_salted_worker_matches_no_prompt(kv):
+    asked = kv.prompt(3)
+    with kv.faults.salt(lora_name="adapter", worker=0) as salt:
+        kv.worker(0).serve(asked)
+        kv.worker(1).serve(asked)
+    assert 1 == salt.struck
+    assert {1: 3} == kv.overlap(asked)
+    assert {0: 3} == kv.overlap_for_hashes(block_hashes(asked.tokens, 4, lora_name="adapter"))
+    assert [("wrong_hash", "salt"), ("engine_drift", "salt"), ("engine_drift", "salt")] == errors(kv)
+
+
+def test_salted_blocks_are_removed_under_their_names():
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=4))
+    kv.faults.salt(cache_namespace="tenant")
+    for _ in range(3):
+        kv.worker(0).serve(kv.prompt(3))
+    assert set(kv.events.removed_blocks) <= set(kv.events.stored_blocks)
+    assert "block_not_found" not in {p.rule for p in kv.events.problems}
+
+
+def test_blocks_without_tokens_cannot_be_salted(kv):
+    kv.faults.salt(lora_name="adapter")
+    kv.apply(one_block(1))
+    assert ["kv_router.faults.salt(lora_name='adapter'): never struck"] == kv.judge().unmet
+
+
+def test_a_worker_has_blocks_of_another_size(kv):
+    worker = kv.faults.block_size(8)
+    asked = kv.prompt(4)
+    worker.serve(asked)
+    assert (2, 8) == (worker.worker_id, worker.manager.block_size)
+    assert 2 == len(kv.events.stored_blocks)
+    assert {} == kv.overlap(asked)
+    assert {"block_size"} >= {fault for _, fault in errors(kv)}
+
+
+class Seen(RadixIndex):
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def apply(self, event):
+        self.events.append(event.event.data)
+        super().apply(event)
+
+
+def test_signed_hashes_reach_the_index_under_test_alone():
+    index, block = Seen(), 2**64 - 5
+    kv = RouterHarness(PROFILE, index=index)
+    with kv.faults.signed(1):
+        kv.apply(Stored(None, (block,), (7,)))
+    kv.apply(Removed((block,)))
+    assert [Stored(None, (-5,), (7,)), Removed((block,))] == index.events
+    assert [Stored(None, (block,), (7,))] == [event.data for event in kv.events.stored]
+    assert [("index_failure", "signed")] == errors(kv)
+
+
+def test_an_index_of_opaque_names_does_not_mind_signed_hashes():
+    kv = RouterHarness(PROFILE, index=Seen())
+    with kv.faults.signed() as fault:
+        for _ in range(10):
+            kv.worker(0).serve(kv.prompt(4))
+    assert fault.struck
+    assert ([], [], []) == tuple(kv.judge())
+
+
+# ------------------------------------------------------------------------------------------- which events it wants
+
+
+def test_a_fault_takes_its_kind_and_its_worker(kv):
+    kv.faults.lose(2, kind="removed", worker=1)
+    for worker_id in (0, 1):
+        kv.apply([one_block(1), Removed((1,)), one_block(2), Removed((2,)), Cleared()], worker_id=worker_id)
+    assert ([0, 1, 2, 3, 4], [0, 2, 4]) == (ids(kv, 0), ids(kv, 1))
+
+
+def test_a_worker_may_be_a_rank():
+    kv = RouterHarness(PROFILE.replace(dp_size=2))
+    kv.faults.lose(None, worker=(0, 1))
+    kv.apply(one_block(1))
+    kv.apply(one_block(1), dp_rank=1)
+    assert [0] == [e.event.event.dp_rank for e in kv.events]
+
+
+def test_a_sink_of_the_tests_own_can_be_struck(kv):
+    sink = kv.make_sink()
+    kv.faults.lose(worker=sink.worker_id)
+    sink(one_block(1))
+    assert 0 == len(kv.events)
+
+
+def test_an_event_is_struck_by_the_fault_that_was_asked_for_first(kv):
+    kv.faults.lose()
+    kv.faults.double()
+    kv.apply([one_block(1), one_block(2)])
+    assert [1, 1] == ids(kv)
+
+
+def test_every_one_until_it_is_stopped(kv):
+    losing = kv.faults.lose(None)
+    kv.apply([one_block(1), one_block(2)])
+    losing.stop()
+    kv.apply(one_block(3))
+    assert ([2], 2, None) == (ids(kv), losing.struck, losing.left)
+
+
+def test_a_fault_that_may_not_strike_an_event_waits_for_the_next(kv):
+    kv.faults.self_parent()
+    kv.apply([Removed((1,)), one_block(2)])
+    assert 2 == kv.events.stored[0].data.parent_hash
+
+
+def test_faults_of_a_transport_come_after(kv):
+    kv.delivery.transport = lambda event: [event, event]
+    kv.faults.lose()
+    kv.apply([one_block(1), one_block(2)])
+    assert [1, 1] == ids(kv)
+
+
+# --------------------------------------------------------------------------------------------------- never struck
+
+
+def test_a_fault_that_never_struck_is_said_once(kv):
+    kv.faults.lose(3)
+    kv.apply([one_block(1), one_block(2)])
+    assert ["kv_router.faults.lose(3): 2 struck, 1 never did"] == kv.judge().unmet
+    assert [] == kv.judge().unmet
+    kv.apply(one_block(3))
+    assert [2] == ids(kv)
+
+
+def test_a_with_block_says_so_when_it_is_left(kv):
+    with (
+        pytest.raises(KvEventsError, match=r"^kv_router\.faults\.lose\(2, kind='stored', worker=0\): never struck$"),
+        kv.faults.lose(2, kind="stored", worker=0),
+    ):
+        pass
+    assert [] == kv.judge().unmet
+
+
+def test_a_with_block_that_raises_keeps_its_own_failure(kv):
+    with pytest.raises(ZeroDivisionError), kv.faults.lose():
+        raise ZeroDivisionError
+
+
+def test_every_one_must_be_one_at_least(kv):
+    kv.faults.late_join()
+    assert ["kv_router.faults.late_join(): never struck"] == kv.judge().unmet
+
+
+def test_a_fault_that_is_stopped_need_not_have_struck(kv):
+    kv.faults.lose(3).stop()
+    assert [] == kv.judge().unmet
+
+
+def test_a_harness_by_itself_fails_for_it():
+    with pytest.raises(KvEventsError, match="never struck"), RouterHarness(PROFILE) as kv:
+        kv.faults.double()
+
+
+# ---------------------------------------------------------------------------------------------------- the records
+
+
+def test_what_a_fault_did_is_on_record():
+    kv = RouterHarness(PROFILE)
+    kv.apply(one_block(5), worker_id=1)
+    kv.faults.lose()
+    kv.apply(one_block(1), worker_id=1)
+    kv.apply([one_block(2), Removed((1,))], worker_id=1)
+    gap, unknown = kv.events.problems
+    assert ("lose", 1, 0, 1, {1}, False) == (
+        gap.fault.kind,
+        gap.fault.worker_id,
+        gap.fault.dp_rank,
+        gap.fault.event_id,
+        gap.fault.blocks,
+        gap.fault.survived,
+    )
+    assert ("block_not_found", gap.fault) == (unknown.rule, unknown.fault)
+    assert "<injected: lose, event 1 of worker 1>" == repr(gap.fault)
+
+
+def test_what_was_wrong_before_the_first_fault_stays_real(kv):
+    kv.apply([one_block(1), Stored(9, (2,), (2,))])
+    kv.faults.lose()
+    kv.apply([one_block(3), one_block(4)])
+    assert [("parent_block_not_found", None), ("event_id_gap", "lose")] == errors(kv)
+
+
+def test_what_follows_from_a_real_fault_stays_under_it(kv):
+    kv.apply(KvCacheEvent(3, one_block(1)))  # a real gap
+    kv.faults.lose(worker=1)
+    kv.apply(one_block(1), worker_id=1)
+    kv.apply(RouterEvent(0, KvCacheEvent(4, Removed((9,)))))
+    gap = kv.events.errors[0]
+    assert [("block_not_found", None)] == [(p.rule, p.fault) for p in gap.folded]
+
+
+# ------------------------------------------------------------------------------------------------------- refused
+
+COUNT = "n must be an integer of at least 1, got"
+NOBODY = r"worker: there is no worker 7; there are: 0, 1$"
+
+REFUSED = {
+    "n is 0": (lambda faults: faults.lose(0), rf"lose: {COUNT} 0"),
+    "n is below 0": (lambda faults: faults.double(-1), rf"double: {COUNT} -1"),
+    "n is True": (lambda faults: faults.reorder(True), rf"reorder: {COUNT} True"),
+    "n is a text": (lambda faults: faults.self_parent("1"), rf"self_parent: {COUNT} '1'"),
+    "by is 0": (lambda faults: faults.delay(by=0), r"delay: by must be an integer of at least 1, got 0"),
+    "kind": (lambda faults: faults.lose(kind="store"), r"lose: unknown kind 'store'; known: stored, removed, cleared"),
+    "no such worker": (lambda faults: faults.lose(worker=7), rf"lose: {NOBODY}"),
+    "no such rank": (
+        lambda faults: faults.late_join(worker=(0, 1)),
+        r"late_join: worker: there is no worker \(0, 1\); there are: \(0, 0\), \(1, 0\)$",
+    ),
+    "restart of nobody": (lambda faults: faults.restart(7), rf"restart: {NOBODY}"),
+    "clear of nobody": (lambda faults: faults.clear(7), rf"clear: {NOBODY}"),
+    "to nobody": (lambda faults: faults.foreign(to=7), r"foreign: to: there is no worker 7; there are: 0, 1$"),
+    "parent": (
+        lambda faults: faults.wrong_parent(parent=-1),
+        r"wrong_parent: parent must be a hash from 0 to 2\*\*64 - 1, got -1",
+    ),
+    "salt": (lambda faults: faults.salt(lora_name=""), r"salt: give a lora_name or a cache_namespace"),
+    "signed": (lambda faults: faults.signed(), r"signed: there is no index under test"),
+    "size": (lambda faults: faults.block_size(4), r"block_size: 4 is the block size of the router"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_with_what_can_be(kv, name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"^kv_router\.faults\.{message}"):
+        call(kv.faults)
+    kv.apply(one_block(1))
+    assert ([0], ([], [], [])) == (ids(kv), tuple(kv.judge()))
+
+
+def test_a_worker_that_exists_keeps_its_block_size(kv):
+    with pytest.raises(ValueError, match="worker 1 exists already; its profile is the router's"):
+        kv.faults.block_size(8, worker=1)
+    with pytest.raises(ValueError, match="block_size"):
+        kv.faults.block_size(3)
+    assert [0, 1] == list(kv.workers)
+
+
+def test_a_foreign_event_needs_another_worker():
+    kv = RouterHarness(PROFILE.replace(workers=1))
+    with pytest.raises(ValueError, match=r"^kv_router\.faults\.foreign: there is no other worker"):
+        kv.faults.foreign()
+
+
+def test_a_sink_has_no_engine_to_restart(kv):
+    sink = kv.make_sink()
+    with pytest.raises(ValueError, match=r"worker 65536 is a sink of the test's own; it has no engine"):
+        kv.faults.restart(sink.worker_id)
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ({"loose": 0.1}, "unknown fault 'loose'; known: lose, "),
+        ({"late_join": 0.1}, "late_join has no rate, it is scripted; those that have: lose, "),
+        ({"lose": 2}, "lose: got 2; allowed: a rate from 0 to 1"),
+        ({"lose": float("nan")}, "lose: got nan; allowed: a rate from 0 to 1"),
+        (["lose"], "got \\['lose'\\]; allowed: a mapping of faults to rates"),
+    ],
+)
+def test_rates_that_cannot_be_are_refused(rates, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        RouterHarness(PROFILE, faults=rates)

@@ -1,0 +1,259 @@
+"""Faults that a router must survive: the stream is excused, and the index must be right in spite of them."""
+
+import asyncio
+
+import pytest
+from fault_worlds import PROFILE, Traffic
+from hypothesis import given
+from hypothesis import strategies as st
+from surviving_indexes import AsksTheWorker, AsyncAsksTheWorker, ByWorker, TakesWhatComes, WaitsForLateEvents
+
+from pytest_kvmock import KvEventsError, RadixIndex, RouterHarness
+
+SURVIVABLE = ("lose", "double", "reorder", "delay", "wrong_parent", "unknown_removed", "self_parent", "sink_failure")
+
+
+def rules(problems):
+    return [problem.rule for problem in problems]
+
+
+def traffic_with(index, seed=0, **given):
+    traffic = Traffic("lineage", seed, index, **given)
+    for worker in traffic.kv.workers.values():
+        index.listen(worker)
+    return traffic
+
+
+# ------------------------------------------------------------------------------------------------- it is excused
+
+
+def test_a_survived_fault_is_no_failure_where_no_index_is_under_test():
+    kv = RouterHarness(PROFILE, survive=["lose"])
+    kv.faults.lose()
+    kv.worker(0).serve(kv.prompt(2))
+    kv.worker(0).serve(kv.prompt(2))
+    assert ([], [], []) == tuple(kv.judge())
+    (problem,) = [p for p in kv.events.problems if p.cause is None]
+    assert ("event_id_gap", True) == (problem.rule, problem.excused)
+
+
+def test_a_fault_that_need_not_be_survived_fails_beside_one_that_must():
+    kv = RouterHarness(PROFILE, survive=["lose"])
+    kv.faults.lose()
+    kv.faults.double()
+    for _ in range(4):
+        kv.worker(0).serve(kv.prompt(1))
+    (error,) = kv.judge().errors
+    assert "double" == error.fault.kind
+
+
+def test_it_can_be_expected_too():
+    kv = RouterHarness(PROFILE, survive="lose")
+    with kv.events.expect_error("event_id_gap"):
+        kv.faults.lose()
+        kv.worker(0).serve(kv.prompt(2))
+    assert ([], [], []) == tuple(kv.judge())
+
+
+def test_a_restart_that_must_be_survived_is_excused():
+    kv = RouterHarness(PROFILE, survive=["restart"])
+    kv.worker(0).serve(kv.prompt(2))
+    kv.faults.restart()
+    kv.worker(0).serve(kv.prompt(2))
+    assert ([], [], []) == tuple(kv.judge())
+
+
+# --------------------------------------------------------------------------------------------- the index is right
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    rates=st.dictionaries(st.sampled_from(SURVIVABLE), st.sampled_from([0.05, 0.3]), min_size=1),
+    kind=st.sampled_from([AsksTheWorker, ByWorker]),
+    flushed=st.booleans(),
+)
+def test_an_index_that_recovers_passes(seed, rates, kind, flushed):
+    traffic = traffic_with(kind(), seed, faults=rates, survive=list(rates))
+    for _ in range(25):
+        traffic.step()
+        if flushed and not traffic.rng.randrange(6):
+            traffic.kv.flush()
+    assert ([], [], []) == tuple(traffic.kv.judge())
+
+
+@given(seed=st.integers(0, 2**32), flushed=st.booleans())
+def test_an_index_that_waits_for_what_is_late_passes(seed, flushed):
+    late = {"reorder": 0.1, "delay": 0.1, "double": 0.1}
+    traffic = Traffic("lineage", seed, WaitsForLateEvents(), faults=late, survive=list(late))
+    for _ in range(25):
+        traffic.step()
+        if flushed and not traffic.rng.randrange(6):
+            traffic.kv.flush()
+    assert ([], [], []) == tuple(traffic.kv.judge())
+
+
+@pytest.mark.parametrize("kind", ["lose", "delay", "wrong_parent"])
+def test_an_index_that_does_not_recover_fails_and_is_told_which_fault(kind):
+    errors = []
+    for seed in range(6):
+        traffic = Traffic("lineage", seed, TakesWhatComes(), faults={kind: 0.3}, survive=[kind])
+        errors += traffic.run(25).judge().errors
+    assert {"index_drift"} == set(rules(errors))
+    assert all(kind == error.fault.kind for error in errors)
+    assert all(error.right.endswith("as was published") for error in errors)
+
+
+def test_an_index_that_raises_fails():
+    kv = RouterHarness(PROFILE, index=RadixIndex(), survive=["lose"])
+    prompt = kv.prompt(1)
+    kv.faults.lose()
+    kv.worker(0).serve(prompt)
+    kv.worker(0).serve(kv.prompt(1, after=prompt))
+    (error,) = kv.judge().errors
+    assert ("index_failure", "lose") == (error.rule, error.fault.kind)
+    assert ["index_drift"] == rules(error.folded)
+
+
+def test_recovery_by_a_late_joiner_and_after_a_restart():
+    index = AsksTheWorker()
+    traffic = traffic_with(index, survive=["late_join", "restart"])
+    with traffic.kv.faults.late_join():
+        traffic.run(8)
+    traffic.run(4)
+    traffic.kv.faults.restart(0)
+    traffic.run(6)
+    assert ([], [], []) == tuple(traffic.kv.judge())
+    assert index.recoveries
+
+
+def test_a_wrong_that_is_the_indexs_own_is_found_after_it_has_recovered():
+    index = AsksTheWorker()
+    traffic = traffic_with(index, survive=["lose"])
+    kv = traffic.kv
+    kv.faults.lose(worker=0)
+    prompt = kv.prompt(2)
+    for worker in (0, 0, 1):
+        kv.worker(worker).serve(prompt)
+    kv.worker(0).serve(kv.prompt(1))
+    assert 1 == index.recoveries
+    index.tree.remove_worker(0)
+    kv.worker(0).serve(kv.prompt(1, after=prompt))
+    assert "index_failure" in rules(kv.events.errors)
+
+
+def test_what_was_lost_last_is_not_due_but_may_be_known():
+    for index in (TakesWhatComes(), AsksTheWorker()):
+        kv = RouterHarness(PROFILE, index=index, survive=["lose"])
+        if isinstance(index, AsksTheWorker):
+            index.listen(kv.worker(0))
+        kv.worker(0).serve(kv.prompt(1))
+        kv.faults.lose(None, worker=0)
+        kv.worker(0).serve(kv.prompt(2))
+        kv.flush()
+        if isinstance(index, AsksTheWorker):
+            index.recover((0, 0), index.journal[0, 0])
+        assert ([], [], []) == tuple(kv.judge())
+
+
+def test_what_was_lost_is_due_when_a_later_event_shows_it():
+    kv = RouterHarness(PROFILE, index=TakesWhatComes(), survive=["lose"])
+    kv.faults.lose()
+    kv.worker(0).serve(kv.prompt(2))
+    kv.flush()
+    assert [] == kv.events.errors[1:]  # the gap, which is excused
+    kv.worker(0).serve(kv.prompt(2))
+    kv.flush()
+    assert ["event_id_gap", "index_drift"] == rules(kv.events.errors)
+
+
+def test_a_stale_block_is_found_as_well_as_a_missing_one():
+    kv = RouterHarness(PROFILE, index=TakesWhatComes(), survive=["lose"])
+    worker = kv.worker(0)
+    prompt = kv.prompt(6)
+    worker.serve(prompt)
+    kv.faults.lose(kind="cleared")
+    worker.clear()
+    worker.serve(kv.prompt(1))
+    (error,) = kv.judge().errors
+    assert "index_drift" == error.rule
+    assert "0 blocks, as was published" == error.right
+
+
+def test_other_workers_are_compared_meanwhile():
+    index = TakesWhatComes()
+    kv = RouterHarness(PROFILE, index=index, survive=["lose"])
+    prompt = kv.prompt(2)
+    kv.faults.lose(worker=0)
+    for worker in (0, 0, 1):
+        kv.worker(worker).serve(prompt)
+    kv.worker(0).serve(kv.prompt(1))
+    kv.worker(1).serve(kv.prompt(1))
+    assert [] == [p for p in kv.events.errors if p.rule == "index_drift"]
+    index.tree.remove_worker(1)
+    kv.worker(1).serve(kv.prompt(1, after=prompt))
+    assert (1, 0) in {(p.worker_id, p.dp_rank) for p in kv.events.errors if p.rule == "index_drift"}
+
+
+def test_in_sync_means_that_the_index_has_recovered():
+    index = AsksTheWorker()
+    traffic = traffic_with(index, survive=["lose"])
+    kv = traffic.kv
+    kv.faults.lose()
+    kv.worker(0).serve(kv.prompt(1))
+    kv.worker(0).serve(kv.prompt(1))
+    kv.assert_in_sync()
+    index.tree.remove_worker(0)
+    with pytest.raises(KvEventsError, match="index_drift"):
+        kv.assert_in_sync()
+
+
+def test_an_async_index_survives_as_well():
+    index = AsyncAsksTheWorker()
+    traffic = traffic_with(index, faults={"lose": 0.2, "double": 0.2}, survive=["lose", "double"])
+
+    async def body():
+        for _ in range(20):
+            traffic.step()
+            if not traffic.rng.randrange(3):
+                await traffic.kv.aflush()
+        await traffic.kv.aflush()
+
+    asyncio.run(body())
+    assert ([], [], []) == tuple(traffic.kv.judge())
+    assert index.recoveries
+
+
+def test_an_announced_restart_ends_what_was_hurt():
+    class Told(TakesWhatComes):
+        def remove_worker(self, worker_id):
+            self.tree.remove_worker(worker_id)
+
+    kv = RouterHarness(PROFILE, index=Told(), survive=["lose"])
+    kv.faults.lose()
+    kv.worker(0).serve(kv.prompt(1))
+    kv.worker(0).restart(announced=True)
+    kv.worker(0).serve(kv.prompt(1))
+    assert ([], [], []) == tuple(kv.judge())
+
+
+# --------------------------------------------------------------------------------------------------------- said
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["loose"], r"unknown fault 'loose'; known: lose, double, reorder, "),
+        ([7], r"unknown fault 7; known: lose"),
+        (["block_size"], r"block_size is nothing that a router can survive"),
+    ],
+)
+def test_what_cannot_be_survived_is_refused(names, message):
+    with pytest.raises(ValueError, match=rf"^kv_router\.faults\.survive: {message}"):
+        RouterHarness(PROFILE, survive=names)
+
+
+def test_it_is_said_before_the_first_event():
+    kv = RouterHarness(PROFILE)
+    kv.worker(0).serve(kv.prompt(1))
+    with pytest.raises(ValueError, match=r"^kv_router\.faults\.survive: say it before the first event"):
+        kv.faults.survive("lose")

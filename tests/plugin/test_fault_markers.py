@@ -1,0 +1,101 @@
+"""Faults in a run of pytest: by marker and by hand, what must be survived, and what never struck."""
+
+from __future__ import annotations
+
+SERVE = """
+def serve(kv_router, n=1):
+    for _ in range(n):
+        kv_router.worker(0).serve(kv_router.prompt(1))
+"""
+
+INDEX = """
+@pytest.fixture
+def kv_index():
+    class Index:
+        def apply(self, event): pass
+        def find_matches(self, hashes): return {}
+    return Index()
+"""
+
+ONE = "--kv-backend=lineage"
+
+
+def test_an_injected_fault_fails_and_is_said_to_be_one(nested):
+    result = nested(SERVE + "def test(kv_router):\n kv_router.faults.lose()\n serve(kv_router, 2)", ONE)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "1 KV event error: event_id_gap (worker 0, event 1)",
+            "    fault:  injected: lose, event 0 of worker 0",
+            '  must it be survived?     kv_router.faults.survive("lose")',
+            "*!! event_id_gap (injected: lose, event 0 of worker 0)",
+        ]
+    )
+
+
+def test_faults_of_a_marker_strike_the_same_events_in_each_run(nested):
+    source = SERVE + "@pytest.mark.kvmock(faults={'lose': 0.3})\ndef test(kv_router):\n serve(kv_router, 20)"
+    runs = [[line for line in nested(source, ONE).outlines if "injected: lose, event" in line] for _ in range(2)]
+
+    assert runs[0]
+    assert runs[0] == runs[1]
+    other = [line for line in nested(source, ONE, "--kv-seed=1").outlines if "injected: lose, event" in line]
+    assert runs[0] != other
+
+
+def test_the_inner_marker_wins(nested):
+    source = (
+        SERVE
+        + "pytestmark = pytest.mark.kvmock(faults={'lose': 1})\n"
+        + "@pytest.mark.kvmock(faults={})\ndef test(kv_router, kv_events):\n serve(kv_router, 2)\n assert len(kv_events) == 2"
+    )
+    nested(source, ONE).assert_outcomes(passed=1)
+
+
+def test_what_must_be_survived_is_excused_and_shown(nested):
+    source = (
+        SERVE
+        + "@pytest.mark.kvmock(faults={'lose': 0.5}, survive=['lose'])\ndef test(kv_router):\n serve(kv_router, 10)"
+    )
+    result = nested(source, ONE, "--kv-events=all", "-rA")
+
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*~ event_id_gap (injected: lose, event * of worker 0; the router survives it)"])
+
+
+def test_an_index_that_does_not_survive_fails(nested):
+    source = (
+        SERVE
+        + INDEX
+        + "@pytest.mark.kvmock(survive=['lose'])\ndef test(kv_router):\n kv_router.faults.lose()\n serve(kv_router, 2)"
+    )
+    result = nested(source, ONE)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*KV event error*: index_drift (worker 0*", "*right:  1 block, as was published"])
+
+
+def test_a_fault_that_never_struck_fails(nested):
+    result = nested(SERVE + "def test(kv_router):\n kv_router.faults.lose(3, kind='cleared')\n serve(kv_router)", ONE)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["kv_router.faults.lose(3, kind='cleared'): never struck"])
+
+
+def test_one_that_struck_less_often_than_it_was_to_fails(nested):
+    source = (
+        SERVE
+        + "@pytest.mark.kvmock(allow=['event_id_gap'])\ndef test(kv_router):\n kv_router.drop_next(3)\n serve(kv_router, 2)"
+    )
+    result = nested(source, ONE)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["kv_router.faults.lose(3): 2 struck, 1 never did"])
+
+
+def test_a_body_that_failed_hears_nothing_of_faults_that_never_struck(nested):
+    result = nested("def test(kv_router):\n kv_router.faults.lose()\n assert 0", ONE)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.no_fnmatch_line("*never struck*")
