@@ -277,5 +277,5 @@ def _as_expected(event: RouterEvent, like: Mapping[str, Any]) -> Any:
         if isinstance(data, Stored) and ("parent" in like or not like):
             said["parent"] = data.parent_hash
     if "worker" in like:
-        said["worker"] = event.worker_id
+        said["worker"] = event.worker_id, event.event.dp_rank
     return said

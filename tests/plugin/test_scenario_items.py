@@ -87,7 +87,7 @@ def test_a_wrong_file_is_one_line_with_its_place(nested):
     ("text", "message"),
     [
         ("backends: [lruu]\n" + PASSES, "a.kv.yaml:1:1: backends: unknown backend 'lruu'; known: lineage, lru*"),
-        ("profile: {workers: 99999}\n" + PASSES, "a.kv.yaml:1:20: workers: workers must be at most 65536, got 99999"),
+        ("profile: {workers: 99999}\n" + PASSES, "a.kv.yaml:1:20: workers must be at most 65536, got 99999"),
     ],
 )
 def test_what_only_the_plugin_knows_is_one_line_too(nested, text, message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_kvmock import EngineProfile, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness
 from pytest_kvmock.scenarios import ScenarioFailure, load_scenarios, play
 
 PROFILE = EngineProfile(block_size=4, num_blocks=4, workers=2)
@@ -109,3 +109,46 @@ def test_an_index_of_the_user_answers(played):
 
 def test_an_allowed_rule_is_let_pass(played):
     played("allow: [block_not_found]\nsteps: [{event: {removed: [7]}}]", allow=["block_not_found"])
+
+
+def test_a_fault_strikes_and_its_problem_is_expected(played):
+    played("""
+steps:
+- fault: {lose: {n: 1, kind: stored, worker: 0}}
+- use: [1, 2]
+  expect: {events: [], problems: [event_id_gap]}
+- use: [3]
+  expect: {events: [{stored: [3]}], problems: []}
+- fault: {clear: 0}
+  expect: {problems: [engine_drift]}
+""")
+
+
+def test_a_fault_that_never_strikes_fails_as_in_any_test(played):
+    with pytest.raises(KvEventsError, match=r"kv_router\.faults\.lose\(2\): 1 struck, 1 never did"):
+        played("""
+steps:
+- fault: {lose: 2}
+- use: [1]
+  expect: {problems: [event_id_gap]}
+""")
+
+
+def test_a_fault_with_an_argument_that_it_has_not_is_refused_where_it_stands(played):
+    with pytest.raises(ScenarioFailure, match=r"^x\.kv\.yaml:2: fault was refused: TypeError: .*'speed'"):
+        played("steps:\n- fault: {lose: {speed: 1}}")
+
+
+def test_events_of_sinks_ranks_and_tiers(played):
+    harness = played("""
+steps:
+- worker: {id: 5, backend: lru}
+- event: {stored: [1], worker: [5, 1], id: 0, tier: host_pinned}
+- event: {stored: [7], worker: 65537, token_ids: [0..3], chained: true}
+  expect: {problems: [wrong_hash]}
+- remove_worker: 5
+- event: {stored: [9], worker: 5}
+""")
+    assert [((5, 1), "HOST_PINNED"), ((65537, 0), "DEVICE"), ((5, 0), "DEVICE")] == [
+        ((entry.event.worker_id, entry.event.event.dp_rank), entry.storage_tier.name) for entry in harness.events
+    ]
