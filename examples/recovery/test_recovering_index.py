@@ -85,6 +85,16 @@ def test_after_a_restart_all_is_asked_for_again(kv_router, kv_recovery, kv_promp
     assert ({}, {0: 4}) == (kv_router.overlap(old), kv_router.overlap(new))
 
 
+@pytest.mark.kvmock(
+    workers=2, num_blocks=16, faults={"lose": 0.1, "double": 0.1, "delay": 0.1}, survive=["lose", "double", "delay"]
+)
+def test_it_ends_right_whatever_is_lost_or_late_or_comes_twice(kv_router, kv_recovery, kv_prompt):
+    for i in range(60):
+        kv_router.worker(i % 2).serve(kv_prompt(blocks=3))
+
+    assert len(kv_recovery.queries) > 2  # more than at the first event of each worker
+
+
 def test_nothing_is_asked_while_nothing_is_missing(kv_router, kv_recovery, kv_prompt):
     for _ in range(10):
         kv_router.worker(0).serve(kv_prompt())

@@ -22,6 +22,7 @@ from pytest_kvmock.events import (
 from pytest_kvmock.harness.comparison import SYNC, Sync
 from pytest_kvmock.harness.delivery import Delivery
 from pytest_kvmock.harness.judge import Judge, Verdict
+from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.under_test import Scores, WorkerScores
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink, Published, is_event
@@ -71,6 +72,7 @@ class RouterHarness:
         events: every event that arrived, with its verdict.
         profile: the profile in force.
         delivery: from worker to router.
+        recording: what happened, as far as it can be replayed.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class RouterHarness:
         self._rng = Random(self._seed)  # noqa: S311 - mock data
         self._lock = RLock()
         # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
-        self._judge = Judge(self.events, index, sync, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
+        comparing = Random(self._rng.getrandbits(64))  # noqa: S311 - as above
+        self.recording = Recording(self.events)
+        self._judge = Judge(self.events, index, sync, comparing, self.recording)
         self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
         self._workers: dict[WorkerKey, KvWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
@@ -137,6 +141,11 @@ class RouterHarness:
         """The index that answers: the one under test, or the reference."""
         under_test = self._judge.under_test
         return self.reference if under_test is None else under_test.index
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the index under test is to be awaited."""
+        return self._judge.is_async
 
     @property
     def workers(self) -> Mapping[WorkerKey, KvWorker]:
@@ -369,7 +378,9 @@ class RouterHarness:
 
     def drop_next(self, n: int = 1, *, kind: str | None = None) -> Fault:
         """Lose the next events on their way to the router: `faults.lose(n, kind=kind)`."""
-        return self.faults.lose(n, kind=kind)
+        fault = self.faults.lose(n, kind=kind)
+        self.recording.operate("drop_next", (0, 0), argument=(n, kind))
+        return fault
 
     def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
         """The router forgets a worker, all ranks; it may come back with any event id.
@@ -380,6 +391,7 @@ class RouterHarness:
             ValueError: the index under test has no `remove_worker`; nothing has changed.
         """
         with self._lock:
+            self.recording.operate("remove_worker", (id, 0))
             for key in self._judge.gone(id, first_id=None):
                 self.delivery.published.pop(key, None)
                 for tier in StorageTier:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
+from pytest_kvmock.harness.recording import RecordedRequest
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec, EngineProfile
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.harness.router_harness import RouterHarness
     from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.tokens import Prompt
 
 
 class HarnessWorker(KvWorker):
@@ -66,7 +68,16 @@ class HarnessWorker(KvWorker):
         """Say an event, with this worker's name; what it says for a request has Dynamo's hashes."""
         self._harness.hear(RouterEvent(self.worker_id, event, storage_tier, token_ids), chained=self.serving)
 
+    def _request(self, prompt: Prompt) -> RecordedRequest:
+        return RecordedRequest(self, prompt, self._harness.recording)
+
+    def clear(self) -> bool:
+        """As `KvWorker.clear`."""
+        self._harness.recording.operate("clear", (self.worker_id, self.dp_rank))
+        return super().clear()
+
     def restart(self, *, announced: bool = False) -> None:
         """As `KvWorker.restart`; harness and index are told, if it is announced."""
+        self._harness.recording.operate("restart", (self.worker_id, self.dp_rank), argument=announced)
         self._harness.restarted(self, announced=announced)
         super().restart(announced=announced)

@@ -118,6 +118,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselect(config, items)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show the event logs of tests that passed, with --kv-events=all."""
+    if config.stash[SETTINGS].get("log") == "all":
+        from pytest_kvmock.plugin.report import passed_logs
+
+        passed_logs(terminalreporter)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Judge the events of the test when its body is over."""

@@ -4,12 +4,13 @@ from contextlib import suppress
 
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.recovery import RouterCursor
 
 
 class AsksTheWorker:
     """Applies what comes in order; when ids do not, it asks the worker for all it ever said.
 
-    `journal` is what workers keep of what they said: a sink before the router.
+    `journal` is what workers keep of what they said, from when it listens to them.
     """
 
     def __init__(self):
@@ -17,9 +18,6 @@ class AsksTheWorker:
         self.journal = {}
         self.due = {}
         self.recoveries = 0
-
-    def publish(self, event, storage_tier=None, token_ids=None):
-        raise NotImplementedError("see `listen`")
 
     def listen(self, worker):
         journal = self.journal
@@ -73,6 +71,31 @@ class ByWorker(AsksTheWorker):
 class AsyncAsksTheWorker(AsksTheWorker):
     async def apply(self, event):
         super().apply(event)
+
+
+class AsksByCursor:
+    """Asks a `Recovery` when a `RouterCursor` says so."""
+
+    def __init__(self, recovery):
+        self.ask, self.tree, self.cursor = recovery, RadixIndex(), RouterCursor()
+
+    def apply(self, event):
+        key = (event.worker_id, event.event.dp_rank)
+        step = self.cursor.observe(event)
+        self.take(key, step)
+        while step.ask is not None:
+            step = self.cursor.answered(step.ask, self.ask(*step.ask))
+            self.take(key, step)
+
+    def take(self, key, step):
+        if step.replace:
+            self.tree.remove_worker_dp_rank(*key)
+        for event in step.apply:
+            with suppress(KvEventError):
+                self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes)
 
 
 class WaitsForLateEvents:

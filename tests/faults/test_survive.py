@@ -6,9 +6,16 @@ import pytest
 from fault_worlds import PROFILE, Traffic
 from hypothesis import given
 from hypothesis import strategies as st
-from surviving_indexes import AsksTheWorker, AsyncAsksTheWorker, ByWorker, TakesWhatComes, WaitsForLateEvents
+from surviving_indexes import (
+    AsksByCursor,
+    AsksTheWorker,
+    AsyncAsksTheWorker,
+    ByWorker,
+    TakesWhatComes,
+    WaitsForLateEvents,
+)
 
-from pytest_kvmock import KvEventsError, RadixIndex, RouterHarness
+from pytest_kvmock import KvEventsError, RadixIndex, Recovery, RouterHarness
 
 SURVIVABLE = ("lose", "double", "reorder", "delay", "wrong_parent", "unknown_removed", "self_parent", "sink_failure")
 
@@ -92,6 +99,42 @@ def test_an_index_that_waits_for_what_is_late_passes(seed, flushed):
     assert ([], [], []) == tuple(traffic.kv.judge())
 
 
+BY_CURSOR = ("lose", "double", "reorder", "delay", "sink_failure")
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    ring=st.sampled_from([1, 3, 4096]),
+    rates=st.dictionaries(st.sampled_from(BY_CURSOR), st.sampled_from([0.05, 0.3]), min_size=1),
+    survived=st.sets(st.sampled_from(BY_CURSOR)),
+    flushed=st.booleans(),
+)
+def test_an_index_that_asks_a_recovery_passes_but_for_what_it_need_not_survive(seed, ring, rates, survived, flushed):
+    recovery = Recovery(ring)
+    traffic = Traffic("lineage", seed, AsksByCursor(recovery), recovery=recovery, faults=rates, survive=survived)
+    for _ in range(25):
+        traffic.step()
+        if flushed and not traffic.rng.randrange(6):
+            traffic.kv.flush()
+    errors, warnings, unmet = traffic.kv.judge()
+    assert ([], []) == (warnings, unmet)
+    assert {error.fault.kind for error in errors} <= rates.keys() - survived
+    assert "index_drift" not in rules(errors)
+    assert "index_failure" not in rules(errors)
+
+
+def test_an_index_that_has_recovered_is_compared_after_each_event_again():
+    index = AsksTheWorker()
+    kv = traffic_with(index, survive=["lose"]).kv
+    kv.faults.lose(worker=0)
+    for _ in range(3):
+        kv.worker(0).serve(kv.prompt(1))
+    assert 1 == index.recoveries
+    index.tree.apply = lambda event: None  # deaf from here on
+    kv.worker(0).serve(kv.prompt(1))
+    assert [("index_drift", 2)] == [(p.rule, p.position) for p in kv.events.errors if not p.excused]
+
+
 @pytest.mark.parametrize("kind", ["lose", "delay", "wrong_parent"])
 def test_an_index_that_does_not_recover_fails_and_is_told_which_fault(kind):
     errors = []
@@ -124,21 +167,6 @@ def test_recovery_by_a_late_joiner_and_after_a_restart():
     traffic.run(6)
     assert ([], [], []) == tuple(traffic.kv.judge())
     assert index.recoveries
-
-
-def test_a_wrong_that_is_the_indexs_own_is_found_after_it_has_recovered():
-    index = AsksTheWorker()
-    traffic = traffic_with(index, survive=["lose"])
-    kv = traffic.kv
-    kv.faults.lose(worker=0)
-    prompt = kv.prompt(2)
-    for worker in (0, 0, 1):
-        kv.worker(worker).serve(prompt)
-    kv.worker(0).serve(kv.prompt(1))
-    assert 1 == index.recoveries
-    index.tree.remove_worker(0)
-    kv.worker(0).serve(kv.prompt(1, after=prompt))
-    assert "index_failure" in rules(kv.events.errors)
 
 
 def test_what_was_lost_last_is_not_due_but_may_be_known():

@@ -150,3 +150,34 @@ def test_each_run_of_a_test_has_one_of_its_own(nested):
 
 def test_it_does_not_bring_in_the_matrix(ids):
     assert ["test"] == ids("def test(kv_recovery, kv_sink): pass")
+
+
+def test_an_index_that_asks_survives_lost_and_doubled_events(nested):
+    result = nested(
+        INDEX
+        + """
+@pytest.fixture
+def kv_index(kv_recovery):
+    return Recovering(kv_recovery)
+
+@pytest.mark.kvmock(num_blocks=16, faults={"lose": 0.1, "double": 0.1}, survive=["lose", "double"], sync="every")
+@pytest.mark.parametrize("ring", [1, 4096])
+def test(kv_router, kv_recovery, kv_prompt, ring):
+    kv_recovery.ring = ring
+    for n in range(60):
+        kv_router.worker(0).serve(kv_prompt(3))
+    assert 5 < len(kv_recovery.queries)
+
+@pytest.mark.kvmock(survive=["delay", "reorder", "late_join"])
+def test_late(kv_router, kv_prompt):
+    with kv_router.faults.late_join():
+        kv_router.worker(0).serve(kv_prompt(3))
+    for fault in (kv_router.faults.delay, kv_router.faults.reorder):
+        fault(1)
+        for n in range(4):
+            kv_router.worker(0).serve(kv_prompt(3))
+""",
+        "--kv-backend=lru",
+    )
+
+    result.assert_outcomes(passed=3)

@@ -15,6 +15,7 @@ FIXTURES = [
     "kv_manager",
     "kv_profile",
     "kv_prompt",
+    "kv_recovery",
     "kv_router",
     "kv_sink",
     "kv_trace",
