@@ -105,7 +105,7 @@ class RouterHarness:
         self.recording = Recording(self.events)
         self._judge = Judge(self.events, index, sync, comparing, self.recording)
         self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
-        self._workers: dict[WorkerKey, KvWorker] = {}
+        self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks = 0
         self._begun: frozenset[Request] = frozenset()
@@ -130,6 +130,12 @@ class RouterHarness:
     def backend(self) -> str | None:
         """Name of the workers' backend; None while there is none."""
         return None if self._spec is None else self._spec.name
+
+    @property
+    def backends(self) -> dict[str, BackendSpec]:
+        """The backends of its workers, by name."""
+        specs = [worker.spec for worker in self._workers.values()]
+        return {spec.name: spec for spec in (self._spec, *specs) if spec is not None}
 
     @property
     def reference(self) -> RadixIndex:

@@ -28,7 +28,10 @@ def scenario_text(program: Reproduction, name: str) -> str:
     """
     import yaml
 
-    document: dict[str, Any] = {"description": f"{program.rule}, cut from {program.cut_from} {program.level}"}
+    about = f"{program.rule}, cut from {program.cut_from} {program.level}"
+    if program.with_index:
+        about += "; it needs the index under test: play it on a harness that has it"
+    document: dict[str, Any] = {"description": about}
     fields = {
         field.name: getattr(program.profile, field.name)
         for field in dataclasses.fields(EngineProfile)

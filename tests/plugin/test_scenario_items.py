@@ -127,3 +127,25 @@ def test_a_scenario_runs_in_a_test_of_ones_own(nested):
         play(scenario, kv_router)
     """
     nested(source, files={"a.kv.yaml": PASSES}).assert_outcomes(passed=1)
+
+
+def test_a_reproduction_is_saved_as_a_scenario_that_fails_the_same(nested):
+    source = """
+    class TestIt:
+        @pytest.mark.parametrize("path", ["a/b"])
+        def test_sink(self, kv_sink, path):
+            kv_sink(GOOD)
+            kv_sink(BAD)
+    """
+    result = nested(source, "--kv-save-scenario", "saved/here")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["# saved as saved/here/test_it.py-TestIt-test_sink-a-b.kv.yaml"])
+    again = nested("", "saved", files={"pytest.ini": INI})
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["*test_it.py-TestIt-test_sink-a-b.kv.yaml:*: block_not_found"])
+
+
+def test_a_scenario_that_cannot_be_saved_is_told(nested):
+    result = nested("def test(kv_sink): kv_sink(BAD)", "--kv-save-scenario", "file", files={"file": ""})
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["# not saved as file/test_it.py-test.kv.yaml: *"])
