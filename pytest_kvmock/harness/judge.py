@@ -196,7 +196,7 @@ class Judge:
                 problem.position = self.log.total - 1
             self.note(news, () if self.truth is None else self.truth.astray(key))
             if self.standard is not None:
-                self.standard.recovered(said, ids, events, replace=replace)
+                self.standard.recovered(key)
             if self._comparison is not None:
                 self._comparison.recovered(key, self.log.total - 1)
 

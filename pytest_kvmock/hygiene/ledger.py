@@ -463,8 +463,6 @@ class Ledger:
     def _wound(self, stream: Stream, cause: Problem) -> None:
         """Every block is unknown from here on. A second cause is listed under the first, and blocks are unknown anew."""
         self.fold(stream, cause)
-        stream.restored = {}
-        stream.astray.clear()
         stream.wound = Wound(cause if cause.cause is None else cause.cause)
 
     @staticmethod

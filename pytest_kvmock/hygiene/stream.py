@@ -263,7 +263,6 @@ class Stream:
         for group in (self.forks, self.unmarked, self.copies, self.implied, self.drifted, self.restored, self.astray):
             group.clear()
         self.wound = self.doubled = None
-        self.overfull = False
 
     def take_hole(self, event_id: int) -> bool:
         """Whether the id was missing until now; it is not any more."""
