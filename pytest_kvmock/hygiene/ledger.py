@@ -257,10 +257,15 @@ class Ledger:
             elif removed.get(block, LAST) == LAST:
                 removed[block] = child
         right = "a Removed names blocks that are held"
-        problems = [
-            self.fold(stream, self._problem("block_not_found", stream, stream.history(part[0]), right, part))
-            for part in self._parts(stream, unknown)
-        ]
+        problems = []
+        for part in self._parts(stream, unknown):
+            known = stream.history(part[0])
+            if part[0] in removed:
+                times = hashes.count(part[0])
+                known = (
+                    f"block {block_text(part[0])} is named {times} times, and was held {times - unknown.count(part[0])}"
+                )
+            problems.append(self.fold(stream, self._problem("block_not_found", stream, known, right, part)))
         restored: list[Problem] = []
         if stream.restored:
             restored = self._restored(stream, event, hashes)
