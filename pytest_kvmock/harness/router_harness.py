@@ -105,7 +105,7 @@ class RouterHarness:
         self.recording = Recording(self.events)
         self._judge = Judge(self.events, index, sync, comparing, self.recording)
         self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
-        self._workers: dict[WorkerKey, KvWorker] = {}
+        self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks = 0
         self._begun: frozenset[Request] = frozenset()
@@ -130,6 +130,12 @@ class RouterHarness:
     def backend(self) -> str | None:
         """Name of the workers' backend; None while there is none."""
         return None if self._spec is None else self._spec.name
+
+    @property
+    def backends(self) -> dict[str, BackendSpec]:
+        """The backends of its workers, by name."""
+        specs = [worker.spec for worker in self._workers.values()]
+        return {spec.name: spec for spec in (self._spec, *specs) if spec is not None}
 
     @property
     def reference(self) -> RadixIndex:
@@ -168,7 +174,7 @@ class RouterHarness:
             for dp_rank in range(self.profile.dp_size):
                 self.worker(worker_id, dp_rank)
 
-    def worker(self, id: int, dp_rank: int = 0, backend: str | None = None) -> KvWorker:  # noqa: A002 - upstream's word
+    def worker(self, id: int, dp_rank: int = 0, backend: BackendSpec | str | None = None) -> KvWorker:  # noqa: A002 - upstream's word
         """The worker of this id and rank; made now if there is none.
 
         Args:
@@ -183,11 +189,12 @@ class RouterHarness:
         found = self._workers.get(key)
         if found is None:
             return self._add_worker(id, dp_rank, backend)
-        if backend is not None and found.backend != backend:
-            raise ValueError(f"worker {id} has backend {found.backend!r}, not {backend!r}")
+        wanted = backend.name if isinstance(backend, BackendSpec) else backend
+        if wanted is not None and found.backend != wanted:
+            raise ValueError(f"worker {id} has backend {found.backend!r}, not {wanted!r}")
         return found
 
-    def next_worker(self, backend: str | None = None) -> KvWorker:
+    def next_worker(self, backend: BackendSpec | str | None = None) -> KvWorker:
         """Make one more worker, with the lowest id that is free."""
         taken = {worker.worker_id for worker in self._workers.values()}
         return self._add_worker(next(i for i in range(len(taken) + 1) if i not in taken), 0, backend)
@@ -209,7 +216,7 @@ class RouterHarness:
         return self._add_worker(worker_id, 0, None, self.profile.replace(**fields))
 
     def _add_worker(
-        self, worker_id: int, dp_rank: int, backend: str | None, profile: EngineProfile | None = None
+        self, worker_id: int, dp_rank: int, backend: BackendSpec | str | None, profile: EngineProfile | None = None
     ) -> KvWorker:
         if not isinstance(worker_id, int) or not 0 <= worker_id < FIRST_SINK_WORKER:
             raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1}, got {worker_id!r}")

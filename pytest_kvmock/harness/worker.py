@@ -30,6 +30,9 @@ class HarnessWorker(KvWorker):
 
     Raises:
         ValueError: the backend made a manager that calls itself otherwise.
+
+    Attributes:
+        spec: its backend.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class HarnessWorker(KvWorker):
                 )
             return manager
 
+        self.spec = spec
         self._harness = harness
         caching, chunk = profile.prefix_caching, profile.chunk
         super().__init__(make, worker_id, dp_rank, sink=self, prefix_caching=caching, chunk=chunk, rng=rng)

@@ -261,8 +261,11 @@ class Ledger:
                     removed[block] = child
             right = "a Removed names blocks that are held"
             for part in self._parts(stream, unknown):
-                problem = self._problem("block_not_found", stream, stream.history(part[0]), right, part)
-                problems.append(self.fold(stream, problem))
+                known = stream.history(part[0])
+                if part[0] in removed:
+                    times, over = hashes.count(part[0]), unknown.count(part[0])
+                    known = f"block {block_text(part[0])} is named {times} times, and was held {times - over}"
+                problems.append(self.fold(stream, self._problem("block_not_found", stream, known, right, part)))
         restored = self._restored(stream, event, hashes) if stream.restored else []
         stream.said.append(event)
         stream.settle(hashes)

@@ -64,7 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     register_backends(config)
     config.pluginmanager.register(Latecomers(config), "kvmock-latecomers")
-    config.stash[SETTINGS] = read_settings(config)
+    settings = config.stash[SETTINGS] = read_settings(config)
+    if "scenarios" in settings.ini:
+        from pytest_kvmock.plugin.scenario_items import ScenarioCollector
+
+        config.pluginmanager.register(ScenarioCollector(settings.ini["scenarios"]), "kvmock-scenarios")
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:

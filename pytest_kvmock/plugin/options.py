@@ -235,6 +235,13 @@ OPTIONS: Final = (
         ini="kvmock_reduce",
     ),
     Option(
+        "save_scenario",
+        str,
+        "write the smallest reproduction of each failure into this directory, as a scenario file",
+        flag="--kv-save-scenario",
+        metavar="DIR",
+    ),
+    Option(
         "seed",
         integer,
         "seed of everything random in the mock engines, together with the test's id (default: 0)",
@@ -259,6 +266,13 @@ OPTIONS: Final = (
         metavar="N",
         ini="kvmock_trace_limit",
         ini_type=_INT,
+    ),
+    Option(
+        "scenarios",
+        names,
+        "globs of scenario files (*.kv.yaml) to collect as tests, relative to the root directory (default: none)",
+        ini="kvmock_scenarios",
+        ini_type="args",
     ),
     Option(
         "profiles",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -14,6 +16,7 @@ from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.plugin.fixtures import Case
+    from pytest_kvmock.reduce import Reproduction
 
 
 def header(config: pytest.Config) -> str:
@@ -88,10 +91,15 @@ _SCREEN_REQUESTS: Final = 3
 
 
 def add_reproduction(case: Case, phase: str, problem: Problem) -> None:
-    """Attach the smallest reproduction of a failure whose traffic is more than a screen, or in a line why there is none."""
+    """Attach the smallest reproduction of a failure, or in a line why there is none.
+
+    One whose traffic is less than a screen needs none, unless it is to be saved.
+    """
     config, kv = case.item.config, case.harness
-    seconds = config.stash[SETTINGS].get("reduce", REDUCE_SECONDS)
-    if not seconds or (kv.events.total <= _SCREEN_EVENTS and kv.recording.requests <= _SCREEN_REQUESTS):
+    settings = config.stash[SETTINGS]
+    seconds = settings.get("reduce", REDUCE_SECONDS)
+    is_short = kv.events.total <= _SCREEN_EVENTS and kv.recording.requests <= _SCREEN_REQUESTS
+    if not seconds or (is_short and settings.get("save_scenario") is None):
         return
     spent = config.stash.get(_SPENT, 0.0)
     if spent >= _SESSION * seconds:
@@ -112,8 +120,27 @@ def _reproduction(case: Case, problem: Problem, seconds: float, until: float) ->
         return f"none: {reason} (--kv-reduce={seconds:g})"
     except Exception as error:  # noqa: BLE001 - a user's index or backend, replayed; the verdict must be told all the same
         return f"none: the search ended in {type(error).__name__}: {error}"
+    saved = _save(case, found)
     more = "" if found.complete else f"; perhaps not the smallest, because --kv-reduce={seconds:g} ended the search"
-    return f"# cut from {found.cut_from:,} {found.level} to {found.size:,}{more}\n{found.as_test().rstrip()}"
+    return f"# cut from {found.cut_from:,} {found.level} to {found.size:,}{more}{saved}\n{found.as_test().rstrip()}"
+
+
+def _save(case: Case, found: Reproduction) -> str:
+    """Write a reproduction as a scenario file, where that is wanted; what to say of it."""
+    wanted = case.item.config.stash[SETTINGS].get("save_scenario")
+    if wanted is None:
+        return ""
+    from pytest_kvmock.scenarios.writing import scenario_text
+
+    # A test has one file, whoever runs it: the workers of pytest-xdist do not meet.
+    path = Path(wanted, re.sub(r"[^\w.-]+", "-", case.item.nodeid).strip("-") + ".kv.yaml")
+    target = case.item.config.invocation_params.dir / path
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(scenario_text(found, case.item.name), encoding="utf-8")
+    except OSError as error:
+        return f"\n# not saved as {path}: {error.strerror or error}"
+    return f"\n# saved as {path}"
 
 
 def passed_logs(reporter: pytest.TerminalReporter) -> None:

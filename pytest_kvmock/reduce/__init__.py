@@ -80,7 +80,7 @@ def reproduce(
     reasons = []
     # Events first, whichever is wanted: they cost little, and are at hand where requests do not show it in time.
     for chosen in sorted(levels):
-        replayer = Replayer(make_index, ignored, Budget(work, expired))
+        replayer = Replayer(make_index, ignored, Budget(work, expired), kv.backends)
         try:
             cut = _finished(_cut(kv, problem, whole.replace(level=chosen), replayer), replayer, ignored)
         except NotReduced as reason:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from inspect import Parameter, signature
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.events import RouterEvent
@@ -16,7 +17,7 @@ from pytest_kvmock.reduce.program import NotReduced
 from pytest_kvmock.reduce.search import Spent
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.backends import BackendSpec, EngineProfile
     from pytest_kvmock.engine.worker import Request
     from pytest_kvmock.harness.comparison import Sync
     from pytest_kvmock.reduce.program import Reproduction
@@ -33,10 +34,18 @@ class Replayer:
         new_index: makes an empty index of the kind under test; None: none takes part.
         ignored: rules that the failing test let pass.
         budget: pays for every step.
+        specs: backends that are known here only, by name.
     """
 
-    def __init__(self, new_index: Callable[[], Any] | None, ignored: Collection[str], budget: Budget) -> None:
+    def __init__(
+        self,
+        new_index: Callable[[], Any] | None,
+        ignored: Collection[str],
+        budget: Budget,
+        specs: Mapping[str, BackendSpec] = MappingProxyType({}),
+    ) -> None:
         self.budget = budget
+        self._specs = specs
         self._new_index = new_index
         self._ignored = frozenset(ignored)
 
@@ -73,9 +82,9 @@ class Replayer:
         self.budget.replays += 1
         index = self._new_index() if program.with_index and self._new_index is not None else None
         sync = sync or ("auto" if len(program.steps) <= ASKED_ALWAYS else "end")
-        kv = RouterHarness(program.profile, program.backend, index, sync=sync)
+        kv = RouterHarness(program.profile, self._specs.get(program.backend, program.backend), index, sync=sync)
         for key, backend in program.workers:
-            kv.worker(*key, backend=backend)
+            kv.worker(*key, backend=None if backend is None else self._specs.get(backend, backend))
         for chained in program.sinks:
             kv.make_sink(chained=chained)
         if program.level == "events":

@@ -425,3 +425,17 @@ def test_a_rank_that_nobody_opened_is_like_the_first_of_its_worker():
     traits = (rank.num_blocks, rank.residency, rank.prefix_closed, rank.block_size, rank.next_id)
     assert (1, "counted", False, 4, None) == traits
     assert ledger.stream((5, 3)) is rank
+
+
+@pytest.mark.parametrize(
+    ("residency", "copies", "known"),
+    [
+        ("unique", 1, "block 1 is named 2 times, and was held 1"),
+        ("counted", 2, "block 1 is named 3 times, and was held 2"),
+    ],
+)
+def test_a_block_that_one_removed_names_too_often_is_told_so(residency, copies, known):
+    stream = Stream(residency=residency)
+    stream.say_all([stored(1)] * copies)
+    assert ["block_not_found"] == stream.say(Removed((1,) * (copies + 1)))
+    assert known == stream.problems[-1].known
