@@ -74,6 +74,7 @@ class RequestCutter:
         """
         try:
             self._start()
+            self._make_plain()  # now already: should the search end early, this much is done
             before = None
             while before != (before := self._weight()):
                 for shorten in (

@@ -94,6 +94,27 @@ def spec(name, alter):
     return BackendSpec(name, "nothing", make)
 
 
+def does_both(data):
+    """Of more than three evicted at once, the first is named twice, and the last is not."""
+    if isinstance(data, Removed) and len(data.block_hashes) > 3:
+        return Removed((*data.block_hashes[:-1], data.block_hashes[0]))
+    return data
+
+
+def hashes_decoded_blocks_wrongly(data):
+    """A block that is stored by itself after a parent has a hash of its own."""
+    if isinstance(data, Stored) and len(data.block_hashes) == 1 and data.parent_hash is not None:
+        return Stored(data.parent_hash, (77,), data.tokens_hashes)
+    return data
+
+
 FAULTY = {
-    alter.__name__: spec(alter.__name__, alter) for alter in (forgets_a_removed, names_one_twice, hashes_one_wrongly)
+    alter.__name__: spec(alter.__name__, alter)
+    for alter in (
+        forgets_a_removed,
+        names_one_twice,
+        hashes_one_wrongly,
+        does_both,
+        hashes_decoded_blocks_wrongly,
+    )
 }

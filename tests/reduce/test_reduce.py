@@ -1,6 +1,7 @@
 """A failing stream is cut to the fewest events or requests that break the same rule, and printed as a test."""
 
 import random
+from contextlib import suppress
 
 import pytest
 from faulty_worlds import ByTokens, ForgetsLongRemoved, RaisesOnRemoved, Sound
@@ -11,6 +12,7 @@ from pytest_kvmock import (
     Cleared,
     EngineProfile,
     KvCacheEvent,
+    OutOfBlocks,
     Removed,
     RouterEvent,
     RouterHarness,
@@ -20,7 +22,7 @@ from pytest_kvmock import (
 from pytest_kvmock.harness.recording import MOST, Operation
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.reduce import NotReduced, reproduce
-from pytest_kvmock.reduce.program import story_of
+from pytest_kvmock.reduce.program import Breach, story_of
 from pytest_kvmock.reduce.replay import Replayer
 from pytest_kvmock.reduce.search import Budget
 from pytest_kvmock.tokens import Prompt, chained_hash
@@ -369,6 +371,91 @@ def test_requests_that_overlap_are_replayed_as_they_were(faulty_backends, failur
 
     assert ("engine_drift", True) == (found.rule, found.complete)
     assert "engine_drift" in failure_of(found)
+
+
+@pytest.mark.usefixtures("faulty_backends")
+def test_requests_that_need_not_overlap_are_written_one_after_the_other():
+    """Of the first two, three blocks must go for the third at once."""
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=6), "forgets_a_removed")
+    worker = kv.worker(0)
+    first = worker.prefill(kv.prompt(2, tail=2))
+    second = worker.prefill(kv.prompt(2, tail=1))
+    first.finish()
+    second.finish()
+    worker.serve(kv.prompt(5))
+    kv.judge()
+    lines = reproduce(kv).as_test().splitlines()
+
+    assert [
+        "        kv.worker(0).serve([*range(8)])",
+        "        kv.worker(0).serve([*range(8, 16)])",
+    ] == lines[-3:-1]
+    assert lines[-1].startswith("        kv.worker(0).serve([*range(16, ")
+
+
+@pytest.mark.usefixtures("faulty_backends")
+def test_a_request_decodes_no_more_than_it_has_to():
+    kv = RouterHarness(EngineProfile(block_size=4), "hashes_decoded_blocks_wrongly")
+    for _ in range(5):
+        kv.worker(0).serve(kv.prompt(1), 40)
+    kv.judge()
+    text = reproduce(kv).as_test()
+
+    assert "kv.worker(0).serve([0, 1, 2, 3], 5)\n" in text
+
+
+@pytest.mark.usefixtures("faulty_backends")
+def test_a_fault_that_was_let_pass_and_comes_along_is_let_pass_in_the_test_too(busy, failure_of):
+    kv = busy("does_both")
+    problem = next(p for p in kv.events.errors if p.rule == "engine_drift")
+    found = reproduce(kv, problem, allow=["block_not_found"])
+
+    assert ("engine_drift", ("block_not_found",)) == (found.rule, found.allow)
+    assert ', allow=["block_not_found"]) as kv:' in found.as_test()
+    assert failure_of(found).startswith("1 KV event error: engine_drift")
+
+
+@pytest.mark.usefixtures("faulty_backends")
+def test_wherever_the_search_ends_its_test_fails_for_the_rule(failure_of):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=4), "forgets_a_removed")
+    for n in range(20):
+        with suppress(OutOfBlocks):
+            kv.worker(0).serve(kv.prompt(3 + n % 2 * 2))  # every other one does not fit
+    kv.judge()
+    complete = []
+    for work in range(20, 1500, 20):
+        with suppress(NotReduced):
+            found = reproduce(kv, work=work)
+            complete.append(found.complete)
+            assert "engine_drift" in failure_of(found)
+
+    assert {False, True} == set(complete)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Problem("block_not_found", 0, 0, "block 5 was removed by event 7", "", blocks=(4,)),
+        Problem("block_not_found", 0, 0, "block 5 was never stored", "", blocks=(5,)),
+        Problem("block_not_found", 1, 0, "block 5 was removed by event 7", "", blocks=(5,)),
+        Problem("parent_block_not_found", 0, 0, "block 5 was removed by event 7", "", blocks=(5,)),
+    ],
+    ids=["block", "story", "worker", "rule"],
+)
+def test_another_problem_is_not_the_same_one(other):
+    breach = Breach.of(Problem("block_not_found", 0, 0, "block 5 was removed by event 6", "", blocks=(5, 6)))
+
+    assert breach.shows_in(Problem("block_not_found", 0, 0, "block 5 was removed by event 8", "", blocks=(5,)))
+    assert not breach.shows_in(other)
+
+
+def test_a_wrong_hash_is_told_from_another_by_what_would_be_right():
+    first, second = (
+        Problem("wrong_hash", 0, 0, "block 5 is wrong", right, blocks=(5,)) for right in ("it is 6", "it is 7")
+    )
+
+    assert Breach.of(first).shows_in(first)
+    assert not Breach.of(first).shows_in(second)
 
 
 def test_requests_that_raised_are_left_out(faulty_backends):

@@ -26,6 +26,12 @@ def test_no_single_item_can_be_left_out_of_what_it_finds(items, total):
     assert not any(fails(found[:i] + found[i + 1 :]) for i in range(len(found)))
 
 
+def test_what_can_go_only_after_another_goes_too():
+    """2 is needed as long as 1, which stands before it, is there."""
+    assert [0] == [*minimal([0, 2, 1], lambda part: 0 in part and (1 not in part or 2 in part))]
+    assert [0] == [*minimal([0, 1, 2], lambda part: 0 in part and (1 not in part or 2 in part))]
+
+
 def test_few_items_of_many_take_few_attempts():
     attempts = 0
 
