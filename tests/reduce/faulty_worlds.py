@@ -64,12 +64,22 @@ class Altering:
         self.sink, self.alter = sink, alter
 
     def publish(self, event, storage_tier, token_ids):
-        self.sink.publish(KvCacheEvent(event.event_id, self.alter(event.data), event.dp_rank), storage_tier, token_ids)
+        data = self.alter(event.data)
+        if token_ids is not None:
+            token_ids = token_ids[: len(data.block_hashes)]
+        self.sink.publish(KvCacheEvent(event.event_id, data, event.dp_rank), storage_tier, token_ids)
 
 
 def forgets_a_removed(data):
     """The last block of more than two evicted at once is not named."""
     return Removed(data.block_hashes[:-1]) if isinstance(data, Removed) and len(data.block_hashes) > 2 else data
+
+
+def keeps_one_secret(data):
+    """The last block of more than three that are stored at once is not named."""
+    if isinstance(data, Stored) and len(data.block_hashes) > 3:
+        return Stored(data.parent_hash, data.block_hashes[:-1], data.tokens_hashes[:-1])
+    return data
 
 
 def names_one_twice(data):
@@ -112,6 +122,7 @@ FAULTY = {
     alter.__name__: spec(alter.__name__, alter)
     for alter in (
         forgets_a_removed,
+        keeps_one_secret,
         names_one_twice,
         hashes_one_wrongly,
         does_both,
