@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.plugin.options import KvEventWarning as KvEventWarning
     from pytest_kvmock.profiles import NamedProfile as NamedProfile
     from pytest_kvmock.profiles import read_profiles as read_profiles
+    from pytest_kvmock.reduce import NotReduced as NotReduced
+    from pytest_kvmock.reduce import Reproduction as Reproduction
+    from pytest_kvmock.reduce import reproduce as reproduce
     from pytest_kvmock.router.index import BlockNotFound as BlockNotFound
     from pytest_kvmock.router.index import InvalidBlockSequence as InvalidBlockSequence
     from pytest_kvmock.router.index import KvEventError as KvEventError
@@ -127,6 +130,9 @@ _HOME = {
     "MoveError": "moves",
     "Promote": "moves",
     "Use": "moves",
+    "NotReduced": "reduce",
+    "Reproduction": "reduce",
+    "reproduce": "reduce",
     "BlockNotFound": "router.index",
     "InvalidBlockSequence": "router.index",
     "KvEventError": "router.index",

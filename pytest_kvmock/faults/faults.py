@@ -220,7 +220,7 @@ class Faults:
                 strike = self._way.injected("restart", key)
                 truth.ledger.restarted(key, first_id=0)
                 truth.struck(strike)
-                if strike.survived and self._judge.standard is not None:
+                if self._judge.standard is not None:
                     self._judge.standard.gone(key, first_id=0)
                     strike.missing = True  # nobody can know of it before the next event
                     self._judge.standard.struck(strike, None, held=False)
@@ -243,12 +243,8 @@ class Faults:
                 event = RouterEvent(key[0], KvCacheEvent(event_id, Cleared(), key[1]))
                 strike = self._way.injected("clear", key, event)
                 truth.struck(strike)
-                standard = self._judge.standard
-                if standard is not None:
-                    if not strike.survived:
-                        standard.hear(event)
-                    else:
-                        standard.struck(strike, None, held=False)
+                if self._judge.standard is not None:
+                    self._judge.standard.struck(strike, None, held=False)
                 self._way.arrive(event, chained=False, strike=strike)
 
     def block_size(self, size: int, *, worker: int | None = None) -> KvWorker:
@@ -283,7 +279,7 @@ class Faults:
         What comes of them in the stream is no failure of the test. But an index under test must be right in spite of
         them: at each flush and at the end its answers are compared with what was *published*, as far as a router can
         know of it. Until it has recovered from a fault, what it answers for that worker and rank is not compared after
-        each event.
+        each event; and once another fault has struck them, not at all.
 
         Args:
             *names: of faults; those named before stay.

@@ -91,10 +91,10 @@ class Way:
         judge, key = self._judge, _key(event)
         judge.begin_truth().published(event, judge.log.total, chained=chained)
         due = [held for held in self._held if _key(held.event) == key]
+        if judge.standard is not None:
+            judge.standard.hear(event)
         fault, arriving = self._strike(event)
         if fault is None:
-            if judge.standard is not None:
-                judge.standard.hear(event)
             self.arrive(event, chained=chained, origin=event)
         else:
             self._struck(fault, event, arriving, chained=chained)
@@ -120,13 +120,8 @@ class Way:
         strike = self.injected(fault.kind, own, event, *arriving, keys=frozenset(map(_key, arriving)))
         strike.missing = own not in map(_key, arriving)
         standard = judge.standard
-        if standard is not None and strike.survived:
-            standard.hear(event)
+        if standard is not None:
             standard.struck(strike, event, held=bool(fault.late_by))
-        elif standard is not None:
-            standard.lacking |= strike.keys
-            for each in arriving:
-                standard.hear(each)
         if fault.kind == "sink_failure":
             strike.missing = False  # the failure itself says so
         judge.begin_truth().struck(strike)
@@ -146,10 +141,8 @@ class Way:
         """An event that was held back goes on."""
         self._held.remove(held)
         standard = self._judge.standard
-        if standard is not None and held.strike.survived:
+        if standard is not None:
             standard.released(held.strike)
-        elif standard is not None:
-            standard.hear(held.event)
         held.strike.missing = False
         self.arrive(held.event, chained=held.chained, origin=held.event, strike=held.strike)
 
@@ -166,7 +159,7 @@ class Way:
         """
         truth, standard = self._judge.begin_truth(), self._judge.standard
         if standard is not None:
-            standard.arrived(_key(event))
+            standard.arrived(_key(event), origin)
         truth.arriving(origin, strike)
         try:
             self._delivery.arrive(event, chained)

@@ -22,6 +22,7 @@ from pytest_kvmock.events import (
 from pytest_kvmock.harness.comparison import SYNC, Sync
 from pytest_kvmock.harness.delivery import Delivery
 from pytest_kvmock.harness.judge import Judge, Verdict
+from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.under_test import Scores, WorkerScores
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink, Published, is_event
@@ -71,6 +72,7 @@ class RouterHarness:
         events: every event that arrived, with its verdict.
         profile: the profile in force.
         delivery: from worker to router.
+        recording: what happened, as far as it can be replayed.
     """
 
     def __init__(
@@ -99,9 +101,11 @@ class RouterHarness:
         self._rng = Random(self._seed)  # noqa: S311 - mock data
         self._lock = RLock()
         # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
-        self._judge = Judge(self.events, index, sync, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
+        comparing = Random(self._rng.getrandbits(64))  # noqa: S311 - as above
+        self.recording = Recording(self.events)
+        self._judge = Judge(self.events, index, sync, comparing, self.recording)
         self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
-        self._workers: dict[WorkerKey, KvWorker] = {}
+        self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks = 0
         self._begun: frozenset[Request] = frozenset()
@@ -128,6 +132,12 @@ class RouterHarness:
         return None if self._spec is None else self._spec.name
 
     @property
+    def backends(self) -> dict[str, BackendSpec]:
+        """The backends of its workers, by name."""
+        specs = [worker.spec for worker in self._workers.values()]
+        return {spec.name: spec for spec in (self._spec, *specs) if spec is not None}
+
+    @property
     def reference(self) -> RadixIndex:
         """The reference index."""
         return self._judge.reference
@@ -137,6 +147,11 @@ class RouterHarness:
         """The index that answers: the one under test, or the reference."""
         under_test = self._judge.under_test
         return self.reference if under_test is None else under_test.index
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the index under test is to be awaited."""
+        return self._judge.is_async
 
     @property
     def workers(self) -> Mapping[WorkerKey, KvWorker]:
@@ -159,7 +174,7 @@ class RouterHarness:
             for dp_rank in range(self.profile.dp_size):
                 self.worker(worker_id, dp_rank)
 
-    def worker(self, id: int, dp_rank: int = 0, backend: str | None = None) -> KvWorker:  # noqa: A002 - upstream's word
+    def worker(self, id: int, dp_rank: int = 0, backend: BackendSpec | str | None = None) -> KvWorker:  # noqa: A002 - upstream's word
         """The worker of this id and rank; made now if there is none.
 
         Args:
@@ -174,11 +189,12 @@ class RouterHarness:
         found = self._workers.get(key)
         if found is None:
             return self._add_worker(id, dp_rank, backend)
-        if backend is not None and found.backend != backend:
-            raise ValueError(f"worker {id} has backend {found.backend!r}, not {backend!r}")
+        wanted = backend.name if isinstance(backend, BackendSpec) else backend
+        if wanted is not None and found.backend != wanted:
+            raise ValueError(f"worker {id} has backend {found.backend!r}, not {wanted!r}")
         return found
 
-    def next_worker(self, backend: str | None = None) -> KvWorker:
+    def next_worker(self, backend: BackendSpec | str | None = None) -> KvWorker:
         """Make one more worker, with the lowest id that is free."""
         taken = {worker.worker_id for worker in self._workers.values()}
         return self._add_worker(next(i for i in range(len(taken) + 1) if i not in taken), 0, backend)
@@ -200,7 +216,7 @@ class RouterHarness:
         return self._add_worker(worker_id, 0, None, self.profile.replace(**fields))
 
     def _add_worker(
-        self, worker_id: int, dp_rank: int, backend: str | None, profile: EngineProfile | None = None
+        self, worker_id: int, dp_rank: int, backend: BackendSpec | str | None, profile: EngineProfile | None = None
     ) -> KvWorker:
         if not isinstance(worker_id, int) or not 0 <= worker_id < FIRST_SINK_WORKER:
             raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1}, got {worker_id!r}")
@@ -369,7 +385,9 @@ class RouterHarness:
 
     def drop_next(self, n: int = 1, *, kind: str | None = None) -> Fault:
         """Lose the next events on their way to the router: `faults.lose(n, kind=kind)`."""
-        return self.faults.lose(n, kind=kind)
+        fault = self.faults.lose(n, kind=kind)
+        self.recording.operate("drop_next", (0, 0), argument=(n, kind))
+        return fault
 
     def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
         """The router forgets a worker, all ranks; it may come back with any event id.
@@ -380,6 +398,7 @@ class RouterHarness:
             ValueError: the index under test has no `remove_worker`; nothing has changed.
         """
         with self._lock:
+            self.recording.operate("remove_worker", (id, 0))
             for key in self._judge.gone(id, first_id=None):
                 self.delivery.published.pop(key, None)
                 for tier in StorageTier:

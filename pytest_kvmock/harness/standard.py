@@ -13,21 +13,23 @@ from pytest_kvmock.router.index import KvEventError, RadixIndex
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.injected import Injected
-    from pytest_kvmock.hygiene.stream import Stream, StreamKey
+    from pytest_kvmock.hygiene.stream import StreamKey
 
 
 class Standard:
-    """A ledger and a reference index of what was published, but for the faults that need not be survived.
+    """A ledger and a reference index of what was published.
 
     A survived fault *hurts* the streams that it changes, until the index answers right for the blocks of the event that
     it struck; what it answers for a hurt stream is not compared after each event. At a flush it must be right, as far
-    as a router can know: an event that was lost shows when the next one of its worker and rank arrives, so those that
+    as a router can know: an event that was lost shows when a later one of its worker and rank arrives, so those that
     were lost last are not due, nor those after one that is held back.
+
+    A fault that need not be survived *spoils* the streams that it changes: the index may say of them what it likes.
 
     Attributes:
         ledger: whose history the chains to ask for come from.
         reference: what a router should answer.
-        lacking: the streams that faults which need not be survived have struck: it knows of them what arrived.
+        spoiled: the streams that other faults have struck.
         hurt: the streams that survived faults have struck, each with the stream and block of the chains to ask for.
     """
 
@@ -35,15 +37,17 @@ class Standard:
         self.ledger = Ledger()
         self.reference = RadixIndex()
         self.hurt: dict[StreamKey, set[tuple[StreamKey, int]]] = {}
-        self.lacking: set[StreamKey] = set()
+        self.spoiled: set[StreamKey] = set()
         self._strikes: dict[StreamKey, list[Injected]] = {}
         self._said: list[tuple[StreamKey, RouterEvent | None]] = []
+        self._places: dict[int, int] = {}  # of events in `_said`, which keeps them
         self._lost: dict[StreamKey, list[int]] = {}  # where in `_said` is what nobody can know to be lost
         self._held: dict[StreamKey, dict[Injected, int]] = {}
 
     def hear(self, event: RouterEvent) -> None:
         """An event that a router should know of."""
         key = (event.worker_id, event.event.dp_rank)
+        self._places[id(event)] = len(self._said)
         self._said.append((key, event))
         self.ledger.observe(event, len(self._said))
         with suppress(KvEventError):
@@ -58,19 +62,23 @@ class Standard:
     def announced(self, key: StreamKey, *, first_id: int | None) -> None:
         """It does, and the index is told: whatever happened before is over."""
         self.gone(key, first_id=first_id)
+        self.spoiled.discard(key)
         self.hurt.pop(key, None)
         self._strikes.pop(key, None)
         self._lost.pop(key, None)
         self._held.pop(key, None)
 
     def struck(self, strike: Injected, event: RouterEvent | None, *, held: bool) -> None:
-        """A survived fault has struck what was heard last.
+        """A fault has struck what was heard last.
 
         Args:
             strike: the fault.
             event: the event that it struck, as published; None where it struck a worker.
             held: the event is late, and not lost.
         """
+        if not strike.survived:
+            self.spoiled |= strike.keys
+            return
         own = (strike.worker_id, strike.dp_rank)
         stream = self.ledger.streams.get(own)
         data = None if event is None else event.event.data
@@ -95,27 +103,26 @@ class Standard:
         if isinstance(data, Stored | Removed):
             self.hurt[key].update((key, block) for block in data.block_hashes)
 
-    def arrived(self, key: StreamKey) -> None:
-        """An event of this worker and rank has arrived: what was lost before it shows."""
-        self._lost.pop(key, None)
+    def arrived(self, key: StreamKey, published: RouterEvent | None) -> None:
+        """An event of this worker and rank has arrived: what was lost before it shows.
+
+        Args:
+            key: worker and rank.
+            published: the event as it was published; None: it was not.
+        """
+        lost = self._lost.get(key)
+        if lost:
+            place = self._places.get(id(published), len(self._said))
+            self._lost[key] = [each for each in lost if each > place]
 
     def released(self, strike: Injected) -> None:
         """The event that this fault held back has arrived."""
         self._held.get((strike.worker_id, strike.dp_rank), {}).pop(strike, None)
 
-    def recovered(self, said: Stream, ids: range, events: Iterable[RouterEvent], *, replace: bool) -> None:
-        """The index has asked a worker and rank (see `Told`), and can know all of it now, whatever was survived."""
-        key = (said.worker_id, said.dp_rank)
+    def recovered(self, key: StreamKey) -> None:
+        """The index has asked a worker and rank, and can know all of it."""
         self._lost.pop(key, None)
         self._held.pop(key, None)
-        if key not in self.lacking:
-            return
-        self.lacking.discard(key)
-        self.ledger.recovered(said, ids)
-        if replace:
-            self.reference.remove_worker_dp_rank(*key)
-        for event in events:
-            _apply(self.reference, key, event)
 
     def strike(self, key: StreamKey, block: int | None = None) -> Injected | None:
         """The last fault to be survived that struck a stream, or, once the index has recovered, that struck a block."""
@@ -145,17 +152,19 @@ class Standard:
             return expected
         ranked = not answer or isinstance(next(iter(answer)), tuple)
         said: Mapping[Any, int] = answer
-        knowable: list[Mapping[Any, int]] | None = None
+        free = {*self.spoiled, *(ignored or ())}
+        behind: set[StreamKey] = set()
         if ignored is None:
-            ignored = [key for key in self.hurt if self._lost.get(key) or self._held.get(key)]
-            if ignored:
-                known = self._knowable(local_hashes)
-                knowable = [scores if ranked else by_worker(scores) for scores in known]
+            behind = {key for key in self.hurt.keys() - free if self._lost.get(key) or self._held.get(key)}
+        knowable: list[Mapping[Any, int]] = []
+        if behind:
+            known = self._knowable(local_hashes)
+            knowable += [scores if ranked else by_worker(scores) for scores in known]
         out = dict(expected)
-        for key in ignored:
+        for key in (*free, *behind):
             name = key if ranked else key[0]
             got = said.get(name, 0)
-            if knowable is not None and all(got != scores.get(name, 0) for scores in knowable):
+            if key in behind and all(got != scores.get(name, 0) for scores in knowable):
                 continue
             for other in [key] if ranked else [k for k in out if k[0] == key[0]]:
                 out.pop(other, None)
