@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import KvSink as KvSink
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness import Verdict as Verdict
+    from pytest_kvmock.harness.questions import WorkerKey as WorkerKey
     from pytest_kvmock.harness.recovery import Recovery as Recovery
-    from pytest_kvmock.harness.router_harness import WorkerKey as WorkerKey
     from pytest_kvmock.hygiene.injected import Injected as Injected
     from pytest_kvmock.hygiene.log import EventLog as EventLog
     from pytest_kvmock.hygiene.log import Expectation as Expectation
@@ -90,7 +90,7 @@ _HOME = {
     "TokenIds": "tokens",
     "Sink": "sinks",
     "Expectation": "hygiene.log",
-    "WorkerKey": "harness.router_harness",
+    "WorkerKey": "harness.questions",
     "Fault": "faults.fault",
     "Faults": "faults.faults",
     "Injected": "hygiene.injected",

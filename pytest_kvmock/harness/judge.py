@@ -174,10 +174,10 @@ class Judge:
         """Note that a sink raised; the event is missed where the sink stood between worker and router."""
         problem.position = self.log.total - 1
         self.log.note([problem])
-        if missed and self.truth is not None and problem.fault is None:
-            self.truth.missed(problem, event)
         if missed:
             self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
+            if self.truth is not None and problem.fault is None:
+                self.truth.missed(problem, event)
 
     def settle(self) -> None:
         """Take what routers were told when they asked: it counts as arrived.

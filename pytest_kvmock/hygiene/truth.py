@@ -59,9 +59,11 @@ class Truth:
 
     def missed(self, problem: Problem, event: RouterEvent) -> None:
         """An event was lost to a failure that is real."""
-        twin = replace(problem, folded=[])
+        twin = replace(problem, cause=None, folded=[])
         self._twins[twin] = problem
         self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, twin)
+        if problem.cause is not None and problem.cause.fault is not None:
+            problem.stand()
 
     def struck(self, strike: Injected) -> None:
         """A fault has struck."""

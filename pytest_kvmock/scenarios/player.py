@@ -222,9 +222,12 @@ class _Player:
         event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, token_ids)
         self._harness.hear(event, chained=given.get("chained", False))
 
-    def _do_fault(self, fault: str, **given: Any) -> None:
-        first = (given.pop("first"),) if "first" in given else ()
-        getattr(self._harness.faults, fault)(*first, **given)
+    def _do_fault(self, fault: str, arguments: Mapping[str, Any] | tuple[Any, ...]) -> None:
+        inject = getattr(self._harness.faults, fault)
+        if isinstance(arguments, tuple):
+            inject(*arguments)
+        else:
+            inject(**arguments)
 
     # ------------------------------------------------------------------------------- expectations: (right, have)
 

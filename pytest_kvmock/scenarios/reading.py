@@ -10,13 +10,17 @@ from typing import Any, Final
 
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.faults.kinds import check_fault
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.profiles import FIELDS
 from pytest_kvmock.scenarios.values import Expected, Scenario, Step, WorkerName
 from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, plain, read_yaml, string
 
 MOST_TOKENS: Final = 1_000_000
-"""How long a range may be: a few characters must not fill the memory."""
+"""How many tokens a range or a count may have: a few characters must not fill the memory."""
+
+MOST_SINKS: Final = 256
+"""How many sinks of one's own may speak; their ids are from 2**16 on."""
 
 _RANGE: Final = re.compile(r"(0|[1-9][0-9]*)\.\.(0|[1-9][0-9]*)")
 
@@ -112,13 +116,18 @@ def _natural(node: Node) -> int:
 
 def _worker(node: Node) -> WorkerName:
     """A worker by its id, or a rank of one as [id, rank]."""
-    if isinstance(node.value, list):
-        parts = node.elements(integer)
-        if len(parts) == 2:
-            return parts[0], parts[1]
-    elif isinstance(node.value, int) and not isinstance(node.value, bool):
-        return node.value, 0
-    raise node.wrong_type("the id of a worker, or [id, rank]")
+    parts = node.elements(integer) if isinstance(node.value, list) else [integer(node), 0]
+    most = FIRST_SINK_WORKER + MOST_SINKS - 1
+    if len(parts) != 2 or not 0 <= parts[0] <= most or parts[1] < 0:
+        raise node.wrong_type(f"the id of a worker (0 to {most}; sinks from {FIRST_SINK_WORKER} on), or [id, rank]")
+    return parts[0], parts[1]
+
+
+def _count(node: Node) -> int:
+    number = integer(node)
+    if not 0 <= number <= MOST_TOKENS:
+        raise node.wrong_type(f"an integer from 0 to {MOST_TOKENS}")
+    return number
 
 
 def _numbers(node: Node) -> tuple[int, ...]:
@@ -176,7 +185,7 @@ def _mapping(readers: Mapping[str, Reader], required: tuple[str, ...] = (), shor
 
 def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Reader:
     """Make a reader of arguments among which there is a prompt, by tokens or by hashes."""
-    both = _mapping({"tokens": _numbers, "hashes": _numbers, "num_tokens": _natural, **readers}, required)
+    both = _mapping({"tokens": _numbers, "hashes": _numbers, "num_tokens": _count, **readers}, required)
 
     def read(node: Node) -> dict[str, Any]:
         given: dict[str, Any] = both(node)
@@ -211,6 +220,12 @@ def _event(node: Node) -> dict[str, Any]:
     return given
 
 
+def _decode(node: Node) -> dict[str, Any]:
+    given = node.fields({"request": string, "tokens": _numbers, "count": _count}, ("request",))
+    _one_of(node, "tokens", "count")
+    return given
+
+
 def _tier(node: Node) -> StorageTier:
     tiers = {tier.name.lower(): tier for tier in StorageTier}
     if node.value not in tiers:
@@ -221,7 +236,7 @@ def _tier(node: Node) -> StorageTier:
 def _fault(node: Node) -> dict[str, Any]:
     """One fault by its name, with its arguments: `lose`, `{lose: 1}` or `{lose: {n: 1, kind: stored}}`."""
     if isinstance(node.value, str):
-        return {"fault": node.read(lambda one: check_fault(one.value))}
+        return {"fault": node.read(lambda one: check_fault(one.value)), "arguments": ()}
     if not isinstance(node.value, dict) or len(node.value) != 1:
         raise node.wrong_type("one fault, such as {lose: 1} or {lose: {n: 1, kind: stored}}")
     ((name, value),) = node.value.items()
@@ -230,8 +245,8 @@ def _fault(node: Node) -> dict[str, Any]:
     except ValueError as error:
         raise node.key_error(name, str(error)) from None
     if isinstance(value.value, dict):
-        return {"fault": name, **{key: _argument(one) for key, one in value.value.items()}}
-    return {"fault": name, "first": _argument(value)}
+        return {"fault": name, "arguments": {key: _argument(one) for key, one in value.value.items()}}
+    return {"fault": name, "arguments": (_argument(value),)}
 
 
 def _argument(node: Node) -> Any:
@@ -266,8 +281,8 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
         ("partial", "block"),
     ),
     "prefill": _prompt({"request": string, "worker": _worker}, ("request",)),
-    "serve": _prompt({"output_tokens": _natural, "worker": _worker}),
-    "decode": _mapping({"request": string, "tokens": _numbers, "count": _natural}, ("request",)),
+    "serve": _prompt({"output_tokens": _count, "worker": _worker}),
+    "decode": _decode,
     "finish": _mapping({"request": string}, ("request",), "request"),
     "preempt": _mapping({"request": string}, ("request",), "request"),
     "resume": _mapping({"request": string}, ("request",), "request"),

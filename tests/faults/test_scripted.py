@@ -400,6 +400,23 @@ def test_what_was_wrong_before_the_first_fault_stays_real(kv):
     assert [("parent_block_not_found", None), ("event_id_gap", "lose")] == errors(kv)
 
 
+def test_a_sink_that_raises_by_itself_is_real_after_an_injected_fault():
+    kv = RouterHarness(PROFILE, survive=["lose"])
+
+    class Raising:
+        def publish(self, event, *_):
+            if event.event_id == 2:
+                raise OSError("disk full")
+
+    kv.add_sink(Raising(), before=True)
+    kv.faults.lose()
+    kv.apply([one_block(n) for n in range(4)])
+    kv.apply([Removed((2,)), Removed((0,))])
+    (error,) = kv.judge().errors
+    assert ("sink_failure", None) == (error.rule, error.fault)
+    assert [("block_not_found", (2,), None)] == [(p.rule, p.blocks, p.fault) for p in error.folded]
+
+
 def test_what_follows_from_a_real_fault_stays_under_it(kv):
     kv.apply(KvCacheEvent(3, one_block(1)))  # a real gap
     kv.faults.lose(worker=1)
