@@ -19,7 +19,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import index, manager, mooncake, plugin_cost, tokens, verdict
+from benchmarks import index, manager, mooncake, plugin_cost, reduce, tokens, verdict
 from benchmarks.measure import NotHere, TableRow
 
 GROUPS = {
@@ -32,6 +32,7 @@ GROUPS = {
     "index": (index.speed, index.memory),
     "trace": (verdict.mooncake,),
     "mooncake": (mooncake.whole_blocks, mooncake.as_long_as_they_were),
+    "reduce": (reduce.events, reduce.requests),
 }
 HOME = Path(__file__).parent
 HEAD = """# Figures

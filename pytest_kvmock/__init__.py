@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import KvSink as KvSink
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness import Verdict as Verdict
+    from pytest_kvmock.harness.questions import WorkerKey as WorkerKey
     from pytest_kvmock.harness.recovery import Recovery as Recovery
-    from pytest_kvmock.harness.router_harness import WorkerKey as WorkerKey
     from pytest_kvmock.hygiene.injected import Injected as Injected
     from pytest_kvmock.hygiene.log import EventLog as EventLog
     from pytest_kvmock.hygiene.log import Expectation as Expectation
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.plugin.options import KvEventWarning as KvEventWarning
     from pytest_kvmock.profiles import NamedProfile as NamedProfile
     from pytest_kvmock.profiles import read_profiles as read_profiles
+    from pytest_kvmock.reduce import NotReduced as NotReduced
+    from pytest_kvmock.reduce import Reproduction as Reproduction
+    from pytest_kvmock.reduce import reproduce as reproduce
     from pytest_kvmock.router.index import BlockNotFound as BlockNotFound
     from pytest_kvmock.router.index import InvalidBlockSequence as InvalidBlockSequence
     from pytest_kvmock.router.index import KvEventError as KvEventError
@@ -87,7 +90,7 @@ _HOME = {
     "TokenIds": "tokens",
     "Sink": "sinks",
     "Expectation": "hygiene.log",
-    "WorkerKey": "harness.router_harness",
+    "WorkerKey": "harness.questions",
     "Fault": "faults.fault",
     "Faults": "faults.faults",
     "Injected": "hygiene.injected",
@@ -127,6 +130,9 @@ _HOME = {
     "MoveError": "moves",
     "Promote": "moves",
     "Use": "moves",
+    "NotReduced": "reduce",
+    "Reproduction": "reduce",
+    "reproduce": "reduce",
     "BlockNotFound": "router.index",
     "InvalidBlockSequence": "router.index",
     "KvEventError": "router.index",

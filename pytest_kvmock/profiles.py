@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.strict_yaml import Node, Place, YamlError, boolean, integer, nullable, read_yaml, string
@@ -80,7 +80,7 @@ def _drafts(node: Node) -> dict[str, _Draft]:
 
 
 def _draft(node: Node) -> _Draft:
-    said = node.fields({"base": _base, "description": string, **_FIELDS})
+    said = node.fields({"base": _base, "description": string, **FIELDS})
     return _Draft(node.place, said.pop("base", None), said.pop("description", ""), said)
 
 
@@ -103,7 +103,8 @@ def _field(name: str) -> Callable[[Node], Any]:
     return read
 
 
-_FIELDS = {field.name: _field(field.name) for field in fields(EngineProfile)}
+FIELDS: Final[Mapping[str, Callable[[Node], Any]]] = {field.name: _field(field.name) for field in fields(EngineProfile)}
+"""What reads each field of an `EngineProfile`."""
 
 
 def _complete(name: str, drafts: Mapping[str, _Draft]) -> NamedProfile:

@@ -5,9 +5,9 @@ A document becomes a tree of `Node`s, and the caller walks it with readers, one 
     node.fields({"block_size": integer, "backends": list_of(string)}, required=("block_size",))
 
 Only the parser of PyYAML is used, so that no object is ever made of a tag. Refused are: a file that is empty or has
-more documents than one, keys that come twice or are no strings, tags, merge keys, and anchors with their aliases (which
-is what a small file that unfolds without end is made of). Plain words mean what they mean in YAML 1.2: `yes`, `on`,
-`010`, `1:30` and dates are strings.
+more documents than one, keys that come twice or are neither strings nor integers, tags, merge keys, and anchors with
+their aliases (which is what a small file that unfolds without end is made of). A key that is an integer is taken as
+text. Plain words mean what they mean in YAML 1.2: `yes`, `on`, `010`, `1:30` and dates are strings.
 """
 
 from __future__ import annotations
@@ -323,13 +323,13 @@ class _Tree:
             key = self._node("", depth + 1)
             if key.value == "<<" and is_plain:
                 raise YamlError("the merge key <<: merge keys are not taken", key.place)
-            if not isinstance(key.value, str):
-                raise key.wrong_type("keys that are strings; put it in quotes")
-            if key.value in keys:
-                first = keys[key.value]
-                raise YamlError(f"the key {key.value!r:.80} comes twice; first in line {first.line}", key.place)
-            keys[key.value] = key.place
-            values[key.value] = self._node(key.value, depth + 1)
+            if not isinstance(key.value, str | int) or isinstance(key.value, bool):
+                raise key.wrong_type("keys that are strings or integers; put it in quotes")
+            text = str(key.value)
+            if text in keys:
+                raise YamlError(f"the key {text!r:.80} comes twice; first in line {keys[text].line}", key.place)
+            keys[text] = key.place
+            values[text] = self._node(text, depth + 1)
         self._loader.get_event()
         return Node(values, place, name, keys)
 

@@ -99,7 +99,10 @@ ODD = [
     pytest.param('ab: "\\UFFFFFFFF"', "f:1:*: not YAML: an escape that stands for no character", id="an escape"),
     pytest.param("a: 1\nb: 2\na: 3\n", "f:3:1: the key 'a' comes twice; first in line 1", id="a key twice"),
     pytest.param("a: {b: 1, 'b': 2}", "f:1:11: the key 'b' comes twice; first in line 1", id="a key twice inside"),
-    pytest.param("1: a", "f:1:1: got 1; allowed: keys that are strings; put it in quotes", id="an integer as key"),
+    pytest.param(
+        "1.5: a", "f:1:1: got 1.5; allowed: keys that are strings or integers; put it in quotes", id="a float as key"
+    ),
+    pytest.param("1: a\n'1': b", "f:2:1: the key '1' comes twice; first in line 1", id="an integer and its text"),
     pytest.param("true: a", "f:1:1: got True; allowed: keys that are *", id="a bool as key"),
     pytest.param("?\n: a", "f:1:2: got nothing; allowed: keys that are *", id="nothing as key"),
     pytest.param("? [a]\n: b", "f:1:3: got a list; allowed: keys that are *", id="a list as key"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from logging import DEBUG
 from uuid import UUID
 
 from pytest_kvmock.cache import rules
@@ -11,6 +12,7 @@ from pytest_kvmock.cache.names import Names
 from pytest_kvmock.cache.pool import BlockPool, EvictionPolicy, PoolMetrics, Slot
 from pytest_kvmock.cache.short_forms import ShortForms
 from pytest_kvmock.cache.told import Told
+from pytest_kvmock.cache.trace import LOG, trace
 from pytest_kvmock.events import Cleared, StorageTier, Stored
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, MoveError, Promote, Use
 from pytest_kvmock.sinks import Sink
@@ -178,6 +180,8 @@ class LogicalManager(ShortForms):
         if served < len(move.blocks) and not told.refused:
             served = self._use_carefully(move, served, told)
         told.publish(self._publisher, pool)
+        if (told.stored or told.evicted) and LOG.isEnabledFor(DEBUG):
+            trace(self, told.stored, told.removed)
         return served
 
     def _hold_leading(self, move: Use, told: Told) -> int:
@@ -423,9 +427,11 @@ class LogicalManager(ShortForms):
         pool.registrations += 1
         beside = None if move.token_ids is None else [move.token_ids]
         self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), beside)
+        if LOG.isEnabledFor(DEBUG):
+            trace(self, (name,), ())
         return 1
 
-    # ------------------------------------------------------------------------------------------- ------------ the rest
+    # ---------------------------------------------------------------------------------------------- the rest
 
     def clear(self) -> bool:
         """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""

@@ -278,10 +278,13 @@ class KvWorker:
             OutOfBlocks: it does not fit; nothing has changed.
             ValueError: an empty prompt, or a token out of range.
         """
-        request = Request(self, Prompt.of(prompt))
+        request = self._request(Prompt.of(prompt))
         request._admit()
         self.requests.append(request)
         return request
+
+    def _request(self, prompt: Prompt) -> Request:
+        return Request(self, prompt)
 
     def serve(self, prompt: Prompt | TokenIds, output_tokens: int = 0) -> Served:
         """Prefill, decode and finish one request.

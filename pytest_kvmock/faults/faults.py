@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.faults.changes import Change
     from pytest_kvmock.harness.judge import Judge
-    from pytest_kvmock.harness.router_harness import RouterHarness, WorkerKey
+    from pytest_kvmock.harness.questions import WorkerKey
+    from pytest_kvmock.harness.router_harness import RouterHarness
     from pytest_kvmock.hygiene.stream import StreamKey
 
 LATE_BY = 2

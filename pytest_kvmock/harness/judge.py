@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pytest_kvmock.events import RouterEvent, StorageTier
 from pytest_kvmock.harness.comparison import Comparison, Heard, Sync, arun, run
+from pytest_kvmock.harness.recording import Forgotten, Recording
 from pytest_kvmock.harness.standard import Standard
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, question
 from pytest_kvmock.hygiene.ledger import Ledger
@@ -53,8 +54,8 @@ class Told(NamedTuple):
     Attributes:
         said: all that the worker's rank had said by then, in the order in which it did.
         ids: the event ids that it was asked for, up to the newest.
-        events: what the router was told.
-        replace: it is all that the rank holds, and not the events that were missed.
+        events: what the router was told; or all that it knows of the rank by now.
+        replace: they are all that it knows, and not the events that were missed.
     """
 
     said: Stream
@@ -71,6 +72,7 @@ class Judge:
         index: the index under test; None for the reference alone.
         sync: when it is compared; see `RouterHarness`.
         rng: source of what a comparison picks at random.
+        recording: keeps what arrives.
 
     Attributes:
         ledger: what the events say is held.
@@ -82,8 +84,9 @@ class Judge:
         door: what the index under test is given for an event; None: the event.
     """
 
-    def __init__(self, log: EventLog, index: Any, sync: Sync, rng: Random) -> None:
+    def __init__(self, log: EventLog, index: Any, sync: Sync, rng: Random, recording: Recording) -> None:
         self.log = log
+        self._recording = recording
         self.ledger = Ledger()
         self.reference = RadixIndex()
         self.under_test = None if index is None else IndexUnderTest(index)
@@ -149,6 +152,7 @@ class Judge:
         """Judge an event, and give it to the indexes."""
         self.settle()
         entry = self.log.append(event)
+        self._recording.arrive((event, chained))
         problems: list[Problem] = []
         refused = False
         if not self.ledger.told_before(event):
@@ -216,6 +220,7 @@ class Judge:
         if self._comparison is not None and self.under_test is not None:
             ranks = [rank for _, rank in gone]
             self._comparison.gone(gone, self.under_test.farewell(worker_id, ranks, whole=gone == known))
+        self._recording.arrive(Forgotten(worker_id, dp_rank, first_id))
         for key in gone:
             self.reference.remove_worker_dp_rank(*key)
             self.ledger.restarted(key, first_id=first_id)

@@ -44,6 +44,9 @@ class Recovery:
         self.answers: list[Answer] = []
         self._local: dict[StreamKey, LocalIndex] = {}
         self._said = Ledger()
+        # What the reference index of a stream that is not prefix-closed is built of: there, what is told again after
+        # what came too early would leave other links than the same events in their order.
+        self._built: dict[StreamKey, list[RouterEvent]] = {}
         self._judge: Judge | None = None
         self._harness_lock = RLock()
         self._lock = Lock()  # an index may ask in a thread of its own, while its harness waits for it
@@ -89,10 +92,15 @@ class Recovery:
             self.queries.append(WorkerQuery(worker_id, start, end, dp_rank))
             self.answers.append(answer)
             if local is not None and isinstance(answer, (Events, TreeDump)):
-                replace = isinstance(answer, TreeDump)
+                is_dump, said = isinstance(answer, TreeDump), self._said.streams[key].copy()
                 next_id = 0 if local.newest is None else local.newest + 1
-                ids = range(0 if replace or start is None else start, next_id)
-                judge.told.append(Told(self._said.streams[key].copy(), ids, answer.events, replace))
+                ids = range(0 if is_dump or start is None else start, next_id)
+                if said.prefix_closed:
+                    judge.told.append(Told(said, ids, answer.events, is_dump))
+                else:
+                    if is_dump:
+                        self._built[key] = list(answer.events)
+                    judge.told.append(Told(said, ids, tuple(self._built[key]), replace=True))
         if self._harness_lock.acquire(blocking=False):
             try:
                 judge.settle()
@@ -119,6 +127,8 @@ class Recovery:
             local = self._local.get(key) or self._begin(key)
             local.apply(event)
             self._said.observe(event, 0)
+            if not self._said.streams[key].prefix_closed:
+                self._built[key].append(event)
 
     def restarted(self, key: StreamKey) -> None:
         """A worker and rank begins anew, and knows nothing of what was."""
@@ -133,4 +143,5 @@ class Recovery:
             heard = Stream(key, first_id=None)
         heard.late.clear()  # its ids begin anew
         self._said.streams[key] = heard.fresh()
+        self._built[key] = []
         return local

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from random import Random
 from threading import RLock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
 from pytest_kvmock.events import (
@@ -22,13 +21,13 @@ from pytest_kvmock.events import (
 from pytest_kvmock.harness.comparison import SYNC, Sync
 from pytest_kvmock.harness.delivery import Delivery
 from pytest_kvmock.harness.judge import Judge, Verdict
+from pytest_kvmock.harness.questions import Questions, WorkerKey
+from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
-from pytest_kvmock.harness.under_test import Scores, WorkerScores
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink, Published, is_event
 from pytest_kvmock.harness.worker import HarnessWorker
-from pytest_kvmock.hygiene.log import STATUSES, EventLog, KvEventsError
-from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.report import failure_text, problems_text
+from pytest_kvmock.hygiene.log import EventLog, KvEventsError
+from pytest_kvmock.hygiene.report import failure_text
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency, StreamKey
 from pytest_kvmock.router.index import RadixIndex
@@ -42,11 +41,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.faults.faults import Faults
     from pytest_kvmock.sinks import Sink
 
-WorkerKey: TypeAlias = int | tuple[int, int]
-"""A worker id; (worker_id, dp_rank) where the worker has more ranks than one."""
 
-
-class RouterHarness:
+class RouterHarness(Questions):
     """Workers that speak, a router index that hears them, and a ledger that judges what is said.
 
     As a context manager it judges on leaving. `RouterIndexerHarness` of dynamo-mocker is its model.
@@ -71,6 +67,7 @@ class RouterHarness:
         events: every event that arrived, with its verdict.
         profile: the profile in force.
         delivery: from worker to router.
+        recording: what happened, as far as it can be replayed.
     """
 
     def __init__(
@@ -99,9 +96,11 @@ class RouterHarness:
         self._rng = Random(self._seed)  # noqa: S311 - mock data
         self._lock = RLock()
         # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
-        self._judge = Judge(self.events, index, sync, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
+        comparing = Random(self._rng.getrandbits(64))  # noqa: S311 - as above
+        self.recording = Recording(self.events)
+        self._judge = Judge(self.events, index, sync, comparing, self.recording)
         self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
-        self._workers: dict[WorkerKey, KvWorker] = {}
+        self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks = 0
         self._begun: frozenset[Request] = frozenset()
@@ -128,6 +127,12 @@ class RouterHarness:
         return None if self._spec is None else self._spec.name
 
     @property
+    def backends(self) -> dict[str, BackendSpec]:
+        """The backends of its workers, by name."""
+        specs = [worker.spec for worker in self._workers.values()]
+        return {spec.name: spec for spec in (self._spec, *specs) if spec is not None}
+
+    @property
     def reference(self) -> RadixIndex:
         """The reference index."""
         return self._judge.reference
@@ -137,6 +142,11 @@ class RouterHarness:
         """The index that answers: the one under test, or the reference."""
         under_test = self._judge.under_test
         return self.reference if under_test is None else under_test.index
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the index under test is to be awaited."""
+        return self._judge.is_async
 
     @property
     def workers(self) -> Mapping[WorkerKey, KvWorker]:
@@ -159,7 +169,7 @@ class RouterHarness:
             for dp_rank in range(self.profile.dp_size):
                 self.worker(worker_id, dp_rank)
 
-    def worker(self, id: int, dp_rank: int = 0, backend: str | None = None) -> KvWorker:  # noqa: A002 - upstream's word
+    def worker(self, id: int, dp_rank: int = 0, backend: BackendSpec | str | None = None) -> KvWorker:  # noqa: A002 - upstream's word
         """The worker of this id and rank; made now if there is none.
 
         Args:
@@ -174,11 +184,12 @@ class RouterHarness:
         found = self._workers.get(key)
         if found is None:
             return self._add_worker(id, dp_rank, backend)
-        if backend is not None and found.backend != backend:
-            raise ValueError(f"worker {id} has backend {found.backend!r}, not {backend!r}")
+        wanted = backend.name if isinstance(backend, BackendSpec) else backend
+        if wanted is not None and found.backend != wanted:
+            raise ValueError(f"worker {id} has backend {found.backend!r}, not {wanted!r}")
         return found
 
-    def next_worker(self, backend: str | None = None) -> KvWorker:
+    def next_worker(self, backend: BackendSpec | str | None = None) -> KvWorker:
         """Make one more worker, with the lowest id that is free."""
         taken = {worker.worker_id for worker in self._workers.values()}
         return self._add_worker(next(i for i in range(len(taken) + 1) if i not in taken), 0, backend)
@@ -200,7 +211,7 @@ class RouterHarness:
         return self._add_worker(worker_id, 0, None, self.profile.replace(**fields))
 
     def _add_worker(
-        self, worker_id: int, dp_rank: int, backend: str | None, profile: EngineProfile | None = None
+        self, worker_id: int, dp_rank: int, backend: BackendSpec | str | None, profile: EngineProfile | None = None
     ) -> KvWorker:
         if not isinstance(worker_id, int) or not 0 <= worker_id < FIRST_SINK_WORKER:
             raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1}, got {worker_id!r}")
@@ -369,7 +380,9 @@ class RouterHarness:
 
     def drop_next(self, n: int = 1, *, kind: str | None = None) -> Fault:
         """Lose the next events on their way to the router: `faults.lose(n, kind=kind)`."""
-        return self.faults.lose(n, kind=kind)
+        fault = self.faults.lose(n, kind=kind)
+        self.recording.operate("drop_next", (0, 0), argument=(n, kind))
+        return fault
 
     def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
         """The router forgets a worker, all ranks; it may come back with any event id.
@@ -380,6 +393,7 @@ class RouterHarness:
             ValueError: the index under test has no `remove_worker`; nothing has changed.
         """
         with self._lock:
+            self.recording.operate("remove_worker", (id, 0))
             for key in self._judge.gone(id, first_id=None):
                 self.delivery.published.pop(key, None)
                 for tier in StorageTier:
@@ -453,117 +467,7 @@ class RouterHarness:
         """Compare the stream of a worker, at each flush and at the end, with what a callable says is resident."""
         self._resident[(worker_id, dp_rank), storage_tier] = resident
 
-    # -------------------------------------------------------------------------------------------- questions
-
-    def overlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
-        """How many leading blocks of a prompt each worker holds, as the index says; who holds none is absent.
-
-        Raises:
-            TypeError: the index is async: `await kv_router.aoverlap(prompt)`.
-            ValueError: the index takes tokens, and the prompt has none.
-        """
-        __tracebackhide__ = True
-        self._need_sync("overlap", "aoverlap")
-        return self._named(self._judge.ask(Prompt.of(prompt), self.profile.block_size))
-
-    async def aoverlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
-        """As `overlap`, for an async index, as far as it was flushed."""
-        __tracebackhide__ = True
-        self._need_async("aoverlap")
-        return self._named(await self._judge.aask(Prompt.of(prompt), self.profile.block_size))
-
-    def overlap_for_hashes(self, local_hashes: Iterable[int]) -> dict[WorkerKey, int]:
-        """As `overlap`, for a prompt known by its local hashes."""
-        return self.overlap(Prompt(hashes=local_hashes))
-
-    def _named(self, scores: Scores | WorkerScores) -> dict[WorkerKey, int]:
-        out: dict[WorkerKey, int] = {}
-        for key, blocks in scores.items():
-            out[self._key(*key) if isinstance(key, tuple) else key] = blocks
-        return out
-
-    def _need_sync(self, what: str, instead: str) -> None:
-        __tracebackhide__ = True
-        if self._judge.is_async:
-            raise TypeError(
-                f"{what} cannot ask an async index ({type(self.index).__name__}): "
-                f"use `await kv_router.{instead}(...)`, after `await kv_router.aflush()`"
-            )
-
-    def _need_async(self, what: str) -> None:
-        __tracebackhide__ = True
-        if not self._judge.is_async:
-            raise TypeError(f"{what} is for an async index under test; this one is asked without await")
-
     # ---------------------------------------------------------------------------------------------- judging
-
-    def ok_count(self, kind: str) -> int:
-        """How many events of a kind ("stored", "removed", "cleared") were sound."""
-        return self.status_count(kind, "ok")
-
-    def status_count(self, kind: str, status: str) -> int:
-        """How many events of a kind had a status: "ok", or one of the errors that an index counts.
-
-        Raises:
-            ValueError: an unknown kind or status.
-        """
-        return self.events.status_count(kind, status)
-
-    def invalid_counts(self) -> dict[tuple[str, str], int]:
-        """The six counters of upstream's harness: (kind, error) for Stored and Removed."""
-        return {
-            (kind, status): self.status_count(kind, status) for kind in ("stored", "removed") for status in STATUSES
-        }
-
-    def warning_counts(self) -> dict[str, int]:
-        """How often each warning came, consequences of another fault counted."""
-        return dict(Counter(problem.rule for problem in self.events.problems if not problem.is_error))
-
-    def assert_no_event_errors(self) -> None:
-        """Flush, and raise if there was any error that the test did not expect.
-
-        Raises:
-            KvEventsError: with the report.
-        """
-        __tracebackhide__ = True
-        self.events.check()
-
-    def assert_no_event_warnings(self) -> None:
-        """Flush, and raise if there was any warning.
-
-        Raises:
-            KvEventsError: with the report.
-        """
-        __tracebackhide__ = True
-        self.flush()
-        warnings = self.events.unexcused(self.events.warnings)
-        if warnings:
-            raise KvEventsError(problems_text(warnings))
-
-    def assert_in_sync(self) -> None:
-        """Flush, and raise if stream and engines, or index and reference, differ now, for whatever reason.
-
-        Raises:
-            KvEventsError: with the report.
-            TypeError: the index is async: `await kv_router.aassert_in_sync()`.
-        """
-        __tracebackhide__ = True
-        self._need_sync("assert_in_sync", "aassert_in_sync")
-        with self._lock:
-            self._raise_if_any(self._judge.compare())
-
-    async def aassert_in_sync(self) -> None:
-        """As `assert_in_sync`, for an async index, which is flushed first."""
-        __tracebackhide__ = True
-        self._need_async("aassert_in_sync")
-        self._raise_if_any(await self._judge.acompare())
-
-    def _raise_if_any(self, found: list[Problem]) -> None:
-        __tracebackhide__ = True
-        self.flush()
-        found = found + self._judge.differences(self._residents())
-        if found:
-            raise KvEventsError(problems_text(found))
 
     def body_begins(self) -> None:
         """What is open now was opened by fixtures: the next verdict leaves it to their teardown, the one after does not."""

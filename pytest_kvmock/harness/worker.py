@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
+from pytest_kvmock.harness.recording import RecordedRequest
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec, EngineProfile
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.harness.router_harness import RouterHarness
     from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.tokens import Prompt
 
 
 class HarnessWorker(KvWorker):
@@ -28,6 +30,9 @@ class HarnessWorker(KvWorker):
 
     Raises:
         ValueError: the backend made a manager that calls itself otherwise.
+
+    Attributes:
+        spec: its backend.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class HarnessWorker(KvWorker):
                 )
             return manager
 
+        self.spec = spec
         self._harness = harness
         caching, chunk = profile.prefix_caching, profile.chunk
         super().__init__(make, worker_id, dp_rank, sink=self, prefix_caching=caching, chunk=chunk, rng=rng)
@@ -66,7 +72,16 @@ class HarnessWorker(KvWorker):
         """Say an event, with this worker's name; what it says for a request has Dynamo's hashes."""
         self._harness.hear(RouterEvent(self.worker_id, event, storage_tier, token_ids), chained=self.serving)
 
+    def _request(self, prompt: Prompt) -> RecordedRequest:
+        return RecordedRequest(self, prompt, self._harness.recording)
+
+    def clear(self) -> bool:
+        """As `KvWorker.clear`."""
+        self._harness.recording.operate("clear", (self.worker_id, self.dp_rank))
+        return super().clear()
+
     def restart(self, *, announced: bool = False) -> None:
         """As `KvWorker.restart`; harness and index are told, if it is announced."""
+        self._harness.recording.operate("restart", (self.worker_id, self.dp_rank), argument=announced)
         self._harness.restarted(self, announced=announced)
         super().restart(announced=announced)

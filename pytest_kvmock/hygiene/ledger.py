@@ -245,30 +245,33 @@ class Ledger:
 
     def _removed(self, stream: Stream, event: RouterEvent, data: Removed) -> list[Problem]:
         hashes, tier = data.block_hashes, event.storage_tier
-        after = stream.remove(tier, hashes)
-        held, first = stream.tiers[tier], after[0] if after else LAST
+        held = stream.device if tier is StorageTier.DEVICE else stream.held(tier)
+        after = stream.remove(tier, held, hashes)
+        first = after[0] if after else LAST
         # Tail first, as all engines do it, each block is the child of the next: one comparison for all of them.
         plain = after[1:] == hashes[:-1] and (first == LAST or (first is not None and first >= 0 and first not in held))
+        problems: list[Problem] = []
         removed: dict[int, int | None] = {}
-        unknown: list[int] = []
-        for block, child in () if plain else zip(hashes, after, strict=True):
-            if child is None and block not in stream.implied:
-                unknown.append(block)
-            elif removed.get(block, LAST) == LAST:
-                removed[block] = child
-        right = "a Removed names blocks that are held"
-        problems = [
-            self.fold(stream, self._problem("block_not_found", stream, stream.history(part[0]), right, part))
-            for part in self._parts(stream, unknown)
-        ]
-        restored: list[Problem] = []
-        if stream.restored:
-            restored = self._restored(stream, event, hashes)
-            stream.restored = {}
+        if not plain:
+            unknown: list[int] = []
+            for block, child in zip(hashes, after, strict=True):
+                if child is None and block not in stream.implied:
+                    unknown.append(block)
+                elif removed.get(block, LAST) == LAST:
+                    removed[block] = child
+            right = "a Removed names blocks that are held"
+            for part in self._parts(stream, unknown):
+                known = stream.history(part[0])
+                if part[0] in removed:
+                    times, over = hashes.count(part[0]), unknown.count(part[0])
+                    known = f"block {block_text(part[0])} is named {times} times, and was held {times - over}"
+                problems.append(self.fold(stream, self._problem("block_not_found", stream, known, right, part)))
+        restored = self._restored(stream, event, hashes) if stream.restored else []
         stream.said.append(event)
         stream.settle(hashes)
-        stream.astray.update((problem.blocks[0], problem) for problem in restored)
-        problems += restored
+        if restored:
+            stream.astray.update((problem.blocks[0], problem) for problem in restored)
+            problems += restored
         if removed and stream.prefix_closed:
             problems += self._orphaned(stream, tier, removed)
         if stream.wound is not None:
@@ -277,17 +280,18 @@ class Ledger:
 
     def _restored(self, stream: Stream, event: RouterEvent, hashes: tuple[int, ...]) -> list[Problem]:
         """The blocks that the event directly before stored again though they were held, a problem each."""
-        last = stream.last
+        last, again = stream.last, stream.restored
         assert last is not None
+        stream.restored = {}
         if last.event.event_id + 1 != event.event.event_id or last.storage_tier is not event.storage_tier:
             return []
         problems = []
         for block in dict.fromkeys(hashes):
-            if block in stream.restored:
+            if block in again:
                 known = f"block {block_text(block)} was held already when event {last.event.event_id} stored it again"
                 right = "what is evicted and stored again is not removed after that: the router believes it gone"
                 problem = self._problem("evicted_and_restored", stream, known, right, (block,))
-                cause = stream.restored[block]
+                cause = again[block]
                 if cause is not None:
                     problem.follows_from(cause)
                 problems.append(problem)
@@ -463,8 +467,6 @@ class Ledger:
     def _wound(self, stream: Stream, cause: Problem) -> None:
         """Every block is unknown from here on. A second cause is listed under the first, and blocks are unknown anew."""
         self.fold(stream, cause)
-        stream.restored = {}
-        stream.astray.clear()
         stream.wound = Wound(cause if cause.cause is None else cause.cause)
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.hygiene.problem import INDEX_RULES
 from pytest_kvmock.hygiene.rules import RULES
-from pytest_kvmock.hygiene.text import event_text, worker_text
+from pytest_kvmock.hygiene.text import block_text, event_text, worker_text
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.log import EventLog, LogEntry
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 MOST_PROBLEMS = 3
 """How many problems a failure message tells in full; the log has the rest."""
+
+MOST_LINES = 10
+"""How many more it names one by one."""
+
+MOST_NAMING = 5
+"""How many events that name the block of a problem the log shows beside those around it."""
 
 
 def problem_line(problem: Problem) -> str:
@@ -66,15 +72,28 @@ def problem_text(problem: Problem) -> str:
 
 
 def problems_text(problems: Sequence[Problem]) -> str:
-    """A headline that stands by itself, and the first problems in full."""
+    """A headline that stands by itself, the first problems in full, and how many more there are of which rule.
+
+    Of many problems, the first of each rule is told in full: what repeats a fault says nothing new.
+    """
     what = "error" if any(problem.is_error for problem in problems) else "warning"
     first = problem_line(problems[0])
-    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-    headline = f"{len(problems)} KV event {what}{'s' * (len(problems) != 1)}: {first}{more}"
-    parts = [problem_text(problem) for problem in problems[:MOST_PROBLEMS]]
-    if len(problems) > MOST_PROBLEMS:
-        parts.append("  and: " + ", ".join(map(problem_line, problems[MOST_PROBLEMS : MOST_PROBLEMS + 10])))
-    return "\n\n".join([headline, *parts])
+    more = f", and {len(problems) - 1:,} more" if len(problems) > 1 else ""
+    headline = f"{len(problems):,} KV event {what}{'s' * (len(problems) != 1)}: {first}{more}"
+    told = list(problems[:MOST_PROBLEMS])
+    if len(problems) > MOST_PROBLEMS + MOST_LINES:
+        by_rule: dict[str, Problem] = {}
+        for problem in problems:
+            by_rule.setdefault(problem.rule, problem)
+        told = list(by_rule.values())[:MOST_PROBLEMS]
+    parts = [headline, *map(problem_text, told)]
+    rest = [problem for problem in problems if all(problem is not other for other in told)]
+    if len(rest) > MOST_LINES:
+        counts = Counter(problem.rule for problem in rest)
+        parts.append(f"  and {len(rest):,} more: " + ", ".join(f"{count:,} {rule}" for rule, count in counts.items()))
+    elif rest:
+        parts.append("  and: " + ", ".join(map(problem_line, rest)))
+    return "\n\n".join(parts)
 
 
 def expectation_text(rule: str, times: int, seen: int, events: int) -> str:
@@ -119,28 +138,67 @@ def failure_text(
 def entry_line(entry: LogEntry) -> str:
     """A line of the log."""
     counts = Counter(map(_mark, entry.problems))
-    marks = "".join(mark if count == 1 else f"{mark} x{count}" for mark, count in counts.items())
+    marks = "".join(f"  {mark}" + f" ({count} times)" * (count > 1) for mark, count in counts.items())
     return f"{entry.position:>5}  {event_text(entry.event)}{marks}"
 
 
 def _mark(problem: Problem) -> str:
     weight = "~" if problem.excused else "!!" if problem.is_error else "!"
     fault = "" if problem.fault is None else f" ({fault_text(problem)})"
-    return f"  {weight} {problem.rule}{', waived' if problem.waived else ''}{fault}"
+    return f"{weight} {problem.rule}{', waived' if problem.waived else ''}{fault}"
 
 
-def log_text(log: EventLog, last: int = 20) -> str:
-    """The last lines of the log, and those before them that broke a rule (the first few).
+def log_text(log: EventLog, last: int = 20, around: Problem | None = None) -> str:
+    """The part of the log that tells most.
+
+    Without a problem, the last lines, and those before them that broke a rule (the first few). With one, the lines
+    around the event that shows it, or around the last that names its block where a comparison shows it, and the
+    events before that name its block (the last few).
 
     Args:
         log: the log.
-        last: how many lines at the end.
+        last: how many lines.
+        around: the problem that matters.
     """
     entries = list(log)
-    start = max(0, len(entries) - last)
-    broken = [entry for entry in entries[:start] if entry.problems][:last]
-    lines = [f"{len(entries)} event{'s' * (len(entries) != 1)}" + (f", the last {last}" if start else "")]
-    if broken:
-        lines += [*map(entry_line, broken), "  ..."]
-    lines += map(entry_line, entries[start:])
-    return "\n".join(lines)
+    count = f"{len(entries):,} event{'s' * (len(entries) != 1)}"
+    if len(entries) <= last:
+        return "\n".join([count, *map(entry_line, entries)])
+    if around is None:
+        start = len(entries) - last
+        before = [entry for entry in entries[:start] if entry.problems][:last]
+        part, said = entries[start:], f"{count}, the last {last}"
+        lines = list(map(entry_line, before))
+    else:
+        named = [i for i, entry in enumerate(entries) if _names(entry, around)]
+        at = around.position - entries[0].position
+        if around.event is None and named:
+            at = named[-1]
+        start = min(max(0, at - last * 3 // 5), len(entries) - last)
+        part, said = entries[start : start + last], f"{count}; those around the first problem"
+        before = [entries[i] for i in named if i < start][-MOST_NAMING:]
+        if before:
+            said += ", and those before that name its block"
+        lines = [_naming_line(entry, around) for entry in before]
+    lines += ["  ..."] * bool(lines)
+    lines += [_naming_line(entry, around) for entry in part]
+    lines += ["  ..."] * (part[-1] is not entries[-1])
+    return "\n".join([said, *lines])
+
+
+def _names(entry: LogEntry, problem: Problem) -> bool:
+    """Whether an event of the problem's worker and rank names its block."""
+    event = entry.event
+    if problem.block is None or (event.worker_id, event.event.dp_rank) != (problem.worker_id, problem.dp_rank):
+        return False
+    return problem.block in getattr(event.event.data, "block_hashes", ())
+
+
+def _naming_line(entry: LogEntry, problem: Problem | None) -> str:
+    """A line of the log; the problem's block is named in it, where its event does so far down the list."""
+    line = entry_line(entry)
+    if problem is None or not _names(entry, problem):
+        return line
+    assert problem.block is not None
+    text = block_text(problem.block)
+    return line if text in line else f"{line}  (block {text} among them)"

@@ -180,9 +180,8 @@ class Stream:
             held[parent] = FORK
             self.unmarked.discard(parent)
 
-    def remove(self, tier: StorageTier, blocks: tuple[int, ...]) -> tuple[int | None, ...]:
-        """Hold these no more, or one copy less of them; what `tiers` had of each: None if it was not held."""
-        held = self.device if tier is StorageTier.DEVICE else self.held(tier)
+    def remove(self, tier: StorageTier, held: dict[int, int], blocks: tuple[int, ...]) -> tuple[int | None, ...]:
+        """Hold these of a tier no more, or one copy less of them; what `held` had of each: None if it was not there."""
         copies = self.copies.get(tier) if self.copies else None
         if not copies or copies.keys().isdisjoint(blocks):
             return tuple(map(held.pop, blocks, repeat(None)))
@@ -263,7 +262,6 @@ class Stream:
         for group in (self.forks, self.unmarked, self.copies, self.implied, self.drifted, self.restored, self.astray):
             group.clear()
         self.wound = self.doubled = None
-        self.overfull = False
 
     def take_hole(self, event_id: int) -> bool:
         """Whether the id was missing until now; it is not any more."""

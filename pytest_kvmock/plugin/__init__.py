@@ -28,6 +28,7 @@ from pytest_kvmock.plugin.hooks import (
     pytest_report_header,
     pytest_runtest_call,
     pytest_runtest_teardown,
+    pytest_terminal_summary,
 )
 from pytest_kvmock.plugin.options import KvEventWarning
 
@@ -58,4 +59,5 @@ __all__ = [
     "pytest_report_header",
     "pytest_runtest_call",
     "pytest_runtest_teardown",
+    "pytest_terminal_summary",
 ]

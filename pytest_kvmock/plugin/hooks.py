@@ -64,7 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     register_backends(config)
     config.pluginmanager.register(Latecomers(config), "kvmock-latecomers")
-    config.stash[SETTINGS] = read_settings(config)
+    settings = config.stash[SETTINGS] = read_settings(config)
+    if "scenarios" in settings.ini:
+        from pytest_kvmock.plugin.scenario_items import ScenarioCollector
+
+        config.pluginmanager.register(ScenarioCollector(settings.ini["scenarios"]), "kvmock-scenarios")
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
@@ -112,6 +116,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what the matrix does not contain, when every marker has arrived."""
     deselect(config, items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show the event logs of tests that passed, with --kv-events=all."""
+    if config.stash[SETTINGS].get("log") == "all":
+        from pytest_kvmock.plugin.report import passed_logs
+
+        passed_logs(terminalreporter)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -26,6 +26,9 @@ SYNCS: Final = ("every", "auto", "end")
 SYNTHETIC_REQUESTS: Final = 200
 """How many requests `kv_trace` makes up when no trace is given and no limit either."""
 
+REDUCE_SECONDS: Final = 2.0
+"""How long a failure is cut down at most, if nobody says how long."""
+
 ALL_BACKENDS: Final = "all"
 
 PROFILE_KEYS: Final = ("block_size", "num_blocks", "workers", "dp_size", "prefix_caching", "chunk", "seed")
@@ -80,6 +83,17 @@ def positive(value: object) -> int:
     if number < 1:
         raise ValueError(f"got {value!r}; allowed: an integer of at least 1")
     return number
+
+
+def seconds(value: object) -> float:
+    """Read a number of seconds above 0, or `off`, which is 0."""
+    if value == "off":
+        return 0.0
+    with suppress(TypeError, ValueError):
+        number = float(str(value))
+        if 0 < number < float("inf"):
+            return number
+    raise ValueError(f"got {value!r}; allowed: a number of seconds above 0, or off")
 
 
 def names(value: object) -> tuple[str, ...]:
@@ -207,10 +221,25 @@ OPTIONS: Final = (
     Option(
         "log",
         one_of(*LOGS),
-        "which tests show their event log: failed (default), all (passed ones appear under -rA or -rP), none",
+        "which tests show their event log: failed (default), all, none",
         flag="--kv-events",
         metavar="failed|all|none",
         ini="kvmock_events",
+    ),
+    Option(
+        "reduce",
+        seconds,
+        f"how long to look for the smallest reproduction of a failure, or `off` (default: {REDUCE_SECONDS:g} seconds)",
+        flag="--kv-reduce",
+        metavar="SECONDS|off",
+        ini="kvmock_reduce",
+    ),
+    Option(
+        "save_scenario",
+        str,
+        "write the smallest reproduction of each failure into this directory, as a scenario file",
+        flag="--kv-save-scenario",
+        metavar="DIR",
     ),
     Option(
         "seed",
@@ -237,6 +266,13 @@ OPTIONS: Final = (
         metavar="N",
         ini="kvmock_trace_limit",
         ini_type=_INT,
+    ),
+    Option(
+        "scenarios",
+        names,
+        "globs of scenario files (*.kv.yaml) to collect as tests, relative to the root directory (default: none)",
+        ini="kvmock_scenarios",
+        ini_type="args",
     ),
     Option(
         "profiles",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from pytest_kvmock.plugin.options import SETTINGS, Settings, default_backends, known_backends
+from pytest_kvmock.plugin.options import REDUCE_SECONDS, SETTINGS, Settings, default_backends, known_backends
 from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy
 
 if TYPE_CHECKING:
+    from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.plugin.fixtures import Case
+    from pytest_kvmock.reduce import Reproduction
 
 
 def header(config: pytest.Config) -> str:
@@ -68,13 +73,87 @@ def profile_lines(settings: Settings) -> str:
     return "\n".join(lines) + "\n"
 
 
-def add_log(case: Case, phase: str) -> None:
-    """Attach the event log to the report of this phase."""
+def add_log(case: Case, phase: str, around: Problem | None = None) -> None:
+    """Attach the event log to the report of this phase: around a problem, or its end."""
     from pytest_kvmock.hygiene.report import log_text
 
     events = case.harness.events
     if len(events):
-        case.item.add_report_section(phase, "kvmock events", log_text(events))
+        case.item.add_report_section(phase, "kvmock events", log_text(events, around=around))
+
+
+_SPENT: Final = pytest.StashKey[float]()
+_SESSION: Final = 10
+"""A run spends so many times the seconds of one test on reproductions: what breaks every test needs one, not hundreds."""
+
+_SCREEN_EVENTS: Final = 20
+_SCREEN_REQUESTS: Final = 3
+
+
+def add_reproduction(case: Case, phase: str, problem: Problem) -> None:
+    """Attach the smallest reproduction of a failure, or in a line why there is none.
+
+    One whose traffic is less than a screen needs none, unless it is to be saved.
+    """
+    config, kv = case.item.config, case.harness
+    settings = config.stash[SETTINGS]
+    seconds = settings.get("reduce", REDUCE_SECONDS)
+    is_short = kv.events.total <= _SCREEN_EVENTS and kv.recording.requests <= _SCREEN_REQUESTS
+    if not seconds or (is_short and settings.get("save_scenario") is None):
+        return
+    spent = config.stash.get(_SPENT, 0.0)
+    if spent >= _SESSION * seconds:
+        text = f"none: {spent:.0f} seconds of this run went into those of other tests; run this one alone"
+    else:
+        start = time.monotonic()
+        text = _reproduction(case, problem, seconds, until=start + seconds)
+        config.stash[_SPENT] = spent + time.monotonic() - start
+    case.item.add_report_section(phase, "kvmock smallest reproduction", text)
+
+
+def _reproduction(case: Case, problem: Problem, seconds: float, until: float) -> str:
+    from pytest_kvmock.reduce import NotReduced, reproduce
+
+    try:
+        found = reproduce(case.harness, problem, allow=case.policy.allow, expired=lambda: time.monotonic() > until)
+    except NotReduced as reason:
+        return f"none: {reason} (--kv-reduce={seconds:g})"
+    except Exception as error:  # noqa: BLE001 - a user's index or backend, replayed; the verdict must be told all the same
+        return f"none: the search ended in {type(error).__name__}: {error}"
+    saved = _save(case, found)
+    more = "" if found.complete else f"; perhaps not the smallest, because --kv-reduce={seconds:g} ended the search"
+    return f"# cut from {found.cut_from:,} {found.level} to {found.size:,}{more}{saved}\n{found.as_test().rstrip()}"
+
+
+def _save(case: Case, found: Reproduction) -> str:
+    """Write a reproduction as a scenario file, where that is wanted; what to say of it."""
+    wanted = case.item.config.stash[SETTINGS].get("save_scenario")
+    if wanted is None:
+        return ""
+    from pytest_kvmock.scenarios.writing import scenario_text
+
+    # A test has one file, whoever runs it: the workers of pytest-xdist do not meet.
+    path = Path(wanted, re.sub(r"[^\w.-]+", "-", case.item.nodeid).strip("-") + ".kv.yaml")
+    target = case.item.config.invocation_params.dir / path
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(scenario_text(found, case.item.name), encoding="utf-8")
+    except OSError as error:
+        return f"\n# not saved as {path}: {error.strerror or error}"
+    return f"\n# saved as {path}"
+
+
+def passed_logs(reporter: pytest.TerminalReporter) -> None:
+    """Write the event logs of tests that passed, where pytest does not (-rP, and -rX for an xfail that passed)."""
+    for outcome, char in (("passed", "P"), ("xpassed", "X")):
+        if reporter.hasopt(char):
+            continue
+        for report in reporter.getreports(outcome):
+            logs = [text for name, text in report.sections if name.startswith("Captured kvmock")]
+            if logs:
+                reporter.write_sep("_", f"kvmock events of {report.nodeid}")
+                for text in logs:
+                    reporter.write_line(text)
 
 
 def record_properties(case: Case) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_kvmock.plugin.options import KvEventWarning
-from pytest_kvmock.plugin.report import add_log, record_properties
+from pytest_kvmock.plugin.report import add_log, add_reproduction, record_properties
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
@@ -63,10 +63,14 @@ def judge_body(case: Case) -> None:
 
 def judge_failed_body(case: Case, failure: BaseException) -> None:
     """Tell what a test whose body failed by itself should know: its failure stays the only one."""
+    from pytest_kvmock.hygiene.log import KvEventsError
+
     if not _keeps_its_outcome(failure):
-        _tell(case, failure)
+        first = _tell(case, failure)
         if case.policy.log != "none":
-            add_log(case, "call")
+            add_log(case, "call", first)
+        if first is not None and isinstance(failure, KvEventsError):  # of kv_events.check(), say
+            add_reproduction(case, "call", first)
 
 
 def judge_late(case: Case) -> None:
@@ -83,8 +87,10 @@ def judge_late(case: Case) -> None:
 
 def judge_failed_teardown(case: Case, failure: BaseException) -> None:
     """Tell what a test whose teardown failed by itself should know."""
-    if case.passed and not _keeps_its_outcome(failure) and _tell(case, failure) and case.policy.log != "none":
-        add_log(case, "teardown")
+    if case.passed and not _keeps_its_outcome(failure):
+        first = _tell(case, failure)
+        if first is not None and case.policy.log != "none":
+            add_log(case, "teardown", first)
 
 
 def _finish(case: Case, found: _Findings, phase: str) -> None:
@@ -104,29 +110,31 @@ def _finish(case: Case, found: _Findings, phase: str) -> None:
             failure = failure or f"KvEventWarning: {text}"
     log = case.policy.log
     if (log == "all" and not late) or (log != "none" and failure):
-        add_log(case, phase)
+        add_log(case, phase, next(iter(found.fatal), None))
+    if found.fatal:
+        add_reproduction(case, phase, found.fatal[0])
     if failure:
         pytest.fail(failure, pytrace=False)
 
 
-def _tell(case: Case, failure: BaseException) -> bool:
-    """Add a note to a failure of the test's own, if there is something to tell; return whether there is."""
+def _tell(case: Case, failure: BaseException) -> Problem | None:
+    """Add a note to a failure of the test's own, if there is something to tell; return the first problem."""
     from pytest_kvmock.hygiene.report import failure_text
 
     try:
         found = _Findings(case)
     except Exception as error:  # noqa: BLE001 - what the user gave to compare with may raise, and is not why it failed
         failure.add_note(f"kvmock: the events could not be judged: {error!r}")
-        return True
+        return None
     case.errors += len(found.errors)
     record_properties(case)
     problems = found.fatal + found.told
-    if problems:
+    first = next(iter(problems), None)
+    if first is not None:
         first_line = failure_text(problems).partition("\n")[0]
         if first_line not in str(failure):  # kv_events.check() may have said it
-            first = problems[0]
             failure.add_note(f"kvmock: also {first_line}\n  known: {first.known}\n  right: {first.right}")
-    return bool(problems)
+    return first
 
 
 def _keeps_its_outcome(failure: BaseException) -> bool:

@@ -272,7 +272,7 @@ class RouterCursor:
     For each worker and rank by itself: the first event ever is applied, and the worker asked for all that it holds; an
     id up to the last is a duplicate and dropped; the next one is applied; beyond that events are missing, and the
     worker is asked for them. While a question is open, events wait: the answer has them, or they come after it. A
-    Cleared ends what came before it, so that nothing of that is asked for (kv-router 1.2.1: a barrier).
+    Cleared is an event as any other. (A Dynamo router applies it and goes on, whatever is missing before it.)
 
     After an answer the cursor stands at the last id that it covers, or at that of the event that made the router ask,
     whichever is later; at a `last_event_id` for a dump, whose own ids mean nothing. A worker that has no answer is asked
@@ -304,7 +304,7 @@ class RouterCursor:
         if rank.asked is not None:
             rank.held[got] = event
             return _NOTHING
-        if isinstance(event.event.data, Cleared) or (last is not None and got == last + 1):
+        if last is not None and got == last + 1:
             rank.last = got
             return RecoveryStep(apply=(event,))
         rank.held[got] = event

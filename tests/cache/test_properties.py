@@ -210,6 +210,9 @@ def play_on_both(backend, capacity, moves):
         assert careful.sink.router_events == bulk.sink.router_events
         assert entries_in(careful) == entries_in(bulk)
         assert careful._names.homonyms == bulk._names.homonyms
+        if backend == "multi_lru":
+            trackers = [manager._pool.inactive._tracker for manager in (careful, bulk)]
+            assert (trackers[0].size, trackers[0].words()) == (trackers[1].size, trackers[1].words())
     while bulk.num_active_blocks:  # then what is left goes, and the order in which it is evicted is seen
         move = Deref(list(bulk.active_blocks))
         try:

@@ -560,6 +560,19 @@ def test_blocks_of_other_tiers_are_recovered_too(recovering):
     assert [] == kv.judge().errors
 
 
+@pytest.mark.parametrize("ring", [1, 2, 4096])
+def test_a_block_that_comes_back_under_its_own_child_leaves_the_links_of_events_in_order(recovering, ring):
+    kv = recovering(ring=ring)  # multi_lru does it
+    sink = kv.make_sink(prefix_closed=False)
+    sink(Stored(None, (1, 2), (1, 2)))
+    kv.events.expect_error("event_id_gap")
+    kv.drop_next()
+    sink(Removed((1,)))
+    sink(Stored(2, (1,), (1,)))
+    assert {} == kv.overlap_for_hashes([1])
+    assert [] == kv.judge().errors
+
+
 @pytest.mark.parametrize("ring", [1, 4096])
 def test_copies_are_counted_as_they_were_published(recovering, ring):
     kv = recovering(index=None, ring=ring)

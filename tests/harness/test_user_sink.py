@@ -245,3 +245,24 @@ def test_what_a_manager_cannot_be_is_refused(kv, options, message):
     with pytest.raises(ValueError, match=message):
         kv.make_sink(**options)
     assert FIRST == kv.make_sink().worker_id  # no id is used up
+
+
+def test_an_index_of_tokens_is_not_blamed_for_tokens_that_did_not_come(make_kv):
+    class ByTokens:
+        def __init__(self):
+            self.held = {}
+
+        def apply(self, event):
+            for block, tokens in zip(event.event.data.block_hashes, event.token_ids, strict=True):
+                self.held[block] = tuple(tokens)
+
+        def match_tokens(self, tokens):
+            return {FIRST: len(tokens) // 4} if tuple(tokens[:4]) in self.held.values() else {}
+
+    kv = make_kv(None, ByTokens())
+    sink = kv.make_sink()
+    sink(one_block(1), token_ids=[(1, 2, 3, 4)])
+    sink(Stored(1, (2, 3), (2, 3)), token_ids=[(5, 6, 7, 8)])
+    sink(Stored(3, (4,), (4,)), token_ids=[(5, 6, 7, 8)])
+    (problem,) = kv.judge().errors
+    assert ("sparse_tokens", (3,)) == (problem.rule, problem.blocks)

@@ -161,6 +161,13 @@ def test_ids_and_tiers_must_be_those_of_one_use():
     assert ["event_id_gap"] == stream.say(Removed((1, 2)), 3)
 
 
+def test_a_late_removed_is_not_of_the_use_before_it():
+    stream = Stream(prefix_closed=False)
+    stream.say(HAZARD[0])
+    assert ["event_id_gap"] == stream.say(HAZARD[1], 2)
+    assert [] == stream.say(HAZARD[2], 1)
+
+
 def test_a_repeat_between_is_no_event_between():
     stream = Stream(prefix_closed=False)
     stream.say_all(HAZARD[:2])
@@ -245,6 +252,21 @@ def test_what_a_recovery_tells_of_it_is_news_and_later_trouble_is_listed_there()
     assert [] == told.problems[1].folded
 
 
+def test_after_a_recovery_the_last_event_that_it_told_is_the_one_before():
+    told, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
+    told.say_all(HAZARD[:2])
+    stream.say(HAZARD[0])
+    stream.ledger.recovered(told.known.copy(), range(1, 2))
+    assert ["evicted_and_restored"] * 2 == stream.say(HAZARD[2], 2)
+
+
+def test_what_a_recovery_tells_of_a_parent_that_was_not_held_is_not_forgotten():
+    told, stream = Stream(), Stream()
+    told.say(stored(2, parent=9))
+    stream.ledger.recovered(told.known.copy(), range(1))
+    assert ["orphaned_child"] == stream.say(stored(9), 1) + stream.say(Removed((9,)))
+
+
 def test_what_a_recovery_tells_is_held_with_children_and_copies():
     told, stream = Stream(residency="counted", num_blocks=3), Stream(residency="counted", num_blocks=3)
     told.say_all([stored(1, 2), stored(3, parent=1), stored(3, parent=1)])
@@ -275,6 +297,8 @@ def test_what_a_recovery_tells_is_held_with_children_and_copies():
         ),
         pytest.param([stored(1, 2), stored(3), stored(2, parent=3), Removed((1,))], [], id="another parent since"),
         pytest.param([stored(1, 2), Cleared(), stored(1), Removed((1,))], [], id="cleared"),
+        pytest.param([stored(2, parent=9), stored(9), Removed((9,))], [(2,)], id="stored before its parent"),
+        pytest.param([stored(1, 2, 1, 3), Removed((3, 1))], [(2,)], id="a parent that is named twice"),
         pytest.param([stored(1, 2), stored(2, 3, parent=1), Removed((2,))], [(3,)], id="stored again with a child"),
     ],
 )
@@ -401,3 +425,17 @@ def test_a_rank_that_nobody_opened_is_like_the_first_of_its_worker():
     traits = (rank.num_blocks, rank.residency, rank.prefix_closed, rank.block_size, rank.next_id)
     assert (1, "counted", False, 4, None) == traits
     assert ledger.stream((5, 3)) is rank
+
+
+@pytest.mark.parametrize(
+    ("residency", "copies", "known"),
+    [
+        ("unique", 1, "block 1 is named 2 times, and was held 1"),
+        ("counted", 2, "block 1 is named 3 times, and was held 2"),
+    ],
+)
+def test_a_block_that_one_removed_names_too_often_is_told_so(residency, copies, known):
+    stream = Stream(residency=residency)
+    stream.say_all([stored(1)] * copies)
+    assert ["block_not_found"] == stream.say(Removed((1,) * (copies + 1)))
+    assert known == stream.problems[-1].known

@@ -12,8 +12,10 @@ import pytest_kvmock.harness
 import pytest_kvmock.hygiene.report
 import pytest_kvmock.plugin.markers
 import pytest_kvmock.plugin.registry
+import pytest_kvmock.plugin.report
 import pytest_kvmock.plugin.verdict
 import pytest_kvmock.profiles
+import pytest_kvmock.reduce
 import pytest_kvmock.traces  # noqa: F401 - all of these
 
 PREAMBLE = """\

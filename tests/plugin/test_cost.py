@@ -66,7 +66,14 @@ print(json.dumps(sorted(m for m in sys.modules if m.startswith("pytest_kvmock") 
 def test_the_hooks_that_run_for_every_test_are_these():
     """Each further hook costs every test of every suite that has the plugin installed."""
     hooks = {name for name in dir(pytest_kvmock.plugin) if name.startswith("pytest_")}
-    once = {"pytest_addhooks", "pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header"}
+    once = {
+        "pytest_addhooks",
+        "pytest_addoption",
+        "pytest_cmdline_main",
+        "pytest_configure",
+        "pytest_report_header",
+        "pytest_terminal_summary",
+    }
 
     assert hooks - once == {
         "pytest_collection_modifyitems",

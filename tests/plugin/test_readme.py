@@ -24,6 +24,7 @@ PASSING = [text for mark, language, text in BLOCKS if language == "python" and n
 (CONFTEST,) = (text for mark, _, text in BLOCKS if mark == "conftest")
 (PROFILES,) = (text for mark, _, text in BLOCKS if mark == "profiles")
 (FAILING,) = (text for mark, language, text in BLOCKS if language == "python" and mark == "fails")
+(SCENARIO,) = (text for mark, _, text in BLOCKS if mark == "scenario")
 (OUTPUT,) = (text for mark, _, text in BLOCKS if mark == "output")
 
 
@@ -58,6 +59,12 @@ def test_the_failure_is_what_pytest_prints(nested, monkeypatch):
 
     result.assert_outcomes(failed=1)
     assert OUTPUT in result.stdout.str() + "\n"
+
+
+def test_the_scenario_file_passes(nested):
+    ini = "[pytest]\nkvmock_scenarios = *\n"
+    result = nested("", files={"pytest.ini": ini, "a.kv.yaml": SCENARIO})
+    result.assert_outcomes(passed=len(BACKENDS))
 
 
 def test_the_backend_of_the_conftest_is_in_the_matrix_and_works(nested):

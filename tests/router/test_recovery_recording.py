@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, Stored
+from pytest_kvmock.events import KvCacheEvent, RouterEvent, Stored
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.router.recovery import Events, InvalidRange, LocalIndex, RouterCursor, TooNew, TreeDump
 
@@ -59,9 +59,11 @@ def test_the_recording_has_every_answer_many_times():
 @pytest.mark.parametrize(("last", "got", "observed"), RECORDED["cursor"])
 def test_a_cursor_sees_what_dynamos_sees(last, got, observed):
     cursor = RouterCursor()
+    stored = Stored(None, (1,), (1,))
     if last is not None:
-        cursor.observe(RouterEvent(0, KvCacheEvent(last, Cleared())))
-    step = cursor.observe(RouterEvent(0, KvCacheEvent(got, Stored(None, (1,), (1,)))))
+        first = RouterEvent(0, KvCacheEvent(last, stored))
+        cursor.answered(cursor.observe(first).ask, TreeDump((first,), last))
+    step = cursor.observe(RouterEvent(0, KvCacheEvent(got, stored)))
     means = {
         "Stale": (False, False),
         "Contiguous": (True, False),

@@ -1,0 +1,128 @@
+"""Cutting a failure down: what it costs, on streams of 10,000 events."""
+
+from __future__ import annotations
+
+import random
+
+from benchmarks.measure import Figure, cpu_seconds
+from pytest_kvmock import EngineProfile, Removed, RouterHarness, reproduce
+from pytest_kvmock.backends import BackendSpec
+from pytest_kvmock.events import KvCacheEvent, Stored
+from pytest_kvmock.reduce import NotReduced
+from pytest_kvmock.router.index import RadixIndex
+
+EVENTS = 10_000
+MARK = 4711
+PROFILE = EngineProfile(num_blocks=400, workers=2)
+
+
+class ForgetsARemoved:
+    """Of more than eight blocks; the first time alone."""
+
+    def __init__(self):
+        self.tree, self.forgets = RadixIndex(), 1
+
+    def apply(self, event):
+        data = event.event.data
+        if self.forgets and isinstance(data, Removed) and len(data.block_hashes) > 8:
+            self.forgets = 0
+        else:
+            self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes)
+
+
+class ForgetsWhenItKnows(ForgetsARemoved):
+    """Every Removed, once it has seen one block, which is another worker's."""
+
+    def apply(self, event):
+        data = event.event.data
+        if not self.forgets and isinstance(data, Removed):
+            return
+        if isinstance(data, Stored) and MARK in data.block_hashes:
+            self.forgets = 0
+        self.tree.apply(event)
+
+
+def traffic(kv, amid=lambda _: None):
+    """Requests of 8 to 16 blocks that share prefixes, until there are 10,000 events."""
+    rng = random.Random(0)
+    shared = [kv.prompt(8) for _ in range(30)]
+    told = False
+    while kv.events.total < EVENTS:
+        if not told and kv.events.total > EVENTS - 100:
+            told = True
+            amid(kv)
+        kv.worker(rng.randrange(2)).serve(kv.prompt(rng.randrange(1, 9), after=rng.choice(shared)))
+    return kv
+
+
+def tell(kv):
+    kv.apply(Stored(None, (MARK,), (MARK,)), worker_id=1)
+
+
+def removed_twice(kv):
+    kv.apply(Removed(kv.events.removed[-1].data.block_hashes[:1]), 0)
+
+
+def figure(name, kv, bar="10 s", **options):
+    kv.judge()
+    found = []
+
+    def cut():
+        try:
+            found[:] = [reproduce(kv, **options)]
+        except NotReduced as reason:
+            found[:] = [reason]
+
+    seconds = cpu_seconds(cut)
+    (result,) = found
+    said = str(result)
+    if not isinstance(result, NotReduced):
+        said = f"{result.cut_from:,} to {result.size} {result.level} in {result.replays} replays"
+        said += "" if result.complete else ", ended by the limit"
+    met = seconds < 10 and not isinstance(result, NotReduced) and result.complete
+    return Figure(name, bar, f"{seconds:.2f} s ({said})", met)
+
+
+def events():
+    yield figure("cut 10,000 events: a Removed that comes twice", traffic(RouterHarness(PROFILE), removed_twice))
+    lost = traffic(RouterHarness(PROFILE), lambda kv: kv.drop_next())
+    yield figure("cut 10,000 events: one lost", lost, level="events")
+    index = traffic(RouterHarness(PROFILE, index=ForgetsARemoved()))
+    yield figure("cut 10,000 events: an index that forgets one Removed", index)
+    index = traffic(RouterHarness(PROFILE, index=ForgetsWhenItKnows()), tell)
+    yield figure("cut 10,000 events: an index that forgets, for a cause that no block leads to", index)
+
+
+class Quiet:
+    """Does not name the last of more than six blocks that are evicted at once, late in the stream."""
+
+    def __init__(self, sink):
+        self.sink = sink
+
+    def publish(self, event, storage_tier, token_ids):
+        data = event.data
+        if isinstance(data, Removed) and len(data.block_hashes) > 6:
+            event = KvCacheEvent(event.event_id, Removed(data.block_hashes[:-1]), event.dp_rank)
+        self.sink.publish(event, storage_tier, token_ids)
+
+
+def requests():
+    from types import MappingProxyType
+
+    from pytest_kvmock import backends
+    from pytest_kvmock.cache.eviction.lru import LruPolicy
+    from pytest_kvmock.cache.logical import LogicalManager
+
+    def make(*, sink, **sizes):
+        return LogicalManager(backend="quiet", eviction=LruPolicy(), sink=Quiet(sink), **sizes)
+
+    known = backends.BACKENDS
+    backends.BACKENDS = MappingProxyType({**known, "quiet": BackendSpec("quiet", "nothing", make)})
+    try:
+        kv = traffic(RouterHarness(PROFILE, "quiet"))
+        yield figure("cut the requests of 10,000 events: an engine that does not publish one eviction", kv)
+    finally:
+        backends.BACKENDS = known

@@ -1,0 +1,168 @@
+"""Scenario files (`*.kv.yaml`) as tests: collected where the ini setting `kvmock_scenarios` says, and nowhere else.
+
+Each scenario is a test for each backend of its matrix, judged like any other test (`verdict.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from pytest_kvmock.harness import RouterHarness
+from pytest_kvmock.plugin.fixtures import CASE, Case
+from pytest_kvmock.plugin.matrix import matrix_of
+from pytest_kvmock.plugin.options import SETTINGS, base_profile, default_backends, known_backends, profile_name
+from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy, resolve_profile
+from pytest_kvmock.scenarios import Scenario, ScenarioFailure, load_scenarios, play
+from pytest_kvmock.strict_yaml import Place, YamlError
+
+if TYPE_CHECKING:
+    from pytest_kvmock.backends import EngineProfile
+
+SUFFIX: Final = ".kv.yaml"
+
+
+class ScenarioCollector:
+    """The plugin that collects them; registered where the setting is there.
+
+    Args:
+        globs: patterns of paths relative to the root directory, as `fnmatch` has them: `*` stands for folders, too. A
+            pattern without a slash is of the file's name.
+    """
+
+    def __init__(self, globs: Sequence[str]) -> None:
+        self._globs = globs
+
+    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> ScenarioFile | None:
+        """Collect a scenario file that one of the globs matches."""
+        if not file_path.name.endswith(SUFFIX):
+            return None
+        root = parent.config.rootpath
+        path = file_path.relative_to(root).as_posix() if file_path.is_relative_to(root) else file_path.as_posix()
+        for glob in self._globs:
+            if fnmatchcase(path if "/" in glob else file_path.name, glob):
+                return ScenarioFile.from_parent(parent, path=file_path)
+        return None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Deselect what the command line leaves out of the matrix."""
+        gone = [item for item in items if isinstance(item, ScenarioItem) and not item.is_wanted]
+        if gone:
+            items[:] = [item for item in items if item not in gone]
+            config.hook.pytest_deselected(items=gone)
+
+
+class ScenarioFile(pytest.File):
+    """One scenario file."""
+
+    def collect(self) -> Iterable[ScenarioItem]:
+        """Make a test of each scenario and backend.
+
+        Raises:
+            pytest.Collector.CollectError: the file is wrong; one line with file, line and column.
+        """
+        try:
+            scenarios = load_scenarios(self.path, _shown(self.path, self.config))
+        except YamlError as error:
+            raise self.CollectError(str(error)) from None
+        known = known_backends()
+        for scenario in scenarios:
+            for name in scenario.backends or ():
+                if name not in known:
+                    message = f"{scenario.place}: backends: unknown backend {name!r}; known: {', '.join(known)}"
+                    raise self.CollectError(message)
+            try:
+                profile = _profile(scenario, self.config)
+            except ValueError as error:
+                raise self.CollectError(f"{scenario.place}: profile: {error}") from None
+            mark = None if scenario.backends is None else pytest.mark.kv_backends(*scenario.backends).mark
+            ini = self.config.stash[SETTINGS].ini
+            # Those that the command line leaves out are made, too, so that pytest counts them as deselected.
+            everything = resolve_matrix(known, default_backends(), {}, () if mark is None else (mark,), ini)
+            wanted = matrix_of(self.config, () if mark is None else (mark,))
+            for name in everything:
+                yield ScenarioItem.from_parent(
+                    self,
+                    name=f"{scenario.name}[{name}]",
+                    scenario=scenario,
+                    profile=profile,
+                    backend=name,
+                    is_wanted=name in wanted,
+                )
+
+
+class ScenarioItem(pytest.Item):
+    """One scenario over one backend.
+
+    Attributes:
+        is_wanted: whether the command line leaves its backend in the matrix.
+    """
+
+    def __init__(
+        self, *, scenario: Scenario, profile: EngineProfile, backend: str, is_wanted: bool, **others: Any
+    ) -> None:
+        super().__init__(**others)
+        self.is_wanted = is_wanted
+        self._scenario = scenario
+        self._profile = profile
+        self._backend = backend
+
+    def runtest(self) -> None:
+        """Play it. The verdict on its events comes when it is over, as for other tests."""
+        settings = self.config.stash[SETTINGS]
+        policy = resolve_policy(settings.command_line, ({"allow": self._scenario.allow},), settings.ini)
+        try:
+            harness = RouterHarness(self._profile, self._backend, allow=policy.allow, name=self.nodeid)
+        except ValueError as error:
+            place = self._scenario.place
+            raise ScenarioFailure(place, f"backend {self._backend}: {error}") from None
+        case = self.stash[CASE] = Case(self, harness, policy)
+        case.backend = self._backend
+        play(self._scenario, harness)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Show the lines of the file instead of ours; with --full-trace, ours as well."""
+        error = excinfo.value
+        if isinstance(error, ScenarioFailure) and not self.config.getoption("fulltrace", False):
+            first, _, rest = str(error).partition("\n")
+            notes = getattr(error, "__notes__", [])
+            return "\n".join([first, *_excerpt(self.path, error.place), *([rest] if rest else []), *notes])
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Where it is: file, line from 0, name."""
+        return self.path, self._scenario.place.line - 1, self.name
+
+
+def _profile(scenario: Scenario, config: pytest.Config) -> EngineProfile:
+    """What a `kvmock` marker that says the same would make of it.
+
+    Raises:
+        ValueError: an unknown profile, or fields that are out of range together.
+    """
+    settings = config.stash[SETTINGS]
+    said = dict(scenario.profile)
+    if scenario.base is not None:
+        said["profile"] = profile_name(scenario.base, settings.profiles)
+    return resolve_profile(base_profile(settings), (said,), settings.command_line, settings.profiles)
+
+
+def _shown(path: Path, config: pytest.Config) -> str:
+    """A file as messages name it: relative to where pytest was called, where it is below."""
+    home = config.invocation_params.dir
+    return str(path.relative_to(home)) if path.is_relative_to(home) else str(path)
+
+
+def _excerpt(path: Path, place: Place, around: int = 1) -> list[str]:
+    """The lines of a file around a place, which has a mark."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    first = max(0, place.line - 1 - around)
+    return [
+        f"{'>' if number == place.line else ' '} {number:>4}  {line}"
+        for number, line in enumerate(lines[first : place.line + around], first + 1)
+    ]

@@ -1,0 +1,399 @@
+"""Cutting down events as they arrived: fewer events, then fewer blocks in them, then small numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.harness.recording import Arrival, Forgotten
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.reduce.program import NotReduced, Reproduction
+from pytest_kvmock.reduce.search import Spent, minimal
+
+if TYPE_CHECKING:
+    from pytest_kvmock.events import EventData
+    from pytest_kvmock.hygiene.stream import StreamKey
+    from pytest_kvmock.reduce.replay import Replayer
+
+# Theory of operation
+#
+# A part of a stream must not break rules that the whole did not. So what is cut is mended: ids are counted anew (with
+# the jumps that the whole had, where ids matter), and where a block is left out its child hangs below its parent, and what is not held is not removed. A
+# wrong hash alone cannot be mended so, since its parent is what it is judged by: there, blocks go from the front and
+# the back of an event, and the block that is first then becomes a root whose local hash is its own.
+#
+# Nearly always the events that name the block of the problem, or one of its ancestors, are enough; they are tried first
+# and the whole stream last, so that a stream of a million events costs no more than a short one.
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of an arrival: of a Stored or Removed the blocks at these places; None for the whole."""
+
+    arrival: Arrival
+    jumps: int
+    places: tuple[int, ...] | None = None
+
+    @property
+    def event(self) -> RouterEvent | None:
+        return None if isinstance(self.arrival, Forgotten) else self.arrival[0]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        if self.event is None:
+            return ()
+        blocks = _named(self.event)
+        return blocks if self.places is None else tuple(blocks[i] for i in self.places)
+
+    @property
+    def key(self) -> StreamKey:
+        if self.event is None:
+            assert isinstance(self.arrival, Forgotten)
+            return self.arrival.worker_id, self.arrival.dp_rank or 0
+        return self.event.worker_id, self.event.event.dp_rank
+
+    def only(self, blocks: frozenset[int]) -> _Piece:
+        """Of its blocks, these."""
+        if self.event is None:
+            return self
+        named = _named(self.event)
+        places = range(len(named)) if self.places is None else self.places
+        return replace(self, places=tuple(i for i in places if named[i] in blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """How the pieces are written down: with what of the original, and what of it is made plain."""
+
+    with_ids: bool
+    bare: bool = False
+    renamed: bool = False
+    profile: EngineProfile | None = None
+    made: bool = True
+
+
+class EventCutter:
+    """Finds the fewest events that break a rule.
+
+    Args:
+        whole: the failing test as a program without steps: breach, backend, profile, workers, index.
+        arrivals: what the router heard, up to the event that shows the problem.
+        replayer: replays programs.
+
+    Attributes:
+        best: the smallest program so far that breaks the rule; None before the first.
+    """
+
+    def __init__(self, whole: Reproduction, arrivals: Sequence[Arrival], replayer: Replayer) -> None:
+        self.best: Reproduction | None = None
+        self._whole = whole
+        self._replayer = replayer
+        self._chained = whole.rule == "wrong_hash"
+        self._arrivals = arrivals
+        self._parents = _parents(arrivals)
+        self._look = _Look(with_ids=whole.rule == "event_id_gap")
+
+    def cut(self) -> Reproduction:
+        """Search.
+
+        Raises:
+            NotReduced: nothing was found that breaks the rule again.
+        """
+        try:
+            pieces = self._start()
+            self._make_plain(pieces)  # now already: should the search end early, this much is done
+            pieces = self._minimal(pieces)
+            self._make_plain(pieces)
+            self._minimal(pieces)
+        except Spent:
+            if self.best is None:
+                raise NotReduced("no part of the events broke the rule again before the limit was reached") from None
+            return self.best
+        assert self.best is not None
+        return self.best.replace(complete=True)
+
+    # ----------------------------------------------------------------------------------------------- searching
+
+    def _attempt(self, pieces: Sequence[_Piece]) -> bool:
+        program = self._program(pieces, self._look)
+        if program is None or not program.steps or not self._replayer.breaks(program):
+            return False
+        self.best = program
+        return True
+
+    def _start(self) -> Sequence[_Piece]:
+        """The first of some parts, from the likeliest to the whole, that breaks the rule."""
+        pieces = [*_pieces(self._arrivals)]
+        own = [piece for piece in pieces if piece.key == self._whole.breach.worker]
+        for with_ids in (True,) if self._look.with_ids else (False, True):
+            self._look = replace(self._look, with_ids=with_ids)
+            for part in self._parts(pieces, own):
+                if self._attempt(part):
+                    return part
+        raise NotReduced("replayed, the events do not break the rule again")
+
+    def _parts(self, pieces: list[_Piece], own: list[_Piece]) -> Iterator[Sequence[_Piece]]:
+        block = self._whole.breach.block
+        # Of the event that shows it there must be something left; a gap is between two events.
+        shows = [*pieces[-1].blocks[:1], *(own[-2].blocks[:1] if block is None and len(own) > 1 else ())]
+        named = [] if block is None else [block]
+        for blocks in ((*shows, *named), (*shows, *named, *pieces[-1].blocks)):
+            line = self._line(blocks)
+            for among in (own, pieces):
+                kept = [piece.only(line) for piece in among]
+                yield [piece for piece in kept if piece.blocks or not _names_blocks(piece)]
+        yield own
+        yield pieces
+
+    def _line(self, blocks: Iterable[int]) -> frozenset[int]:
+        """Blocks and their ancestors."""
+        parents = self._parents.get(self._whole.breach.worker, {})
+        line: set[int] = set()
+        for block in blocks:
+            current: int | None = block
+            while current is not None and current not in line:
+                line.add(current)
+                current = parents.get(current)
+        return frozenset(line)
+
+    def _minimal(self, pieces: Sequence[_Piece]) -> Sequence[_Piece]:
+        """Leave out events, then blocks everywhere, then blocks here and there, until nothing more can go."""
+        before = -1
+        while before != (before := sum(1 + len(piece.blocks) for piece in pieces)):
+            pieces = minimal(pieces, self._attempt)
+            named = [*dict.fromkeys(block for piece in pieces for block in piece.blocks)]
+            whole = pieces
+
+            def only(blocks: Sequence[int], whole: Sequence[_Piece] = whole) -> list[_Piece]:
+                return [piece.only(frozenset(blocks)) for piece in whole]
+
+            pieces = only(minimal(named, lambda blocks: self._attempt(only(blocks))))
+            spots = [(i, place) for i, piece in enumerate(pieces) for place in piece.places or ()]
+
+            def at(spots: Sequence[tuple[int, int]], whole: Sequence[_Piece] = pieces) -> list[_Piece]:
+                places: dict[int, list[int]] = {}
+                for i, place in spots:
+                    places.setdefault(i, []).append(place)
+                return [replace(piece, places=tuple(places.get(i, ()))) for i, piece in enumerate(whole)]
+
+            pieces = at(minimal(spots, lambda spots: self._attempt(at(spots))))
+            pieces = [piece for piece in pieces if piece.blocks or not _names_blocks(piece)]
+        return pieces
+
+    def _make_plain(self, pieces: Sequence[_Piece]) -> None:
+        """Write it down with less of the original, where it breaks the rule so too."""
+        size = self._whole.profile.block_size
+        self._try_look(pieces, bare=True)
+        self._try_look(pieces, made=False)
+        self._try_look(pieces, profile=EngineProfile(block_size=size))
+        if self._look.bare:  # tokens come in blocks of that size
+            self._try_look(pieces, profile=EngineProfile())
+        if not self._chained:
+            self._try_look(pieces, renamed=True)
+
+    def _try_look(self, pieces: Sequence[_Piece], **fields: Any) -> None:
+        before, self._look = self._look, replace(self._look, **fields)
+        if not self._attempt(pieces):
+            self._look = before
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    def _program(self, pieces: Sequence[_Piece], look: _Look) -> Reproduction | None:
+        """The program of some pieces; None where they cannot be put together."""
+        steps: list[RouterEvent | Forgotten] = []
+        names: dict[int, int] = {}  # worker ids in the program
+        sinks: list[bool] = []
+        counts: dict[StreamKey, int] = {}
+        mender = (_Roots if self._chained else _Mender)(self._parents, self._whole.breach.block)
+        for piece in pieces:
+            arrival = piece.arrival
+            is_chained = self._chained and not isinstance(arrival, Forgotten) and arrival[1]
+            worker_id, rank = piece.key
+            if worker_id not in names:
+                names[worker_id] = worker_id
+                if worker_id >= FIRST_SINK_WORKER or is_chained:
+                    names[worker_id] = FIRST_SINK_WORKER + len(sinks)
+                    sinks.append(is_chained)
+            if isinstance(arrival, Forgotten):
+                steps.append(arrival._replace(worker_id=names[worker_id]))
+                mender.forget(piece.key)
+                counts.pop(piece.key, None)
+                continue
+            event = arrival[0]
+            data = mender.mend(piece.key, event.event.data, piece.places)
+            if data is None:
+                return None
+            if not isinstance(data, Cleared) and not data.block_hashes and _named(event):
+                continue
+            count = counts[piece.key] = counts.get(piece.key, -1) + 1
+            event_id = max(0, count + piece.jumps) if look.with_ids else count
+            tier, tokens = event.storage_tier, event.token_ids
+            if look.bare:
+                tier, tokens = StorageTier.DEVICE, None
+                if isinstance(data, Stored):
+                    data = Stored(data.parent_hash, data.block_hashes, data.tokens_hashes)
+            elif tokens is not None and piece.places is not None:
+                tokens = [tokens[i] for i in piece.places]
+            steps.append(RouterEvent(names[worker_id], KvCacheEvent(event_id, data, rank), tier, tokens))
+        breach = self._whole.breach
+        if breach.worker[0] not in names:
+            return None
+        renamer = _Renamer() if look.renamed else None
+        if renamer is not None:
+            steps = [renamer.renamed(step) for step in steps]
+        block = breach.block if renamer is None or breach.block is None else renamer.blocks.get(breach.block)
+        return self._whole.replace(
+            breach=breach.replace(
+                worker=(names[breach.worker[0]], breach.worker[1]),
+                block=block,
+                is_error=breach.is_error or names[breach.worker[0]] != breach.worker[0],
+            ),
+            profile=look.profile or self._whole.profile,
+            steps=tuple(steps),
+            workers=tuple(made for made in self._whole.workers if names.get(made[0][0]) == made[0][0]) * look.made,
+            sinks=tuple(sinks),
+            with_ids=look.with_ids,
+        )
+
+
+def _named(event: RouterEvent) -> tuple[int, ...]:
+    """The blocks that an event names; none for a Cleared."""
+    blocks: tuple[int, ...] = getattr(event.event.data, "block_hashes", ())
+    return blocks
+
+
+def _names_blocks(piece: _Piece) -> bool:
+    return piece.event is not None and isinstance(piece.event.event.data, (Stored, Removed))
+
+
+def _pieces(arrivals: Iterable[Arrival]) -> Iterator[_Piece]:
+    """Whole arrivals, each with the jumps that the ids of its stream have made by then."""
+    counts: dict[StreamKey, int] = {}
+    for arrival in arrivals:
+        if isinstance(arrival, Forgotten):
+            counts = {key: n for key, n in counts.items() if key[0] != arrival.worker_id}
+            yield _Piece(arrival, 0)
+            continue
+        inner = arrival[0].event
+        key = (arrival[0].worker_id, inner.dp_rank)
+        count = counts[key] = counts.get(key, -1) + 1
+        yield _Piece(arrival, inner.event_id - count)
+
+
+def _parents(arrivals: Iterable[Arrival]) -> dict[StreamKey, dict[int, int | None]]:
+    """The parent of each block of each stream, as last stored."""
+    out: dict[StreamKey, dict[int, int | None]] = {}
+    for arrival in arrivals:
+        if not isinstance(arrival, Forgotten) and isinstance(data := arrival[0].event.data, Stored):
+            parents = out.setdefault((arrival[0].worker_id, arrival[0].event.dp_rank), {})
+            parents.update(zip(data.block_hashes, (data.parent_hash, *data.block_hashes), strict=False))
+    return out
+
+
+class _Mender:
+    """Hangs the children of what is left out below the nearest ancestor that is there, and does not remove it.
+
+    Args:
+        parents: by stream and block, the parent that the whole stream gives it.
+        target: the block that the problem is about, which is left where it is.
+    """
+
+    def __init__(self, parents: Mapping[StreamKey, Mapping[int, int | None]], target: int | None) -> None:
+        self._held: dict[StreamKey, set[int]] = {}
+        self._parents = parents
+        self._target = target
+
+    def forget(self, key: StreamKey) -> None:
+        """Nothing is held any more."""
+        self._held.pop(key, None)
+
+    def mend(self, key: StreamKey, data: EventData, places: tuple[int, ...] | None) -> EventData | None:
+        """What is left of an event of that stream."""
+        held = self._held.setdefault(key, set())
+        if isinstance(data, Removed):
+            blocks = data.block_hashes if places is None else tuple([data.block_hashes[i] for i in places])
+            left = tuple([block for block in blocks if block in held or block == self._target])
+            held.difference_update(left)
+            return Removed(left)
+        if not isinstance(data, Stored):
+            self.forget(key)
+            return data
+        keep = range(len(data.block_hashes)) if places is None else places
+        # A block before the first that is kept is its parent, unless it is gone too.
+        parent = data.block_hashes[keep[0] - 1] if keep and keep[0] else data.parent_hash
+        part = _part(data, self._nearest(key, parent, held), keep)
+        held.update(part.block_hashes)
+        return part
+
+    def _nearest(self, key: StreamKey, parent: int | None, held: Container[int]) -> int | None:
+        parents = self._parents.get(key, {})
+        seen = set()
+        while parent is not None and parent not in held and parent != self._target:
+            seen.add(parent)
+            parent = parents.get(parent)
+            if parent in seen:
+                return None
+        return parent
+
+
+class _Roots(_Mender):
+    """Leaves hashes as they are: what has lost its parent becomes a root with a local hash like its own."""
+
+    def mend(self, key: StreamKey, data: EventData, places: tuple[int, ...] | None) -> EventData | None:
+        """What is left of an event of that stream; None where it cannot be said."""
+        if not isinstance(data, Stored):
+            return super().mend(key, data, places)
+        held = self._held.setdefault(key, set())
+        keep = range(len(data.block_hashes)) if places is None else places
+        if not keep:
+            return Stored(None, (), ())
+        if [*keep] != [*range(keep[0], keep[-1] + 1)]:
+            return None
+        parent = data.block_hashes[keep[0] - 1] if keep[0] else data.parent_hash
+        part = _part(data, parent, keep)
+        held.update(part.block_hashes)
+        if parent is None or parent in held:
+            return part
+        first = part.block_hashes[0]
+        if first == self._target:  # it is its parent that its hash is judged by
+            return None
+        return replace(part, parent_hash=None, tokens_hashes=(first, *part.tokens_hashes[1:]))
+
+
+def _part(data: Stored, parent: int | None, places: Sequence[int]) -> Stored:
+    infos = data.mm_extra_info
+    return Stored(
+        parent,
+        tuple(data.block_hashes[i] for i in places),
+        tuple(data.tokens_hashes[i] for i in places),
+        data.start_position,
+        None if infos is None else tuple(infos[i] for i in places),
+    )
+
+
+class _Renamer:
+    """Gives blocks, and local hashes, the numbers 1, 2, 3 ... in the order in which they appear."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, int] = {}
+        self._local: dict[int, int] = {}
+
+    def renamed(self, step: RouterEvent | Forgotten) -> RouterEvent | Forgotten:
+        """The same step with other numbers."""
+        if isinstance(step, Forgotten):
+            return step
+        data: EventData = step.event.data
+        if isinstance(data, Stored):
+            parent = None if data.parent_hash is None else self._block(data.parent_hash)
+            blocks = tuple(map(self._block, data.block_hashes))
+            local = tuple(self._local.setdefault(h, len(self._local) + 1) for h in data.tokens_hashes)
+            data = replace(data, parent_hash=parent, block_hashes=blocks, tokens_hashes=local)
+        elif isinstance(data, Removed):
+            data = Removed(tuple(map(self._block, data.block_hashes)))
+        return RouterEvent(step.worker_id, replace(step.event, data=data), step.storage_tier, step.token_ids)
+
+    def _block(self, block: int) -> int:
+        return self.blocks.setdefault(block, len(self.blocks) + 1)

@@ -1,0 +1,153 @@
+"""A failing stream as a value: the world that it needs, and the steps that break the rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.harness.recording import Forgotten, Operation
+
+if TYPE_CHECKING:
+    from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.hygiene.stream import StreamKey
+
+Step: TypeAlias = RouterEvent | Forgotten | Operation
+"""An event as it arrives, a worker that is forgotten, or an operation on a worker."""
+
+Level: TypeAlias = Literal["events", "requests"]
+
+
+class NotReduced(Exception):  # noqa: N818 - it says why, and nobody has to catch it by the word Error
+    """Nothing smaller was found. The message is one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """What a smaller stream has to break: the same rule, in the same way.
+
+    Attributes:
+        rule: the rule.
+        is_error: whether it counts as an error.
+        worker: (worker_id, dp_rank) that it is about.
+        block: the block that tells; None where it names none, or where blocks change their names.
+        story: what was known, without its numbers: a block that was removed is not one that was never stored.
+        right: what would have been right, where only that tells; else None.
+    """
+
+    rule: str
+    is_error: bool
+    worker: StreamKey
+    block: int | None
+    story: str
+    right: str | None = None
+
+    @classmethod
+    def of(cls, problem: Problem) -> Breach:
+        """What a problem is about."""
+        worker = (problem.worker_id, problem.dp_rank)
+        # A wrong hash is judged by nothing but its event: only what would have been right tells two of them apart.
+        right = problem.right if problem.rule == "wrong_hash" else None
+        return cls(problem.rule, problem.is_error, worker, problem.block, story_of(problem), right)
+
+    def replace(self, **fields: Any) -> Breach:
+        """Return the same with some fields changed."""
+        return dataclasses.replace(self, **fields)
+
+    def shows_in(self, problem: Problem) -> bool:
+        """Whether a problem is this one again."""
+        return (
+            problem.rule == self.rule
+            and (problem.worker_id, problem.dp_rank) == self.worker
+            and (self.block is None or problem.block == self.block)
+            and (self.right is None or problem.right == self.right)
+            and story_of(problem) == self.story
+        )
+
+
+_PLAIN: Final = (
+    (re.compile(r"0x[0-9a-f]+|\d+"), "#"),
+    (re.compile(r"\b(block|event)s? # to #"), r"\1 #"),
+    (re.compile(r"\b(block|event|token)s? #(, #)*( and # more)?"), r"\1 #"),
+    (re.compile(r"# blocks?\b"), "# block"),
+    (re.compile(r"\bare\b"), "is"),
+)
+
+
+def story_of(problem: Problem) -> str:
+    """What was known, with numbers and counts made alike."""
+    text = problem.known
+    for pattern, plain in _PLAIN:
+        text = pattern.sub(plain, text)
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduction:
+    """The smallest stream found that breaks a rule as a larger one did.
+
+    Attributes:
+        breach: what it breaks.
+        level: whether its steps are events, as they arrive at the router, or requests to workers.
+        backend: the workers' backend.
+        profile: their profile.
+        steps: what to do, in order.
+        workers: workers that must be made: (worker_id, dp_rank) and their backend, None for `backend`. Others exist, or
+            need not.
+        sinks: how many sinks speak, and of each whether its hashes are chained; the first is worker 2**16.
+        with_index: whether the index under test takes part.
+        with_ids: whether the ids of the events matter; if not, they count from 0.
+        allow: rules that it breaks besides, and that the test let pass.
+        cut_from: how many events, or requests, the failing test had.
+        replays: how many replays it took.
+        complete: whether nothing more can be left out; False: the search ended at its limit.
+    """
+
+    breach: Breach
+    level: Level
+    backend: str
+    profile: EngineProfile
+    steps: tuple[Step, ...] = ()
+    workers: tuple[tuple[StreamKey, str | None], ...] = ()
+    sinks: tuple[bool, ...] = ()
+    with_index: bool = False
+    with_ids: bool = False
+    allow: tuple[str, ...] = ()
+    cut_from: int = 0
+    replays: int = 0
+    complete: bool = False
+
+    @property
+    def rule(self) -> str:
+        """The rule that it breaks."""
+        return self.breach.rule
+
+    @property
+    def events(self) -> tuple[RouterEvent, ...]:
+        """Its events; none where it is made of requests."""
+        return tuple(step for step in self.steps if isinstance(step, RouterEvent))
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """Its operations; none where it is made of events."""
+        return tuple(step for step in self.steps if isinstance(step, Operation))
+
+    @property
+    def size(self) -> int:
+        """How many events, or requests, it has."""
+        if self.level == "events":
+            return len(self.events)
+        return sum(step.kind == "prefill" for step in self.operations)
+
+    def replace(self, **fields: Any) -> Reproduction:
+        """Return the same with some fields changed."""
+        return dataclasses.replace(self, **fields)
+
+    def as_test(self, name: str = "test_reproduction") -> str:
+        """The text of a Python test that breaks the rule; where an index takes part, it is the fixture `kv_index`."""
+        from pytest_kvmock.reduce.text import test_text
+
+        return test_text(self, name)

@@ -1,0 +1,345 @@
+"""Cutting down requests to workers: fewer of them, then shorter prompts, fewer steps, a smaller cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.harness.recording import Operation
+from pytest_kvmock.reduce.program import NotReduced, Reproduction
+from pytest_kvmock.reduce.search import Spent, minimal
+from pytest_kvmock.tokens import Prompt
+
+if TYPE_CHECKING:
+    from pytest_kvmock.reduce.replay import Replayer
+
+# Theory of operation
+#
+# What an engine does wrong it does for want of room, mostly, so that in a long test a great many requests are needed
+# before it shows; with a smaller cache few are. So the first thing that is tried is a few requests around the event that
+# shows the problem, or the last one that named its block, in a cache that holds just one of them; then more requests;
+# and all of them as they were, last.
+
+_WINDOWS: Final = (2, 4, 8, 16, 64, 256, 1024)
+
+
+class _Asked(NamedTuple):
+    """A prompt in pieces: its blocks, each the tokens or a local hash, and what is left over.
+
+    `tail` is the tokens after the last whole block, or how many there are; None for hashes without a stated length.
+    """
+
+    blocks: tuple[tuple[int, ...] | int, ...]
+    tail: tuple[int, ...] | int | None
+
+
+class RequestCutter:
+    """Finds the fewest requests that break a rule.
+
+    Args:
+        whole: the failing test as a program without steps: breach, backend, profile, workers, index.
+        operations: what was asked of the workers, in order.
+        around: numbers of events where it may have gone wrong, the likeliest first.
+        replayer: replays programs.
+
+    Attributes:
+        best: the smallest program so far that breaks the rule; None before the first.
+    """
+
+    def __init__(
+        self, whole: Reproduction, operations: Sequence[Operation], around: Iterable[int], replayer: Replayer
+    ) -> None:
+        self.best: Reproduction | None = None
+        self._replayer = replayer
+        self._operations = operations
+        self._around = tuple(around)
+        self._size = whole.profile.block_size
+        self._prompts: dict[_Asked, Prompt] = {}
+        self._decoded: Counter[int] = Counter()
+        for step in operations:
+            if step.kind == "decode":
+                self._decoded[step.request] += _many(step.argument)
+        self._now = whole
+
+    def cut(self) -> Reproduction:
+        """Search.
+
+        Raises:
+            NotReduced: nothing was found that breaks the rule again.
+        """
+        try:
+            self._start()
+            self._make_plain()  # now already: should the search end early, this much is done
+            before = None
+            while before != (before := self._weight()):
+                for shorten in (
+                    self._fewer_requests,
+                    self._smaller_cache,
+                    self._fewer_operations,
+                    self._fewer_blocks,
+                    self._shorter_prompts,
+                    self._fewer_steps,
+                    self._one_after_another,
+                ):
+                    shorten()
+            self._make_plain()
+        except Spent:
+            if self.best is None:
+                raise NotReduced("no part of the requests broke the rule again before the limit was reached") from None
+            return self.best
+        assert self.best is not None
+        return self.best.replace(complete=True)
+
+    def _attempt(self, operations: Sequence[Operation] | None = None, **fields: Any) -> bool:
+        """Whether it breaks the rule with these operations, or in another world; then it is what is cut next."""
+        program = self._now.replace(**fields)
+        if operations is not None:
+            program = program.replace(steps=tuple(operations))
+        steps = tuple(self._ready(step) for step in program.operations)
+        ready = program.replace(steps=steps)
+        # What raises must be gone in the end, and it goes by itself: it has done nothing, or it is the fault.
+        if not steps or not self._replayer.breaks(ready):
+            return False
+        self._now = program
+        if self._replayer.breaks(ready, strict=True):
+            self.best = ready
+        return True
+
+    def _ready(self, step: Operation) -> Operation:
+        """An operation as it is called: with a Prompt, the same object each time, because it keeps its hashes."""
+        asked = step.argument
+        if step.kind != "prefill":
+            return step
+        prompt = self._prompts.get(asked)
+        if prompt is None:
+            prompt = self._prompts[asked] = _prompt(asked, self._size)
+        return step._replace(argument=prompt)
+
+    @property
+    def _steps(self) -> tuple[Operation, ...]:
+        return self._now.operations
+
+    def _weight(self) -> tuple[int, ...]:
+        sizes = [len(step.argument.blocks) for step in self._steps if step.kind == "prefill"]
+        return len(self._steps), sum(sizes), self._now.profile.num_blocks
+
+    # -------------------------------------------------------------------------------------------------- start
+
+    def _start(self) -> None:
+        for operations, num_blocks in self._parts():
+            profile = self._now.profile.replace(num_blocks=num_blocks)
+            if self._attempt(operations, profile=profile):
+                return
+        raise NotReduced("replayed, the requests do not break the rule again")
+
+    def _parts(self) -> Iterator[tuple[Sequence[Operation], int]]:
+        """Parts of the operations, and the size of a cache for each, from the cheapest to the whole."""
+        given = self._now.profile.num_blocks
+        done = 0
+        for window in _WINDOWS:
+            for part in self._windows(window):
+                asked = [self._asked(step) for step in part]
+                needed = max((self._blocks(step) for step in asked if step.kind == "prefill"), default=1)
+                for num_blocks in sorted({min(needed + 1, given), min(2 * needed, given), given}):
+                    yield asked, num_blocks
+            done = window
+        if done < len(self._operations):
+            yield [self._asked(step) for step in self._operations], given
+
+    def _windows(self, requests: int) -> Iterator[Sequence[Operation]]:
+        """So many requests, with all that belongs to them, around each of the places and at the end."""
+        numbers = [step.request for step in self._operations if step.kind == "prefill"]
+        places = [sum(step.at <= at for step in self._operations if step.kind == "prefill") for at in self._around]
+        seen = set()
+        for place in (*places, len(numbers)):
+            for start in (place - requests, place - 1):
+                chosen = range(max(0, start), min(len(numbers), max(0, start) + requests))
+                if not chosen or chosen in seen:
+                    continue
+                seen.add(chosen)
+                wanted = {numbers[i] for i in chosen}
+                part = [step for step in self._operations if step.request in wanted]
+                first, last = part[0].at, part[-1].at
+                yield [
+                    step
+                    for step in self._operations
+                    if step.request in wanted or (not step.request and first <= step.at <= last)
+                ]
+
+    def _asked(self, step: Operation) -> Operation:
+        """An operation with its prompt in pieces."""
+        if step.kind != "prefill":
+            return step
+        tokens, hashes, num_tokens = step.argument
+        size = self._size
+        if tokens is None:
+            tail = None if num_tokens is None else num_tokens - len(hashes) * size
+            return step._replace(argument=_Asked(tuple(hashes), tail))
+        whole = len(tokens) // size * size
+        return step._replace(
+            argument=_Asked(tuple(tokens[i : i + size] for i in range(0, whole, size)), tokens[whole:])
+        )
+
+    def _blocks(self, prefill: Operation) -> int:
+        """Blocks that a request holds in the end, at most."""
+        return len(prefill.argument.blocks) + 1 + self._decoded.get(prefill.request, 0) // self._size
+
+    # --------------------------------------------------------------------------------------------- shortening
+
+    def _fewer_requests(self) -> None:
+        """Leave out whole requests, and what belongs to none."""
+        units: dict[object, list[int]] = {}
+        for i, step in enumerate(self._steps):
+            units.setdefault(step.request or ("alone", i), []).append(i)
+        steps = self._steps
+
+        def of(units: Sequence[list[int]]) -> list[Operation]:
+            return [steps[i] for i in sorted(i for unit in units for i in unit)]
+
+        minimal([*units.values()], lambda units: self._attempt(of(units)))
+
+    def _fewer_operations(self) -> None:
+        """Leave out single operations; the end of a request is none."""
+        steps = self._steps
+        fixed = {i for i, step in enumerate(steps) if step.kind in ("prefill", "finish")}
+        loose = [i for i in range(len(steps)) if i not in fixed]
+        minimal(loose, lambda kept: self._attempt([steps[i] for i in sorted(fixed.union(kept))]))
+
+    def _smaller_cache(self) -> None:
+        """Take fewer blocks, with the prompts as they are, or cut to what fits."""
+        steps = self._steps
+        for num_blocks in _sizes(self._now.profile.num_blocks):
+            profile = self._now.profile.replace(num_blocks=num_blocks)
+            if self._attempt(profile=profile):
+                return
+            for most in (num_blocks, num_blocks - 1):
+                if most and self._attempt(self._with_prompts(steps, partial(_first, most)), profile=profile):
+                    return
+
+    def _fewer_blocks(self) -> None:
+        """Leave out blocks, each from all prompts, so that what was shared stays shared."""
+        steps = self._steps
+        named = [*dict.fromkeys(b for step in steps if step.kind == "prefill" for b in step.argument.blocks)]
+
+        def only(blocks: Sequence[tuple[int, ...] | int]) -> list[Operation]:
+            kept = set(blocks)
+            return self._with_prompts(steps, lambda a: a._replace(blocks=tuple(b for b in a.blocks if b in kept)))
+
+        minimal(named, lambda blocks: self._attempt(only(blocks)))
+
+    @staticmethod
+    def _with_prompts(steps: Sequence[Operation], change: Callable[[_Asked], _Asked]) -> list[Operation]:
+        return [step._replace(argument=change(step.argument)) if step.kind == "prefill" else step for step in steps]
+
+    def _shorter_prompts(self) -> None:
+        """Cut the tail of single prompts, then their last blocks."""
+        for i, step in enumerate(self._steps):
+            if step.kind != "prefill":
+                continue
+            asked = step.argument
+            if asked.tail:
+                asked = asked._replace(tail=_no_tail(asked))
+                self._attempt(self._changed(i, asked))
+            asked = self._steps[i].argument
+            while len(asked.blocks) > 1:
+                asked = asked._replace(blocks=asked.blocks[:-1])
+                if not self._attempt(self._changed(i, asked)):
+                    break
+
+    def _fewer_steps(self) -> None:
+        """Decode less: the least of some counts that does."""
+        for i, step in enumerate(self._steps):
+            if step.kind != "decode":
+                continue
+            tokens = step.argument
+            for fewer in _sizes(_many(tokens)):
+                if self._attempt(self._changed(i, fewer if isinstance(tokens, int) else tokens[:fewer])):
+                    break
+
+    def _one_after_another(self) -> None:
+        """Have requests finished before the next begins, where it does not matter: that reads as one line each."""
+        for number in [step.request for step in self._steps if step.kind == "prefill"]:
+            own = [step for step in self._steps if step.request == number]
+            start = self._steps.index(own[0])
+            rest = [step for step in self._steps if step.request != number]
+            moved = [*rest[:start], *own, *rest[start:]]
+            if tuple(moved) != self._steps:
+                self._attempt(moved)
+
+    def _changed(self, i: int, argument: object) -> list[Operation]:
+        steps = [*self._steps]
+        steps[i] = steps[i]._replace(argument=argument)
+        return steps
+
+    def _make_plain(self) -> None:
+        """Write it down with small numbers, and with less of the world, where it breaks the rule so too."""
+        default = EngineProfile()
+        for field in dataclasses.fields(EngineProfile):
+            value = getattr(default, field.name)
+            if field.name not in ("block_size", "num_blocks") and value != getattr(self._now.profile, field.name):
+                self._attempt(profile=self._now.profile.replace(**{field.name: value}))
+        numbers = {step.request: i for i, step in enumerate((s for s in self._steps if s.kind == "prefill"), 1)}
+        steps = [step._replace(request=numbers.get(step.request, step.request), at=0) for step in self._steps]
+        self._attempt(steps)
+        renamed: dict[object, Any] = {}
+        fresh = count(1)
+        size = self._size
+
+        def rename(asked: _Asked) -> _Asked:
+            for block in asked.blocks:
+                if block not in renamed:
+                    number = next(fresh)
+                    by_hash = isinstance(block, int)
+                    renamed[block] = number if by_hash else tuple(range((number - 1) * size, number * size))
+            tail = asked.tail
+            if isinstance(tail, tuple) and tail:
+                if tail not in renamed:
+                    start = (next(fresh) - 1) * size
+                    renamed[tail] = tuple(range(start, start + len(tail)))
+                tail = renamed[tail]
+            return _Asked(tuple(renamed[block] for block in asked.blocks), tail)
+
+        self._attempt(self._with_prompts(self._steps, rename))
+
+
+def _sizes(below: int) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16 ... below a number, and the one before it."""
+    size = 1
+    seen = set()
+    while size < below:
+        for candidate in (size, size + size // 2):
+            if candidate < below and candidate not in seen:
+                seen.add(candidate)
+                yield candidate
+        size *= 2
+    if below > 1 and below - 1 not in seen:
+        yield below - 1
+
+
+def _first(most: int, asked: _Asked) -> _Asked:
+    """A prompt of so many blocks at most; without its tail, where it has as many or more."""
+    if len(asked.blocks) < most:
+        return asked
+    return _Asked(asked.blocks[:most], _no_tail(asked))
+
+
+def _no_tail(asked: _Asked) -> tuple[int, ...] | int | None:
+    return () if isinstance(asked.tail, tuple) else asked.tail and 0
+
+
+def _many(tokens: int | Sequence[int]) -> int:
+    return tokens if isinstance(tokens, int) else len(tokens)
+
+
+def _prompt(asked: _Asked, block_size: int) -> Prompt:
+    blocks, tail = asked
+    if tail is None or isinstance(tail, int):
+        length = None if tail is None else len(blocks) * block_size + tail
+        return Prompt(hashes=[block for block in blocks if isinstance(block, int)], num_tokens=length)
+    tokens = [token for block in blocks if isinstance(block, tuple) for token in block]
+    return Prompt([*tokens, *tail])

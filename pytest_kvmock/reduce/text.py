@@ -1,0 +1,256 @@
+"""A reproduction as the text of a Python test."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.harness.recording import Forgotten, Operation
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.text import block_text
+from pytest_kvmock.tokens import Prompt
+
+if TYPE_CHECKING:
+    from pytest_kvmock.events import EventData
+    from pytest_kvmock.reduce.program import Reproduction
+
+_PUBLIC = (
+    *("Cleared", "EngineProfile", "KvCacheEvent", "Prompt", "Removed", "RouterEvent", "RouterHarness", "StorageTier"),
+    "Stored",
+)
+
+
+def test_text(program: Reproduction, name: str) -> str:
+    """The text of a test that does what a program says, and fails for the same rule."""
+    body = [*_world(program)]
+    body += _events(program) if program.level == "events" else _operations(program)
+    if not program.breach.is_error:
+        body.append(f'assert [] == [p for p in kv.judge().warnings if p.rule == "{program.rule}"]')
+    index = "kv_index" if program.with_index else ""
+    size = program.profile.block_size
+    marked = program.with_index and size != EngineProfile().block_size  # for a kv_index that reads kv_profile
+    lines = [
+        *([f"@pytest.mark.kvmock(block_size={size})"] * marked),
+        f"def {name}({index}):",
+        f"    with RouterHarness({_harness(program)}) as kv:",
+        *(f"        {line}" for line in body),
+    ]
+    text = "\n".join(lines)
+    names = [public for public in _PUBLIC if f"{public}(" in text or f"{public}." in text]
+    pytest = "import pytest\n\n" if marked else ""
+    return f"{pytest}from pytest_kvmock import {', '.join(names)}\n\n\n{text}\n"
+
+
+def _harness(program: Reproduction) -> str:
+    default = EngineProfile()
+    fields = [
+        f"{field.name}={getattr(program.profile, field.name)!r}"
+        for field in dataclasses.fields(EngineProfile)
+        if getattr(program.profile, field.name) != getattr(default, field.name)
+    ]
+    arguments = [f"EngineProfile({', '.join(fields)})"] if fields else []
+    named = "" if fields else "backend="
+    if program.level == "requests":
+        arguments.append(f'{named}"{program.backend}"')
+    if program.with_index:
+        arguments.append("index=kv_index")
+    if program.allow:
+        arguments.append(f"allow=[{', '.join(map(_quoted, program.allow))}]")
+    return ", ".join(arguments)
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _world(program: Reproduction) -> Iterator[str]:
+    for (worker_id, rank), backend in program.workers:
+        of = "" if backend is None else f', backend="{backend}"'
+        yield f"kv.worker({worker_id}{f', {rank}' if rank else ''}{of})"
+    for i, chained in enumerate(program.sinks):
+        yield f"{_sink(FIRST_SINK_WORKER + i, program)} = kv.make_sink({'chained=True' if chained else ''})"
+
+
+# ----------------------------------------------------------------------------------------------------- events
+
+
+def _events(program: Reproduction) -> Iterator[str]:
+    for (kind, where), group in groupby(program.steps, _place):
+        steps = [*group]
+        if kind == "forget":
+            yield from (_forgotten(step) for step in steps if isinstance(step, Forgotten))
+            continue
+        events = [step for step in steps if isinstance(step, RouterEvent)]
+        if kind == "sink":
+            yield from (f"{_sink(where[0], program)}({_said(step, program)})" for step in events)
+            continue
+        worker_id, rank = where
+        at = "".join([f", worker_id={worker_id}" * bool(worker_id), f", dp_rank={rank}" * bool(rank)])
+        said = [_applied(step, program) for step in events]
+        if len(said) == 1:
+            yield f"kv.apply({said[0]}{at})"
+        else:
+            yield "kv.apply(["
+            yield from (f"    {text}," for text in said)
+            yield f"]{at})"
+
+
+def _sink(worker_id: int, program: Reproduction) -> str:
+    return "sink" if len(program.sinks) == 1 else f"sink{worker_id - FIRST_SINK_WORKER + 1}"
+
+
+def _place(step: object) -> tuple[str, tuple[int, int]]:
+    if not isinstance(step, RouterEvent):
+        return "forget", (0, 0)
+    where = (step.worker_id, step.event.dp_rank)
+    return ("sink" if step.worker_id >= FIRST_SINK_WORKER else "apply"), where
+
+
+def _forgotten(step: Forgotten) -> str:
+    if step.first_id is None:
+        return f"kv.remove_worker({step.worker_id})"
+    rank = f", {step.dp_rank}" if step.dp_rank else ""
+    return f"kv.worker({step.worker_id}{rank}).restart(announced=True)"
+
+
+def _said(step: RouterEvent, program: Reproduction) -> str:
+    """What a sink is called with."""
+    text = _data(step.event.data)
+    if program.with_ids or step.event.dp_rank:
+        text = _with_id(step, text)
+    if step.storage_tier is not StorageTier.DEVICE or step.token_ids is not None:
+        text += f", {_tier(step)}"
+    if step.token_ids is not None:
+        text += f", {_tokens(step)}"
+    return text
+
+
+def _applied(step: RouterEvent, program: Reproduction) -> str:
+    """What `apply` is called with."""
+    text = _data(step.event.data)
+    beside = step.storage_tier is not StorageTier.DEVICE or step.token_ids is not None
+    if not program.with_ids and not beside:
+        return text
+    text = _with_id(step, text)
+    if beside:
+        tokens = "" if step.token_ids is None else f", {_tokens(step)}"
+        text = f"RouterEvent({step.worker_id}, {text}, {_tier(step)}{tokens})"
+    return text
+
+
+def _with_id(step: RouterEvent, data: str) -> str:
+    rank = f", {step.event.dp_rank}" if step.event.dp_rank else ""
+    return f"KvCacheEvent({step.event.event_id}, {data}{rank})"
+
+
+def _tier(step: RouterEvent) -> str:
+    return f"StorageTier.{step.storage_tier.name}"
+
+
+def _tokens(step: RouterEvent) -> str:
+    return f"[{', '.join(map(_token_list, step.token_ids or ()))}]"
+
+
+def _data(data: EventData) -> str:
+    if isinstance(data, Stored):
+        parent = "None" if data.parent_hash is None else block_text(data.parent_hash)
+        more = "" if data.start_position is None else f", start_position={data.start_position}"
+        more += "" if data.mm_extra_info is None else f", mm_extra_info={data.mm_extra_info!r}"
+        return f"Stored({parent}, {_tuple(data.block_hashes)}, {_tuple(data.tokens_hashes)}{more})"
+    if isinstance(data, Removed):
+        return f"Removed({_tuple(data.block_hashes)})"
+    return "Cleared()"
+
+
+def _tuple(hashes: Sequence[int]) -> str:
+    parts = _parts(hashes)
+    return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+
+
+# --------------------------------------------------------------------------------------------------- operations
+
+
+def _operations(program: Reproduction) -> Iterator[str]:
+    steps = list(program.operations)
+    size = program.profile.block_size
+    prefills = {step.request: step for step in steps if step.kind == "prefill"}
+    while steps:
+        step = steps.pop(0)
+        worker = _worker(step)
+        if step.kind == "prefill":
+            own = [s for s in steps if s.request == step.request]
+            kinds = [s.kind for s in own]
+            together = steps[: len(own)] == own
+            if together and kinds in (["finish"], ["decode", "finish"]) and isinstance(own[0].argument or 0, int):
+                steps = steps[len(own) :]
+                output = f", {own[0].argument}" if own[0].kind == "decode" else ""
+                yield f"{worker}.serve({_prompt(step.argument, size)}{output})"
+            else:
+                name = f"request{step.request} = " if own else ""
+                yield f"{name}{worker}.prefill({_prompt(step.argument, size)})"
+        elif step.request in prefills:
+            argument = ""
+            if step.kind == "decode" and step.argument != 1:
+                tokens = step.argument
+                argument = str(tokens) if isinstance(tokens, int) else _prompt(Prompt.of(tokens), size)
+            yield f"request{step.request}.{step.kind}({argument})"
+        elif step.kind == "restart":
+            yield f"{worker}.restart({'announced=True' if step.argument else ''})"
+        elif step.kind == "remove_worker":
+            yield f"kv.remove_worker({step.worker[0]})"
+        elif step.kind == "drop_next":
+            count, kind = step.argument
+            yield f"kv.drop_next({count if count > 1 or kind else ''}{'' if kind is None else f', kind={_quoted(kind)}'})"
+        else:
+            yield f"{worker}.{step.kind}()"
+
+
+def _worker(step: Operation) -> str:
+    worker_id, rank = step.worker
+    return f"kv.worker({worker_id}{f', {rank}' if rank else ''})"
+
+
+def _prompt(prompt: Prompt, block_size: int) -> str:
+    if prompt.tokens is not None:
+        return _token_list(prompt.tokens)
+    hashes = ", ".join(_parts(prompt.block_hashes(block_size)))
+    length = "" if prompt.num_tokens is None else f", num_tokens={prompt.num_tokens}"
+    return f"Prompt(hashes=[{hashes}]{length})"
+
+
+def _token_list(tokens: Sequence[int]) -> str:
+    """A list of tokens."""
+    return f"[{', '.join(_parts(tokens))}]"
+
+
+def _parts(numbers: Iterable[int]) -> list[str]:
+    """The inside of a list of numbers, with long runs up or down as ranges."""
+    parts: list[str] = []
+    for run, step in _runs(numbers):
+        first, end = run[0], run[-1] + step
+        if len(run) < 6 or end < 0:
+            parts += map(block_text, run)
+        elif step < 0:
+            parts.append(f"*range({first}, {end}, -1)")
+        else:
+            parts.append(f"*range({first}, {end})" if first else f"*range({end})")
+    return parts
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[tuple[list[int], int]]:
+    """Numbers in runs of one step, 1 or -1."""
+    run: list[int] = []
+    step = 1
+    for number in numbers:
+        if len(run) == 1 and abs(number - run[0]) == 1:
+            step = number - run[0]
+        elif run and number - run[-1] != step:
+            yield run, step
+            run, step = [], 1
+        run.append(number)
+    if run:
+        yield run, step

@@ -1,0 +1,284 @@
+"""Plays a scenario on a harness, step by step, and stops at the first line that is not so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from uuid import UUID
+
+from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.log import Expectation
+from pytest_kvmock.hygiene.report import problem_text
+from pytest_kvmock.tokens import Prompt, lineage_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.engine.worker import KvWorker, Request
+    from pytest_kvmock.harness import RouterHarness
+    from pytest_kvmock.moves import Block
+    from pytest_kvmock.scenarios.values import Scenario, Step, WorkerName
+    from pytest_kvmock.strict_yaml import Place
+
+REFUSALS: Final = (OutOfBlocks, RequestError, ValueError, TypeError)
+"""What a step raises that cannot be done as the file has it (a `MoveError` is a ValueError)."""
+
+
+FIRST: Final = (0, 0)
+"""The worker that a step is about which does not say so."""
+
+
+class ScenarioFailure(AssertionError):  # noqa: N818 - the file is no error, what came of it is
+    """Something that a scenario expects is not so. The first line of the message begins with file and line.
+
+    Attributes:
+        place: the expectation, or the step that was refused.
+    """
+
+    def __init__(self, place: Place, message: str) -> None:
+        super().__init__(f"{place.file}:{place.line}: {message}")
+        self.place = place
+
+
+def play(scenario: Scenario, harness: RouterHarness) -> None:
+    """Do what a scenario says, on a harness of your own, with an index of your own perhaps.
+
+    Args:
+        scenario: what to do.
+        harness: on what. It must be fresh; its profile is yours to choose, see `Scenario.profile`.
+
+    Raises:
+        ScenarioFailure: something that it expects is not so, a step was refused, or an event error came that it does
+            not expect.
+    """
+    __tracebackhide__ = True
+    player = _Player(harness, frozenset(scenario.allow))
+    for step in scenario.steps:
+        player.play(step)
+
+
+class _After(NamedTuple):
+    """What there is to look at after a step."""
+
+    manager_of: Callable[[], KvManager]  # called where blocks are looked at only: a worker may be a name for events
+    answer: Any
+    events: list[RouterEvent]
+
+
+class _Player:
+    """What is known while a scenario is played: requests and partial blocks by name, and what was looked at before."""
+
+    def __init__(self, harness: RouterHarness, allow: frozenset[str]) -> None:
+        self._harness = harness
+        self._allow = allow
+        self._requests: dict[str, tuple[Request, WorkerName]] = {}
+        self._partials: dict[str, UUID] = {}
+        self._sinks = 0
+        self._seen = 0  # events of the log
+        self._judged = 0  # problems of the log
+
+    def play(self, step: Step) -> None:
+        __tracebackhide__ = True
+        answer = self._do(step) if step.action else None
+        self._harness.flush()
+        events = [entry.event for entry in self._harness.events]
+        new, self._seen = events[self._seen :], len(events)
+        worker = self._worker_of(step.given) if step.worker is None else step.worker
+        after = _After(lambda: self._worker(worker).manager, answer, new)
+        for name, (place, wanted) in step.expected.items():
+            if name in ("refused", "problems"):
+                continue
+            right, have = getattr(self, f"_look_{name}")(wanted, after)
+            if right != have:
+                raise ScenarioFailure(place, f"expect {name} {right}: got {have}")
+        self._judge(step)
+
+    def _do(self, step: Step) -> Any:
+        __tracebackhide__ = True
+        refused = step.expected.get("refused")
+        try:
+            answer = getattr(self, f"_do_{step.action}")(**step.given)
+        except REFUSALS as error:
+            said = f"{type(error).__name__}: {error}"
+            if refused is None:
+                raise ScenarioFailure(step.place, f"{step.action} was refused: {said}") from None
+            if refused.value not in said:
+                raise ScenarioFailure(refused.place, f"expect refused {refused.value!r}: got {said!r}") from None
+            return None
+        if refused is not None:
+            raise ScenarioFailure(refused.place, f"expect refused {refused.value!r}: it was not")
+        return answer
+
+    def _judge(self, step: Step) -> None:
+        """Compare the problems that are new with those that the step expects; a warning may come unexpected."""
+        __tracebackhide__ = True
+        events = self._harness.events
+        fresh, self._judged = events.problems[self._judged :], len(events.problems)
+        new = [p for p in fresh if p.cause is None and p.expected_by is None and p.rule not in self._allow]
+        expected = step.expected.get("problems")
+        if expected is None:
+            errors = [problem for problem in new if problem.is_error]
+            if errors:
+                raise ScenarioFailure(step.place, f"{errors[0].rule}\n\n{problem_text(errors[0])}")
+            return
+        have = [problem.rule for problem in new]
+        if sorted(have) != sorted(expected.value):
+            message = f"expect problems {expected.value}: got {have}"
+            surplus = [problem_text(problem) for problem in new if problem.rule not in expected.value]
+            raise ScenarioFailure(expected.place, "\n\n".join([message, *surplus[:1]]))
+        for problem in new:
+            problem.expected_by = Expectation(events, problem.rule, 1)
+
+    # ------------------------------------------------------------------------------------------------- actions
+
+    def _worker_of(self, given: Mapping[str, Any]) -> WorkerName:
+        """Which worker a step is about."""
+        name = given.get("request")
+        if name in self._requests:
+            return self._requests[name][1]
+        worker: WorkerName = given.get("worker", given.get("id", FIRST))
+        return worker if isinstance(worker, tuple) else FIRST
+
+    def _worker(self, worker: WorkerName) -> KvWorker:
+        return self._harness.worker(*worker)
+
+    def _request(self, name: str) -> Request:
+        if name not in self._requests:
+            raise ValueError(f"no request is named {name!r}; known: {', '.join(self._requests) or 'none'}")
+        return self._requests[name][0]
+
+    def _block(self, block: int | str) -> Block:
+        if isinstance(block, int):
+            return block
+        return self._partials.setdefault(block, UUID(int=len(self._partials) + 1))
+
+    def _do_use(self, blocks: list[int | str], worker: WorkerName = FIRST, plhs: Any = None, **given: Any) -> int:
+        if plhs is not None:
+            given["plhs"] = [lineage_hash(*parts) for parts in plhs]
+        return self._worker(worker).manager.use(map(self._block, blocks), **given)
+
+    def _do_deref(self, blocks: list[int | str], worker: WorkerName = FIRST) -> None:
+        self._worker(worker).manager.deref(map(self._block, blocks))
+
+    def _do_promote(self, partial: str, block: int, worker: WorkerName = FIRST, plh: Any = None, **given: Any) -> None:
+        if plh is not None:
+            given["plh"] = lineage_hash(*plh)
+        uuid = self._block(partial)
+        assert isinstance(uuid, UUID)
+        self._worker(worker).manager.promote(uuid, block, **given)
+
+    def _do_prefill(self, request: str, worker: WorkerName = FIRST, **prompt: Any) -> int:
+        if request in self._requests and self._requests[request][0].status in ("running", "preempted"):
+            raise ValueError(f"a request named {request!r} is open already")
+        made = self._worker(worker).prefill(Prompt(**prompt))
+        self._requests[request] = made, worker
+        return made.cached_tokens
+
+    def _do_serve(self, worker: WorkerName = FIRST, output_tokens: int = 0, **prompt: Any) -> int:
+        return self._worker(worker).serve(Prompt(**prompt), output_tokens).cached_tokens
+
+    def _do_decode(self, request: str, count: int = 1, tokens: Any = None) -> None:
+        self._request(request).decode(count if tokens is None else tokens)
+
+    def _do_finish(self, request: str) -> None:
+        self._request(request).finish()
+
+    def _do_preempt(self, request: str) -> None:
+        self._request(request).preempt()
+
+    def _do_resume(self, request: str) -> int:
+        resumed = self._request(request)
+        resumed.resume()
+        return resumed.cached_tokens
+
+    def _do_clear(self, worker: WorkerName) -> None:
+        if not self._worker(worker).clear():
+            raise RequestError(f"worker {worker[0]} is not cleared while blocks are in use")
+
+    def _do_restart(self, worker: WorkerName, announced: bool = False) -> None:
+        self._worker(worker).restart(announced=announced)
+
+    def _do_worker(self, id: WorkerName, backend: str | None = None) -> None:  # noqa: A002 - the key in the file
+        self._harness.worker(*id, backend)
+
+    def _do_remove_worker(self, worker: int) -> None:
+        self._harness.remove_worker(worker)
+
+    def _do_event(
+        self, worker: WorkerName = FIRST, tier: StorageTier = StorageTier.DEVICE, token_ids: Any = None, **given: Any
+    ) -> None:
+        data: Stored | Removed | Cleared = Cleared()
+        if "stored" in given:
+            blocks = tuple(given["stored"])
+            data = Stored(given.get("parent"), blocks, tuple(given.get("local_hashes", blocks)))
+        elif "removed" in given:
+            data = Removed(tuple(given["removed"]))
+        while worker[0] - FIRST_SINK_WORKER >= self._sinks:
+            self._harness.make_sink()
+            self._sinks += 1
+        event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
+        event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, token_ids)
+        self._harness.hear(event, chained=given.get("chained", False))
+
+    def _do_fault(self, fault: str, arguments: Mapping[str, Any] | tuple[Any, ...]) -> None:
+        inject = getattr(self._harness.faults, fault)
+        if isinstance(arguments, tuple):
+            inject(*arguments)
+        else:
+            inject(**arguments)
+
+    # ------------------------------------------------------------------------------- expectations: (right, have)
+
+    @staticmethod
+    def _look_allocated(wanted: int, after: _After) -> tuple[Any, Any]:
+        return wanted, after.answer
+
+    _look_cached_tokens = _look_allocated
+
+    @staticmethod
+    def _look_events(wanted: list[dict[str, Any]], after: _After) -> tuple[Any, Any]:
+        padded = [*wanted, *({} for _ in after.events)]
+        have = [_as_expected(event, like) for event, like in zip(after.events, padded, strict=False)]
+        return wanted, have
+
+    def _look_active(self, wanted: Any, after: _After) -> tuple[Any, Any]:
+        if isinstance(wanted, int):
+            return wanted, after.manager_of().num_active_blocks
+        names: dict[Block, str] = {uuid: name for name, uuid in self._partials.items()}
+        have = {names.get(block, block): count for block, count in after.manager_of().active_blocks.items()}
+        return (wanted, have) if isinstance(wanted, dict) else (_sorted(wanted), _sorted(have))
+
+    @staticmethod
+    def _look_inactive(wanted: Any, after: _After) -> tuple[Any, Any]:
+        if isinstance(wanted, int):
+            return wanted, after.manager_of().num_inactive_blocks
+        return sorted(wanted), sorted(after.manager_of().inactive_blocks())
+
+    @staticmethod
+    def _look_eviction_order(wanted: list[int], after: _After) -> tuple[Any, Any]:
+        return wanted, after.manager_of().inactive_blocks()
+
+    def _look_overlap(self, wanted: dict[str, Any], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - as its likes
+        prompt = {key: value for key, value in wanted.items() if key != "workers"}
+        return wanted["workers"], self._harness.overlap(Prompt(**prompt))
+
+
+def _sorted(blocks: Any) -> list[Any]:
+    return sorted(blocks, key=lambda block: (isinstance(block, str), block))
+
+
+def _as_expected(event: RouterEvent, like: Mapping[str, Any]) -> Any:
+    """An event as the file would have it, with as much of it as `like` says."""
+    data = event.event.data
+    if isinstance(data, Cleared):
+        said: dict[str, Any] = {"cleared": True}
+    else:
+        kind = type(data).__name__.lower()
+        said = {kind: len(data.block_hashes) if isinstance(like.get(kind), int) else list(data.block_hashes)}
+        if isinstance(data, Stored) and ("parent" in like or not like):
+            said["parent"] = data.parent_hash
+    if "worker" in like:
+        said["worker"] = event.worker_id, event.event.dp_rank
+    return said

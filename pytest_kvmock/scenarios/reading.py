@@ -1,0 +1,387 @@
+"""From a scenario file to `Scenario` values. Whatever is wrong with it is one error with file, line and column."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+from pytest_kvmock.events import StorageTier
+from pytest_kvmock.faults.kinds import check_fault
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.rules import check_rule
+from pytest_kvmock.profiles import FIELDS
+from pytest_kvmock.scenarios.values import Expected, Scenario, Step, WorkerName
+from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, plain, read_yaml, string
+
+MOST_TOKENS: Final = 1_000_000
+"""How many tokens a range or a count may have: a few characters must not fill the memory."""
+
+MOST_SINKS: Final = 256
+"""How many sinks of one's own may speak; their ids are from 2**16 on."""
+
+_RANGE: Final = re.compile(r"(0|[1-9][0-9]*)\.\.(0|[1-9][0-9]*)")
+
+Reader = Callable[[Node], Any]
+
+
+def load_scenarios(path: Path | str, name: str | None = None) -> list[Scenario]:
+    """Read a scenario file.
+
+    Args:
+        path: where it is.
+        name: how messages name it; as `path` if None.
+
+    Returns:
+        Its scenarios, in the order of the file.
+
+    Raises:
+        YamlError: it cannot be read, or says what no scenario says. The message has file, line and column.
+    """
+    path = Path(path)
+    document = read_yaml(path, name)
+    common = document.fields({**_COMMON, "scenarios": _scenarios, "steps": _steps})
+    base, fields = common.get("profile", (None, {}))
+    given = common.get("scenarios")
+    if (given is None) == ("steps" not in common):
+        raise document.error("either 'scenarios' (a mapping of names to scenarios) or 'steps' is needed")
+    if given is None:
+        only = path.name.removesuffix(".kv.yaml")
+        given = {only: (document, {"steps": common["steps"]})}
+    scenarios = []
+    for title, (node, said) in given.items():
+        own_base, own_fields = said.get("profile", (None, {}))
+        scenarios.append(
+            Scenario(
+                title,
+                node.place,
+                tuple(said["steps"]),
+                own_base or base,
+                own_fields if own_base else {**fields, **own_fields},
+                said.get("backends", common.get("backends")),
+                (*common.get("allow", ()), *said.get("allow", ())),
+            )
+        )
+    return scenarios
+
+
+# ---------------------------------------------------------------------------------------------------- scenarios
+
+
+def _scenarios(node: Node) -> dict[str, tuple[Node, dict[str, Any]]]:
+    found = node.entries(lambda one: (one, one.fields({**_COMMON, "steps": _steps}, required=("steps",))))
+    if not found:
+        raise node.error("no scenario is in it")
+    return found
+
+
+def _profile(node: Node) -> tuple[str | None, Mapping[str, Any]]:
+    """The name of an engine profile, or fields of one, with the name of another as `base` perhaps."""
+    if isinstance(node.value, str):
+        return node.value, {}
+    fields = node.fields({"base": string, **FIELDS})
+    return fields.pop("base", None), fields
+
+
+def _rule(node: Node) -> str:
+    return check_rule(string(node))
+
+
+def _backends(node: Node) -> tuple[str, ...]:
+    names = tuple(node.elements(string))
+    if not names:
+        raise node.error("at least one backend is needed; without the key it is the default matrix")
+    return names
+
+
+_COMMON: Final[Mapping[str, Reader]] = {
+    "description": string,
+    "profile": _profile,
+    "backends": _backends,
+    "allow": list_of(_rule),
+}
+
+
+# ---------------------------------------------------------------------------------------------------- values
+
+
+def _natural(node: Node) -> int:
+    number = integer(node)
+    if not 0 <= number < 2**64:
+        raise node.wrong_type("an integer from 0 to 2**64 - 1")
+    return number
+
+
+def _worker(node: Node) -> WorkerName:
+    """A worker by its id, or a rank of one as [id, rank]."""
+    parts = node.elements(integer) if isinstance(node.value, list) else [integer(node), 0]
+    most = FIRST_SINK_WORKER + MOST_SINKS - 1
+    if len(parts) != 2 or not 0 <= parts[0] <= most or parts[1] < 0:
+        raise node.wrong_type(f"the id of a worker (0 to {most}; sinks from {FIRST_SINK_WORKER} on), or [id, rank]")
+    return parts[0], parts[1]
+
+
+def _count(node: Node) -> int:
+    number = integer(node)
+    if not 0 <= number <= MOST_TOKENS:
+        raise node.wrong_type(f"an integer from 0 to {MOST_TOKENS}")
+    return number
+
+
+def _numbers(node: Node) -> tuple[int, ...]:
+    """A number, a range such as `0..15` (both ends included), or a list of these."""
+    if isinstance(node.value, list):
+        numbers = tuple(chain.from_iterable(node.elements(_numbers)))
+        if len(numbers) > MOST_TOKENS:
+            raise node.error(f"{len(numbers)} numbers; at most {MOST_TOKENS} are taken")
+        return numbers
+    if isinstance(node.value, str) and (found := _RANGE.fullmatch(node.value)):
+        first, last = int(found[1]), int(found[2])
+        if last < first:
+            raise node.error(f"the range {node.value} goes backwards")
+        if last - first >= MOST_TOKENS:
+            raise node.error(f"the range {node.value} has {last - first + 1} numbers; at most {MOST_TOKENS} are taken")
+        return tuple(range(first, last + 1))
+    if isinstance(node.value, int) and not isinstance(node.value, bool):
+        return (_natural(node),)
+    raise node.wrong_type("a number, a range such as 0..15, or a list of these")
+
+
+def _block(node: Node) -> int | str:
+    """A full block by its hash, or a partial one by a name."""
+    if isinstance(node.value, str) and node.value:
+        return node.value
+    if isinstance(node.value, int) and not isinstance(node.value, bool):
+        return _natural(node)
+    raise node.wrong_type("a block hash, or a name for a partial block")
+
+
+def _lineage(node: Node) -> tuple[int, int | None, int]:
+    parts = node.elements(nullable(_natural))
+    if len(parts) != 3 or parts[0] is None or parts[2] is None:
+        raise node.wrong_type("[sequence hash, parent sequence hash or null, position]")
+    return parts[0], parts[1], parts[2]
+
+
+def _one_of(node: Node, *keys: str) -> None:
+    """Make sure that exactly one of these keys of a mapping is there."""
+    given = [key for key in keys if key in node.value]
+    if len(given) != 1:
+        raise node.error(f"exactly one of {', '.join(keys)} is needed")
+
+
+def _mapping(readers: Mapping[str, Reader], required: tuple[str, ...] = (), short: str = "") -> Reader:
+    """Make a reader of an action's arguments; `short` is the one that may stand alone."""
+
+    def read(node: Node) -> dict[str, Any]:
+        if short and not isinstance(node.value, dict):
+            return {short: readers[short](node)}
+        return node.fields(readers, required)
+
+    return read
+
+
+def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Reader:
+    """Make a reader of arguments among which there is a prompt, by tokens or by hashes."""
+    both = _mapping({"tokens": _numbers, "hashes": _numbers, "num_tokens": _count, **readers}, required)
+
+    def read(node: Node) -> dict[str, Any]:
+        given: dict[str, Any] = both(node)
+        _one_of(node, "tokens", "hashes")
+        if "num_tokens" in given and "hashes" not in given:
+            raise node.key_error("num_tokens", "'num_tokens' belongs to 'hashes'")
+        return given
+
+    return read
+
+
+def _event(node: Node) -> dict[str, Any]:
+    readers = {
+        "stored": list_of(_natural),
+        "local_hashes": list_of(_natural),
+        "parent": nullable(_natural),
+        "removed": list_of(_natural),
+        "cleared": boolean,
+        "worker": _worker,
+        "id": _natural,
+        "tier": _tier,
+        "token_ids": list_of(_numbers),
+        "chained": boolean,
+    }
+    given = node.fields(readers)
+    _one_of(node, "stored", "removed", "cleared")
+    for key in ("parent", "local_hashes", "token_ids"):
+        if key in given and "stored" not in given:
+            raise node.key_error(key, f"{key!r} belongs to 'stored'")
+    if len(given.get("local_hashes", given.get("stored", ()))) != len(given.get("stored", ())):
+        raise node.key_error("local_hashes", "one local hash a block is needed")
+    return given
+
+
+def _decode(node: Node) -> dict[str, Any]:
+    given = node.fields({"request": string, "tokens": _numbers, "count": _count}, ("request",))
+    _one_of(node, "tokens", "count")
+    return given
+
+
+def _tier(node: Node) -> StorageTier:
+    tiers = {tier.name.lower(): tier for tier in StorageTier}
+    if node.value not in tiers:
+        raise node.wrong_type(", ".join(tiers))
+    return tiers[node.value]
+
+
+def _fault(node: Node) -> dict[str, Any]:
+    """One fault by its name, with its arguments: `lose`, `{lose: 1}` or `{lose: {n: 1, kind: stored}}`."""
+    if isinstance(node.value, str):
+        return {"fault": node.read(lambda one: check_fault(one.value)), "arguments": ()}
+    if not isinstance(node.value, dict) or len(node.value) != 1:
+        raise node.wrong_type("one fault, such as {lose: 1} or {lose: {n: 1, kind: stored}}")
+    ((name, value),) = node.value.items()
+    try:
+        check_fault(name)
+    except ValueError as error:
+        raise node.key_error(name, str(error)) from None
+    if isinstance(value.value, dict):
+        return {"fault": name, "arguments": {key: _argument(one) for key, one in value.value.items()}}
+    return {"fault": name, "arguments": (_argument(value),)}
+
+
+def _argument(node: Node) -> Any:
+    """An argument of a fault; a worker and rank is a list."""
+    value = plain(node)
+    return tuple(value) if isinstance(value, list) else value
+
+
+_ACTIONS: Final[Mapping[str, Reader]] = {
+    "use": _mapping(
+        {
+            "blocks": list_of(_block),
+            "parent": nullable(_natural),
+            "local_hashes": list_of(_natural),
+            "plhs": list_of(_lineage),
+            "token_ids": list_of(list_of(_natural)),
+            "worker": _worker,
+        },
+        ("blocks",),
+        "blocks",
+    ),
+    "deref": _mapping({"blocks": list_of(_block), "worker": _worker}, ("blocks",), "blocks"),
+    "promote": _mapping(
+        {
+            "partial": string,
+            "block": _natural,
+            "parent": nullable(_natural),
+            "local_hash": _natural,
+            "plh": _lineage,
+            "worker": _worker,
+        },
+        ("partial", "block"),
+    ),
+    "prefill": _prompt({"request": string, "worker": _worker}, ("request",)),
+    "serve": _prompt({"output_tokens": _count, "worker": _worker}),
+    "decode": _decode,
+    "finish": _mapping({"request": string}, ("request",), "request"),
+    "preempt": _mapping({"request": string}, ("request",), "request"),
+    "resume": _mapping({"request": string}, ("request",), "request"),
+    "clear": _mapping({"worker": _worker}, ("worker",), "worker"),
+    "restart": _mapping({"worker": _worker, "announced": boolean}, ("worker",), "worker"),
+    "worker": _mapping({"id": _worker, "backend": string}, ("id",), "id"),
+    "remove_worker": _mapping({"worker": integer}, ("worker",), "worker"),
+    "event": _event,
+    "fault": _fault,
+}
+"""What a step can do, and what reads its arguments."""
+
+
+# ---------------------------------------------------------------------------------------------------- expectations
+
+
+def _how_many(reader: Reader) -> Reader:
+    """Make a reader that takes a number in place of the blocks themselves."""
+
+    def read(node: Node) -> Any:
+        return integer(node) if isinstance(node.value, int) else reader(node)
+
+    return read
+
+
+def _expected_event(node: Node) -> dict[str, Any]:
+    if node.value == "cleared":
+        return {"cleared": True}
+    blocks = _how_many(list_of(_natural))
+    given = node.fields({"stored": blocks, "parent": nullable(_natural), "removed": blocks, "worker": _worker})
+    if "parent" in given and "stored" not in given:
+        raise node.key_error("parent", "'parent' belongs to 'stored'")
+    _one_of(node, "stored", "removed")
+    return given
+
+
+def _number_or_name(key: str) -> int | str:
+    return int(key) if key.isdecimal() else key
+
+
+def _active(node: Node) -> Any:
+    if isinstance(node.value, dict):
+        return {_number_or_name(key): count for key, count in node.entries(integer).items()}
+    return _how_many(list_of(_block))(node)
+
+
+def _overlap(node: Node) -> dict[str, Any]:
+    given: dict[str, Any] = _prompt({"workers": lambda one: one.entries(integer)}, ("workers",))(node)
+    workers = {}
+    for key, blocks in given["workers"].items():
+        if (found := re.fullmatch(r"([0-9]+)(?:/([0-9]+))?", key)) is None:
+            raise node.value["workers"].key_error(key, f"worker {key!r}; allowed: an id, or id/rank")
+        workers[int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))] = blocks
+    given["workers"] = workers
+    return given
+
+
+_EXPECTATIONS: Final[Mapping[str, Reader]] = {
+    "allocated": integer,
+    "refused": string,
+    "cached_tokens": integer,
+    "events": list_of(_expected_event),
+    "active": _active,
+    "inactive": _how_many(list_of(_natural)),
+    "eviction_order": list_of(_natural),
+    "overlap": _overlap,
+    "problems": list_of(_rule),
+}
+"""What can be expected of a step, and what reads it. They are looked at in the order of the file."""
+
+
+def _expectations(node: Node) -> tuple[WorkerName | None, dict[str, Expected]]:
+    said = node.fields({**_EXPECTATIONS, "worker": _worker})
+    worker = said.pop("worker", None)
+    if not said:
+        raise node.error(f"nothing is expected; known: {', '.join(_EXPECTATIONS)}")
+    return worker, {key: Expected(node.keys[key], value) for key, value in said.items()}
+
+
+def _step(node: Node) -> Step:
+    said = node.fields({**_ACTIONS, "expect": _expectations})
+    worker, expected = said.pop("expect", (None, {}))
+    if len(said) > 1:
+        raise node.error(f"one step does one thing, not {' and '.join(said)}")
+    if not said:
+        for key in ("allocated", "refused", "cached_tokens"):
+            if key in expected:
+                raise node.value["expect"].key_error(key, f"{key!r} is expected of a step that does something")
+        return Step(node.place, expected=expected, worker=worker)
+    ((action, given),) = said.items()
+    if "allocated" in expected and action != "use":
+        raise node.value["expect"].key_error("allocated", "'allocated' is what a use answers")
+    if "cached_tokens" in expected and action not in ("prefill", "resume", "serve"):
+        raise node.value["expect"].key_error("cached_tokens", "'cached_tokens' is of a prefill, resume or serve")
+    return Step(node.keys[action], action, given, expected, worker)
+
+
+def _steps(node: Node) -> list[Step]:
+    steps = node.elements(_step)
+    if not steps:
+        raise node.error("no step is in it")
+    return steps

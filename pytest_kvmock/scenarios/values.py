@@ -1,0 +1,61 @@
+"""What a scenario file says, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from pytest_kvmock.strict_yaml import Place
+
+WorkerName: TypeAlias = tuple[int, int]
+"""(worker_id, dp_rank)"""
+
+
+class Expected(NamedTuple):
+    """One thing that has to be so after a step, and where it stands."""
+
+    place: Place
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that is done, and what has to come of it.
+
+    Attributes:
+        place: where it stands.
+        action: what is done: "use", "prefill", ...; "" where something is only looked at.
+        given: its arguments by name.
+        expected: what has to be so afterwards, by name, in the order in which it is looked at.
+        worker: whose blocks and events `expected` is about; None for the one that the step is about.
+    """
+
+    place: Place
+    action: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    expected: Mapping[str, Expected] = field(default_factory=dict)
+    worker: WorkerName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One test of a scenario file.
+
+    Attributes:
+        name: its name in the file.
+        place: where it begins.
+        steps: what is done, in order.
+        base: name of the engine profile that it builds on; None for the default one.
+        profile: fields of the profile that are laid over that.
+        backends: names of the backends that it runs over; None for the default matrix.
+        allow: rules that may be broken without consequence.
+    """
+
+    name: str
+    place: Place
+    steps: tuple[Step, ...]
+    base: str | None = None
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    backends: tuple[str, ...] | None = None
+    allow: tuple[str, ...] = ()

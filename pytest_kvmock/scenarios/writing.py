@@ -1,0 +1,142 @@
+"""From a reproduction to a scenario file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.events import Cleared, RouterEvent, StorageTier, Stored
+from pytest_kvmock.harness.recording import Forgotten
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.tokens import Prompt
+
+if TYPE_CHECKING:
+    from pytest_kvmock.hygiene.stream import StreamKey
+    from pytest_kvmock.reduce.program import Reproduction
+
+
+def scenario_text(program: Reproduction, name: str) -> str:
+    """The text of a scenario file that does what a reproduction does, and fails for the same rule.
+
+    Where an index under test takes part, the file fails only in a test that plays it on a harness with that index.
+
+    Args:
+        program: the reproduction.
+        name: what the scenario is called.
+    """
+    import yaml
+
+    about = f"{program.rule}, cut from {program.cut_from} {program.level}"
+    if program.with_index:
+        about += "; it needs the index under test: play it on a harness that has it"
+    document: dict[str, Any] = {"description": about}
+    fields = {
+        field.name: getattr(program.profile, field.name)
+        for field in dataclasses.fields(EngineProfile)
+        if getattr(program.profile, field.name) != field.default
+    }
+    if fields:
+        document["profile"] = fields
+    document["backends"] = [program.backend]
+    if program.allow:
+        document["allow"] = list(program.allow)
+    steps = [*_world(program), *(_events(program) if program.level == "events" else _operations(program))]
+    document["scenarios"] = {name: {"steps": steps}}
+    # Leaves in one line each, blocks otherwise.
+    return str(yaml.safe_dump(document, default_flow_style=None, sort_keys=False, width=120, allow_unicode=True))
+
+
+def _world(program: Reproduction) -> Iterator[dict[str, Any]]:
+    for key, backend in program.workers:
+        yield {"worker": {"id": _worker(key), **({} if backend is None else {"backend": backend})}}
+
+
+def _worker(key: StreamKey) -> int | list[int]:
+    return list(key) if key[1] else key[0]
+
+
+def _of(key: StreamKey) -> dict[str, Any]:
+    return {"worker": _worker(key)} if any(key) else {}
+
+
+def _events(program: Reproduction) -> Iterator[dict[str, Any]]:
+    for step in program.steps:
+        if isinstance(step, Forgotten):
+            key = (step.worker_id, step.dp_rank or 0)
+            if step.first_id is None:
+                yield {"remove_worker": step.worker_id}
+            else:
+                yield {"restart": {"worker": _worker(key), "announced": True}}
+        elif isinstance(step, RouterEvent):
+            yield {"event": _event(step, program)}
+
+
+def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
+    data = event.event.data
+    said: dict[str, Any]
+    if isinstance(data, Cleared):
+        said = {"cleared": True}
+    elif isinstance(data, Stored):
+        said = {"stored": list(data.block_hashes)}
+        if data.parent_hash is not None:
+            said["parent"] = data.parent_hash
+        if data.tokens_hashes != data.block_hashes:
+            said["local_hashes"] = list(data.tokens_hashes)
+    else:
+        said = {"removed": list(data.block_hashes)}
+    said |= _of((event.worker_id, event.event.dp_rank))
+    if program.with_ids:
+        said["id"] = event.event.event_id
+    if event.storage_tier is not StorageTier.DEVICE:
+        said["tier"] = event.storage_tier.name.lower()
+    if event.token_ids is not None:
+        said["token_ids"] = [_numbers(ids) for ids in event.token_ids]
+    if event.worker_id >= FIRST_SINK_WORKER and program.sinks[event.worker_id - FIRST_SINK_WORKER]:
+        said["chained"] = True
+    return said
+
+
+def _operations(program: Reproduction) -> Iterator[dict[str, Any]]:
+    size = program.profile.block_size
+    for step in program.operations:
+        name = f"r{step.request}"
+        if step.kind == "prefill":
+            yield {"prefill": {"request": name, **_prompt(step.argument, size), **_of(step.worker)}}
+        elif step.kind == "decode":
+            if isinstance(step.argument, int):
+                yield {"decode": {"request": name, "count": step.argument}}
+            else:
+                yield {"decode": {"request": name, "tokens": _numbers(step.argument)}}
+        elif step.request:
+            yield {step.kind: name}
+        elif step.kind == "restart":
+            announced = {"announced": True} if step.argument else {}
+            yield {"restart": {"worker": _worker(step.worker), **announced}}
+        elif step.kind == "remove_worker":
+            yield {"remove_worker": step.worker[0]}
+        elif step.kind == "drop_next":
+            count, kind = step.argument
+            yield {"fault": {"lose": {"n": count, **({} if kind is None else {"kind": kind})}}}
+        else:
+            yield {step.kind: _worker(step.worker)}
+
+
+def _prompt(prompt: Prompt, block_size: int) -> dict[str, Any]:
+    if prompt.tokens is not None:
+        return {"tokens": _numbers(prompt.tokens)}
+    hashes = {"hashes": _numbers(prompt.block_hashes(block_size))}
+    return hashes if prompt.num_tokens is None else {**hashes, "num_tokens": prompt.num_tokens}
+
+
+def _numbers(numbers: Sequence[int]) -> list[int | str] | str:
+    """Numbers with runs as ranges; a single run stands alone."""
+    parts: list[int | str] = []
+    start = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+            run = numbers[start:end]
+            parts += [f"{run[0]}..{run[-1]}"] if len(run) > 2 else run
+            start = end
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts

@@ -1,0 +1,317 @@
+"""What a failure of a large test shows: the first problem, its place in the log, and the smallest reproduction."""
+
+import re
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+SECTION = "*Captured kvmock smallest reproduction call*"
+
+FORGETFUL = """
+from pytest_kvmock import RadixIndex
+
+class Forgetful:
+    'Forgets one Removed: the first of more than two blocks.'
+    def __init__(self):
+        self.tree, self.forgets = RadixIndex(), 1
+    def apply(self, event):
+        data = event.event.data
+        if self.forgets and isinstance(data, Removed) and len(data.block_hashes) > 2:
+            self.forgets -= 1
+        else:
+            self.tree.apply(event)
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes)
+
+@pytest.fixture
+def kv_index():
+    return Forgetful()
+"""
+
+LARGE = """
+def test(kv_sink):
+    for n in range(100, 140):
+        kv_sink(Stored(None, (n,), (n,)))
+    kv_sink(Removed((110, 111)))
+    kv_sink(Removed((111,)))
+"""
+
+FAULTY_BACKEND = """
+from types import MappingProxyType
+from pytest_kvmock import KvCacheEvent, Removed, backends
+from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.logical import LogicalManager
+
+class Sink:
+    'Does not name the last of more than two blocks that are evicted at once.'
+    def __init__(self, sink):
+        self.sink = sink
+    def publish(self, event, storage_tier, token_ids):
+        data = event.data
+        if isinstance(data, Removed) and len(data.block_hashes) > 2:
+            event = KvCacheEvent(event.event_id, Removed(data.block_hashes[:-1]), event.dp_rank)
+        self.sink.publish(event, storage_tier, token_ids)
+
+def make(*, sink, **sizes):
+    return LogicalManager(backend="quiet", eviction=LruPolicy(), sink=Sink(sink), **sizes)
+
+quiet = backends.BackendSpec("quiet", "nothing", make)
+backends.BACKENDS = MappingProxyType({**backends.BACKENDS, "quiet": quiet})
+"""
+
+
+def reproduction_of(result):
+    """The text that is to be pasted: from its first line to the next heading."""
+    text = result.stdout.str()
+    found = re.search(r"-+ Captured kvmock smallest reproduction call -+\n(.*?)\n(?=[-=_]{10,})", text, re.DOTALL)
+    assert found is not None
+    return found[1] + "\n"
+
+
+def test_a_large_failure_is_cut_down_and_the_text_fails_for_the_same_rule(nested):
+    pasted = reproduction_of(nested(LARGE))
+
+    assert "# cut from 42 events to 3\n" in pasted
+    result = nested("", files={"test_it.py": pasted})
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*1 KV event error: block_not_found (worker 65536, event 2)"])
+
+
+def test_with_an_index_it_is_pasted_beside_the_fixture(nested):
+    source = (
+        FORGETFUL
+        + """
+@pytest.mark.kvmock(num_blocks=30)
+@pytest.mark.kv_backends("lru")
+def test(kv_worker, kv_prompt):
+    for _ in range(40):
+        kv_worker.serve(kv_prompt(blocks=5))
+"""
+    )
+    result = nested(source)
+    pasted = reproduction_of(result)
+
+    assert "def test_reproduction(kv_index):\n" in pasted
+    again = nested(FORGETFUL + pasted)
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["*KV event error*: index_drift (worker 0, event *"])
+
+
+def test_what_an_engine_does_is_shown_by_requests(nested):
+    traffic = """
+@pytest.mark.kvmock(num_blocks=12)
+@pytest.mark.kv_backends("quiet")
+def test(kv_worker, kv_prompt):
+    for _ in range(20):
+        kv_worker.serve(kv_prompt(blocks=5))
+"""
+    files = {"conftest.py": FAULTY_BACKEND}
+    pasted = reproduction_of(nested(traffic, files=files, subprocess=True))
+
+    assert "# cut from 20 requests to 2\n" in pasted
+    assert "kv.worker(0).serve([*range(48)])\n" in pasted
+    again = nested("", files={**files, "test_it.py": pasted}, subprocess=True)
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["*KV event error*: over_capacity (worker 0*"])
+
+
+def test_a_failure_of_a_check_is_cut_down_too(nested):
+    result = nested(LARGE.replace("kv_sink)", "kv_sink, kv_events)") + "    kv_events.check()\n")
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([SECTION, "# cut from 42 events to 3"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test(kv_sink): kv_sink(BAD)",
+        "def test(kv_sink):\n    for n in range(100): kv_sink(Stored(None, (n,), (n,)))",
+        LARGE + "    assert 0\n",
+        "@pytest.mark.kvmock(event_errors='ignore')" + LARGE,
+    ],
+    ids=["small", "passes", "fails by itself", "ignored"],
+)
+def test_other_tests_are_not_cut_down(nested, source):
+    nested(source, "-rA").stdout.no_fnmatch_line(SECTION)
+
+
+@pytest.mark.parametrize("args", [["--kv-reduce=off"], ["-o", "kvmock_reduce=off"]])
+def test_it_can_be_switched_off(nested, args):
+    result = nested(LARGE, *args)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.no_fnmatch_line(SECTION)
+
+
+def test_the_command_line_wins_over_the_ini_file(nested):
+    nested(LARGE, "--kv-reduce=1", "-o", "kvmock_reduce=off").stdout.fnmatch_lines([SECTION])
+
+
+@pytest.mark.parametrize("value", ["on", "0", "-1", "nan", "inf", ""])
+def test_a_time_that_is_none_is_refused(nested, value):
+    result = nested("def test(): pass", f"--kv-reduce={value}")
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    message = f"ERROR: --kv-reduce: got {value!r}; allowed: a number of seconds above 0, or off"
+    assert [message] == [line for line in result.errlines if line]
+
+
+def test_why_there_is_none_is_said_in_a_line(nested):
+    source = FORGETFUL.replace("def __init__(self)", "def __init__(self, name)").replace("Forgetful()", "Forgetful(1)")
+    result = nested(
+        source
+        + """
+@pytest.mark.kvmock(num_blocks=30)
+@pytest.mark.kv_backends("lru")
+def test(kv_worker, kv_prompt):
+    for _ in range(40):
+        kv_worker.serve(kv_prompt(blocks=5))
+"""
+    )
+
+    result.stdout.fnmatch_lines(
+        [
+            SECTION,
+            "none: no second Forgetful can be made to try with (its class needs 'name'); give it a method new() that *",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (2, "none: no part of the events broke the rule again before the limit was reached (--kv-reduce=3)"),
+        (0.5, "# cut from 42 events to *; perhaps not the smallest, because --kv-reduce=3 ended the search"),
+    ],
+)
+def test_a_search_that_takes_too_long_ends(nested, monkeypatch, step, said):
+    clock = count(step=step)
+    monkeypatch.setattr("pytest_kvmock.plugin.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    result = nested(LARGE, "--kv-reduce=3")
+
+    result.stdout.fnmatch_lines([SECTION, said])
+
+
+def test_a_run_spends_no_more_than_ten_times_that(nested, monkeypatch):
+    monkeypatch.setattr("pytest_kvmock.plugin.report._SESSION", 0)
+    result = nested(LARGE)
+
+    result.stdout.fnmatch_lines(
+        [SECTION, "none: 0 seconds of this run went into those of other tests; run this one alone"]
+    )
+
+
+def test_a_search_that_breaks_down_leaves_the_verdict(nested, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("no")
+
+    monkeypatch.setattr("pytest_kvmock.reduce.reproduce", broken)
+    result = nested(LARGE)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*1 KV event error: block_not_found*", SECTION, "none: the search ended in ZeroDivisionError: no"]
+    )
+
+
+# ------------------------------------------------------------------------------------------- logs of passing tests
+
+PASSING = """
+def test_one(kv_sink): kv_sink(GOOD)
+def test_two(kv_sink): kv_sink(GOOD); kv_sink(TWICE)
+def test_three(): print("mine")
+@pytest.mark.xfail(strict=False)
+def test_four(kv_sink): kv_sink(GOOD)
+"""
+
+
+@pytest.mark.parametrize(("args", "plugins"), [([], []), (["-q"], []), (["-n", "2"], ["xdist"])])
+def test_all_logs_are_shown_without_further_options(nested, args, plugins):
+    result = nested(PASSING, "--kv-events=all", *args, plugins=plugins)
+
+    result.assert_outcomes(passed=3, xpassed=1)
+    shown = [line for line in result.outlines if "kvmock events" in line or "Stored block" in line]
+    assert sorted(
+        [
+            "kvmock events of test_it.py::test_one",
+            "    0  event 0  worker 65536  Stored block 2 as a root",
+            "kvmock events of test_it.py::test_two",
+            "    0  event 0  worker 65536  Stored block 2 as a root",
+            "    1  event 1  worker 65536  Stored block 2 as a root  ! duplicate_store",
+            "kvmock events of test_it.py::test_four",
+            "    0  event 0  worker 65536  Stored block 2 as a root",
+        ]
+    ) == sorted(line.strip("_ ") if "kvmock" in line else line for line in shown)
+    result.stdout.no_fnmatch_line("*mine*")
+
+
+@pytest.mark.parametrize("args", [["-rA"], ["-rP"], ["-rPX"]])
+def test_they_are_shown_once_where_pytest_shows_them_too(nested, args):
+    result = nested("def test(kv_sink): kv_sink(GOOD)", "--kv-events=all", *args)
+
+    assert 1 == result.stdout.str().count("Stored block 2")
+
+
+@pytest.mark.parametrize("args", [[], ["--kv-events=failed"], ["--kv-events=none"]])
+def test_no_log_of_a_passing_test_is_shown_by_default(nested, args):
+    nested(PASSING, *args).stdout.no_fnmatch_line("*Stored block*")
+
+
+# ------------------------------------------------------------------------------------------------------ cache trace
+
+
+def test_the_cache_trace_is_in_the_log_of_pytest(nested):
+    source = "def test(kv_manager): kv_manager.use([1, 2]); assert 0"
+
+    nested(source, "--log-level=DEBUG", "--kv-backend=lru").stdout.fnmatch_lines(
+        ["DEBUG*pytest_kvmock.cache:*KV cache trace event=allocation * backend=lru block_ids=[[]1, 2[]]"]
+    )
+    nested(source).stdout.no_fnmatch_line("*KV cache trace*")
+
+
+# ----------------------------------------------------------------------------------------------------- whole traces
+
+ON_A_TRACE = (
+    FORGETFUL
+    + """
+@pytest.mark.kvmock(block_size=512, num_blocks=1000)
+@pytest.mark.kv_backends("lru")
+def test(kv_worker, kv_trace):
+    for request in kv_trace:
+        kv_worker.serve(request.prompt(whole_blocks=True))
+    assert len(kv_trace) == {requests}
+"""
+)
+
+
+def check_report_of_a_trace(result):
+    """It is a few screens, and says what was wrong first, where, and how to see it with few events."""
+    result.assert_outcomes(failed=1)
+    text = result.stdout.str()
+    assert len(text.splitlines()) < 100
+    result.stdout.fnmatch_lines(
+        [
+            "*KV event error*: index_drift (worker 0, event *",
+            "    known:  the index under test (Forgetful) answers *; block * was removed by event *",
+            "    right:  *, as the reference index says",
+            "*Captured kvmock events call*",
+            "* events; those around the first problem*",
+            "*Removed blocks *  !! index_drift*",
+            SECTION,
+            "# cut from * events to *",
+            "def test_reproduction(kv_index):",
+            "            Removed((*)),",
+        ]
+    )
+
+
+def test_the_failure_of_a_long_trace_is_readable(nested):
+    check_report_of_a_trace(nested(ON_A_TRACE.replace("{requests}", "2000"), "--kv-trace-limit=2000"))
+
+
+def test_the_failure_of_the_whole_conversation_trace_is_readable(nested, traces_dir):
+    trace = traces_dir / "mooncake_conversation_trace.jsonl"
+    check_report_of_a_trace(nested(ON_A_TRACE.replace("{requests}", "12031"), f"--kv-trace={trace}"))

@@ -1,0 +1,151 @@
+"""Scenario files as tests: which are collected, over which backends, and what a failure looks like."""
+
+from __future__ import annotations
+
+import pytest
+
+INI = "[pytest]\nkvmock_scenarios = *.kv.yaml\n"
+PASSES = "steps: [{use: [1], expect: {allocated: 1}}]\n"
+FAILS = """\
+profile: {num_blocks: 4, block_size: 4}
+scenarios:
+  fits:
+    steps:
+      - use: [1]
+  evicts the oldest:
+    backends: [lru]
+    steps:
+      - serve: {tokens: 0..15}
+      - serve: {tokens: 100..103}
+        expect:
+          overlap: {tokens: 0..15, workers: {0: 4}}
+"""
+
+
+def ids_of(result):
+    return [line for line in result.outlines if "::" in line]
+
+
+def test_without_the_setting_none_is_collected(nested):
+    result = nested("", "--collect-only", "-q", files={"a.kv.yaml": PASSES})
+    assert [] == ids_of(result)
+
+
+@pytest.mark.parametrize(
+    ("globs", "expected"),
+    [
+        ("*.kv.yaml", ["a.kv.yaml", "sub/b.kv.yaml"]),
+        ("sub/*", ["sub/b.kv.yaml"]),
+        ("b.kv.yaml", ["sub/b.kv.yaml"]),
+        ("nowhere/*", []),
+    ],
+)
+def test_those_that_a_glob_matches_are_collected(nested, globs, expected):
+    files = {"pytest.ini": f"[pytest]\nkvmock_scenarios = {globs}\n", "a.kv.yaml": PASSES, "sub/b.kv.yaml": PASSES}
+    result = nested("", "--collect-only", "-q", "--kv-backend", "lru", files={**files, "sub/c.yaml": "x: 1"})
+    assert expected == [line.partition("::")[0] for line in ids_of(result)]
+
+
+def test_each_runs_over_its_matrix_and_the_rest_is_deselected(nested):
+    files = {"pytest.ini": INI + "kvmock_backends = lineage lru\n", "a.kv.yaml": FAILS}
+    collected = ids_of(nested("", "--collect-only", "-q", files=files))
+    assert ["fits[lineage]", "fits[lru]", "evicts the oldest[lru]"] == [line.partition("::")[2] for line in collected]
+    result = nested("", "--collect-only", "-q", "--kv-backend", "lineage", files=files)
+    assert ["a.kv.yaml::fits[lineage]"] == ids_of(result)
+    result.stdout.fnmatch_lines(["1/3 tests collected (2 deselected)*"])
+
+
+def test_a_failure_shows_the_line_of_the_file_and_no_traceback(nested):
+    result = nested("", "-k", "oldest", files={"pytest.ini": INI, "a.kv.yaml": FAILS})
+    result.assert_outcomes(failed=1, deselected=len(ids_of(nested("", "--collect-only", "-q", "-k", "fits"))))
+    assert """\
+___________________________ evicts the oldest[lru] ____________________________
+a.kv.yaml:12: expect overlap {0: 4}: got {0: 3}
+    11          expect:
+>   12            overlap: {tokens: 0..15, workers: {0: 4}}
+------------------------- Captured kvmock events call --------------------------
+3 events
+""" in result.stdout.str()
+    result.stdout.fnmatch_lines(["FAILED a.kv.yaml::evicts the oldest[[]lru[]]*"])
+    assert "Traceback" not in result.stdout.str() + result.stderr.str()
+
+
+def test_full_trace_shows_where_it_was_raised(nested):
+    result = nested("", "-k", "oldest", "--full-trace", files={"pytest.ini": INI, "a.kv.yaml": FAILS})
+    result.stdout.fnmatch_lines(["*player.py*ScenarioFailure*"])
+
+
+def test_a_wrong_file_is_one_line_with_its_place(nested):
+    files = {"pytest.ini": INI, "a.kv.yaml": "steps:\n- jump: 1\n"}
+    result = nested("", files=files)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*ERROR collecting a.kv.yaml*", "a.kv.yaml:2:3: steps: unknown key 'jump'; known: *"])
+    assert "Traceback" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("backends: [lruu]\n" + PASSES, "a.kv.yaml:1:1: backends: unknown backend 'lruu'; known: lineage, lru*"),
+        ("profile: {workers: 99999}\n" + PASSES, "a.kv.yaml:1:20: workers must be at most 65536, got 99999"),
+    ],
+)
+def test_what_only_the_plugin_knows_is_one_line_too(nested, text, message):
+    result = nested("", files={"pytest.ini": INI, "a.kv.yaml": text})
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([message])
+
+
+def test_a_size_that_the_backend_refuses_is_one_line(nested):
+    text = "profile: {block_size: 12}\n" + PASSES
+    result = nested("", "--kv-backend", "lru", files={"pytest.ini": INI, "a.kv.yaml": text})
+    result.stdout.fnmatch_lines(["a.kv.yaml:1: backend lru: *12*"])
+
+
+def test_policy_of_ini_and_command_line_holds(nested):
+    files = {"pytest.ini": INI, "a.kv.yaml": "steps: [{use: [1]}, {event: {stored: [1]}}]\n"}
+    nested("", "--kv-backend", "lru", files=files).assert_outcomes(passed=1)
+    result = nested("", "--kv-backend", "lru", "--kv-event-warnings", "fail", files=files)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*1 KV event warning: duplicate_store*"])
+
+
+def test_ids_and_outcomes_are_the_same_under_xdist(nested):
+    files = {"pytest.ini": INI, "a.kv.yaml": FAILS}
+    plain = nested("", "-v", files=files)
+    spread = nested("", "-v", "-n", "2", plugins=["xdist"], files=files, subprocess=True)
+    assert plain.parseoutcomes() == spread.parseoutcomes()
+
+
+def test_a_scenario_runs_in_a_test_of_ones_own(nested):
+    source = """
+    from pytest_kvmock.scenarios import load_scenarios, play
+
+    @pytest.mark.parametrize("scenario", load_scenarios("a.kv.yaml"), ids=lambda scenario: scenario.name)
+    @pytest.mark.kv_backends("lru")
+    def test_mine(kv_router, scenario):
+        play(scenario, kv_router)
+    """
+    nested(source, files={"a.kv.yaml": PASSES}).assert_outcomes(passed=1)
+
+
+def test_a_reproduction_is_saved_as_a_scenario_that_fails_the_same(nested):
+    source = """
+    class TestIt:
+        @pytest.mark.parametrize("path", ["a/b"])
+        def test_sink(self, kv_sink, path):
+            kv_sink(GOOD)
+            kv_sink(BAD)
+    """
+    result = nested(source, "--kv-save-scenario", "saved/here")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["# saved as saved/here/test_it.py-TestIt-test_sink-a-b.kv.yaml"])
+    again = nested("", "saved", files={"pytest.ini": INI})
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["*test_it.py-TestIt-test_sink-a-b.kv.yaml:*: block_not_found"])
+
+
+def test_a_scenario_that_cannot_be_saved_is_told(nested):
+    result = nested("def test(kv_sink): kv_sink(BAD)", "--kv-save-scenario", "file", files={"file": ""})
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["# not saved as file/test_it.py-test.kv.yaml: *"])

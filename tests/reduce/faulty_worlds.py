@@ -1,0 +1,131 @@
+"""Indexes and engines that somebody could have written wrong."""
+
+from pytest_kvmock.backends import BackendSpec
+from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.logical import LogicalManager
+from pytest_kvmock.events import KvCacheEvent, Removed, Stored
+from pytest_kvmock.router.index import RadixIndex
+from pytest_kvmock.tokens import block_hashes
+
+# ------------------------------------------------------------------------------------------------- faulty indexes
+
+
+class Sound:
+    """An index without a fault."""
+
+    def __init__(self):
+        self.tree = RadixIndex()
+
+    def apply(self, event):
+        self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes).scores
+
+
+class ForgetsLongRemoved(Sound):
+    """A Removed of more than three blocks changes nothing."""
+
+    def apply(self, event):
+        data = event.event.data
+        if not isinstance(data, Removed) or len(data.block_hashes) <= 3:
+            self.tree.apply(event)
+
+
+class RaisesOnRemoved(Sound):
+    def apply(self, event):
+        if isinstance(event.event.data, Removed):
+            raise OSError("disk full")
+        self.tree.apply(event)
+
+
+class ByTokens:
+    """Asked by tokens; forgets every Removed."""
+
+    def __init__(self, block_size):
+        self.block_size = block_size
+        self.tree = RadixIndex()
+
+    def apply(self, event):
+        if not isinstance(event.event.data, Removed):
+            self.tree.apply(event)
+
+    def match_tokens(self, tokens):
+        return self.tree.find_matches(block_hashes(tokens, self.block_size)).scores
+
+
+# ------------------------------------------------------------------------------------------------ faulty engines
+
+
+class Altering:
+    """A sink that passes on what `alter` makes of an event's data."""
+
+    def __init__(self, sink, alter):
+        self.sink, self.alter = sink, alter
+
+    def publish(self, event, storage_tier, token_ids):
+        data = self.alter(event.data)
+        if token_ids is not None:
+            token_ids = token_ids[: len(data.block_hashes)]
+        self.sink.publish(KvCacheEvent(event.event_id, data, event.dp_rank), storage_tier, token_ids)
+
+
+def forgets_a_removed(data):
+    """The last block of more than two evicted at once is not named."""
+    return Removed(data.block_hashes[:-1]) if isinstance(data, Removed) and len(data.block_hashes) > 2 else data
+
+
+def keeps_one_secret(data):
+    """The last block of more than three that are stored at once is not named."""
+    if isinstance(data, Stored) and len(data.block_hashes) > 3:
+        return Stored(data.parent_hash, data.block_hashes[:-1], data.tokens_hashes[:-1])
+    return data
+
+
+def names_one_twice(data):
+    """Of more than three evicted at once, the first is named twice."""
+    if isinstance(data, Removed) and len(data.block_hashes) > 3:
+        return Removed((*data.block_hashes, data.block_hashes[0]))
+    return data
+
+
+def hashes_one_wrongly(data):
+    """The last block of more than three that are stored at once has a hash of its own."""
+    if isinstance(data, Stored) and len(data.block_hashes) > 3:
+        return Stored(data.parent_hash, (*data.block_hashes[:-1], 77), data.tokens_hashes)
+    return data
+
+
+def spec(name, alter):
+    def make(*, sink, **sizes):
+        sink = None if sink is None else Altering(sink, alter)
+        return LogicalManager(backend=name, eviction=LruPolicy(), sink=sink, **sizes)
+
+    return BackendSpec(name, "nothing", make)
+
+
+def does_both(data):
+    """Of more than three evicted at once, the first is named twice, and the last is not."""
+    if isinstance(data, Removed) and len(data.block_hashes) > 3:
+        return Removed((*data.block_hashes[:-1], data.block_hashes[0]))
+    return data
+
+
+def hashes_decoded_blocks_wrongly(data):
+    """A block that is stored by itself after a parent has a hash of its own."""
+    if isinstance(data, Stored) and len(data.block_hashes) == 1 and data.parent_hash is not None:
+        return Stored(data.parent_hash, (77,), data.tokens_hashes)
+    return data
+
+
+FAULTY = {
+    alter.__name__: spec(alter.__name__, alter)
+    for alter in (
+        forgets_a_removed,
+        keeps_one_secret,
+        names_one_twice,
+        hashes_one_wrongly,
+        does_both,
+        hashes_decoded_blocks_wrongly,
+    )
+}

@@ -1,0 +1,673 @@
+"""A failing stream is cut to the fewest events or requests that break the same rule, and printed as a test."""
+
+import random
+from contextlib import suppress
+
+import pytest
+from faulty_worlds import ByTokens, ForgetsLongRemoved, RaisesOnRemoved, Sound
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_kvmock import (
+    Cleared,
+    EngineProfile,
+    KvCacheEvent,
+    OutOfBlocks,
+    Removed,
+    RouterEvent,
+    RouterHarness,
+    StorageTier,
+    Stored,
+)
+from pytest_kvmock.harness.recording import MOST, Operation
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.reduce import NotReduced, reproduce
+from pytest_kvmock.reduce.program import Breach, story_of
+from pytest_kvmock.reduce.replay import Replayer
+from pytest_kvmock.reduce.search import Budget
+from pytest_kvmock.tokens import Prompt, chained_hash
+
+# ------------------------------------------------------------------------------------------------ events by rule
+
+
+def noise(sink, start=1000, count=30):
+    """Chains of three blocks that nobody touches again."""
+    for root in range(start, start + 10 * count, 10):
+        sink(Stored(None, (root, root + 1), (root, root + 1)))
+        sink(Stored(root + 1, (root + 2,), (root + 2,)))
+
+
+def a_parent_that_is_gone(sink):
+    sink(Stored(None, (1, 2, 3), (11, 12, 13)))
+    noise(sink)
+    sink(Removed((3, 2)))
+    noise(sink, 5000)
+    sink(Stored(2, (7, 8), (17, 18)))
+
+
+def a_parent_that_was_never_there(sink):
+    noise(sink)
+    sink(Stored(999, (1,), (1,)))
+
+
+def a_block_removed_twice(sink):
+    sink(Stored(None, (1, 2, 3), (1, 2, 3)))
+    sink(Stored(3, (4,), (4,)))
+    noise(sink)
+    sink(Removed((4, 3)))
+    noise(sink, 5000)
+    sink(Removed((3, 2)))
+
+
+def a_block_removed_after_a_cleared(sink):
+    noise(sink)
+    sink(Stored(None, (1,), (1,)))
+    sink(Cleared())
+    noise(sink, 5000)
+    sink(Removed((1,)))
+
+
+def a_block_removed_in_another_tier(sink):
+    noise(sink)
+    sink(Stored(None, (1,), (1,)), StorageTier.HOST_PINNED)
+    sink(Removed((1,)))
+
+
+def its_own_parent(sink):
+    noise(sink)
+    sink(Stored(None, (1, 2), (1, 2)))
+    sink(Stored(2, (3, 3), (3, 3)))
+
+
+def a_second_local_hash(sink):
+    noise(sink)
+    sink(Stored(None, (1, 2), (11, 12)))
+    noise(sink, 5000)
+    sink(Stored(1, (2,), (13,)))
+
+
+def a_skipped_id(sink):
+    noise(sink)
+    sink(KvCacheEvent(100, Stored(None, (1,), (1,))))
+
+
+def an_id_that_comes_again(sink):
+    noise(sink, count=2)
+    sink(KvCacheEvent(3, Removed((1012,))))
+
+
+DATA = {
+    a_parent_that_is_gone: [Stored(None, (1,), (1,)), Removed((1,)), Stored(1, (2,), (2,))],
+    a_parent_that_was_never_there: [Stored(1, (2,), (1,))],
+    a_block_removed_twice: [Stored(None, (1,), (1,)), Removed((1,)), Removed((1,))],
+    a_block_removed_after_a_cleared: [Stored(None, (1,), (1,)), Cleared(), Removed((1,))],
+    its_own_parent: [Stored(1, (1,), (1,))],
+    a_second_local_hash: [Stored(None, (1,), (1,)), Stored(None, (1,), (2,))],
+    a_skipped_id: [Stored(None, (1,), (1,)), Stored(None, (2,), (2,))],
+    an_id_that_comes_again: [Stored(None, (1,), (1,)), Removed((1,))],
+}
+
+
+def sunk(say, **options):
+    kv = RouterHarness(EngineProfile(num_blocks=100, workers=3))
+    sink = kv.make_sink(**options)
+    say(sink)
+    kv.judge()
+    return kv
+
+
+@pytest.mark.parametrize("say", DATA, ids=lambda say: say.__name__)
+def test_events_by_hand_are_cut_to_these(say, failure_of):
+    kv = sunk(say)
+    found = reproduce(kv)
+
+    assert DATA[say] == [event.event.data for event in found.events]
+    assert found.complete
+    assert (kv.events.total, len(DATA[say])) == (found.cut_from, found.size)
+    assert failure_of(found).startswith(f"1 KV event error: {kv.events.errors[0].rule} (worker 65536, event ")
+
+
+def test_where_a_block_is_stays_where_it_matters(failure_of):
+    found = reproduce(sunk(a_block_removed_in_another_tier))
+
+    assert [StorageTier.HOST_PINNED, StorageTier.DEVICE] == [event.storage_tier for event in found.events]
+    assert "sink(Stored(None, (1,), (1,)), StorageTier.HOST_PINNED)" in found.as_test()
+    assert failure_of(found).startswith("1 KV event error: block_not_found")
+
+
+@pytest.mark.parametrize(("say", "ids"), [(a_skipped_id, [0, 41]), (an_id_that_comes_again, [0, 0])])
+def test_ids_keep_their_jumps_where_they_matter(say, ids):
+    assert ids == [event.event.event_id for event in reproduce(sunk(say)).events]
+
+
+def test_what_is_left_out_makes_no_gap_of_its_own():
+    found = reproduce(sunk(a_parent_that_is_gone))
+
+    assert [0, 1, 2] == [event.event.event_id for event in found.events]
+    assert not found.with_ids
+
+
+def test_a_wrong_hash_keeps_its_hashes(failure_of):
+    """It is judged by them. Its parent becomes a root, for which its own local hash is right."""
+
+    def say(sink):
+        chain = [5]
+        for local in (6, 7, 8):
+            chain.append(chained_hash(chain[-1], local))
+        sink(Stored(None, tuple(chain), (5, 6, 7, 8)))
+        sink(Stored(chain[-1], (99, chained_hash(99, 10)), (9, 10)))
+
+    kv = sunk(say, chained=True)
+    found = reproduce(kv)
+
+    parent = kv.events[0].event.event.data.block_hashes[-1]
+    assert [Stored(None, (parent,), (parent,)), Stored(parent, (99,), (9,))] == [e.event.data for e in found.events]
+    assert failure_of(found).startswith("1 KV event error: wrong_hash")
+
+
+def test_a_warning_is_cut_too_and_its_test_asserts_that_there_is_none():
+    def say(sink):
+        noise(sink)
+        sink(Stored(1001, (1002,), (1002,)))
+
+    kv = sunk(say)
+    found = reproduce(kv, kv.events.warnings[0])
+
+    assert [Stored(None, (1,), (1,))] * 2 == [event.event.data for event in found.events]
+    module = {}
+    exec(found.as_test(), module)
+    with pytest.raises(AssertionError):
+        module["test_reproduction"]()
+
+
+def test_what_the_test_let_pass_is_let_pass():
+    kv = RouterHarness(allow=["block_not_found"])
+    noise(kv.apply)
+    kv.apply([Removed((77,)), Stored(None, (1,), (1,)), Stored(None, (1,), (2,))])
+    kv.judge()
+    problem = kv.events.errors[-1]
+    found = reproduce(kv, problem, allow=["block_not_found"])
+
+    assert ("invalid_block", 2, ()) == (found.rule, found.size, found.allow)
+
+
+@pytest.mark.parametrize(
+    ("forget", "text"),
+    [
+        (lambda kv: kv.worker(1).restart(announced=True), "kv.worker(1).restart(announced=True)"),
+        (lambda kv: kv.remove_worker(1), "kv.remove_worker(1)"),
+    ],
+    ids=["restart", "remove"],
+)
+def test_a_worker_that_was_forgotten_is_forgotten_again(failure_of, forget, text):
+    kv = RouterHarness(EngineProfile(workers=2))
+    noise(kv.apply)
+    kv.apply(Stored(None, (1, 2), (1, 2)), worker_id=1)
+    forget(kv)
+    kv.apply(Removed((2,)), worker_id=1)
+    kv.judge()
+    found = reproduce(kv)
+
+    assert ("block_not_found", 2) == (found.rule, found.size)
+    assert text in found.as_test()
+    assert "was cleared, or forgotten with its worker" in failure_of(found)
+
+
+def test_ranks_and_other_workers_stay_apart(failure_of):
+    kv = RouterHarness(EngineProfile(workers=2, dp_size=2))
+    for rank in (0, 1):
+        for worker in (0, 1):
+            kv.apply([Stored(None, (1, 2), (1, 2)), Removed((2,))], worker, rank)
+    kv.apply(Stored(2, (3,), (3,)), 1, 1)
+    kv.judge()
+    found = reproduce(kv)
+
+    assert {(1, 1)} == {(event.worker_id, event.event.dp_rank) for event in found.events}
+    assert "], worker_id=1, dp_rank=1)" in found.as_test()
+    assert "rank 1" in failure_of(found)
+
+
+# ----------------------------------------------------------------------------------------------- property: events
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=40)
+def test_random_streams_are_cut_to_what_breaks_the_same_rule_and_no_event_can_go(seed):
+    kv = broken_stream(seed)
+    if not kv.events.errors:
+        return
+    problem = kv.events.errors[0]
+    found = reproduce(kv)
+
+    assert found.complete
+    shown = judged(found.events)
+    assert (problem.rule, story_of(problem)) == (shown[0].rule, story_of(shown[0]))
+    for i in range(len(found.events)):
+        fewer = [event for j, event in enumerate(found.events) if j != i]
+        if not found.with_ids:
+            fewer = [RouterEvent(e.worker_id, KvCacheEvent(n, e.event.data)) for n, e in enumerate(fewer)]
+        again = judged(fewer)
+        block = None if found.breach.block is None else found.breach.block
+        assert not again or (problem.rule, story_of(problem), block) != (
+            again[0].rule,
+            story_of(again[0]),
+            again[0].block,
+        )
+
+
+def broken_stream(seed):
+    """A hundred events of which one in thirty is about blocks that are not right."""
+    rng = random.Random(seed)
+    kv = RouterHarness()
+    held = []
+    for number in range(100):
+        wrong = rng.random() < 0.03
+        if held and rng.random() < 0.4:
+            block = rng.randrange(500) if wrong else held.pop()
+            kv.apply(Removed((block,)))
+        else:
+            parent = rng.randrange(500, 600) if wrong else (rng.choice([None, held[-1]]) if held else None)
+            kv.apply(Stored(parent, (1000 + number,), (rng.randrange(50),)))
+            held.append(1000 + number)
+    kv.judge()
+    return kv
+
+
+def judged(events):
+    kv = RouterHarness()
+    for event in events:
+        kv.hear(event)
+    return kv.judge().errors
+
+
+# ------------------------------------------------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize(
+    ("backend", "rule", "requests"),
+    [
+        ("forgets_a_removed", "over_capacity", ["prefill", "finish"] * 3),
+        ("names_one_twice", "block_not_found", ["prefill", "finish"] * 2),
+        ("hashes_one_wrongly", "wrong_hash", ["prefill", "finish"]),
+    ],
+)
+@pytest.mark.usefixtures("faulty_backends")
+def test_what_an_engine_does_wrong_is_cut_to_few_requests(busy, failure_of, backend, rule, requests):
+    found = reproduce(busy(backend))
+
+    assert (rule, "requests", backend) == (found.rule, found.level, found.backend)
+    assert requests == [step.kind for step in found.operations]
+    assert (150, len(requests) // 2, True) == (found.cut_from, found.size, found.complete)
+    assert rule in failure_of(found).splitlines()[0]
+
+
+@pytest.mark.usefixtures("faulty_backends")
+def test_what_an_engine_holds_beside_its_events_is_cut_to_one_request(failure_of):
+    kv = RouterHarness(EngineProfile(block_size=4), "keeps_one_secret")
+    for blocks in (2, 5, 3, 6, 1, 5):
+        kv.worker(0).serve(kv.prompt(blocks))
+    kv.judge()
+    found = reproduce(kv)
+
+    assert ("engine_drift", 6, 1) == (found.rule, found.cut_from, found.size)
+    assert "        kv.worker(0).serve([*range(16)])\n" in found.as_test()
+    assert failure_of(found).startswith("1 KV event error: engine_drift (worker 0)")
+
+
+def test_requests_are_written_with_small_numbers(faulty_backends, busy):
+    kv = busy("names_one_twice")
+
+    assert reproduce(kv).as_test() == (
+        "from pytest_kvmock import EngineProfile, RouterHarness\n"
+        "\n"
+        "\n"
+        "def test_reproduction():\n"
+        '    with RouterHarness(EngineProfile(block_size=4, num_blocks=4), "names_one_twice") as kv:\n'
+        f"        kv.worker({kv.events.errors[0].worker_id}).serve([*range(16)])\n"
+        f"        kv.worker({kv.events.errors[0].worker_id}).serve([*range(16, 32)])\n"
+    )
+
+
+def test_no_request_and_no_block_of_one_can_go(faulty_backends, busy):
+    found = reproduce(busy("names_one_twice"))
+    steps = found.operations
+    requests = [step for step in steps if step.kind == "prefill"]
+
+    def breaks(steps):
+        return Replayer(None, (), Budget(1000)).breaks(found.replace(steps=tuple(steps)))
+
+    assert breaks(steps)
+    for gone in requests:
+        assert not breaks([step for step in steps if step.request != gone.request])
+        tokens = gone.argument.tokens
+        for start in range(0, len(tokens), 4):
+            shorter = gone._replace(argument=Prompt(tokens[:start] + tokens[start + 4 :]))
+            assert not breaks([shorter if step is gone else step for step in steps])
+
+
+@pytest.mark.parametrize(
+    ("amid", "rule", "expected"),
+    [
+        (lambda kv: kv.drop_next(), "event_id_gap", "kv.drop_next()"),
+        (lambda kv: kv.worker(0).restart(), "event_id_gap", "kv.worker(0).restart()"),
+    ],
+    ids=["lost", "restarted"],
+)
+def test_what_was_done_to_the_stream_on_purpose_is_replayed(busy, failure_of, amid, rule, expected):
+    found = reproduce(busy(amid=amid), level="requests")
+
+    assert rule == found.rule
+    assert expected in found.as_test()
+    assert found.size <= 3
+    assert rule in failure_of(found).splitlines()[0]
+
+
+def test_a_lost_event_is_two_events(busy):
+    found = reproduce(busy(amid=lambda kv: kv.drop_next()))
+
+    assert ("events", 2, [0, 2]) == (found.level, found.size, [event.event.event_id for event in found.events])
+
+
+def test_requests_that_overlap_are_replayed_as_they_were(faulty_backends, failure_of):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8), "forgets_a_removed")
+    worker = kv.worker(0)
+    for _ in range(10):
+        worker.serve(kv.prompt(3))
+    held = worker.prefill(kv.prompt(4))
+    held.decode(3)
+    held.preempt()
+    worker.serve(kv.prompt(8))
+    held.resume()
+    held.finish()
+    kv.judge()
+    found = reproduce(kv)
+
+    assert ("over_capacity", True) == (found.rule, found.complete)
+    assert "over_capacity" in failure_of(found)
+
+
+@pytest.mark.usefixtures("faulty_backends")
+def test_requests_that_need_not_overlap_are_written_one_after_the_other():
+    """Of the first two, three blocks must go for the third at once."""
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=6), "forgets_a_removed")
+    worker = kv.worker(0)
+    first = worker.prefill(kv.prompt(2, tail=2))
+    second = worker.prefill(kv.prompt(2, tail=1))
+    first.finish()
+    second.finish()
+    worker.serve(kv.prompt(5))
+    kv.judge()
+    lines = reproduce(kv).as_test().splitlines()
+
+    assert [
+        "        kv.worker(0).serve([*range(8)])",
+        "        kv.worker(0).serve([*range(8, 16)])",
+    ] == lines[-3:-1]
+    assert lines[-1].startswith("        kv.worker(0).serve([*range(16, ")
+
+
+@pytest.mark.usefixtures("faulty_backends")
+def test_a_request_decodes_no_more_than_it_has_to():
+    kv = RouterHarness(EngineProfile(block_size=4), "hashes_decoded_blocks_wrongly")
+    for _ in range(5):
+        kv.worker(0).serve(kv.prompt(1), 40)
+    kv.judge()
+    text = reproduce(kv).as_test()
+
+    assert "kv.worker(0).serve([0, 1, 2, 3], 5)\n" in text
+
+
+@pytest.mark.usefixtures("faulty_backends")
+def test_a_fault_that_was_let_pass_and_comes_along_is_let_pass_in_the_test_too(busy, failure_of):
+    kv = busy("does_both")
+    problem = next(p for p in kv.events.errors if p.rule == "engine_drift")
+    found = reproduce(kv, problem, allow=["block_not_found"])
+
+    assert ("engine_drift", ("block_not_found",)) == (found.rule, found.allow)
+    assert ', allow=["block_not_found"]) as kv:' in found.as_test()
+    assert failure_of(found).startswith("1 KV event error: engine_drift")
+
+
+@pytest.mark.usefixtures("faulty_backends")
+def test_wherever_the_search_ends_its_test_fails_for_the_rule(failure_of):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=4), "forgets_a_removed")
+    for n in range(20):
+        with suppress(OutOfBlocks):
+            kv.worker(0).serve(kv.prompt(3 + n % 2 * 2))  # every other one does not fit
+    kv.judge()
+    complete = []
+    for work in range(20, 1500, 20):
+        with suppress(NotReduced):
+            found = reproduce(kv, work=work)
+            complete.append(found.complete)
+            assert "over_capacity" in failure_of(found)
+
+    assert {False, True} == set(complete)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Problem("block_not_found", 0, 0, "block 5 was removed by event 7", "", blocks=(4,)),
+        Problem("block_not_found", 0, 0, "block 5 was never stored", "", blocks=(5,)),
+        Problem("block_not_found", 1, 0, "block 5 was removed by event 7", "", blocks=(5,)),
+        Problem("parent_block_not_found", 0, 0, "block 5 was removed by event 7", "", blocks=(5,)),
+    ],
+    ids=["block", "story", "worker", "rule"],
+)
+def test_another_problem_is_not_the_same_one(other):
+    breach = Breach.of(Problem("block_not_found", 0, 0, "block 5 was removed by event 6", "", blocks=(5, 6)))
+
+    assert breach.shows_in(Problem("block_not_found", 0, 0, "block 5 was removed by event 8", "", blocks=(5,)))
+    assert not breach.shows_in(other)
+
+
+def test_a_wrong_hash_is_told_from_another_by_what_would_be_right():
+    first, second = (
+        Problem("wrong_hash", 0, 0, "block 5 is wrong", right, blocks=(5,)) for right in ("it is 6", "it is 7")
+    )
+
+    assert Breach.of(first).shows_in(first)
+    assert not Breach.of(first).shows_in(second)
+
+
+def test_requests_that_raised_are_left_out(faulty_backends):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=4), "forgets_a_removed")
+    for tokens in (range(12), range(100, 200), range(20, 36), range(200, 300)):
+        try:
+            kv.worker(0).serve(list(tokens))
+        except RuntimeError:
+            continue
+    kv.judge()
+
+    assert ["prefill", "finish"] * 2 == [step.kind for step in reproduce(kv).operations]
+
+
+# ---------------------------------------------------------------------------------------------- index under test
+
+
+def test_an_index_that_forgets_is_shown_by_events(busy, failure_of):
+    found = reproduce(busy(index=ForgetsLongRemoved()))
+    stored, removed = [event.event.data for event in found.events][-2:]
+
+    assert ("index_drift", "events", True) == (found.rule, found.level, found.with_index)
+    assert 4 == len(removed.block_hashes)
+    assert found.size <= 3
+    assert isinstance(stored, Stored)
+    assert "index_drift" in failure_of(found, ForgetsLongRemoved()).splitlines()[0]
+
+
+def test_an_index_that_raises_is_shown_by_events(busy, failure_of):
+    found = reproduce(busy(index=RaisesOnRemoved()))
+
+    assert ("index_failure", 2) == (found.rule, found.size)
+    assert "disk full" in failure_of(found, RaisesOnRemoved())
+
+
+def test_an_index_that_takes_tokens_is_shown_by_requests(busy, failure_of):
+    found = reproduce(busy(index=ByTokens(4)))
+
+    assert ("index_drift", "requests", 2) == (found.rule, found.level, found.size)
+    assert "@pytest.mark.kvmock(block_size=4)\ndef test_reproduction(kv_index):\n" in found.as_test()
+    assert "index_drift" in failure_of(found, ByTokens(4))
+
+
+def test_it_may_be_shown_by_events_with_tokens_too(busy, failure_of):
+    found = reproduce(busy(index=ByTokens(4)), level="events")
+
+    assert 2 == found.size
+    assert "index_drift" in failure_of(found, ByTokens(4))
+
+
+def test_an_index_may_say_how_it_is_made_anew(busy):
+    class Named(ForgetsLongRemoved):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def new(self):
+            return Named(self.name)
+
+    assert "index_drift" == reproduce(busy(index=Named("a"))).rule
+
+
+def test_an_index_that_cannot_be_made_anew_is_said(busy):
+    class Named(ForgetsLongRemoved):
+        def __init__(self, name):
+            super().__init__()
+
+    with pytest.raises(NotReduced) as raised:
+        reproduce(busy(index=Named("a")))
+    assert (
+        "no second Named can be made to try with (its class needs 'name'); give it a method new() that makes an empty one"
+        == str(raised.value)
+    )
+
+
+def test_an_index_that_is_only_wrong_in_this_test_is_said(busy):
+    index = Sound()
+    index.apply = lambda event: None if isinstance(event.event.data, Removed) else index.tree.apply(event)
+    kv = busy(index=index)
+
+    with pytest.raises(NotReduced) as raised:
+        reproduce(kv)
+    assert (
+        "replayed, the events do not break the rule again; replayed, the requests do not break the rule again"
+        == str(raised.value)
+    )
+
+
+# -------------------------------------------------------------------------------------------------- limits, words
+
+
+def test_the_harness_is_left_as_it_was(busy):
+    kv = busy(amid=lambda kv: kv.drop_next())
+    before = (kv.events.total, len(kv.events.problems), kv.recording.requests)
+    reproduce(kv)
+    reproduce(kv, level="requests")
+
+    assert before == (kv.events.total, len(kv.events.problems), kv.recording.requests)
+
+
+def test_the_same_failure_is_cut_to_the_same_thing(busy):
+    texts = {reproduce(busy(amid=lambda kv: kv.drop_next()), level="requests").as_test() for _ in range(3)}
+
+    assert 1 == len(texts)
+
+
+def test_nothing_wrong_is_nothing_to_reproduce(busy):
+    with pytest.raises(NotReduced, match=r"^there is no problem to reproduce$"):
+        reproduce(busy())
+
+
+def test_what_is_expected_is_not_reproduced():
+    kv = RouterHarness()
+    with kv.events.expect_error("block_not_found"):
+        kv.apply(Removed((1,)))
+    with pytest.raises(NotReduced, match="no problem"):
+        reproduce(kv)
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        ("sink_failure", "sink_failure is not about what a stream says"),
+        ("not_flushed", "not_flushed is not about what a stream says"),
+    ],
+)
+def test_some_rules_are_about_no_stream(rule, why):
+    with pytest.raises(NotReduced, match=f"^{why}$"):
+        reproduce(RouterHarness(), Problem(rule, 0, 0, "", ""))
+
+
+def test_a_manager_of_the_users_own_cannot_be_replayed():
+    kv = RouterHarness()
+    sink = kv.make_sink()
+    sink.compare(lambda: {7})
+    sink(Stored(None, (1,), (1,)))
+    kv.judge()
+
+    with pytest.raises(NotReduced, match=r"^what an engine holds cannot be replayed from its events$"):
+        reproduce(kv)
+
+
+def test_moves_on_a_bare_manager_cannot_be_replayed(faulty_backends):
+    kv = RouterHarness(EngineProfile(num_blocks=4), "forgets_a_removed")
+    manager = kv.worker(0).manager
+    manager.use([1, 2, 3])
+    manager.deref(3, 2, 1)
+    manager.use([4, 5, 6, 7])
+    kv.judge()
+
+    with pytest.raises(NotReduced, match="moves on a bare manager cannot be replayed"):
+        reproduce(kv, level="requests")
+
+
+def test_a_search_that_may_do_nothing_says_so():
+    with pytest.raises(NotReduced, match=r"^no part of the events broke the rule again before the limit was reached$"):
+        reproduce(sunk(a_parent_that_is_gone), work=1)
+
+
+def test_a_search_that_ends_early_says_that_there_may_be_less():
+    found = [reproduce(sunk(a_parent_that_is_gone), work=work).complete for work in (60, 10_000)]
+
+    assert [False, True] == found
+
+
+def test_bad_arguments_are_refused():
+    kv = RouterHarness()
+    with pytest.raises(ValueError, match="unknown level 'blocks'; known: events, requests"):
+        reproduce(kv, level="blocks")
+    with pytest.raises(ValueError, match="unknown rule 'no_rule'; known: "):
+        reproduce(kv, allow=["no_rule"])
+
+
+def test_recording_ends_at_its_bound(monkeypatch):
+    monkeypatch.setattr("pytest_kvmock.harness.recording.MOST", 3)
+    kv = RouterHarness()
+    kv.apply([Stored(None, (n,), (n,)) for n in range(1, 6)])
+    for _ in range(5):
+        kv.worker(0).clear()
+
+    assert (3, 3) == (len(kv.recording.arrivals), len(kv.recording.operations))
+    assert MOST > 100_000
+
+
+def test_operations_are_recorded_as_they_were_asked():
+    kv = RouterHarness(EngineProfile(block_size=4))
+    with kv.worker(0).prefill([1, 2, 3, 4, 5]) as request:
+        request.decode(2)
+        request.preempt()
+        request.resume()
+    kv.worker(0).clear()
+    kv.drop_next(2, kind="removed")
+
+    assert [
+        Operation("prefill", (0, 0), 1, ((1, 2, 3, 4, 5), None, 5), 0),
+        Operation("decode", (0, 0), 1, 2, 1),
+        Operation("preempt", (0, 0), 1, None, 1),
+        Operation("resume", (0, 0), 1, None, 1),
+        Operation("finish", (0, 0), 1, None, 1),
+        Operation("clear", (0, 0), 0, None, 1),
+        Operation("drop_next", (0, 0), 0, (2, "removed"), 2),
+    ] == [Operation(*fields) for fields in kv.recording.operations]

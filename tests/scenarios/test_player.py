@@ -1,0 +1,155 @@
+"""A scenario stops at the first line that is not so, and says what is."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness
+from pytest_kvmock.scenarios import ScenarioFailure, load_scenarios, play
+
+PROFILE = EngineProfile(block_size=4, num_blocks=4, workers=2)
+
+
+@pytest.fixture
+def played(tmp_path):
+    def play_text(text, **others):
+        path = tmp_path / "x.kv.yaml"
+        path.write_text(text)
+        (scenario,) = load_scenarios(path, "x.kv.yaml")
+        with RouterHarness(PROFILE, "lineage", **others) as harness:
+            play(scenario, harness)
+        return harness
+
+    return play_text
+
+
+FAILURES = [
+    ("use: [1]\n  expect: {allocated: 2}", "3: expect allocated 2: got 1"),
+    ("use: [1]\n  expect: {active: [2]}", "3: expect active [2]: got [1]"),
+    ("use: [1]\n  expect: {active: {1: 2}}", "3: expect active {1: 2}: got {1: 1}"),
+    ("use: [p]\n  expect: {active: 0}", "3: expect active 0: got 1"),
+    ("use: [p]\n  expect: {active: [q]}", "3: expect active ['q']: got ['p']"),
+    ("use: [1]\n  expect: {inactive: [1]}", "3: expect inactive [1]: got []"),
+    ("use: [1]\n  expect: {inactive: 1}", "3: expect inactive 1: got 0"),
+    ("use: [1]\n- deref: [1]\n  expect: {eviction_order: [2]}", "4: expect eviction_order [2]: got [1]"),
+    ("use: [1]\n  expect: {events: []}", "3: expect events []: got [{'stored': [1], 'parent': None}]"),
+    (
+        "use: [1]\n  expect: {events: [{stored: [1], parent: 2}]}",
+        "3: expect events [{'stored': [1], 'parent': 2}]: got [{'stored': [1], 'parent': None}]",
+    ),
+    ("use: [1]\n  expect: {events: [cleared]}", "3: expect events [{'cleared': True}]: got [{'stored': [1]"),
+    (
+        "serve: {tokens: 0..7, worker: 1}\n  expect: {overlap: {tokens: 0..7, workers: {0: 2}}}",
+        "3: expect overlap {0: 2}: got {1: 2}",
+    ),
+    ("prefill: {request: a, tokens: 0..7}\n  expect: {cached_tokens: 4}", "3: expect cached_tokens 4: got 0"),
+    ("deref: [7]", "2: deref was refused: MoveError: "),
+    ("deref: [7]\n  expect: {refused: nonsense}", "3: expect refused 'nonsense': got 'MoveError: "),
+    ("use: [7]\n  expect: {refused: MoveError}", "3: expect refused 'MoveError': it was not"),
+    ("finish: a", "2: finish was refused: ValueError: no request is named 'a'; known: none"),
+    (
+        "prefill: {request: a, tokens: 0..3}\n- prefill: {request: a, tokens: 0..3}",
+        "3: prefill was refused: ValueError: a request named 'a' is open already",
+    ),
+    ("prefill: {request: a, tokens: 0..3}\n- clear: 0", "3: clear was refused: RequestError: worker 0 is not cleared"),
+    ("serve: {tokens: 0..99}", "2: serve was refused: OutOfBlocks: "),
+    ("serve: {tokens: 0..3, worker: 65536}", "2: serve was refused: ValueError: a worker id is an integer"),
+    ("fault: {lose: {fault: double}}", "2: fault was refused: TypeError: "),
+    ("event: {removed: [7]}", "2: block_not_found\n\n  event 0  worker 0  Removed block 7\n"),
+    ("event: {removed: [7]}\n  expect: {problems: []}", "3: expect problems []: got ['block_not_found']\n\n  event 0"),
+    ("use: [1]\n  expect: {problems: [block_not_found]}", "3: expect problems ['block_not_found']: got []"),
+]
+
+
+@pytest.mark.parametrize(("steps", "message"), FAILURES)
+def test_it_fails_at_the_line_that_is_not_so(played, steps, message):
+    with pytest.raises(ScenarioFailure) as raised:
+        played(f"steps:\n- {steps}\n")
+    assert str(raised.value).startswith(f"x.kv.yaml:{message}")
+
+
+def test_all_steps_there_are_do_what_they_say(played):
+    harness = played("""
+steps:
+- use: [1, p]
+  expect: {allocated: 2, active: {1: 1, p: 1}, events: [{stored: [1], worker: 0}]}
+- promote: {partial: p, block: 2, parent: 1, local_hash: 22}
+  expect: {events: [{stored: [2], parent: 1}], active: {1: 1, 2: 1}}
+- deref: [2, 1]
+  expect: {inactive: [1, 2], eviction_order: [2, 1]}
+- clear: 0
+  expect: {events: [cleared], inactive: 0}
+- prefill: {request: a, tokens: 0..8, worker: 1}
+  expect: {active: 3, events: [{stored: 2, parent: null, worker: 1}]}
+- decode: {request: a, tokens: [9, 10, 11, 12]}
+  expect: {active: 4, events: [{stored: 1}]}
+- preempt: a
+  expect: {active: 0, inactive: 3}
+- resume: a
+  expect: {cached_tokens: 9}
+- finish: a
+- restart: {worker: 1, announced: true}
+  expect: {active: 0, inactive: 0}
+- serve: {hashes: 1..2, output_tokens: 1, worker: 1}
+  expect: {events: [{stored: 2}]}
+- event: {stored: [50, 51], local_hashes: [5, 6], worker: 7}
+- event: {removed: [51], worker: 7}
+- event: {cleared: true, worker: 7}
+- event: {stored: [60], worker: 7, id: 9}
+  expect: {problems: [event_id_gap]}
+- expect: {worker: 1, inactive: 2, overlap: {hashes: 1..3, workers: {1: 2}}}
+""")
+    assert 10 == harness.events.total
+
+
+def test_an_index_of_the_user_answers(played):
+    index = RadixIndex()
+    played("steps: [{serve: {tokens: 0..3}, expect: {overlap: {tokens: 0..3, workers: {0: 1}}}}]", index=index)
+    assert 1 == len(index.dump_events())
+
+
+def test_an_allowed_rule_is_let_pass(played):
+    played("allow: [block_not_found]\nsteps: [{event: {removed: [7]}}]", allow=["block_not_found"])
+
+
+def test_a_fault_strikes_and_its_problem_is_expected(played):
+    played("""
+steps:
+- fault: {lose: {n: 1, kind: stored, worker: 0}}
+- use: [1, 2]
+  expect: {events: [], problems: [event_id_gap]}
+- use: [3]
+  expect: {events: [{stored: [3]}], problems: []}
+- fault: {clear: 0}
+  expect: {problems: [engine_drift]}
+""")
+
+
+def test_a_fault_that_never_strikes_fails_as_in_any_test(played):
+    with pytest.raises(KvEventsError, match=r"kv_router\.faults\.lose\(2\): 1 struck, 1 never did"):
+        played("""
+steps:
+- fault: {lose: 2}
+- use: [1]
+  expect: {problems: [event_id_gap]}
+""")
+
+
+def test_a_fault_with_an_argument_that_it_has_not_is_refused_where_it_stands(played):
+    with pytest.raises(ScenarioFailure, match=r"^x\.kv\.yaml:2: fault was refused: TypeError: .*'speed'"):
+        played("steps:\n- fault: {lose: {speed: 1}}")
+
+
+def test_events_of_sinks_ranks_and_tiers(played):
+    harness = played("""
+steps:
+- worker: {id: 5, backend: lru}
+- event: {stored: [1], worker: [5, 1], id: 0, tier: host_pinned}
+- event: {stored: [7], worker: 65537, token_ids: [0..3], chained: true}
+  expect: {problems: [wrong_hash]}
+- remove_worker: 5
+- event: {stored: [9], worker: 5}
+""")
+    assert [((5, 1), "HOST_PINNED"), ((65537, 0), "DEVICE"), ((5, 0), "DEVICE")] == [
+        ((entry.event.worker_id, entry.event.event.dp_rank), entry.storage_tier.name) for entry in harness.events
+    ]

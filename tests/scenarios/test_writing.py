@@ -1,0 +1,160 @@
+"""A reproduction that is written as a scenario file breaks the same rule when it is played."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvmock import (
+    BackendSpec,
+    EngineProfile,
+    KvCacheEvent,
+    KvEventsError,
+    Prompt,
+    RadixIndex,
+    Removed,
+    RouterEvent,
+    RouterHarness,
+    StorageTier,
+    Stored,
+    reproduce,
+)
+from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.logical import LogicalManager
+from pytest_kvmock.scenarios import load_scenarios, play
+from pytest_kvmock.scenarios.writing import scenario_text
+
+
+class Forgets:
+    """An index that forgets every Removed."""
+
+    def __init__(self):
+        self.tree = RadixIndex()
+
+    def apply(self, event):
+        if not isinstance(event.event.data, Removed):
+            self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes).scores
+
+
+class NamesOneTwice:
+    """Between manager and sink: of two that are evicted at once, the first is named twice."""
+
+    def __init__(self, sink):
+        self.sink = sink
+
+    def publish(self, event, storage_tier, token_ids):
+        data = event.data
+        if isinstance(data, Removed) and len(data.block_hashes) > 1:
+            data = Removed((*data.block_hashes, data.block_hashes[0]))
+        self.sink.publish(KvCacheEvent(event.event_id, data, event.dp_rank), storage_tier, token_ids)
+
+
+def names_one_twice(*, sink, **sizes):
+    return LogicalManager(backend="names-one-twice", eviction=LruPolicy(), sink=sink and NamesOneTwice(sink), **sizes)
+
+
+def unknown_parent(kv):
+    for block in range(1, 20):
+        kv.apply(Stored(None, (block,), (block + 100,)))
+    kv.apply(Stored(77, (50, 51), (52, 53)))
+
+
+def a_gap_of_ids(kv):
+    for event_id in (0, 1, 2, 5, 6):
+        kv.apply(KvCacheEvent(event_id, Stored(None, (event_id + 1,), (1,))), worker_id=1)
+
+
+def a_sink_that_hashes_wrongly(kv):
+    sink = kv.make_sink(chained=True)
+    kv.make_sink()(Stored(None, (1, 2), (1, 2)))
+    sink(Stored(None, (5,), (6,)))
+
+
+def a_removed_of_another_tier(kv):
+    kv.apply(Stored(None, (1, 2, 3), (1, 2, 3)))
+    kv.apply(RouterEvent(0, KvCacheEvent(1, Removed((3,))), StorageTier.HOST_PINNED))
+
+
+def a_worker_that_is_forgotten(kv):
+    kv.worker(0).serve(range(64), 9)
+    kv.remove_worker(0)
+    kv.apply(Removed((5,)))
+
+
+def tokens_that_are_too_few(kv):
+    kv.apply(RouterEvent(0, KvCacheEvent(0, Stored(None, (1, 2), (3, 4))), token_ids=[[0, 1, 2, 3], [4]]))
+
+
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        unknown_parent,
+        a_gap_of_ids,
+        a_sink_that_hashes_wrongly,
+        a_removed_of_another_tier,
+        a_worker_that_is_forgotten,
+        tokens_that_are_too_few,
+    ],
+)
+def test_events_break_the_same_rule(traffic, tmp_path):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=64, workers=2), "lru")
+    traffic(kv)
+    kv.flush()
+    found = reproduce(kv, level="events")
+    assert_breaks_the_same(found, tmp_path)
+
+
+def overlapping_requests(kv):
+    held = [kv.worker(0).prefill([*range(n, n + 8)]) for n in (0, 100)]
+    held[0].decode([7, 8, 9])
+    held[0].preempt()
+    held[0].resume()
+    for request in held:
+        request.finish()
+    kv.worker(1).serve(Prompt(hashes=[1, 2], num_tokens=10), 2)
+    kv.worker(0).clear()
+    for n in range(20):
+        kv.worker(0).serve([*range(1000 * n, 1000 * n + 12)])
+
+
+def test_requests_break_the_same_rule(tmp_path):
+    spec = BackendSpec("names-one-twice", "nobody", names_one_twice)
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=2), spec)
+    overlapping_requests(kv)
+    kv.flush()
+    found = reproduce(kv, level="requests")
+    assert_breaks_the_same(found, tmp_path, backend=spec)
+
+
+def test_an_index_under_test_is_to_be_brought_along(tmp_path):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=4), "lru", Forgets())
+    for n in range(20):
+        kv.worker(0).serve([*range(100 * n, 100 * n + 8)])
+    found = reproduce(kv)
+    text = assert_breaks_the_same(found, tmp_path, index=Forgets())
+    assert "; it needs the index under test: play it on a harness that has it" in text
+
+
+def assert_breaks_the_same(found, tmp_path, backend=None, index=None):
+    path = tmp_path / "saved.kv.yaml"
+    text = scenario_text(found, "reproduction")
+    path.write_text(text)
+    (scenario,) = load_scenarios(path)
+    assert "reproduction" == scenario.name
+    profile = EngineProfile().replace(**scenario.profile)
+    harness = RouterHarness(profile, backend or scenario.backends[0], index, allow=scenario.allow)
+    with pytest.raises((AssertionError, KvEventsError)), harness:
+        play(scenario, harness)
+    assert found.rule in [problem.rule for problem in harness.events.problems]
+    return text
+
+
+def test_runs_of_numbers_are_written_as_ranges(tmp_path):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8), "lru", Forgets())
+    for n in range(20):
+        kv.worker(0).serve([*range(100 * n, 100 * n + 16), 3])
+    text = scenario_text(reproduce(kv, level="requests"), "long")
+    assert ".." in text
+    assert text.isascii()
