@@ -121,6 +121,10 @@ class Truth:
             if problem.cause is None and twin.cause in self._twins:
                 problem.follows_from(self._twins[twin.cause])
             return
+        stream = self.ledger.streams.get(key)
+        if problem.rule == "over_capacity" and stream is not None and stream.overfull:  # it may have been said before
+            problem.stand()
+            return
         problem.fault = self.misfits.get(key) or self._blame(problem, key)
         cause = problem.cause
         if cause is not None and cause.excused and not problem.excused:  # one that a router need not survive

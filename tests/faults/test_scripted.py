@@ -417,16 +417,25 @@ def test_what_was_missing_before_a_restart_is_of_no_account(kv):
     assert ["restart", "foreign"] == [gap.fault.kind for gap in gaps]
 
 
-def test_what_a_flush_finds_of_another_worker_is_real(kv):
+def test_what_a_flush_finds_without_the_fault_too_is_real(kv):
     sink = kv.make_sink(num_blocks=1)
-    sink.compare(lambda: [1])
-    kv.faults.lose(worker=0)
-    kv.apply(one_block(1))
+    sink.compare(lambda: [1, 3])
+    sink(one_block(1))
+    kv.faults.lose(worker=sink.worker_id)
+    sink(one_block(2))
+    sink(one_block(3))
+    kv.judge()
+    assert [("event_id_gap", "lose"), ("over_capacity", None)] == [
+        (p.rule, p.fault and p.fault.kind) for p in kv.events.errors
+    ]
+
+
+def test_so_is_what_both_find_at_the_flush_alone(kv):
+    sink = kv.make_sink(num_blocks=1)
+    kv.faults.double(worker=sink.worker_id)
     sink(one_block(1))
     sink(one_block(2))
-    kv.judge()
-    real = [p for p in kv.events.problems if p.worker_id == sink.worker_id]
-    assert [("over_capacity", None), ("engine_drift", None)] == [(p.rule, p.fault) for p in real]
+    assert [("event_id_gap", "double"), ("over_capacity", None)] == errors(kv)
 
 
 def test_what_was_wrong_before_the_first_fault_stays_real(kv):
