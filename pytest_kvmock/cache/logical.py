@@ -328,7 +328,13 @@ class LogicalManager(ShortForms):
         slots = pool.take_reset(count)
         if len(slots) == count:
             return slots
+        wanted = min(count - len(slots), self._num_inactive)
         victims = pool.inactive.evict(count - len(slots))
+        if len(set(victims)) != wanted or len(victims) != wanted or any(slot.refs for slot in victims):
+            raise RuntimeError(
+                f"the eviction policy {type(pool.inactive).__name__} is wrong: evict({count - len(slots)}) gave "
+                f"{victims!r:.200}; {wanted} different slots that nobody holds could go"
+            )
         plhs = [slot.plh for slot in victims]
         for plh in plhs:
             del pool.registered[plh]

@@ -414,6 +414,11 @@ class RouterHarness(Questions):
             if self._recovery is not None:
                 self._recovery.restarted(key)
 
+    @property
+    def asks_recovery(self) -> bool:
+        """Whether a router may ask its workers for what it missed."""
+        return self._recovery is not None
+
     def use_recovery(self, recovery: Recovery) -> None:
         """Have workers keep what they publish, so that a router can ask them for what it missed.
 

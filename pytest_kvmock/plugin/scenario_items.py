@@ -114,6 +114,10 @@ class ScenarioItem(pytest.Item):
 
     def runtest(self) -> None:
         """Play it. The verdict on its events comes when it is over, as for other tests."""
+        if self._scenario.needs_index:
+            pytest.skip(
+                "it needs the index under test: play(load_scenarios(path)[0], kv_router), in a test that has it"
+            )
         settings = self.config.stash[SETTINGS]
         policy = resolve_policy(settings.command_line, ({"allow": self._scenario.allow},), settings.ini)
         try:

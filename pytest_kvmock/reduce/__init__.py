@@ -85,6 +85,9 @@ def reproduce(
             cut = _finished(_cut(kv, problem, whole.replace(level=chosen), replayer), replayer, ignored)
         except NotReduced as reason:
             reasons.append(str(reason))
+            if make_index is not None and "again" in reasons[-1]:
+                kind = type(kv.index).__name__
+                reasons[-1] += f" with a new {kind}() (its method new() would say how to make one that is like yours)"
         else:
             if chosen == levels[0]:
                 return cut
@@ -102,6 +105,10 @@ def _whole(kv: RouterHarness, problem: Problem) -> tuple[Reproduction, Callable[
     if problem.rule in _OF_AN_INDEX:
         if kv.is_async:
             raise NotReduced("the index under test is async; only a test can await it")
+        if kv.asks_recovery:
+            raise NotReduced("the router asks workers for what it missed, which is not replayed")
+        if problem.fault is not None and problem.fault.survived:
+            raise NotReduced("the router must survive faults, which are not replayed")
         make_index = index_maker(kv.index, kv.profile)
     made = [
         ((worker.worker_id, worker.dp_rank), None if worker.backend == kv.backend else worker.backend)

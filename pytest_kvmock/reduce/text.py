@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -224,16 +224,16 @@ def _prompt(prompt: Prompt, block_size: int) -> str:
 
 def _token_list(tokens: Sequence[int]) -> str:
     """A list of tokens."""
-    return f"[{', '.join(_parts(tokens))}]"
+    return f"[{', '.join(_parts(tokens, str))}]"
 
 
-def _parts(numbers: Iterable[int]) -> list[str]:
+def _parts(numbers: Iterable[int], shown: Callable[[int], str] = block_text) -> list[str]:
     """The inside of a list of numbers, with long runs up or down as ranges."""
     parts: list[str] = []
     for run, step in _runs(numbers):
         first, end = run[0], run[-1] + step
         if len(run) < 6 or end < 0:
-            parts += map(block_text, run)
+            parts += map(shown, run)
         elif step < 0:
             parts.append(f"*range({first}, {end}, -1)")
         else:

@@ -47,13 +47,20 @@ def play(scenario: Scenario, harness: RouterHarness) -> None:
 
     Args:
         scenario: what to do.
-        harness: on what. It must be fresh; its profile is yours to choose, see `Scenario.profile`.
+        harness: on what. It must be fresh, and have the fields of `Scenario.profile`.
 
     Raises:
+        ValueError: the harness has another profile than the scenario says, or no index where it needs one.
         ScenarioFailure: something that it expects is not so, a step was refused, or an event error came that it does
             not expect.
     """
     __tracebackhide__ = True
+    for field, wanted in scenario.profile.items():
+        have = getattr(harness.profile, field)
+        if have != wanted and field != "seed":
+            raise ValueError(f"{scenario.place}: the scenario wants {field}={wanted!r}, the harness has {have!r}")
+    if scenario.needs_index and harness.index is harness.reference:
+        raise ValueError(f"{scenario.place}: the scenario needs an index under test, and the harness has none")
     player = _Player(harness, frozenset(scenario.allow))
     for step in scenario.steps:
         player.play(step)
@@ -121,6 +128,7 @@ class _Player:
         if expected is None:
             errors = [problem for problem in new if problem.is_error]
             if errors:
+                errors[0].expected_by = Expectation(events, errors[0].rule, 1)  # it is told here, and once
                 raise ScenarioFailure(step.place, f"{errors[0].rule}\n\n{problem_text(errors[0])}")
             return
         have = [problem.rule for problem in new]

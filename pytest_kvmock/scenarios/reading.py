@@ -62,6 +62,7 @@ def load_scenarios(path: Path | str, name: str | None = None) -> list[Scenario]:
                 own_fields if own_base else {**fields, **own_fields},
                 said.get("backends", common.get("backends")),
                 (*common.get("allow", ()), *said.get("allow", ())),
+                said.get("needs_index", common.get("needs_index", False)),
             )
         )
     return scenarios
@@ -101,6 +102,7 @@ _COMMON: Final[Mapping[str, Reader]] = {
     "profile": _profile,
     "backends": _backends,
     "allow": list_of(_rule),
+    "needs_index": boolean,
 }
 
 

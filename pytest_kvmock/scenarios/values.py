@@ -50,6 +50,7 @@ class Scenario:
         profile: fields of the profile that are laid over that.
         backends: names of the backends that it runs over; None for the default matrix.
         allow: rules that may be broken without consequence.
+        needs_index: it is about an index under test, so that it must be played on a harness that has one.
     """
 
     name: str
@@ -59,3 +60,4 @@ class Scenario:
     profile: Mapping[str, Any] = field(default_factory=dict)
     backends: tuple[str, ...] | None = None
     allow: tuple[str, ...] = ()
+    needs_index: bool = False

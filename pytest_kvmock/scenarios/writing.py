@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def scenario_text(program: Reproduction, name: str) -> str:
     """The text of a scenario file that does what a reproduction does, and fails for the same rule.
 
-    Where an index under test takes part, the file fails only in a test that plays it on a harness with that index.
+    Where an index under test takes part, it must be played in a test that has that index (`needs_index`).
 
     Args:
         program: the reproduction.
@@ -28,10 +28,9 @@ def scenario_text(program: Reproduction, name: str) -> str:
     """
     import yaml
 
-    about = f"{program.rule}, cut from {program.cut_from} {program.level}"
+    document: dict[str, Any] = {"description": f"{program.rule}, cut from {program.cut_from} {program.level}"}
     if program.with_index:
-        about += "; it needs the index under test: play it on a harness that has it"
-    document: dict[str, Any] = {"description": about}
+        document["needs_index"] = True
     fields = {
         field.name: getattr(program.profile, field.name)
         for field in dataclasses.fields(EngineProfile)

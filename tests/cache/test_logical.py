@@ -6,6 +6,8 @@ from uuid import UUID
 import pytest
 from cache_helpers import event_rows, new_manager, state_of
 
+from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.logical import LogicalManager
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.events import StorageTier, Stored
 from pytest_kvmock.moves import Deref, Destroy, MoveError, Promote, Use
@@ -786,3 +788,22 @@ def test_the_short_deref_takes_blocks_one_by_one_or_as_a_list(make_manager):
     assert {} == manager.active_blocks
     with pytest.raises(MoveError, match="'xyz'"):
         manager.deref("xyz")
+
+
+class _Shorts(LruPolicy):
+    def evict(self, count):
+        return super().evict(count - 1)
+
+
+class _Twice(LruPolicy):
+    def evict(self, count):
+        return super().evict(1) * count
+
+
+@pytest.mark.parametrize("policy", [_Shorts, _Twice])
+def test_a_policy_that_evicts_wrongly_is_named(policy):
+    manager = LogicalManager(backend="wrong", eviction=policy(), num_blocks=3)
+    manager.use([1, 2, 3])
+    manager.deref([3, 2, 1])
+    with pytest.raises(RuntimeError, match=rf"^the eviction policy {policy.__name__} is wrong: evict\(2\) gave .*; 2 "):
+        manager.use([4, 5])

@@ -145,6 +145,46 @@ def test_a_reproduction_is_saved_as_a_scenario_that_fails_the_same(nested):
     again.stdout.fnmatch_lines(["*test_it.py-TestIt-test_sink-a-b.kv.yaml:*: block_not_found"])
 
 
+def test_a_saved_scenario_about_an_index_is_skipped_and_says_where_it_is_played(nested):
+    index = """
+    from pytest_kvmock import RadixIndex
+
+    class Forgets:
+        def __init__(self):
+            self.tree = RadixIndex()
+
+        def apply(self, event):
+            if not isinstance(event.event.data, Removed):
+                self.tree.apply(event)
+
+        def find_matches(self, local_hashes):
+            return self.tree.find_matches(local_hashes).scores
+
+    @pytest.fixture
+    def kv_index():
+        return Forgets()
+    """
+    test = """
+    def test_it(kv_sink):
+        kv_sink(GOOD)
+        kv_sink(Removed((2,)))
+    """
+    nested(index + test, "--kv-save-scenario", "saved").assert_outcomes(failed=1)
+    ini = {"pytest.ini": INI}
+    again = nested("", "saved", "-rs", files=ini)
+    again.assert_outcomes(skipped=1)
+    again.stdout.fnmatch_lines(["SKIPPED*it needs the index under test: play(load_scenarios(path)[[]0], kv_router)*"])
+    played = """
+    from pytest_kvmock.scenarios import load_scenarios, play
+
+    def test_saved(kv_router):
+        play(load_scenarios("saved/test_it.py-test_it.kv.yaml")[0], kv_router)
+    """
+    result = nested(index + played, "--kv-backend", "lru")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*ScenarioFailure: *test_it.kv.yaml:*: index_drift*"])
+
+
 def test_a_scenario_that_cannot_be_saved_is_told(nested):
     result = nested("def test(kv_sink): kv_sink(BAD)", "--kv-save-scenario", "file", files={"file": ""})
     result.assert_outcomes(failed=1)

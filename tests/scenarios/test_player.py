@@ -108,6 +108,18 @@ def test_an_index_of_the_user_answers(played):
     assert 1 == len(index.dump_events())
 
 
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        ("profile: {block_size: 16, workers: 2}", "the scenario wants block_size=16, the harness has 4"),
+        ("needs_index: true", "the scenario needs an index under test, and the harness has none"),
+    ],
+)
+def test_a_harness_that_does_not_fit_is_refused(played, top, message):
+    with pytest.raises(ValueError, match=rf"^x\.kv\.yaml:1:1: {message}$"):
+        played(f"{top}\nsteps: [{{use: [1]}}]")
+
+
 def test_an_allowed_rule_is_let_pass(played):
     played("allow: [block_not_found]\nsteps: [{event: {removed: [7]}}]", allow=["block_not_found"])
 

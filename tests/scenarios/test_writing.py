@@ -134,7 +134,7 @@ def test_an_index_under_test_is_to_be_brought_along(tmp_path):
         kv.worker(0).serve([*range(100 * n, 100 * n + 8)])
     found = reproduce(kv)
     text = assert_breaks_the_same(found, tmp_path, index=Forgets())
-    assert "; it needs the index under test: play it on a harness that has it" in text
+    assert "\nneeds_index: true\n" in text
 
 
 def assert_breaks_the_same(found, tmp_path, backend=None, index=None):
