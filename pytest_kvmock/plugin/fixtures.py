@@ -137,10 +137,15 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
         )
     except (TypeError, ValueError) as error:
         _fail_at_setup(item, str(error))
-    if item.ihook.pytest_kvmock_event_error.get_hookimpls():
-        harness.events.waive = partial(_waives, item)
+    let_waive(item, harness)
     case = item.stash[CASE] = Case(item, harness, policy)
     return case
+
+
+def let_waive(item: pytest.Item, harness: RouterHarness) -> None:
+    """Let the hook `pytest_kvmock_event_error` waive problems of a test, where anybody implements it."""
+    if item.ihook.pytest_kvmock_event_error.get_hookimpls():
+        harness.events.waive = partial(_waives, item)
 
 
 def _waives(item: pytest.Item, problem: Problem) -> bool:

@@ -130,8 +130,11 @@ def _save(case: Case, found: Reproduction) -> str:
     wanted = case.item.config.stash[SETTINGS].get("save_scenario")
     if wanted is None:
         return ""
+    from pytest_kvmock.hygiene.rules import RULES
     from pytest_kvmock.scenarios.writing import scenario_text
 
+    if RULES[found.rule].at_end and not found.breach.is_error:
+        return f"\n# not saved: {found.rule} is known only when a test is over"
     # A test has one file, whoever runs it: the workers of pytest-xdist do not meet.
     path = Path(wanted, re.sub(r"[^\w.-]+", "-", case.item.nodeid).strip("-") + ".kv.yaml")
     target = case.item.config.invocation_params.dir / path

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from pytest_kvmock.harness import RouterHarness
-from pytest_kvmock.plugin.fixtures import CASE, Case
+from pytest_kvmock.plugin.fixtures import CASE, Case, let_waive
 from pytest_kvmock.plugin.matrix import matrix_of
 from pytest_kvmock.plugin.options import SETTINGS, base_profile, default_backends, known_backends, profile_name
 from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy, resolve_profile
@@ -74,7 +74,7 @@ class ScenarioFile(pytest.File):
         for scenario in scenarios:
             for name in scenario.backends or ():
                 if name not in known:
-                    message = f"{scenario.place}: backends: unknown backend {name!r}; known: {', '.join(known)}"
+                    message = f"{scenario.backends_at or scenario.place}: backends: unknown backend {name!r}; known: {', '.join(known)}"
                     raise self.CollectError(message)
             try:
                 profile = _profile(scenario, self.config)
@@ -125,9 +125,10 @@ class ScenarioItem(pytest.Item):
         except ValueError as error:
             place = self._scenario.place
             raise ScenarioFailure(place, f"backend {self._backend}: {error}") from None
+        let_waive(self, harness)
         case = self.stash[CASE] = Case(self, harness, policy)
         case.backend = self._backend
-        play(self._scenario, harness)
+        play(self._scenario, harness, allow=policy.allow, errors_fail=policy.event_errors == "fail")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Show the lines of the file instead of ours; with --full-trace, ours as well."""

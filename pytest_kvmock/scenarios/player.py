@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import UUID
 
@@ -13,13 +14,13 @@ from pytest_kvmock.hygiene.report import problem_text
 from pytest_kvmock.tokens import Prompt, lineage_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.worker import KvWorker, Request
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.moves import Block
-    from pytest_kvmock.scenarios.values import Scenario, Step, WorkerName
+    from pytest_kvmock.scenarios.values import Numbers, Scenario, Step, WorkerName
     from pytest_kvmock.strict_yaml import Place
 
 REFUSALS: Final = (OutOfBlocks, RequestError, ValueError, TypeError)
@@ -42,12 +43,14 @@ class ScenarioFailure(AssertionError):  # noqa: N818 - the file is no error, wha
         self.place = place
 
 
-def play(scenario: Scenario, harness: RouterHarness) -> None:
+def play(scenario: Scenario, harness: RouterHarness, *, allow: Collection[str] = (), errors_fail: bool = True) -> None:
     """Do what a scenario says, on a harness of your own, with an index of your own perhaps.
 
     Args:
         scenario: what to do.
         harness: on what. It must be fresh, and have the fields of `Scenario.profile`.
+        allow: rules that may be broken without consequence, besides those of the scenario.
+        errors_fail: an event error that a step does not expect fails there; else it is left to whoever judges the harness.
 
     Raises:
         ValueError: the harness has another profile than the scenario says, or no index where it needs one.
@@ -61,7 +64,7 @@ def play(scenario: Scenario, harness: RouterHarness) -> None:
             raise ValueError(f"{scenario.place}: the scenario wants {field}={wanted!r}, the harness has {have!r}")
     if scenario.needs_index and harness.index is harness.reference:
         raise ValueError(f"{scenario.place}: the scenario needs an index under test, and the harness has none")
-    player = _Player(harness, frozenset(scenario.allow))
+    player = _Player(harness, frozenset((*scenario.allow, *allow)), errors_fail=errors_fail)
     for step in scenario.steps:
         player.play(step)
 
@@ -77,9 +80,10 @@ class _After(NamedTuple):
 class _Player:
     """What is known while a scenario is played: requests and partial blocks by name, and what was looked at before."""
 
-    def __init__(self, harness: RouterHarness, allow: frozenset[str]) -> None:
+    def __init__(self, harness: RouterHarness, allow: frozenset[str], *, errors_fail: bool) -> None:
         self._harness = harness
         self._allow = allow
+        self._errors_fail = errors_fail
         self._requests: dict[str, tuple[Request, WorkerName]] = {}
         self._partials: dict[str, UUID] = {}
         self._sinks = 0
@@ -127,7 +131,7 @@ class _Player:
         expected = step.expected.get("problems")
         if expected is None:
             errors = [problem for problem in new if problem.is_error]
-            if errors:
+            if self._errors_fail and (errors := events.unwaived(errors)):
                 errors[0].expected_by = Expectation(events, errors[0].rule, 1)  # it is told here, and once
                 raise ScenarioFailure(step.place, f"{errors[0].rule}\n\n{problem_text(errors[0])}")
             return
@@ -180,15 +184,15 @@ class _Player:
     def _do_prefill(self, request: str, worker: WorkerName = FIRST, **prompt: Any) -> int:
         if request in self._requests and self._requests[request][0].status in ("running", "preempted"):
             raise ValueError(f"a request named {request!r} is open already")
-        made = self._worker(worker).prefill(Prompt(**prompt))
+        made = self._worker(worker).prefill(_prompt(prompt))
         self._requests[request] = made, worker
         return made.cached_tokens
 
     def _do_serve(self, worker: WorkerName = FIRST, output_tokens: int = 0, **prompt: Any) -> int:
-        return self._worker(worker).serve(Prompt(**prompt), output_tokens).cached_tokens
+        return self._worker(worker).serve(_prompt(prompt), output_tokens).cached_tokens
 
     def _do_decode(self, request: str, count: int = 1, tokens: Any = None) -> None:
-        self._request(request).decode(count if tokens is None else tokens)
+        self._request(request).decode(count if tokens is None else _expanded(tokens))
 
     def _do_finish(self, request: str) -> None:
         self._request(request).finish()
@@ -212,6 +216,10 @@ class _Player:
         self._harness.worker(*id, backend)
 
     def _do_remove_worker(self, worker: int) -> None:
+        known = {made.worker_id for made in self._harness.workers.values()}
+        known |= {entry.event.worker_id for entry in self._harness.events}
+        if worker not in known:
+            raise ValueError(f"there is no worker {worker}; there are: {', '.join(map(str, sorted(known))) or 'none'}")
         self._harness.remove_worker(worker)
 
     def _do_event(
@@ -227,7 +235,8 @@ class _Player:
             self._harness.make_sink()
             self._sinks += 1
         event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
-        event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, token_ids)
+        tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]
+        event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, tokens)
         self._harness.hear(event, chained=given.get("chained", False))
 
     def _do_fault(self, fault: str, arguments: Mapping[str, Any] | tuple[Any, ...]) -> None:
@@ -270,7 +279,18 @@ class _Player:
 
     def _look_overlap(self, wanted: dict[str, Any], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - as its likes
         prompt = {key: value for key, value in wanted.items() if key != "workers"}
-        return wanted["workers"], self._harness.overlap(Prompt(**prompt))
+        return wanted["workers"], self._harness.overlap(_prompt(prompt))
+
+
+def _expanded(numbers: Numbers) -> list[int]:
+    return [*chain.from_iterable(numbers)]
+
+
+def _prompt(said: Mapping[str, Any]) -> Prompt:
+    """A prompt as it is written; `num_tokens` is a number already."""
+    if "tokens" in said:
+        return Prompt(_expanded(said["tokens"]))
+    return Prompt(hashes=_expanded(said["hashes"]), num_tokens=said.get("num_tokens"))
 
 
 def _sorted(blocks: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.profiles import FIELDS
-from pytest_kvmock.scenarios.values import Expected, Scenario, Step, WorkerName
+from pytest_kvmock.scenarios.values import Expected, Numbers, Scenario, Step, WorkerName
 from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, plain, read_yaml, string
 
 MOST_TOKENS: Final = 1_000_000
@@ -22,7 +22,7 @@ MOST_TOKENS: Final = 1_000_000
 MOST_SINKS: Final = 256
 """How many sinks of one's own may speak; their ids are from 2**16 on."""
 
-_RANGE: Final = re.compile(r"(0|[1-9][0-9]*)\.\.(0|[1-9][0-9]*)")
+_RANGE: Final = re.compile(r"(0|[1-9][0-9]{0,19})\.\.(0|[1-9][0-9]{0,19})")
 
 Reader = Callable[[Node], Any]
 
@@ -63,6 +63,7 @@ def load_scenarios(path: Path | str, name: str | None = None) -> list[Scenario]:
                 said.get("backends", common.get("backends")),
                 (*common.get("allow", ()), *said.get("allow", ())),
                 said.get("needs_index", common.get("needs_index", False)),
+                node.keys.get("backends", document.keys.get("backends")),
             )
         )
     return scenarios
@@ -132,22 +133,25 @@ def _count(node: Node) -> int:
     return number
 
 
-def _numbers(node: Node) -> tuple[int, ...]:
+def _numbers(node: Node) -> Numbers:
     """A number, a range such as `0..15` (both ends included), or a list of these."""
     if isinstance(node.value, list):
         numbers = tuple(chain.from_iterable(node.elements(_numbers)))
-        if len(numbers) > MOST_TOKENS:
-            raise node.error(f"{len(numbers)} numbers; at most {MOST_TOKENS} are taken")
+        if (count := sum(map(len, numbers))) > MOST_TOKENS:
+            raise node.error(f"{count} numbers; at most {MOST_TOKENS} are taken")
         return numbers
     if isinstance(node.value, str) and (found := _RANGE.fullmatch(node.value)):
         first, last = int(found[1]), int(found[2])
         if last < first:
             raise node.error(f"the range {node.value} goes backwards")
+        if last >= 2**64:
+            raise node.error(f"the range {node.value} goes beyond 2**64 - 1")
         if last - first >= MOST_TOKENS:
             raise node.error(f"the range {node.value} has {last - first + 1} numbers; at most {MOST_TOKENS} are taken")
-        return tuple(range(first, last + 1))
+        return (range(first, last + 1),)
     if isinstance(node.value, int) and not isinstance(node.value, bool):
-        return (_natural(node),)
+        number = _natural(node)
+        return (range(number, number + 1),)
     raise node.wrong_type("a number, a range such as 0..15, or a list of these")
 
 
@@ -205,7 +209,7 @@ def _event(node: Node) -> dict[str, Any]:
         "local_hashes": list_of(_natural),
         "parent": nullable(_natural),
         "removed": list_of(_natural),
-        "cleared": boolean,
+        "cleared": _true,
         "worker": _worker,
         "id": _natural,
         "tier": _tier,
@@ -217,8 +221,9 @@ def _event(node: Node) -> dict[str, Any]:
     for key in ("parent", "local_hashes", "token_ids"):
         if key in given and "stored" not in given:
             raise node.key_error(key, f"{key!r} belongs to 'stored'")
-    if len(given.get("local_hashes", given.get("stored", ()))) != len(given.get("stored", ())):
-        raise node.key_error("local_hashes", "one local hash a block is needed")
+    for key in ("local_hashes", "token_ids"):
+        if len(given.get(key, given.get("stored", ()))) != len(given.get("stored", ())):
+            raise node.key_error(key, f"{key!r} has one entry a block")
     return given
 
 
@@ -230,9 +235,16 @@ def _decode(node: Node) -> dict[str, Any]:
 
 def _tier(node: Node) -> StorageTier:
     tiers = {tier.name.lower(): tier for tier in StorageTier}
-    if node.value not in tiers:
+    tier = tiers.get(node.value) if isinstance(node.value, str) else None
+    if tier is None:
         raise node.wrong_type(", ".join(tiers))
-    return tiers[node.value]
+    return tier
+
+
+def _true(node: Node) -> bool:
+    if node.value is not True:
+        raise node.wrong_type("true")
+    return True
 
 
 def _fault(node: Node) -> dict[str, Any]:
@@ -370,6 +382,8 @@ def _step(node: Node) -> Step:
     if len(said) > 1:
         raise node.error(f"one step does one thing, not {' and '.join(said)}")
     if not said:
+        if not expected:
+            raise node.error(f"a step does something, or expects something; known: {', '.join(_ACTIONS)}, expect")
         for key in ("allocated", "refused", "cached_tokens"):
             if key in expected:
                 raise node.value["expect"].key_error(key, f"{key!r} is expected of a step that does something")

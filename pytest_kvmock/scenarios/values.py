@@ -12,6 +12,10 @@ WorkerName: TypeAlias = tuple[int, int]
 """(worker_id, dp_rank)"""
 
 
+Numbers: TypeAlias = tuple[range, ...]
+"""Numbers as they are written, one range after the other: a few characters must not fill the memory."""
+
+
 class Expected(NamedTuple):
     """One thing that has to be so after a step, and where it stands."""
 
@@ -50,6 +54,7 @@ class Scenario:
         profile: fields of the profile that are laid over that.
         backends: names of the backends that it runs over; None for the default matrix.
         allow: rules that may be broken without consequence.
+        backends_at: where those stand.
         needs_index: it is about an index under test, so that it must be played on a harness that has one.
     """
 
@@ -61,3 +66,4 @@ class Scenario:
     backends: tuple[str, ...] | None = None
     allow: tuple[str, ...] = ()
     needs_index: bool = False
+    backends_at: Place | None = None

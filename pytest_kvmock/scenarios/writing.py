@@ -42,6 +42,8 @@ def scenario_text(program: Reproduction, name: str) -> str:
     if program.allow:
         document["allow"] = list(program.allow)
     steps = [*_world(program), *(_events(program) if program.level == "events" else _operations(program))]
+    if not program.breach.is_error:  # else a warning is let pass
+        steps[-1]["expect"] = {"problems": []}
     document["scenarios"] = {name: {"steps": steps}}
     # Leaves in one line each, blocks otherwise.
     return str(yaml.safe_dump(document, default_flow_style=None, sort_keys=False, width=120, allow_unicode=True))

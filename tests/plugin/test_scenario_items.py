@@ -189,3 +189,38 @@ def test_a_scenario_that_cannot_be_saved_is_told(nested):
     result = nested("def test(kv_sink): kv_sink(BAD)", "--kv-save-scenario", "file", files={"file": ""})
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["# not saved as file/test_it.py-test.kv.yaml: *"])
+
+
+PARENTLESS = {"pytest.ini": INI, "a.kv.yaml": "steps: [{event: {stored: [3], parent: 2}}]\n"}
+
+
+@pytest.mark.parametrize(
+    ("args", "outcome"),
+    [
+        ((), {"failed": 1}),
+        (("--kv-event-errors", "ignore"), {"passed": 1}),
+        (("--kv-event-errors", "warn"), {"passed": 1, "warnings": 1}),
+        (("-o", "kvmock_allow=parent_block_not_found"), {"passed": 1}),
+        (("-o", "kvmock_allow=block_not_found"), {"failed": 1}),
+    ],
+)
+def test_the_policy_of_the_run_holds_for_scenarios(nested, args, outcome):
+    nested("", "--kv-backend", "lru", "-W", "default", *args, files=PARENTLESS).assert_outcomes(**outcome)
+
+
+def test_a_waived_problem_fails_no_step(nested):
+    hook = "def pytest_kvmock_event_error(item, problem): return problem.rule == 'parent_block_not_found'"
+    nested("", "--kv-backend", "lru", files={**PARENTLESS, "conftest.py": hook}).assert_outcomes(passed=1)
+
+
+def test_a_saved_warning_fails_too(nested):
+    source = """
+    @pytest.mark.kvmock(event_warnings="fail")
+    def test_it(kv_sink):
+        kv_sink(GOOD)
+        kv_sink(TWICE)
+    """
+    nested(source, "--kv-save-scenario", "saved").assert_outcomes(failed=1)
+    again = nested("", "saved", files={"pytest.ini": INI})
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["*expect problems []: got ['duplicate_store']*"])

@@ -552,8 +552,9 @@ def test_an_index_that_is_only_wrong_in_this_test_is_said(busy):
     with pytest.raises(NotReduced) as raised:
         reproduce(kv)
     assert (
-        "replayed, the events do not break the rule again; replayed, the requests do not break the rule again"
-        == str(raised.value)
+        "replayed, the events do not break the rule again with a new Sound() (its method new() would say how to make one "
+        "that is like yours); replayed, the requests do not break the rule again with a new Sound() (its method new() "
+        "would say how to make one that is like yours)" == str(raised.value)
     )
 
 

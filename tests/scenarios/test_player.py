@@ -54,6 +54,7 @@ FAILURES = [
     ("prefill: {request: a, tokens: 0..3}\n- clear: 0", "3: clear was refused: RequestError: worker 0 is not cleared"),
     ("serve: {tokens: 0..99}", "2: serve was refused: OutOfBlocks: "),
     ("serve: {tokens: 0..3, worker: 65536}", "2: serve was refused: ValueError: a worker id is an integer"),
+    ("remove_worker: 77", "2: remove_worker was refused: ValueError: there is no worker 77; there are: 0, 1"),
     ("fault: {lose: {fault: double}}", "2: fault was refused: TypeError: "),
     ("event: {removed: [7]}", "2: block_not_found\n\n  event 0  worker 0  Removed block 7\n"),
     ("event: {removed: [7]}\n  expect: {problems: []}", "3: expect problems []: got ['block_not_found']\n\n  event 0"),

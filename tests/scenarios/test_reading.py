@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from itertools import chain
+
 import pytest
 
 from pytest_kvmock.scenarios import load_scenarios
@@ -43,9 +46,15 @@ BAD = [
     ("steps:\n- prefill: {request: a, tokens: x}\n", "2:33: tokens: got 'x'; allowed: a number, a range such as 0..15, or a list of these"),
     ("steps:\n- event: {stored: [1], removed: [1]}\n", "2:10: event: exactly one of stored, removed, cleared is needed"),
     ("steps:\n- event: {removed: [1], parent: 1}\n", "2:25: event: 'parent' belongs to 'stored'"),
-    ("steps:\n- event: {stored: [1], local_hashes: [1, 2]}\n", "2:24: event: one local hash a block is needed"),
+    ("steps:\n- event: {stored: [1], local_hashes: [1, 2]}\n", "2:24: event: 'local_hashes' has one entry a block"),
     ("steps:\n- fault: loose\n", "2:10: fault: unknown fault 'loose'; known: lose, double, "),
     ("steps:\n- fault: {loose: 1}\n", "2:11: fault: unknown fault 'loose'; known: lose, double, "),
+    ("steps:\n- event: {stored: [1], tier: [device]}\n", "2:30: tier: got a list; allowed: device, host_pinned, "),
+    ("steps:\n- event: {cleared: false}\n", "2:20: cleared: got False; allowed: true"),
+    ("steps:\n- event: {stored: [1], token_ids: [[1], [2]]}\n", "2:24: event: 'token_ids' has one entry a block"),
+    ("steps: [{}]\n", "1:9: steps: a step does something, or expects something; known: use, "),
+    ("steps:\n- serve: {tokens: 18446744073709551615..18446744073709551616}\n", "2:19: tokens: the range 18446744073709551615..18446744073709551616 goes beyond 2**64 - 1"),
+    (f"steps:\n- serve: {{tokens: {'9' * 5000}..{'9' * 5000}}}\n", "2:19: tokens: got '999"),
     ("steps:\n- event: {stored: [1], tier: hbm}\n", "2:30: tier: got 'hbm'; allowed: device, host_pinned, "),
     ("steps:\n- event: {stored: [1], worker: [1, 2, 3]}\n", "2:32: worker: got a list; allowed: the id of a worker (0 to 65791; sinks from 65536 on), or [id, rank]"),
     ("steps:\n- event: {removed: [1], worker: 10000000}\n", "2:33: worker: got 10000000; allowed: the id of a worker (0 to 65791; "),
@@ -110,4 +119,14 @@ def test_numbers_are_single_ranges_or_lists_of_both(tmp_path):
     path = tmp_path / "x.kv.yaml"
     path.write_text("steps: [{serve: {tokens: [0..2, 7, [9..9, 1]]}}]")
     (scenario,) = load_scenarios(path)
-    assert (0, 1, 2, 7, 9, 1) == scenario.steps[0].given["tokens"]
+    assert (0, 1, 2, 7, 9, 1) == tuple(chain.from_iterable(scenario.steps[0].given["tokens"]))
+
+
+def test_many_ranges_are_counted_before_they_are_laid_out(tmp_path):
+    path = tmp_path / "x.kv.yaml"
+    path.write_text(f"steps: [{{serve: {{tokens: [{', '.join(['0..999999'] * 60)}]}}}}]")
+    tracemalloc.start()
+    with pytest.raises(YamlError, match=r"tokens: 60000000 numbers; at most 1000000 are taken$"):
+        load_scenarios(path)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
