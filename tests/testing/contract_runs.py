@@ -7,26 +7,33 @@ def names_of_tests(contract):
     return [name for name in dir(contract) if name.startswith("test_")]
 
 
-def failure_of(contract, name):
-    """What a test of a contract says against its subject; None when it passes."""
+def failure_of(contract, name, *ends_in):
+    """What a test of a contract says against its subject; None when it passes.
+
+    An error that is no failure of the test may only be one of `ends_in`: or a mutant that does not run at all would
+    count as one that is found.
+    """
     try:
         getattr(contract(), name)()
-    except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - whatever a broken subject comes to
+    except (AssertionError, pytest.fail.Exception, *ends_in) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 class Mutants:
-    """Broken subjects of one contract, each a subclass of it; `breaks` names the tests that it must fail."""
+    """Broken subjects of one contract, each a subclass of it; `breaks` names the tests that it must fail.
+
+    A mutant may end them by errors of its own, which its `breaks` names as `ends_in`.
+    """
 
     def __init__(self, contract):
         self.contract = contract
         self.cases = []
 
-    def breaks(self, *names):
+    def breaks(self, *names, ends_in=()):
         def note(mutant):
             assert set(names) <= set(names_of_tests(self.contract)), names
-            self.cases.append((mutant, names))
+            self.cases.append((mutant, names, ends_in))
             return mutant
 
         return note
@@ -34,10 +41,10 @@ class Mutants:
     def each(self):
         """The mutants, for `parametrize`."""
         return [
-            pytest.param(mutant, names, id=f"{self.contract.__name__}-{mutant.__name__}")
-            for mutant, names in self.cases
+            pytest.param(mutant, names, ends_in, id=f"{self.contract.__name__}-{mutant.__name__}")
+            for mutant, names, ends_in in self.cases
         ]
 
     def never_failed(self):
         """Tests of the contract that no mutant fails."""
-        return sorted(set(names_of_tests(self.contract)).difference(*(names for _, names in self.cases)))
+        return sorted(set(names_of_tests(self.contract)).difference(*(names for _, names, _ in self.cases)))

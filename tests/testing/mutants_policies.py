@@ -27,6 +27,7 @@ class Lru(EvictionContract):
     "test_nothing_is_left_after_a_clear",
     "test_no_block_is_lost_or_doubled_in_a_long_life",
     "test_a_manager_with_it_says_what_it_does",
+    ends_in=(RuntimeError,),
 )
 class ForgetsThatABlockIsReused(Lru):
     class Subject(LruPolicy):

@@ -6,7 +6,7 @@ from contract_runs import Mutants
 from mutants_managers import ForgetsRemoved, Spoilt
 from mutants_policies import TakesWhatIsRegisteredForIdle
 
-from pytest_kvmock import Deref, Prompt
+from pytest_kvmock import Deref, MoveError, Prompt
 from pytest_kvmock.cache.pool import BlockPool
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.testing import WorkerContract
@@ -84,7 +84,7 @@ class ForgetsWhatItGenerates(Lru):
             pass
 
 
-@WORKERS.breaks("test_a_prompt_of_hashes_is_served")
+@WORKERS.breaks("test_a_prompt_of_hashes_is_served", ends_in=(TypeError,))
 class NeedsTokens(Lru):
     class Subject(MoveDriver):
         def open(self, prompt):
@@ -140,7 +140,11 @@ class AdmitsWhatDoesNotFit(Lru):
             return 0, 1
 
 
-@WORKERS.breaks("test_a_decode_that_does_not_fit_generates_nothing", "test_output_that_does_not_fit_lets_the_prompt_go")
+@WORKERS.breaks(
+    "test_a_decode_that_does_not_fit_generates_nothing",
+    "test_output_that_does_not_fit_lets_the_prompt_go",
+    ends_in=(MoveError,),
+)
 class DecodesWhatDoesNotFit(Lru):
     class Subject(MoveDriver):
         def plan(self, request, tokens):
@@ -171,7 +175,9 @@ class SaysNothingOfWhatIsEvicted(Manager):
     Subject = ForgetsRemoved.Subject
 
 
-@WORKERS.breaks("test_what_is_in_use_is_not_evicted", "test_any_traffic_stays_in_sync_at_every_step")
+@WORKERS.breaks(
+    "test_what_is_in_use_is_not_evicted", "test_any_traffic_stays_in_sync_at_every_step", ends_in=(RuntimeError,)
+)
 class EvictsWhatIsInUse(Manager):
     class Subject(Spoilt):
         def __init__(self, *sizes):

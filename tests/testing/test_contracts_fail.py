@@ -10,9 +10,9 @@ from mutants_workers import WORKERS
 ALL = [POLICIES, MANAGERS, WORKERS, INDEXES]
 
 
-@pytest.mark.parametrize(("mutant", "names"), [case for mutants in ALL for case in mutants.each()])
-def test_a_mutant_fails_the_tests_that_are_about_its_fault(mutant, names):
-    assert [] == [name for name in names if failure_of(mutant, name) is None]
+@pytest.mark.parametrize(("mutant", "names", "ends_in"), [case for mutants in ALL for case in mutants.each()])
+def test_a_mutant_fails_the_tests_that_are_about_its_fault(mutant, names, ends_in):
+    assert [] == [name for name in names if failure_of(mutant, name, *ends_in) is None]
 
 
 @pytest.mark.parametrize("mutants", ALL, ids=lambda mutants: mutants.contract.__name__)
