@@ -193,7 +193,10 @@ def create_manager(
 
 
 MOST_WORKERS: Final = 2**16
-"""Worker ids are below this; those above are of sinks."""
+"""Worker ids are below this; those above are of sinks. Of a profile, so many workers and ranks at most."""
+
+MOST_RANKS: Final = 1024
+"""Data-parallel ranks that one worker of a profile can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +229,12 @@ class EngineProfile:
             _check_int(name, getattr(self, name), least)
         if self.workers > MOST_WORKERS:
             raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
+        if self.dp_size > MOST_RANKS:
+            raise ValueError(f"dp_size must be at most {MOST_RANKS}, got {self.dp_size}")
+        if self.workers * self.dp_size > MOST_WORKERS:
+            raise ValueError(
+                f"workers times dp_size must be at most {MOST_WORKERS}, got {self.workers} workers of {self.dp_size} ranks"
+            )
         if self.chunk is not None:
             _check_int("chunk", self.chunk, 1, " tokens, or None")
         if not isinstance(self.prefix_caching, bool):

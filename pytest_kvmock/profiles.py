@@ -123,4 +123,8 @@ def _complete(name: str, drafts: Mapping[str, _Draft]) -> NamedProfile:
             raise draft.base.error(f"a profile cannot be based on itself: {' -> '.join([*chain, base])}")
         chain.append(base)
     own = drafts[name]
+    try:
+        EngineProfile(**said)
+    except ValueError as error:  # of fields that are too much together
+        raise YamlError(f"{name}: {error}", own.place) from None
     return NamedProfile(name, said, own.description, own.place)

@@ -66,6 +66,12 @@ WRONG = [
     pytest.param("profiles: {s: {block_size: x}}", "a:1:28: block_size: got 'x'; allowed: an integer", id="a string"),
     pytest.param("profiles: {s: {block_size: 0}}", "a:1:28: block_size must be an integer of at least 1, got 0"),
     pytest.param("profiles: {s: {workers: 99999}}", "a:1:25: workers must be at most 65536, got 99999", id="too many"),
+    pytest.param("profiles: {s: {dp_size: 1025}}", "a:1:25: dp_size must be at most 1024, got 1025", id="many ranks"),
+    pytest.param(
+        "profiles: {s: {workers: 65, dp_size: 1024}}",
+        "a:1:12: s: workers times dp_size must be at most 65536, got 65 workers of 1024 ranks",
+        id="many workers of many ranks",
+    ),
     pytest.param("profiles: {s: {chunk: 0}}", "a:1:23: chunk must be *, got 0", id="chunk"),
     pytest.param("profiles: {s: {seed: null}}", "a:1:22: seed: got nothing; allowed: an integer", id="null"),
     pytest.param("profiles: {s: {prefix_caching: 1}}", "a:1:32: prefix_caching: got 1; allowed: true or false", id="1"),

@@ -330,7 +330,12 @@ class LogicalManager(ShortForms):
             return slots
         wanted = min(count - len(slots), self._num_inactive)
         victims = pool.inactive.evict(count - len(slots))
-        if len(set(victims)) != wanted or len(victims) != wanted or any(slot.refs for slot in victims):
+        if (
+            not isinstance(victims, list)
+            or len(set(victims)) != wanted
+            or len(victims) != wanted
+            or any(slot.refs for slot in victims)
+        ):
             raise RuntimeError(
                 f"the eviction policy {type(pool.inactive).__name__} is wrong: evict({count - len(slots)}) gave "
                 f"{victims!r:.200}; {wanted} different slots that nobody holds could go"

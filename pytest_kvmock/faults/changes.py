@@ -77,7 +77,7 @@ def foreign(receiver: Callable[[StreamKey], StreamKey | None]) -> Change:
 
 
 def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) -> Change:
-    """Its hashes are those of tokens with a salt. Blocks that came without tokens stay as they are."""
+    """Its hashes are those of tokens with a salt. Blocks that came without tokens, one list a block, stay as they are."""
     names: dict[tuple[StreamKey, int], int] = {}
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
@@ -86,13 +86,18 @@ def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) 
         if isinstance(data, Removed):
             blocks = tuple(names.get((key, block), block) for block in data.block_hashes)
             return None if blocks == data.block_hashes else [_with(event, Removed(blocks))]
-        if isinstance(data, Cleared) or tokens is None or any(len(ids) != block_size for ids in tokens):
+        if isinstance(data, Cleared) or tokens is None or len(tokens) != len(data.block_hashes):
+            return None
+        if any(len(ids) != block_size for ids in tokens):
             return None
         parent = data.parent_hash
         if parent is not None:
             parent = names.get((key, parent), parent)
         flat = [token for ids in tokens for token in ids]
-        local = block_hashes(flat, block_size, lora_name=lora_name, cache_namespace=cache_namespace)
+        try:
+            local = block_hashes(flat, block_size, lora_name=lora_name, cache_namespace=cache_namespace)
+        except (TypeError, ValueError):
+            return None  # what a user's own event calls tokens is none
         blocks = tuple(sequence_hashes(local, parent=parent))
         names.update({(key, block): salt for block, salt in zip(data.block_hashes, blocks, strict=True)})
         return [_with(event, replace(data, parent_hash=parent, block_hashes=blocks, tokens_hashes=tuple(local)))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent
 from pytest_kvmock.faults import changes
@@ -87,7 +87,7 @@ class Faults:
 
     def wrong_parent(self, n: int | None = 1, *, parent: int | None = None, worker: WorkerKey | None = None) -> Fault:
         """Stored events name this parent, or a block that nobody stored. Other arguments and errors: see `lose`."""
-        if parent is not None and (not isinstance(parent, int) or not 0 <= parent < 2**64):
+        if parent is not None and (not _is_int(parent) or not 0 <= parent < 2**64):
             raise ValueError(
                 f"kv_router.faults.wrong_parent: parent must be a hash from 0 to 2**64 - 1, got {parent!r}"
             )
@@ -173,8 +173,11 @@ class Faults:
             worker: only this worker, or this (worker, rank).
 
         Raises:
-            ValueError: no salt, or a worker that does not exist.
+            ValueError: no salt, one that is no text, or a worker that does not exist.
         """
+        for name, value in (("lora_name", lora_name), ("cache_namespace", cache_namespace)):
+            if value is not None and not _is_text(value):
+                raise ValueError(f"kv_router.faults.salt: {name} must be a text in UTF-8, or None, got {value!r:.80}")
         if not lora_name and not cache_namespace:
             raise ValueError("kv_router.faults.salt: give a lora_name or a cache_namespace, no empty string")
         change = changes.salted(self._harness.profile.block_size, lora_name, cache_namespace)
@@ -266,7 +269,10 @@ class Faults:
         """
         if size == self._harness.profile.block_size:
             raise ValueError(f"kv_router.faults.block_size: {size} is the block size of the router")
-        made = self._harness.misfit(worker, block_size=size)
+        try:
+            made = self._harness.misfit(worker, block_size=size)
+        except ValueError as error:
+            raise ValueError(f"kv_router.faults.block_size: {error}") from None
         key = (made.worker_id, made.dp_rank)
         strike = self._way.injected("block_size", key)
         self._way.begin().misfits[key] = strike
@@ -382,7 +388,7 @@ class Faults:
         """
         known = sorted(self._judge.ledger.streams)
         found = [key for key in known if (key == worker if isinstance(worker, tuple) else key[0] == worker)]
-        if not found or isinstance(worker, bool):
+        if not found or not all(map(_is_int, worker if isinstance(worker, tuple) else (worker,))):
             named = ", ".join(map(str, known if isinstance(worker, tuple) else dict.fromkeys(key[0] for key in known)))
             raise ValueError(
                 f"kv_router.faults.{fault}: {argument}: there is no worker {worker!r}; there are: {named or 'none yet'}"
@@ -400,5 +406,16 @@ class Faults:
 
 
 def _check_count(fault: str, name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not _is_int(value) or value < 1:
         raise ValueError(f"kv_router.faults.{fault}: {name} must be an integer of at least 1, got {value!r}")
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:  # half of a surrogate pair; it has no hash
+        return False

@@ -83,11 +83,14 @@ class Recovery:
         if judge is None:
             raise RuntimeError("nobody can be asked yet: the recovery belongs to no RouterHarness")
         key = (worker_id, dp_rank)
+        is_key = all(isinstance(number, int) and not isinstance(number, bool) for number in key)
         with self._lock:
-            local = self._local.get(key)
-            if local is None and key not in judge.ledger.streams:
+            local = self._local.get(key) if is_key else None
+            if not is_key or (local is None and key not in judge.ledger.streams):
                 known = ", ".join(f"worker {worker} rank {rank}" for worker, rank in sorted(judge.ledger.streams))
-                raise ValueError(f"there is no worker {worker_id!r} rank {dp_rank!r} to ask; known: {known or 'none'}")
+                raise ValueError(
+                    f"there is no worker {worker_id!r:.80} rank {dp_rank!r:.80} to ask; known: {known or 'none'}"
+                )
             answer = (local or LocalIndex(self._ring)).get_events_in_id_range(start, end)
             self.queries.append(WorkerQuery(worker_id, start, end, dp_rank))
             self.answers.append(answer)

@@ -462,6 +462,12 @@ def _check_profile(config: pytest.Config, settings: Settings) -> None:
                 profile_of({option.key: ini[option.key]})
             except ValueError as error:
                 raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
+    for option in OPTIONS:
+        if option.key in ("workers", "dp_size") and option.key in ini:  # each can be right, and both too much
+            try:
+                base_profile(settings)
+            except ValueError as error:
+                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
 
 
 def _check_trace(config: pytest.Config, settings: Settings) -> None:

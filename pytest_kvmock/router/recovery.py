@@ -13,6 +13,7 @@ such asks again at every event (dynamo #7072).
 from __future__ import annotations
 
 import logging
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -225,6 +226,8 @@ def ring_size(size: object) -> int:
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"ring is a number of events, an integer of at least 1, got {size!r:.80}")
+    if size > sys.maxsize:  # of a deque
+        raise ValueError(f"ring is a number of events, at most {sys.maxsize}, got {size!r:.80}")
     return size
 
 
@@ -323,8 +326,10 @@ class RouterCursor:
             answer: what it said; None: it did not answer.
 
         Raises:
-            TypeError: it is no answer.
+            TypeError: it is no query, or no answer.
         """
+        if not isinstance(query, WorkerQuery):
+            raise TypeError(f"RouterCursor.answered takes the WorkerQuery that was asked, got {query!r:.200}")
         if answer is not None and not isinstance(answer, Answer):
             raise TypeError(f"an answer is Events, TreeDump, TooNew, InvalidRange or None, got {answer!r:.200}")
         rank = self._ranks.get((query.worker_id, query.dp_rank))

@@ -38,7 +38,7 @@ class EvictionContract:
 
     def _new(self) -> EvictionPolicy:
         __tracebackhide__ = True
-        policy = call_with(self, self.make_policy, self.capacity)
+        policy = call_with(self, self.make_policy, "make_policy", self.capacity)
         check_offers(self, policy, EvictionPolicy, "make_policy")
         return policy
 

@@ -50,7 +50,7 @@ class IndexContract:
 
     def _made(self) -> Any:
         __tracebackhide__ = True
-        return call_with(self, self.make_index, self.block_size)
+        return call_with(self, self.make_index, "make_index", self.block_size)
 
     def _start(self) -> ToldIndex:
         __tracebackhide__ = True

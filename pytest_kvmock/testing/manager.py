@@ -338,7 +338,7 @@ class ManagerContract(OverBackend):
         """A block's tokens beside its hash."""
         heard = CapturingSink()
         manager = self._make(heard)
-        tokens = [[1] * self.block_size, [2] * self.block_size]
+        tokens = [[1] * manager.block_size, [2] * manager.block_size]
         manager.use([1, 2], token_ids=tokens)
         said = [list(block) for event in heard.router_events for block in event.token_ids or ()]
         assert tokens == said, f"blocks with the tokens {tokens} were stored; the events came with {said}"
@@ -387,6 +387,7 @@ class ManagerContract(OverBackend):
 
     def test_a_use_that_is_not_well_formed_is_refused_and_changes_nothing(self) -> None:
         """Lists that differ in length, a parent that is partial, what is no block."""
+        self.spec()  # a block size that cannot be is refused
         tokens = [[1] * self.block_size]
         for move in (
             Use([9], [9, 10], [9]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import pytest
@@ -45,15 +46,23 @@ def check_offers(contract: object, subject: object, protocol: type, made_by: str
         refuse(contract, f"{made_by} gave {what}, which is no {protocol.__name__}: it has no {names}")
 
 
-def call_with(contract: object, make: Callable[..., T], argument: int) -> T:
+def call_with(contract: object, make: Callable[..., T], made_by: str, argument: int) -> T:
     """Call a `make_...` of a contract, with the argument if it takes one."""
     __tracebackhide__ = True
-    parameters = inspect.signature(make).parameters.values()
+    if not callable(make):
+        refuse(contract, f"{made_by} must be a method, got {make!r:.80}")
+    parameters = _parameters(make)
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(needed) > 1:
-        name = getattr(make, "__name__", repr(make))
-        refuse(contract, f"{name} takes {len(needed)} arguments; it takes none or one besides self")
+        refuse(contract, f"{made_by} takes {len(needed)} arguments; it takes none or one besides self")
     return make(argument) if needed else make()
+
+
+def _parameters(make: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(make).parameters.values())
+    except ValueError:  # a class of C does not say what it takes
+        return []
 
 
 class OverBackend:
@@ -89,12 +98,18 @@ class OverBackend:
     def spec(self) -> BackendSpec:
         """The backend under contract, whose managers are checked when they are made."""
         __tracebackhide__ = True
+        size = self.block_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            refuse(self, f"block_size must be an integer of at least 1, got {size!r:.80}")
         spec = self._given()
+        made_by = "make_manager" if self.backend is None else f"backend {spec.name!r}"
+        if self.backend is not None:
+            self._probe(made_by, lambda: spec.make(num_blocks=8, block_size=size, dp_rank=0, sink=None))
 
         def make(*, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> KvManager:
             __tracebackhide__ = True
             manager = spec.make(num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
-            check_offers(self, manager, KvManager, "make_manager" if self.backend is None else f"backend {spec.name!r}")
+            check_offers(self, manager, KvManager, made_by)
             return manager
 
         return dataclasses.replace(spec, make=make)
@@ -111,18 +126,36 @@ class OverBackend:
             refuse(self, unknown)
         if self.backend is not None:
             refuse(self, f"backend must be the name of a backend or a BackendSpec, got {self.backend!r:.80}")
-        probe = self.make_manager(8, self.block_size, None)
+        if not callable(self.make_manager):
+            refuse(self, f"make_manager must be a method, got {self.make_manager!r:.80}")
+        parameters = inspect.Signature(_parameters(self.make_manager))
+        fits = False
+        with suppress(TypeError):
+            fits = bool(parameters.bind(8, self.block_size, None))
+        if not fits:
+            refuse(
+                self, f"make_manager is called with num_blocks, block_size and sink; besides self it takes {parameters}"
+            )
+        probe = self._probe("make_manager", lambda: self.make_manager(8, self.block_size, None))
         check_offers(self, probe, KvManager, "make_manager")
 
         def make(*, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> KvManager:  # noqa: ARG001
             return self.make_manager(num_blocks, block_size, sink)
 
-        wrong = None
         try:
             return BackendSpec(probe.backend, type(self).__name__, make, self.residency, self.prefix_closed)
         except ValueError as error:
             wrong = str(error)
         refuse(self, wrong)
+
+    def _probe(self, made_by: str, make: Callable[[], KvManager]) -> KvManager:
+        """The first manager; fail the test if it cannot be of the contract's block size."""
+        __tracebackhide__ = True
+        try:
+            return make()
+        except ValueError as error:
+            wrong = str(error)
+        refuse(self, f"{made_by} refuses 8 blocks of {self.block_size} tokens: {wrong}")
 
     def make_harness(self, num_blocks: int = 8, *, workers: int = 1, **fields: Any) -> RouterHarness:
         """A world of this backend: a `RouterHarness` whose workers have it.
@@ -133,5 +166,6 @@ class OverBackend:
             fields: further fields of its `EngineProfile`.
         """
         __tracebackhide__ = True
+        spec = self.spec()
         sizes = {"block_size": self.block_size, "num_blocks": num_blocks, "workers": workers}
-        return RouterHarness(EngineProfile(**{**sizes, **fields}), self.spec())
+        return RouterHarness(EngineProfile(**{**sizes, **fields}), spec)

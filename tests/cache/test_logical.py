@@ -800,7 +800,12 @@ class _Twice(LruPolicy):
         return super().evict(1) * count
 
 
-@pytest.mark.parametrize("policy", [_Shorts, _Twice])
+class _Nothing(LruPolicy):
+    def evict(self, count):
+        super().evict(count)
+
+
+@pytest.mark.parametrize("policy", [_Shorts, _Twice, _Nothing])
 def test_a_policy_that_evicts_wrongly_is_named(policy):
     manager = LogicalManager(backend="wrong", eviction=policy(), num_blocks=3)
     manager.use([1, 2, 3])

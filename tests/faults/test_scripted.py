@@ -5,6 +5,7 @@ from fault_worlds import PROFILE
 
 from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.faults.changes import salted
 from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.tokens import block_hashes
 
@@ -235,6 +236,12 @@ def test_blocks_without_tokens_cannot_be_salted(kv):
     kv.faults.salt(lora_name="adapter")
     kv.apply(one_block(1))
     assert ["kv_router.faults.salt(lora_name='adapter'): never struck"] == kv.judge().unmet
+
+
+@pytest.mark.parametrize("token_ids", [((-1, 0, 0, 0),), (("a", "b", "c", "d"),), ((1, 2, 3, 4), (5, 6, 7, 8))])
+def test_blocks_with_what_are_no_tokens_of_theirs_are_not_salted(token_ids):
+    change = salted(4, "adapter", None)
+    assert change(RouterEvent(0, KvCacheEvent(0, one_block(1)), token_ids=token_ids)) is None
 
 
 def test_a_worker_has_blocks_of_another_size(kv):
@@ -495,8 +502,37 @@ REFUSED = {
         lambda faults: faults.wrong_parent(parent=-1),
         r"wrong_parent: parent must be a hash from 0 to 2\*\*64 - 1, got -1",
     ),
+    "parent is True": (
+        lambda faults: faults.wrong_parent(parent=True),
+        r"wrong_parent: parent must be a hash from 0 to 2\*\*64 - 1, got True",
+    ),
+    "worker is a float": (lambda faults: faults.lose(worker=0.0), r"lose: worker: there is no worker 0\.0; "),
+    "worker of True": (
+        lambda faults: faults.lose(worker=(True, 0)),
+        r"lose: worker: there is no worker \(True, 0\); there are: \(0, 0\), \(1, 0\)$",
+    ),
+    "salt is a number": (
+        lambda faults: faults.salt(lora_name=3),
+        r"salt: lora_name must be a text in UTF-8, or None, got 3$",
+    ),
+    "salt is bytes": (
+        lambda faults: faults.salt(cache_namespace=b"x"),
+        r"salt: cache_namespace must be a text in UTF-8, or None, got b'x'$",
+    ),
+    "salt has no bytes": (
+        lambda faults: faults.salt(lora_name="\ud800"),
+        r"salt: lora_name must be a text in UTF-8, or None, got '\\ud800'$",
+    ),
     "salt": (lambda faults: faults.salt(lora_name=""), r"salt: give a lora_name or a cache_namespace"),
     "signed": (lambda faults: faults.signed(), r"signed: there is no index under test"),
+    "no size": (
+        lambda faults: faults.block_size(0),
+        r"block_size: block_size must be an integer of at least 1, got 0$",
+    ),
+    "size that the backend refuses": (
+        lambda faults: faults.block_size(3),
+        r"block_size: block_size must be a power of",
+    ),
     "size": (lambda faults: faults.block_size(4), r"block_size: 4 is the block size of the router"),
 }
 

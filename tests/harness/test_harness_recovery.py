@@ -136,10 +136,11 @@ def test_a_sink_that_was_asked_before_its_first_event_may_begin_with_any_id(reco
     assert [] == kv.judge().errors
 
 
-@pytest.mark.parametrize("ask", [(3,), (0, None, None, 1), ("0",)])
+@pytest.mark.parametrize("ask", [(3,), (0, None, None, 1), ("0",), (0.0,), (False,), ([],), (0, 0, 0, [])])
 def test_an_unknown_worker_cannot_be_asked(recovering, ask):
     kv = recovering(index=None)
-    with pytest.raises(ValueError, match=r"^there is no worker .* rank . to ask; known: worker 0 rank 0$"):
+    kv.worker(0).serve(kv.prompt(1))
+    with pytest.raises(ValueError, match=r"^there is no worker .* rank .* to ask; known: worker 0 rank 0$"):
         kv.ask(*ask)
     assert [] == kv.ask.queries
 

@@ -49,6 +49,7 @@ INI = [
     ("kvmock_allow = nonsense", "unknown rule 'nonsense'; known: parent_block_not_found, *"),
     ("kvmock_block_size = 0", "block_size must be *, got 0"),
     ("kvmock_num_blocks = 0", "num_blocks must be *, got 0"),
+    ("kvmock_workers = 65\nkvmock_dp_size = 1024", "workers times dp_size must be at most 65536, got *"),
     ("kvmock_prefix_caching = maybe", "*"),
 ]
 

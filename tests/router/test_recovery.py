@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from contextlib import suppress
 
 import pytest
@@ -184,6 +185,14 @@ def test_a_ring_is_a_number_of_events(size):
         with pytest.raises(ValueError, match=rf"^ring is a number of events, an integer of at least 1, got {size!r}$"):
             call()
     assert 3 == index.ring
+
+
+def test_a_ring_is_as_long_as_a_deque_can_be():
+    index = LocalIndex(sys.maxsize)
+    for call in (lambda: LocalIndex(2**100), lambda: setattr(index, "ring", sys.maxsize + 1)):
+        with pytest.raises(ValueError, match=rf"^ring is a number of events, at most {sys.maxsize}, got \d+$"):
+            call()
+    assert sys.maxsize == index.ring
 
 
 @pytest.mark.parametrize(("name", "start", "end"), [("start", -1, None), ("end", 3, "9"), ("start", True, None)])
@@ -374,6 +383,8 @@ def test_what_is_no_event_and_no_answer_is_refused(wrong):
     query = cursor.observe(said(12)).ask
     with pytest.raises(TypeError, match=r"^an answer is Events, TreeDump, TooNew, InvalidRange or None, got "):
         cursor.answered(query, wrong)
+    with pytest.raises(TypeError, match=r"^RouterCursor\.answered takes the WorkerQuery that was asked, got "):
+        cursor.answered(wrong, None)
     assert RecoveryStep(apply=(said(11), said(12))) == cursor.answered(query, Events((said(11), said(12)), 12))
 
 

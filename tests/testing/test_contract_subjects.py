@@ -41,7 +41,25 @@ CASES = [
     ),
     (
         subject(EvictionContract, make_policy=lambda self, capacity, levels: None),
-        "<lambda> takes 2 arguments; it takes none or one besides self",
+        "make_policy takes 2 arguments; it takes none or one besides self",
+    ),
+    (subject(EvictionContract, make_policy=3), "make_policy must be a method, got 3"),
+    (subject(IndexContract, make_index=3), "make_index must be a method, got 3"),
+    (
+        subject(ManagerContract, make_manager=lambda self: None),
+        "make_manager is called with num_blocks, block_size and sink; besides self it takes ()",
+    ),
+    (
+        subject(ManagerContract, make_manager=3),
+        "make_manager must be a method, got 3",
+    ),
+    (
+        subject(ManagerContract, backend="lru", block_size="x"),
+        "block_size must be an integer of at least 1, got 'x'",
+    ),
+    (
+        subject(WorkerContract, backend="lru", block_size=3),
+        "backend 'lru' refuses 8 blocks of 3 tokens: block_size must be a power of two from 2 to 1024 (tokens a block), got 3",
     ),
     (
         subject(ManagerContract),
