@@ -55,10 +55,16 @@ class BackendSpec:
                 f"a backend's name has letters, digits, '_', '.' and '-', and is not one of {', '.join(_RESERVED)}; "
                 f"got {self.name!r}"
             )
+        if not isinstance(self.follows, str):
+            raise ValueError(f"backend {self.name!r}: follows must be a string, got {self.follows!r:.80}")  # noqa: TRY004
         if not callable(self.make):
             raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004
         if self.residency not in ("unique", "counted"):
             raise ValueError(f"backend {self.name!r}: residency must be 'unique' or 'counted', got {self.residency!r}")
+        for field in ("prefix_closed", "in_matrix"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise ValueError(f"backend {self.name!r}: {field} must be True or False, got {value!r:.80}")  # noqa: TRY004
 
     @classmethod
     def of_policy(

@@ -189,3 +189,15 @@ class Publisher:
             self.sink.publish(event, tier, token_ids)
         except Exception as error:  # noqa: BLE001 - whatever a listener does, the engine goes on
             _log.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=True)
+
+
+def unlike(subject: object, protocol: type) -> str | None:
+    """Say what an object is if it has not all that a protocol such as `KvManager` names; None if it has."""
+    if isinstance(subject, type):
+        return f"the class {subject.__name__}; it must be an object, {subject.__name__}()"
+    members = [*protocol.__annotations__, *vars(protocol)]
+    missing = [name for name in dict.fromkeys(members) if not name.startswith("_") and not hasattr(subject, name)]
+    if not missing:
+        return None
+    names = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
+    return f"{subject!r:.80} ({type(subject).__name__}), which is no {protocol.__name__}: it has no {names}"

@@ -89,6 +89,8 @@ class RouterHarness(Questions):
             raise TypeError(f"profile must be an EngineProfile, got {profile!r:.80}")
         if isinstance(allow, str):
             raise TypeError(f"allow takes a list or tuple of rules, got the string {allow!r}")
+        if isinstance(allow, Mapping) or not isinstance(allow, Iterable):
+            raise TypeError(f"allow takes a list or tuple of rules, got {allow!r:.80}")
         self.profile = profile or EngineProfile()
         self._allow = frozenset(map(check_rule, allow))
         self.events = EventLog(self.flush, allow=self._allow)
@@ -111,8 +113,14 @@ class RouterHarness(Questions):
         self._faults: Faults | None = None
         if faults:
             self.faults.at_random(faults)
-        if survive:
-            self.faults.survive(*((survive,) if isinstance(survive, str) else survive))
+        if survive != ():
+            from pytest_kvmock.faults.kinds import check_survived  # for those who use it
+
+            try:
+                survived = check_survived(survive)
+            except ValueError as error:
+                raise ValueError(f"survive: {error}") from None
+            self.faults.survive(*survived)
         if backend is not None:
             self.use_backend(backend)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from pytest_kvmock.cache.manager import KvManager, unlike
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.recording import RecordedRequest
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec, EngineProfile
-    from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.harness.router_harness import RouterHarness
     from pytest_kvmock.sinks import Sink
     from pytest_kvmock.tokens import Prompt
@@ -29,7 +29,7 @@ class HarnessWorker(KvWorker):
         profile: size and kind, if they are not the harness's.
 
     Raises:
-        ValueError: the backend made a manager that calls itself otherwise.
+        ValueError: the backend refused, raised, or made what is no manager or one that calls itself otherwise.
 
     Attributes:
         spec: its backend.
@@ -48,9 +48,17 @@ class HarnessWorker(KvWorker):
         profile = profile or harness.profile
 
         def make(sink: Sink | None) -> KvManager:
-            manager = spec.make(
-                num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink
-            )
+            try:
+                manager = spec.make(
+                    num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink
+                )
+            except ValueError:  # it refuses what it was given, and says so
+                raise
+            except Exception as error:
+                raise ValueError(f"backend {spec.name!r}: make raised {type(error).__name__}: {error}") from error
+            wrong = unlike(manager, KvManager)
+            if wrong is not None:
+                raise ValueError(f"backend {spec.name!r} made {wrong}")
             if manager.backend != spec.name:
                 raise ValueError(
                     f"backend {spec.name!r} made a manager that calls itself {manager.backend!r}; "

@@ -10,6 +10,7 @@ fixtures to set up, which is most of what a test costs, and these three are the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -74,7 +75,11 @@ class Case:
             try:
                 self.harness.use_backend(name)  # it makes sure, too, that its managers are what this name says
             except ValueError as error:
-                _fail_at_setup(self.item, f"backend {name}: {error} ({_block_size_place(self.item)})")
+                why = str(error)
+                # What begins so is about the backend; the rest is its own refusal, nearly always of a block size.
+                if not why.startswith("backend ") and re.search("block.size", why):
+                    why += f" ({_block_size_place(self.item)})"
+                _fail_in_one_line(self.item, f"backend {name}: {why}")
             self.backend = name
         return self.harness
 
@@ -99,7 +104,7 @@ _BASE: Final = pytest.StashKey["EngineProfile"]()
 _TRACES: Final = pytest.StashKey[dict[object, tuple["TraceRequest", ...]]]()
 
 
-def _fail_at_setup(item: pytest.Item, message: str) -> NoReturn:
+def _fail_in_one_line(item: pytest.Item, message: str) -> NoReturn:
     """Fail with one line; with --full-trace, let the error that is being handled say where it came from."""
     if not item.config.getoption("fulltrace", False):
         raise pytest.fail.Exception(f"kvmock: {message}", pytrace=False) from None
@@ -136,7 +141,7 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
             **said,
         )
     except (TypeError, ValueError) as error:
-        _fail_at_setup(item, str(error))
+        _fail_in_one_line(item, str(error))
     let_waive(item, harness)
     case = item.stash[CASE] = Case(item, harness, policy)
     return case
@@ -151,7 +156,15 @@ def let_waive(item: pytest.Item, harness: RouterHarness) -> None:
 def _waives(item: pytest.Item, problem: Problem) -> bool:
     """Ask the hooks whether this problem may pass; those of the conftests that are about the test."""
     __tracebackhide__ = True
-    answer = item.ihook.pytest_kvmock_event_error(item=item, problem=problem)
+    try:
+        answer = item.ihook.pytest_kvmock_event_error(item=item, problem=problem)
+    except pytest.exit.Exception:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is said in one line
+        from pytest_kvmock.plugin.registry import raised_in
+
+        hooks = item.ihook.pytest_kvmock_event_error.get_hookimpls()
+        _fail_in_one_line(item, raised_in(item.config, "pytest_kvmock_event_error", hooks, error))
     if answer is not None and not isinstance(answer, bool):
         pytest.fail(
             f"kvmock: pytest_kvmock_event_error returned {answer!r:.80}; allowed: True, False or None", pytrace=False
@@ -170,7 +183,7 @@ def _effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
         settings = item.config.stash[SETTINGS]
         return resolve_profile(base, marker_values(item), settings.command_line, settings.profiles)
     except ValueError as error:
-        _fail_at_setup(item, str(error))
+        _fail_in_one_line(item, str(error))
 
 
 # ---------------------------------------------------------------------------------------------------- to override
@@ -288,7 +301,7 @@ def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
         try:
             case.harness.use_recovery(recovery)
         except ValueError as error:
-            _fail_at_setup(item, f"kv_recovery: {error}; ask for it before what makes traffic")
+            _fail_in_one_line(item, f"kv_recovery: {error}; ask for it before what makes traffic")
     item.stash[_RECOVERY] = recovery
     yield recovery
     del item.stash[_RECOVERY]  # pytest-rerunfailures runs the same item again
@@ -318,5 +331,5 @@ def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> 
                 read_mooncake(path, limit=limit) if path else synthetic_trace(limit or SYNTHETIC_REQUESTS, seed=seed)
             )
         except (OSError, ValueError) as error:
-            _fail_at_setup(request.node, f"kv_trace: {error}")
+            _fail_in_one_line(request.node, f"kv_trace: {error}")
     return traces[key]

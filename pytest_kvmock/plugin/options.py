@@ -389,6 +389,7 @@ def read_settings(config: pytest.Config) -> Settings:
     settings = Settings(command_line, ini, _named_profiles(config, ini))
     _check_profile(config, settings)
     _check_trace(config, settings)
+    _check_save_scenario(config, settings)
     return settings
 
 
@@ -476,6 +477,21 @@ def _check_trace(config: pytest.Config, settings: Settings) -> None:
         option = next(option for option in OPTIONS if option.key == "trace")
         place = option.flag if "trace" in settings.command_line else _ini_place(config, option)
         raise pytest.UsageError(f"{place}: no such file: {os.fspath(path)!r}")
+
+
+def _check_save_scenario(config: pytest.Config, settings: Settings) -> None:
+    wanted = settings.get("save_scenario")
+    if wanted is None:
+        return
+    path = Path(config.invocation_params.dir, wanted)
+    if not wanted or any(part.exists() and not part.is_dir() for part in (path, *path.parents)):
+        raise pytest.UsageError(f"--kv-save-scenario: got {wanted!r}; allowed: a directory, which need not exist yet")
+    if settings.get("reduce") == 0:
+        option = next(option for option in OPTIONS if option.key == "reduce")
+        place = option.flag if "reduce" in settings.command_line else _ini_place(config, option)
+        raise pytest.UsageError(
+            f"--kv-save-scenario: there is nothing to save with {place}=off; allowed: one of the two"
+        )
 
 
 def trace_path(config: pytest.Config, settings: Settings) -> Path | None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
+
+if TYPE_CHECKING:
+    import pluggy
 
 HOOK: Final = "pytest_kvmock_backends"
 
@@ -55,6 +58,21 @@ def plugin_name(config: pytest.Config, plugin: object) -> str:
     return name
 
 
+def raised_in(config: pytest.Config, hook: str, implementations: Sequence[pluggy.HookImpl], error: Exception) -> str:
+    """What a message says of an error of a hook: who raised it, as far as its traceback tells, and what and where."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for implementation in implementations:
+        if getattr(implementation.function, "__code__", None) in codes:
+            return f"{hook} of {plugin_name(config, implementation.plugin)} {_raised(error)}"
+    return f"{hook} {_raised(error)}"
+
+
+def _raised(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"raised {type(error).__name__}: {error} ({place}; --full-trace shows the way there)"
+
+
 def _implementers(config: pytest.Config) -> list[object]:
     """Plugins that implement the hook, in the order in which they were registered."""
     hooks = getattr(config.hook, HOOK).get_hookimpls()
@@ -72,11 +90,7 @@ def _returned(config: pytest.Config, plugin: object) -> Mapping[str, BackendSpec
     except Exception as error:  # noqa: BLE001 - whatever it is, it is said in one line
         if config.getoption("fulltrace", False):
             raise pytest.UsageError(f"{where} raised:\n{''.join(traceback.format_exception(error))}") from None
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(frame.filename).name}:{frame.lineno}"
-        raise pytest.UsageError(
-            f"{where} raised {type(error).__name__}: {error} ({place}; --full-trace shows the way there)"
-        ) from None
+        raise pytest.UsageError(f"{where} {_raised(error)}") from None
     specs = answers[0] if answers else None  # pluggy leaves out a None
     if not isinstance(specs, Mapping):
         raise pytest.UsageError(f"{where} returned {specs!r:.80}; allowed: a mapping of names to BackendSpecs")

@@ -55,7 +55,8 @@ def judge_body(case: Case) -> None:
     Raises:
         pytest.fail.Exception: it is wrong all the same.
     """
-    found = _Findings(case)
+    __tracebackhide__ = True
+    found = _look(case, "call")
     _finish(case, found, "call")
     case.passed = True
     case.failed_before = case.item.session.testsfailed
@@ -79,10 +80,11 @@ def judge_late(case: Case) -> None:
     Raises:
         pytest.fail.Exception: something wrong did.
     """
+    __tracebackhide__ = True
     # A failure that did not pass through our hook (a TestCase's own, a strict xfail that passed) shows in the count.
     if not case.passed or case.item.session.testsfailed > case.failed_before:
         return
-    _finish(case, _Findings(case), "teardown")
+    _finish(case, _look(case, "teardown"), "teardown")
 
 
 def judge_failed_teardown(case: Case, failure: BaseException) -> None:
@@ -91,6 +93,17 @@ def judge_failed_teardown(case: Case, failure: BaseException) -> None:
         first = _tell(case, failure)
         if first is not None and case.policy.log != "none":
             add_log(case, "teardown", first)
+
+
+def _look(case: Case, phase: str) -> _Findings:
+    """Look for what is wrong. What the user gave may raise then; the log is for that, too."""
+    __tracebackhide__ = True
+    try:
+        return _Findings(case)
+    except (Exception, pytest.fail.Exception):
+        if case.policy.log != "none":
+            add_log(case, phase)
+        raise
 
 
 def _finish(case: Case, found: _Findings, phase: str) -> None:
@@ -123,8 +136,13 @@ def _tell(case: Case, failure: BaseException) -> Problem | None:
 
     try:
         found = _Findings(case)
-    except Exception as error:  # noqa: BLE001 - what the user gave to compare with may raise, and is not why it failed
-        failure.add_note(f"kvmock: the events could not be judged: {error!r}")
+    except pytest.exit.Exception:
+        raise
+    # What the user gave, an index or a hook, may raise or fail, and is not why the test failed.
+    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001
+        why = repr(error).removeprefix("kvmock: ")
+        if why not in str(failure):  # kv_events.check() may have said it
+            failure.add_note(f"kvmock: the events could not be judged: {why}")
         return None
     case.errors += len(found.errors)
     record_properties(case)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 import pytest
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
-from pytest_kvmock.cache.manager import KvManager
+from pytest_kvmock.cache.manager import KvManager, unlike
 from pytest_kvmock.harness.router_harness import RouterHarness
 
 if TYPE_CHECKING:
@@ -36,14 +36,9 @@ def check_offers(contract: object, subject: object, protocol: type, made_by: str
         made_by: who made it, for the message.
     """
     __tracebackhide__ = True
-    if isinstance(subject, type):
-        refuse(contract, f"{made_by} gave the class {subject.__name__}; it must be an object, {subject.__name__}()")
-    members = [*protocol.__annotations__, *vars(protocol)]
-    missing = [name for name in dict.fromkeys(members) if not name.startswith("_") and not hasattr(subject, name)]
-    if missing:
-        names = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
-        what = f"{subject!r:.80} ({type(subject).__name__})"
-        refuse(contract, f"{made_by} gave {what}, which is no {protocol.__name__}: it has no {names}")
+    wrong = unlike(subject, protocol)
+    if wrong is not None:
+        refuse(contract, f"{made_by} gave {wrong}")
 
 
 def call_with(contract: object, make: Callable[..., T], made_by: str, argument: int) -> T:

@@ -108,6 +108,33 @@ def test_what_cannot_be_is_refused_with_what_can(kv, call, message):
     assert before == list(kv.workers)
 
 
+@pytest.mark.parametrize(
+    ("field", "error", "message"),
+    [
+        ({"allow": None}, TypeError, "allow takes a list or tuple of rules, got None"),
+        ({"allow": 3}, TypeError, "allow takes a list or tuple of rules, got 3"),
+        ({"allow": {"event_id_gap": 1}}, TypeError, "allow takes a list or tuple of rules, got {'event_id_gap': 1}"),
+        ({"survive": None}, ValueError, "survive: got None; allowed: a fault, or a list of faults"),
+        ({"survive": 3}, ValueError, "survive: got 3; allowed: a fault, or a list of faults"),
+        ({"survive": {"lose": 1}}, ValueError, "survive: got {'lose': 1}; allowed: a fault, or a list of faults"),
+        ({"survive": ["lost"]}, ValueError, "survive: unknown fault 'lost'; known: lose, double"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_rules_or_faults_is_refused(field, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        RouterHarness(**field)
+
+
+def test_a_backend_that_makes_no_manager_is_named():
+    from pytest_kvmock import BackendSpec
+
+    with pytest.raises(ValueError, match=r"^backend 'mine' made the class object; it must be an object"):
+        RouterHarness(backend=BackendSpec("mine", "nobody", lambda **_: object))
+    with pytest.raises(ValueError, match=r"^backend 'mine': make raised ZeroDivisionError: division by zero"):
+        RouterHarness(backend=BackendSpec("mine", "nobody", lambda **_: 1 / 0))
+
+
 def test_a_backend_that_lies_about_its_name_is_caught(monkeypatch, make_kv):
     from pytest_kvmock import backends
 

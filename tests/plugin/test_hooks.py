@@ -348,15 +348,79 @@ def test_waived_errors_are_not_counted_in_the_properties(nested, pytester):
     assert '<property name="kvmock.errors" value="0" />' in (pytester.path / "out.xml").read_text()
 
 
-def test_nonsense_of_a_judging_hook_is_one_failure(nested):
-    result = nested("def test(kv_sink): kv_sink(BAD)", files={"conftest.py": WAIVES.format("'yes'")})
+BODIES = {
+    "passed": ("def test(kv_sink): kv_sink(BAD)", []),
+    "checked in the body": ("def test(kv_sink, kv_events):\n kv_sink(BAD)\n kv_events.check()", []),
+    "in a teardown": ("@pytest.fixture\ndef late(kv_sink):\n yield\n kv_sink(BAD)\ndef test(late): pass", ["passed"]),
+}
 
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["kvmock: pytest_kvmock_event_error returned 'yes'; allowed: True, False or None"])
+
+@pytest.mark.parametrize("answer", ["1 / 0", "'yes'"])
+@pytest.mark.parametrize(("source", "also"), BODIES.values(), ids=BODIES)
+def test_a_hook_that_raises_while_it_judges_is_one_line_with_the_log(nested, source, also, answer):
+    result = nested(source, files={"conftest.py": WAIVES.format(answer)})
+
+    said = {
+        "1 / 0": "of conftest.py raised ZeroDivisionError: division by zero (conftest.py:4; --full-trace shows the way *",
+        "'yes'": "returned 'yes'; allowed: True, False or None",
+    }
+    assert {*also, "errors" if also else "failed"} == set(result.parseoutcomes())
+    result.stdout.fnmatch_lines(
+        [f"*kvmock: pytest_kvmock_event_error {said[answer]}", "*Captured kvmock events*", "*Removed block 1*"]
+    )
+    result.stdout.no_fnmatch_line("*pytest_kvmock/*.py:*")
 
 
-def test_a_hook_that_raises_while_it_judges_is_one_failure_with_its_own_traceback(nested):
-    result = nested("def test(kv_sink): kv_sink(BAD)", files={"conftest.py": WAIVES.format("1 / 0")})
+def test_the_traceback_of_a_hook_that_judges_is_shown_on_request(nested):
+    result = nested("def test(kv_sink): kv_sink(BAD)", "--full-trace", files={"conftest.py": WAIVES.format("1 / 0")})
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([">       return 1 / 0", "E*ZeroDivisionError: division by zero"])
+
+
+JUDGES_BADLY = {
+    "1": "pytest_kvmock_event_error returned 1; allowed: True, False or None",
+    "1 / 0": "pytest_kvmock_event_error of conftest.py raised ZeroDivisionError: division by zero (conftest.py:4; *",
+    "pytest.fail('no')": "no",
+    "pytest.skip('no')": "*no*",
+}
+
+
+@pytest.mark.parametrize(("answer", "note"), JUDGES_BADLY.items())
+def test_a_hook_that_judges_badly_does_not_replace_the_failure_of_a_body(nested, answer, note):
+    result = nested("def test(kv_sink):\n kv_sink(BAD)\n assert 2 == 3", files={"conftest.py": WAIVES.format(answer)})
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E*assert 2 == 3", f"E*kvmock: the events could not be judged: {note}", "*Captured kvmock events*"]
+    )
+
+
+BADLY_MADE = {
+    "lambda **_: object()": "backend 'mine' made <object *> (object), which is no KvManager: it has no backend, *",
+    "lambda **_: None": "backend 'mine' made None (NoneType), which is no KvManager: it has no backend, *",
+    "lambda **_: 1 / 0": "backend 'mine': make raised ZeroDivisionError: division by zero",
+    "lambda: None": "backend 'mine': make raised TypeError: *<lambda>() got an unexpected keyword argument *",
+}
+
+
+@pytest.mark.parametrize(("make", "message"), BADLY_MADE.items())
+def test_a_backend_that_makes_no_manager_is_one_line(nested, make, message):
+    files = {"conftest.py": MINE + HOOK + f"{{'mine': BackendSpec('mine', 'nobody', {make})}}"}
+
+    result = nested(USES, files=files)
+
+    result.assert_outcomes(passed=len(BUILT_IN), errors=1)
+    result.stdout.fnmatch_lines([f"kvmock: backend mine: {message}"])
+    result.stdout.no_fnmatch_line("*block_size is from*")
+
+
+def test_where_the_block_size_is_from_is_said_where_it_is_refused(nested):
+    refuses = "def make(**_): raise ValueError('no licence')\n"
+    files = {"conftest.py": MINE + refuses + HOOK + "{'mine': BackendSpec('mine', 'nobody', make)}"}
+
+    result = nested("@pytest.mark.kvmock(block_size=3)\n@pytest.mark.kv_backends('mine', 'lru')\n" + USES, files=files)
+
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(["kvmock: backend lru: block_size must be *, got 3 (kvmock(block_size=3))"])
+    result.stdout.fnmatch_lines(["kvmock: backend mine: no licence"])

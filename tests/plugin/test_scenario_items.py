@@ -186,7 +186,12 @@ def test_a_saved_scenario_about_an_index_is_skipped_and_says_where_it_is_played(
 
 
 def test_a_scenario_that_cannot_be_saved_is_told(nested):
-    result = nested("def test(kv_sink): kv_sink(BAD)", "--kv-save-scenario", "file", files={"file": ""})
+    source = """
+        def test(kv_sink, pytestconfig):
+            (pytestconfig.invocation_params.dir / "file").touch()
+            kv_sink(BAD)
+        """
+    result = nested(source, "--kv-save-scenario", "file")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["# not saved as file/test_it.py-test.kv.yaml: *"])
 
@@ -224,3 +229,20 @@ def test_a_saved_warning_fails_too(nested):
     again = nested("", "saved", files={"pytest.ini": INI})
     again.assert_outcomes(failed=1)
     again.stdout.fnmatch_lines(["*expect problems []: got ['duplicate_store']*"])
+
+
+UNSAVABLE = [
+    ([""], "got ''; allowed: a directory, which need not exist yet"),
+    (["file"], "got 'file'; allowed: a directory, which need not exist yet"),
+    (["file/below"], "got 'file/below'; allowed: a directory, which need not exist yet"),
+    (["new", "--kv-reduce=off"], "there is nothing to save with --kv-reduce=off; allowed: one of the two"),
+    (["new", "-o", "kvmock_reduce=off"], "there is nothing to save with -o kvmock_reduce=off; allowed: one of the two"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), UNSAVABLE)
+def test_where_nothing_can_be_saved_is_a_usage_error(nested, args, message):
+    result = nested("def test(): pass", "--kv-save-scenario", *args, files={"file": ""})
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert [f"ERROR: --kv-save-scenario: {message}"] == [line for line in result.errlines if line]
