@@ -276,6 +276,7 @@ class LogicalManager(ShortForms):
             elif own is not None and own.plh == plh and not aliases:
                 policy.remove((own,))
                 own.refs = 1
+                self._num_inactive -= 1
                 woken += 1
                 anchor = name
             elif aliases and names.held_by(name) is not None:
@@ -306,6 +307,7 @@ class LogicalManager(ShortForms):
                         policy.touch(slot)
                     else:
                         woken += 1
+                        self._num_inactive -= 1
                         policy.remove((slot,))
                     names.hold(slot, name)
                     anchor = name
@@ -313,7 +315,6 @@ class LogicalManager(ShortForms):
 
         told.anchor = anchor
         self._references += served - partial
-        self._num_inactive -= woken
         pool.match_blocks_returned += woken + shared
         pool.match_hashes_requested += woken + shared + stored + told.refused
         return start + served

@@ -288,8 +288,10 @@ def test_an_announced_restart_ends_what_was_hurt():
     ],
 )
 def test_what_cannot_be_survived_is_refused(names, message):
-    with pytest.raises(ValueError, match=rf"^kv_router\.faults\.survive: {message}"):
+    with pytest.raises(ValueError, match=rf"^survive: {message}"):
         RouterHarness(PROFILE, survive=names)
+    with pytest.raises(ValueError, match=rf"^kv_router\.faults\.survive: {message}"):
+        RouterHarness(PROFILE).faults.survive(*names)
 
 
 def test_it_is_said_before_the_first_event():
