@@ -61,7 +61,7 @@ def state_of(manager):
 
 @dataclass
 class Player:
-    """Plays the operations of a recorded program (`golden/README.md`) on a manager of ours."""
+    """Plays the operations of a recorded program on a manager of ours."""
 
     manager: LogicalManager
     sequences: dict = field(default_factory=dict)
