@@ -149,7 +149,7 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
 
 def let_waive(item: pytest.Item, harness: RouterHarness) -> None:
     """Let the hook `pytest_kvmock_event_error` waive problems of a test, where anybody implements it."""
-    if item.ihook.pytest_kvmock_event_error.get_hookimpls():
+    if item.config.hook.pytest_kvmock_event_error.get_hookimpls():  # what is of this item only is asked for below
         harness.events.waive = partial(_waives, item)
 
 
