@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.pool import EvictionPolicy
+    from pytest_kvmock.engine.worker import MakeDriver
+    from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import Sink
 
 
@@ -37,6 +39,12 @@ class BackendSpec:
         prefix_closed: whether a block goes before its parent in scheduler traffic, so that what is held is always a
             set of whole prefixes, and links a block to no other parent than its own.
         in_matrix: whether tests run over it by default; otherwise, where they name it.
+        driver: makes what brings requests to its manager (`engine.worker.Driver`), from the manager, whether prefix
+            caching is on, and a source of random numbers; None for managers that take moves, as Dynamo's scheduler
+            makes them.
+        chain: makes, for one stream of events, the rule by which block hashes follow from tokens (`wrong_hash`); None
+            for Dynamo's.
+        options: further arguments that `make` takes, by keyword; see `but`.
 
     Raises:
         ValueError: a field is not what it must be.
@@ -48,6 +56,9 @@ class BackendSpec:
     residency: Literal["unique", "counted"] = "unique"
     prefix_closed: bool = True
     in_matrix: bool = True
+    driver: MakeDriver | None = None
+    chain: Callable[[], Chain] | None = None
+    options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name in _RESERVED:
@@ -65,6 +76,44 @@ class BackendSpec:
             value = getattr(self, field)
             if not isinstance(value, bool):
                 raise ValueError(f"backend {self.name!r}: {field} must be True or False, got {value!r:.80}")  # noqa: TRY004
+        for field in ("driver", "chain"):
+            value = getattr(self, field)
+            if value is not None and not callable(value):
+                raise ValueError(f"backend {self.name!r}: {field} must be callable, or None, got {value!r:.80}")
+
+    def but(self, name: str, *, prefix_closed: bool | None = None, **options: Any) -> BackendSpec:
+        """The same backend under another name, with some of its options set; not in the default matrix.
+
+        Args:
+            name: as above; the manager's `backend` too.
+            prefix_closed: as above, if the options change it.
+            **options: some of `options`, as `create_manager` takes them.
+
+        Raises:
+            ValueError: it has no such option, or the name is none.
+        """
+        self._check_options(options)
+
+        def make(**sizes: Any) -> KvManager:
+            return self.make(backend=name, **sizes, **options)
+
+        said = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        return dataclasses.replace(
+            self,
+            name=name,
+            follows=f"{self.follows}, {said}" if said else self.follows,
+            make=make,
+            prefix_closed=self.prefix_closed if prefix_closed is None else prefix_closed,
+            in_matrix=False,
+            options=(),
+        )
+
+    def _check_options(self, options: Mapping[str, object]) -> None:
+        """Raise a ValueError for one that it has not."""
+        for option in options:
+            if option not in self.options:
+                known = f"it has {', '.join(self.options)}" if self.options else "it has none"
+                raise ValueError(f"backend {self.name!r} has no option {option!r}; {known}")
 
     @classmethod
     def of_policy(
@@ -182,6 +231,7 @@ def create_manager(
     block_size: int = 16,
     dp_rank: int = 0,
     sink: Sink | None = None,
+    **options: Any,
 ) -> KvManager:
     """Make a block manager by itself: no pytest, no harness, nobody who judges.
 
@@ -191,11 +241,14 @@ def create_manager(
         block_size: tokens a block; for the logical backends a power of two from 2 to 1024.
         dp_rank: the data-parallel rank that its events name.
         sink: who hears its events; None for nobody.
+        **options: what else the backend takes (`BackendSpec.options`).
 
     Raises:
-        ValueError: an unknown backend, a capacity below 1, a block size that the backend refuses.
+        ValueError: an unknown backend or option, a capacity below 1, a block size or option that the backend refuses.
     """
-    return backend_spec(backend).make(num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
+    spec = backend_spec(backend)
+    spec._check_options(options)  # noqa: SLF001 - one family
+    return spec.make(num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink, **options)
 
 
 MOST_WORKERS: Final = 2**16

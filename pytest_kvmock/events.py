@@ -7,6 +7,7 @@ object each; `Stored.blocks` makes pairs when somebody asks.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,6 +15,20 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 _U32: Final = 2**32 - 1
 _U64: Final = 2**64 - 1
+
+
+def check_block_hashes(hashes: Sequence[int]) -> None:
+    """Let numbers of 64 bits pass, all unsigned or all signed.
+
+    Raises:
+        TypeError: one is no integer.
+        OverflowError: one has more bits.
+    """
+    try:
+        array("Q", hashes)
+    except OverflowError:
+        array("q", hashes)
+
 
 BlockTokens: TypeAlias = Sequence[Sequence[int]]
 """Token ids that travel with a Stored: one sequence of `block_size` ids a block."""
@@ -46,7 +61,7 @@ class Stored:
 
     Attributes:
         parent_hash: sequence hash of the block before the first; None when the first is a root.
-        block_hashes: sequence hash of each block, u64.
+        block_hashes: sequence hash of each block, as the engine publishes it: u64, or i64 (SGLang).
         tokens_hashes: local hash of each block, u64.
         start_position: position of the first block in its sequence, if the engine says it.
         mm_extra_info: per block, what the engine says of multimodal objects in it; None when it says nothing.
@@ -116,7 +131,7 @@ class KvCacheEvent:
     dp_rank: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Dynamo's JSON form, as Python objects."""
+        """Dynamo's JSON form, as Python objects; signed block hashes as the u64 of the same bits, as Dynamo reads them."""
         return {"event_id": self.event_id, "data": _data_to_json(self.data), "dp_rank": self.dp_rank}
 
     def to_json(self) -> str:
@@ -197,12 +212,13 @@ class RouterEvent:
 def _data_to_json(data: EventData) -> Any:
     if isinstance(data, Stored):
         blocks = [
-            {"block_hash": block_hash, "tokens_hash": tokens_hash, "mm_extra_info": info}
+            {"block_hash": block_hash & _U64, "tokens_hash": tokens_hash, "mm_extra_info": info}
             for block_hash, tokens_hash, info in data.blocks
         ]
-        return {"stored": {"parent_hash": data.parent_hash, "start_position": data.start_position, "blocks": blocks}}
+        parent = None if data.parent_hash is None else data.parent_hash & _U64
+        return {"stored": {"parent_hash": parent, "start_position": data.start_position, "blocks": blocks}}
     if isinstance(data, Removed):
-        return {"removed": {"block_hashes": list(data.block_hashes)}}
+        return {"removed": {"block_hashes": [block_hash & _U64 for block_hash in data.block_hashes]}}
     return "cleared"
 
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import repeat
-from typing import Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
+
+T = TypeVar("T")
 
 TokenIds: TypeAlias = Sequence[int]
 """Token ids, each an integer from 0 to 2**32 - 1: a list, tuple, range, bytes or array of them."""
@@ -355,7 +357,7 @@ class Prompt:
         ValueError: a token or hash out of range.
     """
 
-    __slots__ = ("_by_size", "_given", "num_tokens", "tokens")
+    __slots__ = ("_given", "_kept", "num_tokens", "tokens")
 
     tokens: tuple[int, ...] | None
     """The token ids; None where only hashes are known."""
@@ -368,7 +370,7 @@ class Prompt:
     ) -> None:
         if (tokens is None) == (hashes is None):
             raise TypeError("Prompt takes either tokens or hashes=, one local hash a block")
-        self._by_size: dict[int, _Hashes] = {}
+        self._kept: dict[Any, Any] = {}
         self._given: list[int] | None = None
         if tokens is not None:
             if num_tokens is not None:
@@ -429,8 +431,15 @@ class Prompt:
         """Lineage hashes of the complete blocks. Hashed once; do not change the list."""
         return self._hashes(block_size).lineage
 
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` made the first time that this key was asked for: an engine's own hashes, made once a prompt."""
+        found: T | None = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = make()
+        return found
+
     def _hashes(self, block_size: int) -> _Hashes:
-        found = self._by_size.get(block_size)
+        found: _Hashes | None = self._kept.get(block_size)
         if found is None:
             local = self._given
             if local is None:
@@ -438,7 +447,7 @@ class Prompt:
                 local = block_hashes(self.tokens, block_size)
             else:
                 check_block_size(block_size)
-            found = self._by_size[block_size] = _Hashes(local)
+            found = self._kept[block_size] = _Hashes(local)
         return found
 
 

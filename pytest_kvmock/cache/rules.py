@@ -37,6 +37,13 @@ def check_logical_block_size(block_size: int) -> int:
     return block_size
 
 
+def check_request_block_size(block_size: int) -> int:
+    """Return `block_size`, or raise a ValueError: engines that think in requests take any."""
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
+        raise ValueError(f"block_size must be an integer of at least 1 (tokens a block), got {block_size!r}")
+    return block_size
+
+
 def check_dp_rank(dp_rank: int) -> int:
     """Return `dp_rank`, or raise a ValueError that says what it must be."""
     if not isinstance(dp_rank, int) or isinstance(dp_rank, bool) or not 0 <= dp_rank < 2**32:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.moves import Deref
 from pytest_kvmock.tokens import Prompt, block_hashes, chained_hash
 
@@ -42,6 +43,8 @@ class MoveDriver:
         prefix_caching: whether its requests may reuse blocks.
         rng: source of generated tokens and of the names of partial blocks.
     """
+
+    traits = Traits()
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         self.manager = manager
@@ -88,30 +91,19 @@ class MoveDriver:
         if move is not None:
             self.manager.process(move)
 
-    def plan(self, request: _MoveRequest, tokens: int | Sequence[int]) -> tuple[Sequence[int], int, int]:
-        """The tokens of the steps, the most blocks that they hold at once beyond today's, and how many are free.
+    def plan(self, request: _MoveRequest, tokens: Sequence[int]) -> tuple[int, int]:
+        """(needed, free): the most blocks that the steps hold at once beyond today's, and how many are free.
 
         A partial block that fills up as one that another request holds gives its own back (Promote), so the steps
         are walked through, not only counted.
         """
-        steps = self._steps(tokens)
         needed = most = 0
-        for filled in _openings(request.sequence, steps):
+        for filled in _openings(request.sequence, tokens):
             if filled is not None and self.manager.references(filled):
                 needed -= 1
             needed += 1
             most = max(most, needed)
-        return steps, most, self._free()
-
-    def _steps(self, tokens: int | Sequence[int]) -> Sequence[int]:
-        if isinstance(tokens, int):
-            if isinstance(tokens, bool) or tokens < 0:
-                raise ValueError(f"decode: a count of tokens is an integer of at least 0, got {tokens!r}")
-            return [self._rng.getrandbits(32) for _ in range(tokens)]
-        steps = Prompt.of(tokens).tokens
-        if steps is None:
-            raise ValueError(f"decode takes tokens, or how many; got {tokens!r}")
-        return steps
+        return most, self._free()
 
     def extend(self, request: _MoveRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""

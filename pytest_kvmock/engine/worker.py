@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias
 
 from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -63,6 +64,7 @@ class Driver(Protocol):
     """
 
     manager: KvManager
+    traits: Traits
 
     def look(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached now. Changes nothing, recency included."""
@@ -79,8 +81,8 @@ class Driver(Protocol):
     def admit(self, request: Any, upto: int) -> None:
         """Get blocks for the first `upto` tokens; it is known that they fit."""
 
-    def plan(self, request: Any, tokens: int | Sequence[int]) -> tuple[Sequence[int], int, int]:
-        """The tokens of that many decode steps, and as `shortage` what they need."""
+    def plan(self, request: Any, tokens: Sequence[int]) -> tuple[int, int]:
+        """As `shortage`: what decode steps need, one a token. Changes nothing."""
 
     def extend(self, request: Any, tokens: Sequence[int]) -> None:
         """Decode steps, one a token; it is known that they fit."""
@@ -93,6 +95,10 @@ class Driver(Protocol):
 
     def clear(self) -> bool:
         """Drop all that is cached; False, and nothing changed, while a block is in use."""
+
+
+MakeDriver: TypeAlias = Callable[["KvManager", bool, Random], Driver]
+"""Makes the driver of a manager: called with it, whether prefix caching is on, and the source of random numbers."""
 
 
 class Request:
@@ -139,8 +145,7 @@ class Request:
     def decode(self, tokens: int | Sequence[int] = 1) -> None:
         """Generate: so many one-token steps, or these tokens.
 
-        A block is published when the first token of the *next* one comes, as in Dynamo: one that the last token fills
-        is not.
+        When a block that they fill is published is the engine's nature: `KvWorker.traits.stores_when`.
 
         Raises:
             OutOfBlocks: not all of them fit; none was generated.
@@ -148,7 +153,8 @@ class Request:
             ValueError: a token, or the count, out of range.
         """
         self._need("decode", "running")
-        steps, requested, available = self._driver.plan(self._state, tokens)
+        steps = self._worker._steps(tokens)
+        requested, available = self._driver.plan(self._state, steps)
         if requested > available:
             raise OutOfBlocks(requested, available)
         with self._worker._serving():
@@ -220,6 +226,8 @@ class KvWorker:
         prefix_caching: False: nothing is reused and nothing is published.
         chunk: prefill in chunks of this many tokens; None: in one go.
         rng: source of generated tokens and of the names of partial blocks.
+        driver: makes the driver of a manager, from it, `prefix_caching` and `rng` (`BackendSpec.driver`); by default
+            one for managers that take moves.
 
     Attributes:
         manager: its block manager; another one after a restart.
@@ -237,6 +245,7 @@ class KvWorker:
         prefix_caching: bool = True,
         chunk: int | None = None,
         rng: Random | None = None,
+        driver: MakeDriver | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.dp_rank = dp_rank
@@ -247,11 +256,12 @@ class KvWorker:
         self._make_manager = make_manager
         self._outlet = _Outlet(sink)
         self._rng = rng or Random()  # noqa: S311 - mock data
+        self._make_driver = driver or MoveDriver
         self._driver = self._start()
 
     def _start(self) -> Driver:
         outlet = self._outlet if self.prefix_caching else None
-        return MoveDriver(self._make_manager(outlet), self.prefix_caching, self._rng)
+        return self._make_driver(self._make_manager(outlet), self.prefix_caching, self._rng)
 
     def __repr__(self) -> str:
         return f"<KvWorker {self.worker_id} rank {self.dp_rank} {self.manager.backend}>"
@@ -265,6 +275,11 @@ class KvWorker:
     def backend(self) -> str:
         """Name of the manager's backend."""
         return self.manager.backend
+
+    @property
+    def traits(self) -> Traits:
+        """Where this engine differs from others by nature."""
+        return self._driver.traits
 
     @property
     def has_published(self) -> bool:
@@ -322,6 +337,17 @@ class KvWorker:
         for request in list(self.requests):
             request._end("lost")
         self._driver = self._start()
+
+    def _steps(self, tokens: int | Sequence[int]) -> Sequence[int]:
+        """The tokens of so many decode steps."""
+        if isinstance(tokens, int):
+            if isinstance(tokens, bool) or tokens < 0:
+                raise ValueError(f"decode: a count of tokens is an integer of at least 0, got {tokens!r}")
+            return [self._rng.getrandbits(32) for _ in range(tokens)]
+        steps = Prompt.of(tokens).tokens
+        if steps is None:
+            raise ValueError(f"decode takes tokens, or how many; got {tokens!r}")
+        return steps
 
     def _serving(self) -> _Serving:
         return _Serving(self)

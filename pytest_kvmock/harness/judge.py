@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from inspect import isawaitable
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pytest_kvmock.events import RouterEvent, StorageTier
+from pytest_kvmock.events import RouterEvent, StorageTier, check_block_hashes
 from pytest_kvmock.harness.comparison import Comparison, Heard, Sync, arun, run
 from pytest_kvmock.harness.recording import Forgotten, Recording
 from pytest_kvmock.harness.standard import Standard
@@ -290,7 +289,7 @@ class Judge:
         """What a callable says is resident; None, and a problem noted once, where it cannot say."""
         try:
             blocks = list(resident())
-            array("Q", blocks)
+            check_block_hashes(blocks)
         except Exception as error:  # noqa: BLE001 - a user's callable; what else was found must not be lost
             if key not in self._mute:
                 self._mute.add(key)

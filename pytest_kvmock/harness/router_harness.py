@@ -229,6 +229,7 @@ class RouterHarness(Questions):
         if spec is None:
             raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
         rng = Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
+        # The worker is made before it is heard: it may be refused, and some engines speak as they begin.
         worker = HarnessWorker(self, spec, worker_id, dp_rank, rng, profile=profile)
         self._workers[self._key(worker_id, dp_rank)] = worker
         self._judge.open(
@@ -238,9 +239,11 @@ class RouterHarness(Questions):
             num_blocks=self.profile.num_blocks,
             residency=spec.residency,
             prefix_closed=spec.prefix_closed,
+            chain=spec.chain,
         )
         if self._recovery is not None:
             self._recovery.restarted((worker_id, dp_rank))
+        worker.listen()
         return worker
 
     def _key(self, worker_id: int, dp_rank: int) -> WorkerKey:

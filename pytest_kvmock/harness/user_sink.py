@@ -16,6 +16,7 @@ from pytest_kvmock.events import (
     RouterEvent,
     StorageTier,
     Stored,
+    check_block_hashes,
 )
 
 if TYPE_CHECKING:
@@ -28,25 +29,28 @@ Published = EventData | KvCacheEvent | RouterEvent
 
 
 def is_event(event: object) -> TypeGuard[RouterEvent]:
-    """Whether it is a RouterEvent, and inside it is what should be: hashes and ids are unsigned numbers."""
+    """Whether it is a RouterEvent, and inside it is what should be: ids and hashes; SGLang's block hashes are signed."""
     if not isinstance(event, RouterEvent) or not isinstance(event.event, KvCacheEvent):
         return False
     data = event.event.data
     if isinstance(data, Stored):
         parent = () if data.parent_hash is None else (data.parent_hash,)
-        numbers: tuple[Any, ...] = (parent, data.block_hashes, data.tokens_hashes)
+        blocks: tuple[Any, ...] = (parent, data.block_hashes)
+        unsigned: tuple[Any, ...] = (data.tokens_hashes,)
     elif isinstance(data, Removed):
-        numbers = (data.block_hashes,)
+        blocks, unsigned = (data.block_hashes,), ()
     elif isinstance(data, Cleared):
-        numbers = ()
+        blocks = unsigned = ()
     else:
         return False
     try:
-        for values in ((event.worker_id, event.event.event_id, event.event.dp_rank), *numbers):
+        for values in ((event.worker_id, event.event.event_id, event.event.dp_rank), *unsigned):
             array("Q", values)
+        for values in blocks:
+            check_block_hashes(values)
     except (TypeError, OverflowError):
         return False
-    return all(isinstance(values, tuple) for values in numbers)
+    return all(isinstance(values, tuple) for values in (*blocks, *unsigned))
 
 
 class KvSink:
@@ -95,8 +99,8 @@ class KvSink:
             said = RouterEvent(self.worker_id, event, storage_tier, token_ids)
             if not is_event(said):
                 raise TypeError(
-                    "a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with tuples of hashes from 0 "
-                    f"to 2**64 - 1, got {event!r:.80} ({type(event).__name__})"
+                    "a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with tuples of hashes from "
+                    f"-2**63 to 2**64 - 1, got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
             self._harness.hear(said, chained=self.chained)

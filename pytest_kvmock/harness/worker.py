@@ -74,8 +74,11 @@ class HarnessWorker(KvWorker):
 
         self.spec = spec
         self._harness = harness
+        self._unheard: list[RouterEvent] | None = []
         caching, chunk = profile.prefix_caching, profile.chunk
-        super().__init__(make, worker_id, dp_rank, sink=self, prefix_caching=caching, chunk=chunk, rng=rng)
+        super().__init__(
+            make, worker_id, dp_rank, sink=self, prefix_caching=caching, chunk=chunk, rng=rng, driver=spec.driver
+        )
 
     def publish(
         self,
@@ -83,8 +86,18 @@ class HarnessWorker(KvWorker):
         storage_tier: StorageTier = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
     ) -> None:
-        """Say an event, with this worker's name; what it says for a request has Dynamo's hashes."""
-        self._harness.hear(RouterEvent(self.worker_id, event, storage_tier, token_ids), chained=self.serving)
+        """Say an event, with this worker's name; what it says for a request has its engine's hashes."""
+        said = RouterEvent(self.worker_id, event, storage_tier, token_ids)
+        if self._unheard is None:
+            self._harness.hear(said, chained=self.serving)
+        else:
+            self._unheard.append(said)
+
+    def listen(self) -> None:
+        """From now on the harness hears it; first what it said when it was made."""
+        unheard, self._unheard = self._unheard, None
+        for event in unheard or ():
+            self._harness.hear(event)
 
     def _request(self, prompt: Prompt) -> RecordedRequest:
         return RecordedRequest(self, prompt, self._harness.recording)

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.hygiene.content import own_parent, sparse, wrong_hash
+from pytest_kvmock.hygiene.content import Chain, own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import LAST, Residency, Stream, StreamKey, Wound
 from pytest_kvmock.hygiene.text import block_text, blocks_text, ids_text
@@ -46,6 +46,7 @@ class Ledger:
         num_blocks: int | None = None,
         residency: Residency = "unique",
         prefix_closed: bool = True,
+        chain: Callable[[], Chain] | None = None,
     ) -> Stream:
         """Begin to listen to a worker and rank, knowing nothing of it.
 
@@ -56,6 +57,7 @@ class Ledger:
             num_blocks: how many blocks it has on the device; None: unknown, and over_capacity is not judged.
             residency: see `BackendSpec`; where it is "counted", a block may be stored and removed several times.
             prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning, and an orphaned child is none.
+            chain: makes the rule by which it names blocks, to judge `wrong_hash` by; None: it is Dynamo's.
         """
         stream = self.streams[key] = Stream(
             key,
@@ -64,6 +66,7 @@ class Ledger:
             num_blocks=num_blocks,
             residency=residency,
             prefix_closed=prefix_closed,
+            chain=None if chain is None else chain(),
         )
         return stream
 
@@ -101,7 +104,7 @@ class Ledger:
         Args:
             event: as it arrived.
             position: its number in the log.
-            chained: whether its hashes must be Dynamo's chain; hand-made moves have free hashes.
+            chained: whether its hashes must be the engine's chain; hand-made moves have free hashes.
         """
         inner = event.event
         key = (event.worker_id, inner.dp_rank)
@@ -171,7 +174,7 @@ class Ledger:
         problems = [] if plain else self._unsound(stream, held, data, again)
         if event.token_ids is not None and (flaw := sparse(event, data, stream.block_size)) is not None:
             problems.append(self._problem("sparse_tokens", stream, flaw.known, flaw.right, (flaw.block,)))
-        if chained and (flaw := wrong_hash(event, data, stream.block_size)) is not None:
+        if chained and (flaw := wrong_hash(event, data, stream.block_size, stream.hash_chain)) is not None:
             problem = self._problem("wrong_hash", stream, flaw.known, flaw.right, (flaw.block,))
             problem.is_error = stream.prefix_closed
             if problems and problems[0].rule in _OF_THE_CHAIN and problems[0].cause is None:
@@ -249,7 +252,9 @@ class Ledger:
         after = stream.remove(tier, held, hashes)
         first = after[0] if after else LAST
         # Tail first, as all engines do it, each block is the child of the next: one comparison for all of them.
-        plain = after[1:] == hashes[:-1] and (first == LAST or (first is not None and first >= 0 and first not in held))
+        plain = after[1:] == hashes[:-1] and (
+            first == LAST or (first is not None and first < LAST and first not in held)
+        )
         problems: list[Problem] = []
         removed: dict[int, int | None] = {}
         if not plain:

@@ -7,7 +7,7 @@ from itertools import pairwise, repeat
 from typing import Final, Literal, TypeAlias
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.hygiene.content import sparse
+from pytest_kvmock.hygiene.content import Chain, DynamoChain, sparse
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.text import block_text
 
@@ -18,9 +18,9 @@ Residency: TypeAlias = Literal["unique", "counted"]
 """Whether a block is published once while it is held, or every copy of it."""
 RESIDENCIES: Final = ("unique", "counted")
 
-LAST: Final = -1
+LAST: Final = 2**64
 """In place of the block after one: there is none."""
-FORK: Final = -2
+FORK: Final = 2**64 + 1
 """In place of the block after one: there are several, see `Stream.forks`."""
 
 
@@ -42,6 +42,7 @@ class Stream:
         num_blocks: how many blocks the engine has on the device; None: unknown.
         residency: see `BackendSpec`.
         prefix_closed: see `BackendSpec`.
+        hash_chain: how the engine names blocks.
         tiers: per tier what is held: each block, and the child that was stored after it, `LAST` or `FORK`. That costs
             nothing to keep, and tells at a Removed which children the block may still have.
         device: the device tier.
@@ -75,6 +76,7 @@ class Stream:
         "drifted",
         "emptied",
         "forks",
+        "hash_chain",
         "holes",
         "implied",
         "last",
@@ -101,6 +103,7 @@ class Stream:
         num_blocks: int | None = None,
         residency: Residency = "unique",
         prefix_closed: bool = True,
+        chain: Chain | None = None,
     ) -> None:
         self.worker_id, self.dp_rank = key
         self.next_id = first_id
@@ -108,6 +111,7 @@ class Stream:
         self.num_blocks = num_blocks
         self.residency = residency
         self.prefix_closed = prefix_closed
+        self.hash_chain = chain or DynamoChain()
         self.device: dict[int, int] = {}
         self.tiers: dict[StorageTier, dict[int, int]] = {StorageTier.DEVICE: self.device}
         self.forks: dict[int, set[int]] = {}

@@ -1,0 +1,178 @@
+"""The blocks of one request as an engine names them by hashing tokens its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import Final, Protocol
+
+from pytest_kvmock.events import BlockTokens, Stored
+from pytest_kvmock.tokens import Prompt, block_hashes, chained_hash, sequence_hashes
+
+# Theory of operation
+#
+# vLLM and SGLang chain a cryptographic digest from block to block and publish 64 bits of it. So a name does not say
+# what it was chained from: whoever goes on with a chain needs the digest. A prompt of hashes alone (a trace) has no
+# tokens to digest; its blocks have Dynamo's names in every engine, chained from the hashes that it came with.
+
+_U64: Final = 2**64 - 1
+
+
+class BlockHasher(Protocol):
+    """How an engine names blocks; hashable, and two that name alike are equal.
+
+    Attributes:
+        signed: whether names are signed: from -2**63, and not from 0.
+    """
+
+    @property
+    def signed(self) -> bool:
+        """As above."""
+
+    def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:
+        """Chained digest of each complete block of these tokens.
+
+        Args:
+            tokens: token ids; a last block that is not complete is left out.
+            block_size: tokens a block.
+            position: how many blocks stand before the first.
+            parent: digest of the block before the first; None for a root.
+        """
+
+    def name(self, digest: bytes) -> int:
+        """What the engine publishes of a digest."""
+
+
+class HashedTokens:
+    """The tokens of one request, and the names of its complete blocks. It grows at the end.
+
+    Args:
+        prompt: tokens, or hashes.
+        block_size: tokens a block.
+        hasher: names the blocks; one that knows the request's LoRA, salt or namespace, where it has any.
+        rng: source of the local hashes of generated blocks where token values are unknown.
+
+    Raises:
+        ValueError: the prompt is empty, or its hashes do not fit the block size.
+
+    Attributes:
+        block_size: tokens a block.
+        num_prompt_tokens: length of the prompt.
+        names: name of each complete block, as the engine publishes it.
+        local_hashes: the router's hash of each complete block.
+        tokens: all tokens so far; None where only the prompt's hashes are known.
+    """
+
+    __slots__ = (
+        "_hasher",
+        "_last",
+        "_length",
+        "_rng",
+        "block_size",
+        "local_hashes",
+        "names",
+        "num_prompt_tokens",
+        "tokens",
+    )
+
+    def __init__(self, prompt: Prompt, block_size: int, hasher: BlockHasher, rng: Random) -> None:
+        self.block_size = block_size
+        self.num_prompt_tokens = self._length = prompt.length(block_size)
+        if not self._length:
+            raise ValueError("the prompt is empty; a request needs at least one token")
+        self._hasher, self._rng = hasher, rng
+        self.local_hashes = list(prompt.block_hashes(block_size))
+        self.tokens: list[int] | None = None if prompt.tokens is None else list(prompt.tokens)
+        self._last: bytes | int | None
+        names, self._last = prompt.kept((block_size, hasher), lambda: self._named(prompt))
+        self.names: list[int] = names.copy()
+
+    def _named(self, prompt: Prompt) -> tuple[list[int], bytes | int | None]:
+        if prompt.tokens is None:
+            chain = prompt.sequence_hashes(self.block_size)
+            return [self._as_published(name) for name in chain], chain[-1] if chain else None
+        digests = self._hasher.digests(prompt.tokens, self.block_size, 0, None)
+        return list(map(self._hasher.name, digests)), digests[-1] if digests else None
+
+    def _as_published(self, name: int) -> int:
+        return name - 2**64 if self._hasher.signed and name >= 2**63 else name
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, token: int) -> None:
+        """Add one token; a block that it completes has its name at once."""
+        self._length += 1
+        if self.tokens is not None:
+            self.tokens.append(token)
+        size = self.block_size
+        if self._length % size:
+            return
+        if self.tokens is None:
+            local = self._rng.getrandbits(64)
+            parent = self._last
+            assert not isinstance(parent, bytes)
+            self._last = chained_hash(parent, local)
+            name = self._as_published(self._last)
+        else:
+            block = self.tokens[-size:]
+            local = block_hashes(block, size)[0]
+            before = self._last
+            assert not isinstance(before, int)
+            self._last = self._hasher.digests(block, size, len(self.names), before)[0]
+            name = self._hasher.name(self._last)
+        self.local_hashes.append(local)
+        self.names.append(name)
+
+    def block_tokens(self, start: int, end: int) -> BlockTokens | None:
+        """Token ids of the complete blocks from `start` to `end`, as they travel with an event; None if unknown."""
+        if self.tokens is None:
+            return None
+        size, tokens = self.block_size, self.tokens
+        return [tuple(tokens[at : at + size]) for at in range(start * size, end * size, size)]
+
+
+class HashChain:
+    """Says what the names in a Stored should be, from its tokens and the names before.
+
+    It follows one stream: a name is only 64 bits of a digest, so it remembers the digests of the names that it has seen.
+
+    Args:
+        hasher: names the blocks of this stream.
+    """
+
+    __slots__ = ("_digests", "_hasher")
+
+    def __init__(self, hasher: BlockHasher) -> None:
+        self._hasher = hasher
+        self._digests: dict[int, bytes] = {}
+
+    def expected(self, data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int] | None:
+        """The names that follow.
+
+        Args:
+            data: what was said.
+            token_ids: of each block, or empty where they are not what they should be; None where there are none: then
+                names are Dynamo's.
+            block_size: tokens a block; None where that is unknown.
+
+        Returns:
+            None where they cannot be known.
+        """
+        parent = data.parent_hash
+        if token_ids is None:
+            chain = sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
+            return [name - 2**64 if self._hasher.signed and name >= 2**63 else name for name in chain]
+        before = None if parent is None else self._digests.get(parent)
+        if not token_ids or block_size is None or (parent is not None and before is None):
+            return None
+        flat = list(_flat(token_ids))
+        digests = self._hasher.digests(flat, block_size, 0 if parent is None else 1, before)
+        names = list(map(self._hasher.name, digests))
+        self._digests.update(zip(names, digests, strict=True))
+        return names
+
+
+def _flat(token_ids: BlockTokens) -> Iterable[int]:
+    for tokens in token_ids:
+        yield from tokens
