@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import create_manager as create_manager
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.manager import PrefillCost as PrefillCost
+    from pytest_kvmock.cache.paged import KVCacheManager as KVCacheManager
+    from pytest_kvmock.cache.paged import PagedRequest as PagedRequest
     from pytest_kvmock.cache.pool import EvictionPolicy as EvictionPolicy
     from pytest_kvmock.cache.pool import Slot as Slot
     from pytest_kvmock.engine.sequence import ActiveSequence as ActiveSequence
@@ -100,6 +102,8 @@ _HOME = {
     "Served": "engine.worker",
     "PrefillCost": "cache.manager",
     "KvManager": "cache.manager",
+    "KVCacheManager": "cache.paged",
+    "PagedRequest": "cache.paged",
     "EvictionPolicy": "cache.pool",
     "Slot": "cache.pool",
     "BACKENDS": "backends",
