@@ -24,7 +24,7 @@ from pytest_kvmock.harness.judge import Judge, Verdict
 from pytest_kvmock.harness.questions import Questions, WorkerKey
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
-from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink, Published, is_event
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, HASHES, KvSink, Published, is_event
 from pytest_kvmock.harness.worker import HarnessWorker
 from pytest_kvmock.hygiene.log import EventLog, KvEventsError
 from pytest_kvmock.hygiene.report import failure_text
@@ -517,6 +517,6 @@ class RouterHarness(Questions):
 
 def _refuse(event: object) -> None:
     raise TypeError(
-        "apply takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, one or more, with tuples of hashes from 0 to "
-        f"2**64 - 1, got {event!r:.80} ({type(event).__name__})"
+        f"apply takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, one or more, with {HASHES}, "
+        f"got {event!r:.80} ({type(event).__name__})"
     )

@@ -28,6 +28,10 @@ FIRST_SINK_WORKER: Final = MOST_WORKERS
 Published = EventData | KvCacheEvent | RouterEvent
 
 
+HASHES: Final = "tuples of hashes, of blocks from -2**63 to 2**64 - 1 and local ones from 0"
+"""What an event has, in words."""
+
+
 def is_event(event: object) -> TypeGuard[RouterEvent]:
     """Whether it is a RouterEvent, and inside it is what should be: ids and hashes; SGLang's block hashes are signed."""
     if not isinstance(event, RouterEvent) or not isinstance(event.event, KvCacheEvent):
@@ -99,8 +103,8 @@ class KvSink:
             said = RouterEvent(self.worker_id, event, storage_tier, token_ids)
             if not is_event(said):
                 raise TypeError(
-                    "a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with tuples of hashes from "
-                    f"-2**63 to 2**64 - 1, got {event!r:.80} ({type(event).__name__})"
+                    f"a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
+                    f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
             self._harness.hear(said, chained=self.chained)

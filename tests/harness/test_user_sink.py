@@ -167,13 +167,27 @@ def test_a_removed_one_is_not_compared_any_more(kv, sink):
     assert {} == kv.overlap_for_hashes([1])
 
 
-@pytest.mark.parametrize("data", [Removed(("a",)), Removed((-3,)), Stored("x", (1,), (1,)), Stored(None, (1.5,), (1,))])
+@pytest.mark.parametrize(
+    "data",
+    [
+        Removed(("a",)),
+        Removed((2**64,)),
+        Removed((-(2**63) - 1,)),
+        Stored("x", (1,), (1,)),
+        Stored(None, (1.5,), (1,)),
+        Stored(None, (1,), (-1,)),
+    ],
+)
 def test_what_is_no_hash_is_refused_before_it_is_logged(data):
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
-    with pytest.raises(TypeError, match=r"with tuples of hashes from 0 to 2\*\*64 - 1"):
+    with pytest.raises(
+        TypeError, match=r"with tuples of hashes, of blocks from -2\*\*63 to 2\*\*64 - 1 and local ones from 0, got"
+    ):
         sink(data)
-    with pytest.raises(TypeError, match=r"with tuples of hashes from 0 to 2\*\*64 - 1"):
+    with pytest.raises(
+        TypeError, match=r"with tuples of hashes, of blocks from -2\*\*63 to 2\*\*64 - 1 and local ones from 0, got"
+    ):
         kv.apply(data)
     assert (0, []) == (kv.events.total, sink.events)
 
@@ -266,3 +280,28 @@ def test_an_index_of_tokens_is_not_blamed_for_tokens_that_did_not_come(make_kv):
     sink(Stored(3, (4,), (4,)), token_ids=[(5, 6, 7, 8)])
     (problem,) = kv.judge().errors
     assert ("sparse_tokens", (3,)) == (problem.rule, problem.blocks)
+
+
+def test_signed_block_hashes_are_taken_as_they_are():
+    """SGLang's are; local hashes never."""
+    with RouterHarness(backend=None) as kv:
+        sink = kv.make_sink(num_blocks=4)
+        sink.compare(lambda: [-5, -(2**63)])
+        sink(Stored(None, (-1, -2), (11, 12)))
+        sink(Stored(-2, (-(2**63), -5), (13, 14)))
+        assert {sink.worker_id: 4} == kv.overlap_for_hashes([11, 12, 13, 14])
+        sink(Removed((-2,)))
+        sink(Removed((-1,)))
+        assert ["orphaned_child"] == [problem.rule for problem in kv.events.warnings]
+        assert {} == kv.overlap_for_hashes([11])
+        with kv.events.expect_error("block_not_found"):
+            sink(Removed((-1,)))
+        with kv.events.expect_error("parent_block_not_found"):
+            sink(Stored(-2, (-7,), (15,)))
+            sink(Removed((-7,)))
+
+
+def test_signed_block_hashes_are_unsigned_in_dynamos_json():
+    event = KvCacheEvent(0, Stored(-2, (-1,), (11,)))
+    assert Stored(2**64 - 2, (2**64 - 1,), (11,)) == KvCacheEvent.from_json(event.to_json()).data
+    assert Removed((2**63,)) == KvCacheEvent.from_json(KvCacheEvent(0, Removed((-(2**63),))).to_json()).data

@@ -1,6 +1,6 @@
 """Engines with a fault each: in what stands between requests and block manager, or in the manager."""
 
-from random import Random
+from random import SystemRandom
 
 from contract_runs import Mutants
 from mutants_managers import ForgetsRemoved, Spoilt
@@ -148,15 +148,15 @@ class AdmitsWhatDoesNotFit(Lru):
 class DecodesWhatDoesNotFit(Lru):
     class Subject(MoveDriver):
         def plan(self, request, tokens):
-            steps, _, free = super().plan(request, tokens)
-            return steps, 0, free
+            _, free = super().plan(request, tokens)
+            return 0, free
 
 
 @WORKERS.breaks("test_the_same_requests_give_the_same_events")
 class GeneratesWhatItLikes(Lru):
     class Subject(MoveDriver):
-        def __init__(self, manager, prefix_caching, rng):
-            super().__init__(manager, prefix_caching, Random())
+        def extend(self, request, tokens):
+            super().extend(request, [SystemRandom().getrandbits(32) for _ in tokens])
 
 
 class Manager(WorkerContract):
