@@ -1,7 +1,5 @@
 """The contracts hold for what we ship: backends, eviction policies and the reference index."""
 
-import pytest
-
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.cache.eviction.lineage import LineagePolicy
@@ -58,6 +56,19 @@ class TestMultiLruWorker(WorkerContract):
     backend = backend_spec("multi_lru")
 
 
+class TestVllmWorker(WorkerContract):
+    backend = "vllm"
+
+
+class TestOlderVllmWorker(WorkerContract):
+    backend = "vllm_0_19"
+
+
+class TestVllmWorkerOfAnotherHash(WorkerContract):
+    backend = backend_spec("vllm").but("vllm_xx", version="0.28.0", hash_algorithm="xxhash", hash_seed="42")
+    block_size = 3
+
+
 class TestLargeBlocks(WorkerContract):
     backend = "lru"
     block_size = 16
@@ -68,7 +79,11 @@ class TestRadixIndex(IndexContract):
         return RadixIndex()
 
 
-@pytest.mark.parametrize("contract", [ManagerContract, WorkerContract])
-def test_no_backend_is_left_out(contract):
+def under(contract):
     here = [case for case in globals().values() if isinstance(case, type) and issubclass(case, contract)]
-    assert set(BACKENDS) == {backend_spec(case.backend).name for case in here if case.backend is not None}
+    return {backend_spec(case.backend).name for case in here if case.backend is not None}
+
+
+def test_no_backend_is_left_out():
+    assert {name for name, spec in BACKENDS.items() if spec.driver is None} == under(ManagerContract)
+    assert set(BACKENDS) <= under(WorkerContract)
