@@ -63,8 +63,11 @@ class Driver(Protocol):
     prompt and output so far).
     """
 
-    manager: KvManager
     traits: Traits
+
+    @property
+    def manager(self) -> KvManager:
+        """The block manager."""
 
     def look(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached now. Changes nothing, recency included."""
