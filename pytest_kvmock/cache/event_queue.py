@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, Stored
+
+T = TypeVar("T")
 
 
 class TakenEvent(NamedTuple):
@@ -29,10 +31,10 @@ class _Waiting:
 
     def __init__(
         self,
-        names: list[int] | None,
+        names: Sequence[int] | None,
         parent: int | None = None,
-        local_hashes: list[int] | None = None,
-        token_ids: list[Sequence[int]] | None = None,
+        local_hashes: Sequence[int] | None = None,
+        token_ids: BlockTokens | None = None,
         cache_salt: str | None = None,
     ) -> None:
         self.names = names
@@ -67,9 +69,9 @@ class EventQueue:
     def stored(
         self,
         parent: int | None,
-        names: list[int],
-        local_hashes: list[int],
-        token_ids: Sequence[Sequence[int]] | None,
+        names: Sequence[int],
+        local_hashes: Sequence[int],
+        token_ids: BlockTokens | None,
         cache_salt: str | None = None,
     ) -> None:
         """Pages became cached, each after the one before."""
@@ -82,19 +84,18 @@ class EventQueue:
                 and tail.cache_salt == cache_salt
                 and (tail.token_ids is None) == (token_ids is None)
             ):
-                tail.names += names
-                tail.local_hashes += local_hashes
+                tail.names = _grown(tail.names, names)
+                tail.local_hashes = _grown(tail.local_hashes, local_hashes)
                 if tail.token_ids is not None and token_ids is not None:
-                    tail.token_ids += token_ids
+                    tail.token_ids = _grown(tail.token_ids, token_ids)
                 return
-        tokens = None if token_ids is None else list(token_ids)
-        self._waiting.append(_Waiting(names, parent, local_hashes, tokens, cache_salt))
+        self._waiting.append(_Waiting(names, parent, local_hashes, token_ids, cache_salt))
 
-    def removed(self, names: list[int]) -> None:
+    def removed(self, names: Sequence[int]) -> None:
         """Pages are cached no more."""
         tail = self._waiting[-1] if self._waiting else None
         if tail is not None and tail.names is not None and tail.local_hashes is None:
-            tail.names += names
+            tail.names = _grown(tail.names, names)
         else:
             self._waiting.append(_Waiting(names))
 
@@ -106,3 +107,10 @@ class EventQueue:
         """All events so far; they are forgotten here."""
         waiting, self._waiting = self._waiting, []
         return [one.taken() for one in waiting]
+
+
+def _grown(first: Sequence[T], then: Sequence[T]) -> list[T]:
+    """Both; in a list of its own, which a further call lets grow."""
+    grown: list[T] = first if isinstance(first, list) else list(first)
+    grown.extend(then)
+    return grown

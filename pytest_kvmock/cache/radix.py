@@ -217,7 +217,7 @@ class RadixCacheManager(RequestLevel):
             raise ValueError(f"insert: {new} pages are new and {self._free} are free; evict first")
         self._free -= new
         inserted = inserted_len // self.block_size
-        matched = self._insert(key, count, priority, inserted, namespace=namespace, cache_salt=cache_salt)
+        matched, _ = self._insert(key, count, priority, inserted, namespace=namespace, cache_salt=cache_salt)
         self._publish()
         return matched * self.block_size
 
@@ -300,11 +300,11 @@ class RadixCacheManager(RequestLevel):
             Pages that it needs and that no request has, and how many no request has.
         """
         request.node, request.found = self._tree.match(request.tokens.names, self._reusable(request))
-        needed = self._pages(len(request)) - request.found + self._tree.unlocked(request.node)
+        needed = self._pages(len(request.tokens)) - request.found + self._tree.unlocked(request.node)
         return needed, self._free + self._tree.evictable
 
     def _reusable(self, request: RadixRequest) -> int:
-        return (len(request) - 1) // self.block_size
+        return (len(request.tokens) - 1) // self.block_size
 
     def admit(self, request: RadixRequest) -> None:
         """Protect what was found for a request."""
@@ -342,18 +342,20 @@ class RadixCacheManager(RequestLevel):
         """
         tokens, size, tree = request.tokens, self.block_size, self._tree
         count = request.computed // size
-        matched = self._insert(tokens, count, request.priority, request.inserted)
+        matched, node = self._insert(tokens, count, request.priority, request.inserted)
         request.inserted = max(request.inserted, count)
         prompt = tokens.num_prompt_tokens // size
         if 0 < prompt < count:  # prompts are worth more than outputs: a node ends where the prompt does
             self._insert(tokens, prompt, request.priority + 1, prompt)
         duplicates = matched - request.protected
         self._free += duplicates
-        node, request.protected = tree.match(tokens.names, count)
-        if request.node is not None:
-            tree.unlock(request.node)
-        tree.lock(node)
-        request.node = node
+        tree.touch(node)  # SGLang matches what it has just inserted
+        request.protected = count
+        if node is not request.node:
+            if request.node is not None:
+                tree.unlock(request.node)
+            tree.lock(node)
+            request.node = node
         self._publish()
         return duplicates * size
 
@@ -390,18 +392,18 @@ class RadixCacheManager(RequestLevel):
         *,
         namespace: tuple[str | None, str | None] | None = None,
         cache_salt: str | None = None,
-    ) -> int:
+    ) -> tuple[int, TreeNode]:
         names = pages.names
-        matched = self._tree.insert(names, count, namespace, priority, inserted)
+        matched, node = self._tree.insert(names, count, namespace, priority, inserted)
         if matched < count:
             self._queue.stored(
                 names[matched - 1] if matched else None,
-                names[matched:count],
-                pages.local_hashes[matched:count],
+                node.names,
+                tuple(pages.local_hashes[matched:count]),
                 pages.block_tokens(matched, count),
                 cache_salt,
             )
-        return matched
+        return matched, node
 
     def _publish(self) -> None:
         if self._queue and not self.hold_events:

@@ -141,7 +141,7 @@ class RadixTree:
 
     def insert(
         self, names: Sequence[int], count: int, namespace: Hashable = None, priority: int = 0, inserted: int = 0
-    ) -> int:
+    ) -> tuple[int, TreeNode]:
         """Have the first `count` pages here.
 
         Args:
@@ -152,7 +152,7 @@ class RadixTree:
             inserted: nodes that end within so many pages are not hit: they were inserted by the same request before.
 
         Returns:
-            How many of the pages were here.
+            How many of the pages were here, and the node that ends with the last of them.
         """
         tick = self._clock = self._clock + 1
         node, at = self.root, 0
@@ -174,7 +174,7 @@ class RadixTree:
         if at < count:
             edge = names[at] if at or namespace is None else (namespace, names[0])
             self._clock += 1
-            leaf = TreeNode(node, edge, names[at:count], self._clock)
+            leaf = TreeNode(node, edge, tuple(names[at:count]), self._clock)
             node.children[edge] = leaf
             leaf.priority = priority
             leaf.hit_count = int(count > inserted)
@@ -183,7 +183,17 @@ class RadixTree:
             node = leaf
         if not node.children:
             self._changed.add(node)
-        return at
+        return at, node
+
+    def touch(self, node: TreeNode) -> None:
+        """Count the path to this node as used now, as a `match` of it does."""
+        tick = self._clock = self._clock + 1
+        if not node.children:
+            self._changed.add(node)
+        at: TreeNode | None = node
+        while at is not None:
+            at.last = tick
+            at = at.parent
 
     def _split(self, node: TreeNode, pages: int) -> TreeNode:
         """Put the first pages of a node into a new one above it; whoever holds the node holds the lower part."""

@@ -42,9 +42,7 @@ class Player:
 
     def events(self):
         taken = self.manager.take_events()
-        assert [(e.data, e.token_ids) for e in taken] == [
-            (e.event.data, e.token_ids) for e in self.sink.router_events
-        ]
+        assert [(e.data, e.token_ids) for e in taken] == [(e.event.data, e.token_ids) for e in self.sink.router_events]
         self.sink.take()
         return [row_of(*event, self.size) for event in taken]
 
