@@ -15,9 +15,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
+    from random import Random
+
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.pool import EvictionPolicy
-    from pytest_kvmock.engine.worker import MakeDriver
+    from pytest_kvmock.engine.worker import Driver, MakeDriver
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import Sink
 
@@ -172,6 +174,25 @@ def _multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
     return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
 
 
+def _sglang(*, backend: str = "sglang", **sizes: Any) -> KvManager:
+    from pytest_kvmock.cache.radix import RadixCacheManager
+
+    return RadixCacheManager(backend=backend, **sizes)
+
+
+def _sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    from pytest_kvmock.engine.radix_driver import RadixDriver
+
+    return RadixDriver(manager, prefix_caching, rng)
+
+
+def _sglang_chain() -> Chain:
+    from pytest_kvmock.cache.hashed import HashChain
+    from pytest_kvmock.cache.sglang_hashes import SglangHasher
+
+    return HashChain(SglangHasher())
+
+
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
@@ -181,6 +202,16 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
             BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", _lineage),
             BackendSpec("lru", f"{_LOGICAL}, lru backend", _lru),
             BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", _multi_lru, prefix_closed=False),
+            BackendSpec(
+                "sglang",
+                "SGLang 0.5.23, radix cache",
+                _sglang,
+                residency="counted",
+                in_matrix=False,
+                driver=_sglang_driver,
+                chain=_sglang_chain,
+                options=("policy", "dynamo_kv_event_format"),
+            ),
         )
     }
 )
