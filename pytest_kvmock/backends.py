@@ -15,9 +15,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
+    from random import Random
+
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.pool import EvictionPolicy
-    from pytest_kvmock.engine.worker import MakeDriver
+    from pytest_kvmock.engine.worker import Driver, MakeDriver
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import Sink
 
@@ -172,6 +174,18 @@ def _multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
     return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
 
 
+def _hash_cache(**sizes: Any) -> KvManager:
+    from pytest_kvmock.cache.hash_cache import HashCacheManager
+
+    return HashCacheManager(**sizes)
+
+
+def _whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    from pytest_kvmock.engine.move_driver import WholeMoveDriver
+
+    return WholeMoveDriver(manager, prefix_caching, rng)
+
+
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
@@ -181,6 +195,15 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
             BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", _lineage),
             BackendSpec("lru", f"{_LOGICAL}, lru backend", _lru),
             BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", _multi_lru, prefix_closed=False),
+            BackendSpec(
+                "hash_cache",
+                "dynamo-mocker 1.0.2",
+                _hash_cache,
+                prefix_closed=False,
+                in_matrix=False,
+                driver=_whole_move_driver,
+                options=("strict",),
+            ),
         )
     }
 )
