@@ -1,6 +1,6 @@
 """Both published request traces, whole, through a worker with full verdict: what each backend keeps, and what is said.
 
-Beside them stands what was recorded of Dynamo, from `tests/data`.
+Beside them stands what was recorded of Dynamo and vLLM, from `tests/data`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from pathlib import Path
 
 from benchmarks.measure import NotHere, TableRow, cpu_seconds
 from benchmarks.verdict import traces
-from pytest_kvmock import EngineProfile, RouterHarness
+from pytest_kvmock import EngineProfile, Prompt, RouterHarness
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 CAPACITIES = (2_000, 8_000, 32_000)
 NAMES = ("conversation", "synthetic")
+VLLM = {"vllm": "0.33.0", "vllm_0_19": "0.19.1"}
 BUDGET = 8_192  # tokens that Dynamo's mock scheduler prefills in one pass
 
 WHOLE = "Mooncake traces, every hash id a whole block"
@@ -51,8 +52,12 @@ class Run:
     def serve(self):
         worker = self.kv.worker(0)
         cached = asked = 0
+        # As vLLM was recorded: one token after the whole blocks, which is computed in any case.
+        tail = worker.traits.recomputes_last_token
         for request in self.requests:
             prompt = request.prompt(whole_blocks=self.whole)
+            if self.whole and tail:
+                prompt = Prompt(hashes=request.hash_ids, num_tokens=len(request.hash_ids) * MOONCAKE_BLOCK_SIZE + 1)
             served = worker.serve(prompt, 0 if self.whole else request.output_length)
             if self.whole:
                 asked += len(request.hash_ids)
@@ -68,19 +73,28 @@ def whole_blocks():
     """As the real managers were recorded: hits are blocks that a request did not store."""
     runs = json.loads((DATA / "logical_mooncake.json").read_text())["runs"]
     recorded = {
-        (run["trace"], run["capacity"], run["backend"]): run["hits"] / run["blocks"] for run in runs if run["open"] == 1
+        (run["trace"], run["capacity"], run["backend"]): f"{run['hits'] / run['blocks']:.4%} (dynamo-mocker 1.2.1)"
+        for run in runs
+        if run["open"] == 1
     }
-    return _table(WHOLE, "dynamo-mocker 1.2.1", recorded)
+    for backend, version in VLLM.items():
+        for run in json.loads((DATA / f"vllm_{version}_mooncake.json").read_text()):
+            key = f"mooncake_{run['trace']}_trace.jsonl", run["usable_blocks"], backend
+            recorded[key] = f"{run['hit_blocks'] / run['ref_blocks']:.4%} (vLLM {version})"
+    return _table(WHOLE, recorded)
 
 
 def as_long_as_they_were():
     """As a scheduler sees them: chunks, a partial tail, decoded blocks; hits are tokens of cached leading blocks."""
     runs = json.loads(gzip.decompress((DATA / "dynamo_reused_blocks.json.gz").read_bytes()))["runs"]
-    recorded = {(run["trace"], run["num_blocks"], "lineage"): run["ratio_of_1.2.1"] for run in runs}
-    return _table(REAL, "run_mocker_trace_replay, 1.2.1", recorded)
+    recorded = {
+        (run["trace"], run["num_blocks"], "lineage"): f"{run['ratio_of_1.2.1']:.4%} (run_mocker_trace_replay, 1.2.1)"
+        for run in runs
+    }
+    return _table(REAL, recorded)
 
 
-def _table(title, peer, recorded):
+def _table(title, recorded):
     folder = traces().parent
     for name in NAMES:
         file = f"mooncake_{name}_trace.jsonl"
@@ -90,7 +104,6 @@ def _table(title, peer, recorded):
         for num_blocks, backend in product(CAPACITIES, BACKENDS):
             run = Run(requests, backend, num_blocks, title == WHOLE)
             errors, warnings = map(_counted, run.problems)
-            peer_share = recorded.get((file, num_blocks, backend))
             yield TableRow(
                 f"{title}: {name}, {num_blocks}, {backend}",
                 title,
@@ -99,7 +112,7 @@ def _table(title, peer, recorded):
                     "blocks": f"{num_blocks:,}",
                     "backend": backend,
                     "reused": f"{run.reused:.4%}",
-                    peer: "" if peer_share is None else f"{peer_share:.4%}",
+                    "recorded": recorded.get((file, num_blocks, backend), ""),
                     "stored": f"{run.stored:,}",
                     "removed": f"{run.removed:,}",
                     "errors": errors,

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import create_manager as create_manager
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.manager import PrefillCost as PrefillCost
+    from pytest_kvmock.cache.manager import RequestLevel as RequestLevel
     from pytest_kvmock.cache.pool import EvictionPolicy as EvictionPolicy
     from pytest_kvmock.cache.pool import Slot as Slot
     from pytest_kvmock.engine.sequence import ActiveSequence as ActiveSequence
+    from pytest_kvmock.engine.traits import Traits as Traits
+    from pytest_kvmock.engine.worker import Driver as Driver
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
     from pytest_kvmock.engine.worker import Request as Request
@@ -99,6 +102,7 @@ _HOME = {
     "LogEntry": "hygiene.log",
     "Served": "engine.worker",
     "PrefillCost": "cache.manager",
+    "RequestLevel": "cache.manager",
     "KvManager": "cache.manager",
     "EvictionPolicy": "cache.pool",
     "Slot": "cache.pool",
@@ -107,10 +111,12 @@ _HOME = {
     "EngineProfile": "backends",
     "create_manager": "backends",
     "ActiveSequence": "engine.sequence",
+    "Driver": "engine.worker",
     "KvWorker": "engine.worker",
     "OutOfBlocks": "engine.worker",
     "Request": "engine.worker",
     "RequestError": "engine.worker",
+    "Traits": "engine.traits",
     "Cleared": "events",
     "KvCacheEvent": "events",
     "Removed": "events",

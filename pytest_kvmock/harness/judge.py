@@ -159,7 +159,7 @@ class Judge:
             if problems:
                 self.note(problems)
             try:
-                self.reference.apply(event)
+                self.reference.apply(self.ledger.uncounted(event))
             except KvEventError:  # the ledger has said so already, with what was known
                 refused = True
         comparison = self._comparison

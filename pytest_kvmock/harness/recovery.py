@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Lock, RLock
 from typing import TYPE_CHECKING
 
+from pytest_kvmock.events import Stored
 from pytest_kvmock.harness.judge import Told
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.stream import Stream
@@ -44,8 +46,9 @@ class Recovery:
         self.answers: list[Answer] = []
         self._local: dict[StreamKey, LocalIndex] = {}
         self._said = Ledger()
-        # What the reference index of a stream that is not prefix-closed is built of: there, what is told again after
-        # what came too early would leave other links than the same events in their order.
+        # What the reference index of a stream is built of that is not prefix-closed: there, what is told again after
+        # what came too early would leave other links than the same events in their order. And of one whose copies are
+        # counted, as the reference counts none.
         self._built: dict[StreamKey, list[RouterEvent]] = {}
         self._judge: Judge | None = None
         self._harness_lock = RLock()
@@ -92,13 +95,15 @@ class Recovery:
                     f"there is no worker {worker_id!r:.80} rank {dp_rank!r:.80} to ask; known: {known or 'none'}"
                 )
             answer = (local or LocalIndex(self._ring)).get_events_in_id_range(start, end)
+            if isinstance(answer, TreeDump) and key in self._said.streams:
+                answer = self._with_copies(answer, self._said.streams[key])
             self.queries.append(WorkerQuery(worker_id, start, end, dp_rank))
             self.answers.append(answer)
             if local is not None and isinstance(answer, (Events, TreeDump)):
                 is_dump, said = isinstance(answer, TreeDump), self._said.streams[key].copy()
                 next_id = 0 if local.newest is None else local.newest + 1
                 ids = range(0 if is_dump or start is None else start, next_id)
-                if said.prefix_closed:
+                if self._is_plain(said):
                     judge.told.append(Told(said, ids, answer.events, is_dump))
                 else:
                     if is_dump:
@@ -110,6 +115,19 @@ class Recovery:
             finally:
                 self._harness_lock.release()
         return answer
+
+    @staticmethod
+    def _with_copies(dump: TreeDump, said: Stream) -> TreeDump:
+        """The dump, with a Stored for each further copy of a block: whoever asks has to count them too."""
+        again: list[RouterEvent] = []
+        for event in dump.events:
+            data = event.event.data
+            assert isinstance(data, Stored)  # of one block
+            more = said.copies.get(event.storage_tier, {}).get(data.block_hashes[0], 0)
+            again += [event] * more
+        events = [*dump.events, *again]
+        numbered = (replace(one, event=replace(one.event, event_id=place)) for place, one in enumerate(events))
+        return TreeDump(tuple(numbered), dump.last_event_id) if again else dump
 
     # --------------------------------------------------------------------------------------- of its harness
 
@@ -128,10 +146,15 @@ class Recovery:
         with self._lock:
             key = (event.worker_id, event.event.dp_rank)
             local = self._local.get(key) or self._begin(key)
-            local.apply(event)
             self._said.observe(event, 0)
-            if not self._said.streams[key].prefix_closed:
-                self._built[key].append(event)
+            shown = self._said.uncounted(event)
+            local.apply(event, shown)
+            if not self._is_plain(self._said.streams[key]):
+                self._built[key].append(shown)
+
+    @staticmethod
+    def _is_plain(said: Stream) -> bool:
+        return said.prefix_closed and said.residency == "unique"
 
     def restarted(self, key: StreamKey) -> None:
         """A worker and rank begins anew, and knows nothing of what was."""

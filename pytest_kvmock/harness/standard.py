@@ -40,7 +40,8 @@ class Standard:
         self.spoiled: set[StreamKey] = set()
         self._strikes: dict[StreamKey, list[Injected]] = {}
         self._said: list[tuple[StreamKey, RouterEvent | None]] = []
-        self._places: dict[int, int] = {}  # of events in `_said`, which keeps them
+        self._heard: list[RouterEvent] = []
+        self._places: dict[int, int] = {}  # in `_said`, of the events in `_heard`, which keeps them
         self._lost: dict[StreamKey, list[int]] = {}  # where in `_said` is what nobody can know to be lost
         self._held: dict[StreamKey, dict[Injected, int]] = {}
 
@@ -48,10 +49,12 @@ class Standard:
         """An event that a router should know of."""
         key = (event.worker_id, event.event.dp_rank)
         self._places[id(event)] = len(self._said)
-        self._said.append((key, event))
+        self._heard.append(event)
         self.ledger.observe(event, len(self._said))
+        shown = self.ledger.uncounted(event)
+        self._said.append((key, shown))
         with suppress(KvEventError):
-            self.reference.apply(event)
+            self.reference.apply(shown)
 
     def gone(self, key: StreamKey, *, first_id: int | None) -> None:
         """A worker and rank begins anew."""

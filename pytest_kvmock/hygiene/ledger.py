@@ -368,6 +368,20 @@ class Ledger:
         stream = self.streams.get((event.worker_id, event.event.dp_rank))
         return stream is not None and stream.take_late(event.event.event_id)
 
+    def uncounted(self, event: RouterEvent) -> RouterEvent:
+        """What an index that counts no copies is to be told of an event that was just observed.
+
+        Where residency is counted, a Removed takes one copy, and the block is held until the last is gone. (Dynamo
+        filters so before its indexer: dynamo #8012.)
+        """
+        data = event.event.data
+        stream = self.streams.get((event.worker_id, event.event.dp_rank))
+        if stream is None or stream.residency == "unique" or not isinstance(data, Removed):
+            return event
+        held = stream.held(event.storage_tier)
+        gone = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
+        return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(gone)))
+
     def published(self, key: StreamKey, next_id: int, position: int) -> list[Problem]:
         """Compare with what the worker says that it published: ids below `next_id`, all of which are due by now."""
         stream = self.streams.get(key) or self.open(key, first_id=0)

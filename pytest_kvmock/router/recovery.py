@@ -154,15 +154,20 @@ class LocalIndex:
         """Id of the newest event; None before the first."""
         return self._ring[-1].event.event_id if self._ring else None
 
-    def apply(self, event: RouterEvent) -> None:
+    def apply(self, event: RouterEvent, shown: RouterEvent | None = None) -> None:
         """Keep an event that is published. An id that is not the next one is logged, and kept all the same.
+
+        Args:
+            event: the event.
+            shown: what a dump goes by in its place, where an engine publishes copies: a Removed of the blocks of which
+                no copy is left.
 
         Raises:
             TypeError: it is no `RouterEvent` with a Stored, Removed or Cleared.
         """
         with suppress(KvEventError):  # kv-router: only the log tells; the ring has it
-            self._tree.apply(event)
-        data, event_id = event.event.data, event.event.event_id
+            self._tree.apply(shown or event)
+        data, event_id = (shown or event).event.data, event.event.event_id
         if self.newest is not None and event_id != self.newest + 1:
             _log.error("worker %s: event %s was kept after %s", event.worker_id, event_id, self.newest)
         self._ring.append(event)

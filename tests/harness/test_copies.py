@@ -1,0 +1,128 @@
+"""Engines that publish several copies of one block (vLLM): it is held until the last one is removed."""
+
+from collections import Counter
+
+import pytest
+
+from pytest_kvmock import RouterHarness
+from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock.harness.recovery import Recovery
+from pytest_kvmock.router.index import RadixIndex
+
+ONE = Stored(None, (1,), (11,))
+TWO = Stored(1, (2,), (12,))
+
+
+class CountsCopies(RadixIndex):
+    """A router that counts: it forgets a block with its last copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = Counter()
+
+    def apply(self, event):
+        data = event.event.data
+        if isinstance(data, Stored):
+            self.copies.update(data.block_hashes)
+        elif isinstance(data, Removed):
+            self.copies.subtract(data.block_hashes)
+            if any(self.copies[block] for block in data.block_hashes):
+                return
+        else:
+            self.copies.clear()
+        super().apply(event)
+
+
+def harness(index=None, **options):
+    return RouterHarness(backend=None, index=index, sync="every", **options)
+
+
+def test_a_block_is_held_until_its_last_copy_is_removed():
+    with harness() as kv:
+        sink = kv.make_sink(residency="counted")
+        for data in (ONE, ONE, TWO, Removed((2,)), Removed((1,))):
+            sink(data)
+        assert {sink.worker_id: 1} == kv.overlap_for_hashes([11, 12])
+        sink(Removed((1,)))
+        assert {} == kv.overlap_for_hashes([11])
+
+
+def test_a_removed_may_name_both_copies():
+    with harness() as kv:
+        sink = kv.make_sink(residency="counted")
+        for data in (ONE, ONE, Removed((1, 1))):
+            sink(data)
+        assert {} == kv.overlap_for_hashes([11])
+
+
+def test_one_removed_too_many_is_a_block_that_is_not_held():
+    with harness() as kv:
+        sink = kv.make_sink(residency="counted")
+        for data in (ONE, ONE, Removed((1,)), Removed((1,))):
+            sink(data)
+        with kv.events.expect_error("block_not_found"):
+            sink(Removed((1,)))
+
+
+def test_a_router_that_counts_is_right():
+    with harness(CountsCopies()) as kv:
+        sink = kv.make_sink(residency="counted")
+        for data in (ONE, TWO, TWO, Removed((2,)), ONE, Removed((1,)), Removed((2,)), Removed((1,)), ONE, Cleared()):
+            sink(data)
+
+
+def test_a_router_that_forgets_a_block_with_its_first_copy_is_found_out():
+    kv = harness(RadixIndex())
+    sink = kv.make_sink(residency="counted")
+    for data in (ONE, ONE, Removed((1,))):
+        sink(data)
+    (problem,) = kv.judge().errors
+    assert "index_drift" == problem.rule
+    assert problem.event.event.event_id == 2
+
+
+@pytest.mark.parametrize("ring", [1, 2, 100])
+def test_a_router_that_recovers_can_count_what_it_is_told(ring):
+    """Whether it is told the events themselves, or all that is held: then every copy is named."""
+    recovery = Recovery(ring=ring)
+    index = CountsCopies()
+    with harness(index, recovery=recovery, allow=["event_id_gap"]) as kv:
+        sink = kv.make_sink(residency="counted")
+        sink(ONE)
+        with kv.faults.lose(3):
+            for data in (ONE, TWO, TWO):
+                sink(data)
+        index.apply = lambda event: None
+        for event in recovery(sink.worker_id, None).events:
+            CountsCopies.apply(index, event)
+        del index.apply
+        sink(Removed((2,)))
+        assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])
+        sink(Removed((2,)))
+        assert {sink.worker_id: 1} == kv.overlap_for_hashes([11, 12])
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.33.0"])
+def test_what_vllm_published_is_no_trouble_to_a_router_that_counts(recording, version):
+    """And is to one that does not: it forgets blocks, or hears of some that it has forgotten."""
+    found = Counter()
+    for program in recording(f"vllm_{version}_random.json.gz"):
+        with harness(CountsCopies()) as kv:
+            sink = kv.make_sink(residency="counted", num_blocks=program["usable_blocks"])
+            for data in _events(program):
+                sink(data)
+        forgetful = harness(RadixIndex())
+        sink = forgetful.make_sink(residency="counted")
+        for data in _events(program):
+            sink(data)
+        found.update(problem.rule for problem in forgetful.judge().errors)
+    assert {"index_drift", "index_failure"} == set(found)
+
+
+def _events(program):
+    for step in program["steps"]:
+        for kind, *rest in step["events"]:
+            if kind == "S":
+                yield Stored(rest[0], tuple(rest[1]), tuple(rest[1]))
+            else:
+                yield Removed(tuple(rest[0])) if kind == "R" else Cleared()
