@@ -69,6 +69,15 @@ class TestVllmWorkerOfAnotherHash(WorkerContract):
     block_size = 3
 
 
+class TestSglangWorker(WorkerContract):
+    backend = "sglang"
+
+
+class TestSglangWorkerOfSmallPages(WorkerContract):
+    backend = backend_spec("sglang").but("sglang_slru", policy="slru")
+    block_size = 2
+
+
 class TestLargeBlocks(WorkerContract):
     backend = "lru"
     block_size = 16
