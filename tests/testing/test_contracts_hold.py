@@ -7,6 +7,7 @@ from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.cache.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
+from pytest_kvmock.cache.manager import RequestLevel
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
 
@@ -78,6 +79,15 @@ class TestStrictHashCacheWorker(WorkerContract):
     backend = STRICT
 
 
+class TestSglangWorker(WorkerContract):
+    backend = "sglang"
+
+
+class TestSglangWorkerOfSmallPages(WorkerContract):
+    backend = backend_spec("sglang").but("sglang_slru", policy="slru")
+    block_size = 2
+
+
 class TestLargeBlocks(WorkerContract):
     backend = "lru"
     block_size = 16
@@ -88,7 +98,12 @@ class TestRadixIndex(IndexContract):
         return RadixIndex()
 
 
-@pytest.mark.parametrize("contract", [ManagerContract, WorkerContract])
-def test_no_backend_is_left_out(contract):
+def under(contract):
     here = [case for case in globals().values() if isinstance(case, type) and issubclass(case, contract)]
-    assert set(BACKENDS) <= {backend_spec(case.backend).name for case in here if case.backend is not None}
+    return {backend_spec(case.backend).name for case in here if case.backend is not None}
+
+
+def test_no_backend_is_left_out():
+    made = {name: spec.make(num_blocks=4, block_size=4, dp_rank=0, sink=None) for name, spec in BACKENDS.items()}
+    assert {name for name, manager in made.items() if not isinstance(manager, RequestLevel)} <= under(ManagerContract)
+    assert set(BACKENDS) <= under(WorkerContract)
