@@ -422,7 +422,7 @@ def _namespace(extra_key: str | None, cache_salt: str | None) -> tuple[str | Non
 
 
 def _checked_policy(policy: str) -> str:
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         # tlru needs what only the unified tree keeps: on RadixCache, SGLang fails with it at the first eviction.
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r:.80}")
     return policy

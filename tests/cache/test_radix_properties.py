@@ -182,9 +182,7 @@ def test_requests_keep_every_page_and_every_lock_accounted_for(steps, policy):
                 driver_call = driver.release if kind == "finish" else driver.preempt
                 driver_call(open_requests.pop(which))
         own = sum(request.allocated - request.protected for request in open_requests)
-        assert 5 * SIZE == (
-            manager.available_size() + manager.evictable_size() + manager.protected_size() + own * SIZE
-        )
+        assert 5 * SIZE == (manager.available_size() + manager.evictable_size() + manager.protected_size() + own * SIZE)
         assert all(request.allocated == -(-len(request) // SIZE) for request in open_requests)
         assert manager.num_active_block_refs == own + sum(request.protected for request in open_requests)
         assert held(sink.events) == Counter(manager.resident())

@@ -1,7 +1,5 @@
 """The contracts hold for what we ship: backends, eviction policies and the reference index."""
 
-import pytest
-
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.cache.eviction.lineage import LineagePolicy
