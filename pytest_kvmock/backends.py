@@ -44,8 +44,8 @@ class BackendSpec:
         driver: makes what brings requests to its manager (`engine.worker.Driver`), from the manager, whether prefix
             caching is on, and a source of random numbers; None for managers that take moves, as Dynamo's scheduler
             makes them.
-        chain: makes, for one stream of events, the rule by which block hashes follow from tokens (`wrong_hash`); None
-            for Dynamo's.
+        chain: makes, for the stream of one manager, the rule by which block hashes follow from tokens (`wrong_hash`);
+            called with the manager, whose options it may depend on. None for Dynamo's.
         options: further arguments that `make` takes, by keyword; see `but`.
 
     Raises:
@@ -59,7 +59,7 @@ class BackendSpec:
     prefix_closed: bool = True
     in_matrix: bool = True
     driver: MakeDriver | None = None
-    chain: Callable[[], Chain] | None = None
+    chain: Callable[[Any], Chain] | None = None
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -174,6 +174,40 @@ def _multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
     return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
 
 
+def _hash_cache(**sizes: Any) -> KvManager:
+    from pytest_kvmock.cache.hash_cache import HashCacheManager
+
+    return HashCacheManager(**sizes)
+
+
+def _whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    from pytest_kvmock.engine.move_driver import WholeMoveDriver
+
+    return WholeMoveDriver(manager, prefix_caching, rng)
+
+
+def _vllm(**options: Any) -> KvManager:
+    from pytest_kvmock.cache.block_pool import BlockPoolManager
+
+    return BlockPoolManager(**options)
+
+
+def _vllm_0_19(*, backend: str = "vllm_0_19", **options: Any) -> KvManager:
+    return _vllm(backend=backend, version="0.19.1", **options)
+
+
+def _block_pool_driver(manager: Any, prefix_caching: bool, rng: Random) -> Driver:
+    from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
+
+    return BlockPoolDriver(manager, prefix_caching, rng)
+
+
+def _hash_chain(manager: Any) -> Chain:
+    from pytest_kvmock.cache.hashed import HashChain
+
+    return HashChain(manager.hasher)
+
+
 def _sglang(*, backend: str = "sglang", **sizes: Any) -> KvManager:
     from pytest_kvmock.cache.radix import RadixCacheManager
 
@@ -186,13 +220,6 @@ def _sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Dri
     return RadixDriver(manager, prefix_caching, rng)
 
 
-def _sglang_chain() -> Chain:
-    from pytest_kvmock.cache.hashed import HashChain
-    from pytest_kvmock.cache.sglang_hashes import SglangHasher
-
-    return HashChain(SglangHasher())
-
-
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
@@ -203,13 +230,42 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
             BackendSpec("lru", f"{_LOGICAL}, lru backend", _lru),
             BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", _multi_lru, prefix_closed=False),
             BackendSpec(
+                "hash_cache",
+                "dynamo-mocker 1.0.2",
+                _hash_cache,
+                prefix_closed=False,
+                in_matrix=False,
+                driver=_whole_move_driver,
+                options=("strict",),
+            ),
+            BackendSpec(
+                "vllm",
+                "vLLM 0.33.0",
+                _vllm,
+                residency="counted",
+                in_matrix=False,
+                driver=_block_pool_driver,
+                chain=_hash_chain,
+                options=("version", "hash_algorithm", "hash_seed", "enable_caching"),
+            ),
+            BackendSpec(
+                "vllm_0_19",
+                "vLLM 0.19.1",
+                _vllm_0_19,
+                residency="counted",
+                in_matrix=False,
+                driver=_block_pool_driver,
+                chain=_hash_chain,
+                options=("hash_algorithm", "hash_seed", "enable_caching"),
+            ),
+            BackendSpec(
                 "sglang",
                 "SGLang 0.5.23, radix cache",
                 _sglang,
                 residency="counted",
                 in_matrix=False,
                 driver=_sglang_driver,
-                chain=_sglang_chain,
+                chain=_hash_chain,
                 options=("policy", "dynamo_kv_event_format"),
             ),
         )

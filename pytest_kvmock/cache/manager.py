@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, NoReturn, Protocol
 from uuid import UUID
 
 from pytest_kvmock.cache.rules import check_dp_rank, check_num_blocks, check_request_block_size
-from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, StorageTier
+from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, Removed, StorageTier
 from pytest_kvmock.moves import Block, Move, MoveError
 from pytest_kvmock.sinks import Sink
 
@@ -149,7 +149,7 @@ class KvManager(Protocol):
     def references(self, block: Block) -> int:
         """References to one block now; 0 for what is not in use."""
 
-    def inactive_blocks(self) -> list[int]:
+    def inactive_blocks(self) -> Sequence[Block]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
@@ -189,35 +189,44 @@ class Publisher:
         try:
             self.sink.publish(event, tier, token_ids)
         except Exception as error:  # noqa: BLE001 - whatever a listener does, the engine goes on
-            _log.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=True)
+            _not_taken(event, error)
+
+    def publish_removed(self, blocks: Iterable[int]) -> None:
+        """Publish one Removed a block, for engines that say each by itself: most of what they say."""
+        if self.sink is None:
+            return
+        publish, device, dp_rank = self.sink.publish, StorageTier.DEVICE, self.dp_rank
+        for block in blocks:
+            event = KvCacheEvent(self.next_event_id, Removed((block,)), dp_rank)
+            self.next_event_id += 1
+            try:
+                publish(event, device, None)
+            except Exception as error:  # noqa: BLE001 - as above
+                _not_taken(event, error)
 
 
-class RequestLevel:
-    """Base of managers that think in requests, not in moves, as vLLM's and SGLang's do.
+def _not_taken(event: KvCacheEvent, error: Exception) -> None:
+    _log.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=True)
 
-    It refuses what the others take, and has what all share; a subclass has the queries of `KvManager`, and methods of
-    its own for requests, named after the original's.
+
+class ManagerBase:
+    """What managers share: sizes, and who hears them.
 
     Args:
         backend: name of the behaviour.
         num_blocks: capacity in usable blocks, at least 1.
-        block_size: tokens a block, at least 1.
+        block_size: tokens a block; checked by the manager, as each takes others.
         dp_rank: data-parallel rank that events name.
         sink: who hears the events.
 
     Raises:
         ValueError: a number is not what it must be.
-
-    Attributes:
-        takes: its own methods, for the error of a move.
     """
-
-    takes: ClassVar[str] = ""
 
     def __init__(self, *, backend: str, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> None:
         self.backend = backend
         self.max_capacity = check_num_blocks(num_blocks)
-        self.block_size = check_request_block_size(block_size)
+        self.block_size = block_size
         self.dp_rank = check_dp_rank(dp_rank)
         self._publisher = Publisher(sink, dp_rank)
 
@@ -254,6 +263,38 @@ class RequestLevel:
     def active_perc(self) -> float:
         """Share of the capacity that is in use, from 0 to 1."""
         return self.num_active_blocks / self.max_capacity
+
+
+class RequestLevel(ManagerBase):
+    """Base of managers that think in requests, not in moves, as vLLM's and SGLang's do.
+
+    It refuses what the others take, and has what all share; a subclass has the queries of `KvManager`, and methods of
+    its own for requests, named after the original's.
+
+    Args:
+        backend: name of the behaviour.
+        num_blocks: capacity in usable blocks, at least 1.
+        block_size: tokens a block, at least 1.
+        dp_rank: data-parallel rank that events name.
+        sink: who hears the events.
+
+    Raises:
+        ValueError: a number is not what it must be.
+
+    Attributes:
+        takes: its own methods, for the error of a move.
+    """
+
+    takes: ClassVar[str] = ""
+
+    def __init__(self, *, backend: str, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> None:
+        super().__init__(
+            backend=backend,
+            num_blocks=num_blocks,
+            block_size=check_request_block_size(block_size),
+            dp_rank=dp_rank,
+            sink=sink,
+        )
 
     def process(self, move: object) -> NoReturn:
         """Refuse: it takes no moves."""
