@@ -10,7 +10,6 @@ from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Stored
 from pytest_kvmock.sinks import CapturingSink
 
-
 MOVED = sorted([*(name for name, spec in BACKENDS.items() if spec.in_matrix), "hash_cache"])
 """The backends that take moves."""
 

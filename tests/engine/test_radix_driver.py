@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, OutOfBlocks, Prompt, RouterHarness, create_manager
+from pytest_kvmock.cache.hashed import HashChain
 from pytest_kvmock.cache.radix import RadixCacheManager
 from pytest_kvmock.cache.sglang_hashes import SglangHasher
 from pytest_kvmock.engine.radix_driver import RadixDriver
@@ -212,6 +213,7 @@ def test_a_name_that_is_not_sglangs_is_a_wrong_hash(hasher):
         manager.hasher = hasher
         return manager
 
-    kv = RouterHarness(EngineProfile(block_size=SIZE, num_blocks=8), replace(BACKENDS["sglang"], make=make))
+    spec = replace(BACKENDS["sglang"], make=make, chain=lambda manager: HashChain(SglangHasher()))
+    kv = RouterHarness(EngineProfile(block_size=SIZE, num_blocks=8), spec)
     kv.worker(0).serve(prompt(1, 2, tail=1), SIZE)
     assert ["wrong_hash"] * bool(hasher.cache_salt) == [problem.rule for problem in kv.judge().errors]

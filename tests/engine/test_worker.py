@@ -88,7 +88,9 @@ def test_a_full_worker_evicts_and_says_so_after_what_it_stored_or_before(make_wo
     a, b = chain(prompt(1, 2).tokens)
     last_two = [Removed, Stored] if worker.traits.removed_first else [Stored, Removed]
     assert [Stored, *last_two] == [type(event.data) for event in worker.heard.events]
-    assert [Removed((b,))] == [e.data for e in worker.heard.events if isinstance(e.data, Removed)]  # b before its parent
+    assert [Removed((b,))] == [
+        e.data for e in worker.heard.events if isinstance(e.data, Removed)
+    ]  # b before its parent
     assert [0, 1, 2] == [event.event_id for event in worker.heard.events]
     assert sorted([a, *served.stored_blocks]) == sorted(worker.manager.resident())
 
