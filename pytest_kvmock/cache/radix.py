@@ -349,9 +349,8 @@ class RadixCacheManager(RequestLevel):
             self._insert(tokens, prompt, request.priority + 1, prompt)
         duplicates = matched - request.protected
         self._free += duplicates
-        tree.touch(node)  # SGLang matches what it has just inserted
         request.protected = count
-        if node is not request.node:
+        if node is not request.node:  # SGLang matches anew; the path is the newest already
             if request.node is not None:
                 tree.unlock(request.node)
             tree.lock(node)

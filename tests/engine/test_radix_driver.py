@@ -16,13 +16,12 @@ from pytest_kvmock.events import Cleared, Removed, Stored
 SIZE = 4
 
 
-def new_worker(num_blocks=8, **options):
+def new_worker(num_blocks=8, *, block_size=SIZE, policy="lru", **options):
     heard = CapturingSink()
     spec = BACKENDS["sglang"]
-    policy = options.pop("policy", "lru")
 
     def make(sink):
-        return create_manager(spec, num_blocks=num_blocks, block_size=SIZE, sink=sink, policy=policy)
+        return create_manager(spec, num_blocks=num_blocks, block_size=block_size, sink=sink, policy=policy)
 
     worker = KvWorker(make, sink=heard, rng=Random(0), driver=spec.driver, **options)
     worker.heard = heard
@@ -63,6 +62,21 @@ def test_a_prefill_makes_room_for_a_page_more_than_it_takes():
     worker.serve(prompt(3, 4))  # the last two pages would be free: it asks for three
     assert 3 == len(worker.manager.resident())
     assert 0 == worker.cached_tokens(prompt(1, tail=1))
+
+
+def test_but_not_where_a_page_is_one_token():
+    worker = new_worker(num_blocks=4, block_size=1)
+    for tokens in ([1], [2], [3, 4]):
+        worker.serve(tokens)
+    assert 4 == len(worker.manager.resident())
+
+
+def test_a_request_hits_what_it_inserts_once():
+    worker = new_worker(policy="slru")
+    for times in (1, 2):
+        with worker.prefill(prompt(1, tail=1)) as request:
+            request.decode(2 * SIZE)
+        assert times == next(worker.manager._tree.nodes()).hit_count
 
 
 def test_the_last_token_is_computed_though_its_page_is_cached_and_no_second_copy_is_kept():
