@@ -77,6 +77,19 @@ class TestStrictHashCacheWorker(WorkerContract):
     backend = STRICT
 
 
+class TestVllmWorker(WorkerContract):
+    backend = "vllm"
+
+
+class TestOlderVllmWorker(WorkerContract):
+    backend = "vllm_0_19"
+
+
+class TestVllmWorkerOfAnotherHash(WorkerContract):
+    backend = backend_spec("vllm").but("vllm_xx", version="0.28.0", hash_algorithm="xxhash", hash_seed="42")
+    block_size = 3
+
+
 class TestSglangWorker(WorkerContract):
     backend = "sglang"
 
