@@ -427,6 +427,7 @@ def check(pool, live, held, num_blocks):
     for request in live:
         names = request.tokens.names
         # A prefix of names that is resident is what a lookup finds, whole, and no block is there without its parent.
-        assert len(names) == len(pool.find_longest_cache_hit(names, len(request) + 1))
+        look = pool.new_request(Prompt([*request.tokens.tokens, 0]))
+        assert len(names) == len(pool.get_computed_blocks(look))
         for parent, child in pairwise(names):
             assert held[parent] or not held[child]
