@@ -77,6 +77,19 @@ class TestStrictHashCacheWorker(WorkerContract):
     backend = STRICT
 
 
+class TestVllmWorker(WorkerContract):
+    backend = "vllm"
+
+
+class TestOlderVllmWorker(WorkerContract):
+    backend = "vllm_0_19"
+
+
+class TestVllmWorkerOfAnotherHash(WorkerContract):
+    backend = backend_spec("vllm").but("vllm_xx", version="0.28.0", hash_algorithm="xxhash", hash_seed="42")
+    block_size = 3
+
+
 class TestSglangWorker(WorkerContract):
     backend = "sglang"
 
@@ -102,6 +115,6 @@ def under(contract):
 
 
 def test_no_backend_is_left_out():
-    made = {name: spec.make(num_blocks=4, block_size=4, dp_rank=0, sink=None) for name, spec in BACKENDS.items()}
-    assert {name for name, manager in made.items() if not isinstance(manager, RequestLevel)} <= under(ManagerContract)
+    managers = {name: create_manager(name, num_blocks=1) for name in BACKENDS}
+    assert {name for name, made in managers.items() if not isinstance(made, RequestLevel)} <= under(ManagerContract)
     assert set(BACKENDS) <= under(WorkerContract)
