@@ -101,7 +101,8 @@ def peers(kept):
         kept.enter_context(directory)
         yield call, f"run_mocker_trace_replay with its scheduler, {version}", ()
     with suppress(NotHere):
-        yield *real_vllm(), ("vllm", "vllm_0_19")
+        call, name = real_vllm()
+        yield call, name, ("vllm" if "vLLM 0.33" in name else "vllm_0_19",)
 
 
 def speed():
