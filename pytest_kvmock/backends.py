@@ -15,9 +15,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
+    from random import Random
+
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.pool import EvictionPolicy
-    from pytest_kvmock.engine.worker import MakeDriver
+    from pytest_kvmock.engine.worker import Driver, MakeDriver
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import Sink
 
@@ -42,8 +44,8 @@ class BackendSpec:
         driver: makes what brings requests to its manager (`engine.worker.Driver`), from the manager, whether prefix
             caching is on, and a source of random numbers; None for managers that take moves, as Dynamo's scheduler
             makes them.
-        chain: makes, for one stream of events, the rule by which block hashes follow from tokens (`wrong_hash`); None
-            for Dynamo's.
+        chain: makes, for the stream of one manager, the rule by which block hashes follow from tokens (`wrong_hash`);
+            called with the manager, whose options it may depend on. None for Dynamo's.
         options: further arguments that `make` takes, by keyword; see `but`.
 
     Raises:
@@ -57,7 +59,7 @@ class BackendSpec:
     prefix_closed: bool = True
     in_matrix: bool = True
     driver: MakeDriver | None = None
-    chain: Callable[[], Chain] | None = None
+    chain: Callable[[Any], Chain] | None = None
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -172,6 +174,28 @@ def _multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
     return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
 
 
+def _vllm(**options: Any) -> KvManager:
+    from pytest_kvmock.cache.block_pool import BlockPoolManager
+
+    return BlockPoolManager(**options)
+
+
+def _vllm_0_19(*, backend: str = "vllm_0_19", **options: Any) -> KvManager:
+    return _vllm(backend=backend, version="0.19.1", **options)
+
+
+def _block_pool_driver(manager: Any, prefix_caching: bool, rng: Random) -> Driver:
+    from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
+
+    return BlockPoolDriver(manager, prefix_caching, rng)
+
+
+def _hash_chain(manager: Any) -> Chain:
+    from pytest_kvmock.cache.hashed import HashChain
+
+    return HashChain(manager.hasher)
+
+
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
@@ -181,6 +205,26 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
             BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", _lineage),
             BackendSpec("lru", f"{_LOGICAL}, lru backend", _lru),
             BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", _multi_lru, prefix_closed=False),
+            BackendSpec(
+                "vllm",
+                "vLLM 0.33.0",
+                _vllm,
+                residency="counted",
+                in_matrix=False,
+                driver=_block_pool_driver,
+                chain=_hash_chain,
+                options=("version", "hash_algorithm", "hash_seed", "enable_caching"),
+            ),
+            BackendSpec(
+                "vllm_0_19",
+                "vLLM 0.19.1",
+                _vllm_0_19,
+                residency="counted",
+                in_matrix=False,
+                driver=_block_pool_driver,
+                chain=_hash_chain,
+                options=("hash_algorithm", "hash_seed", "enable_caching"),
+            ),
         )
     }
 )

@@ -7,7 +7,7 @@ from random import Random
 from typing import Final, Protocol
 
 from pytest_kvmock.events import BlockTokens, Stored
-from pytest_kvmock.tokens import Prompt, block_hashes, chained_hash, sequence_hashes
+from pytest_kvmock.tokens import Prompt, block_hashes, sequence_hashes
 
 # Theory of operation
 #
@@ -49,7 +49,8 @@ class HashedTokens:
     Args:
         prompt: tokens, or hashes.
         block_size: tokens a block.
-        hasher: names the blocks; one that knows the request's LoRA, salt or namespace, where it has any.
+        hasher: names the blocks; one that knows the request's LoRA, salt or namespace, where it has any. None: they
+            have no names, where nothing is shared.
         rng: source of the local hashes of generated blocks where token values are unknown.
 
     Raises:
@@ -75,54 +76,54 @@ class HashedTokens:
         "tokens",
     )
 
-    def __init__(self, prompt: Prompt, block_size: int, hasher: BlockHasher, rng: Random) -> None:
+    def __init__(self, prompt: Prompt, block_size: int, hasher: BlockHasher | None, rng: Random) -> None:
         self.block_size = block_size
         self.num_prompt_tokens = self._length = prompt.length(block_size)
         if not self._length:
             raise ValueError("the prompt is empty; a request needs at least one token")
         self._hasher, self._rng = hasher, rng
-        self.local_hashes = list(prompt.block_hashes(block_size))
         self.tokens: list[int] | None = None if prompt.tokens is None else list(prompt.tokens)
-        self._last: bytes | int | None
-        names, self._last = prompt.kept((block_size, hasher), lambda: self._named(prompt))
-        self.names: list[int] = names.copy()
-
-    def _named(self, prompt: Prompt) -> tuple[list[int], bytes | int | None]:
-        if prompt.tokens is None:
-            chain = prompt.sequence_hashes(self.block_size)
-            return [self._as_published(name) for name in chain], chain[-1] if chain else None
-        digests = self._hasher.digests(prompt.tokens, self.block_size, 0, None)
-        return list(map(self._hasher.name, digests)), digests[-1] if digests else None
-
-    def _as_published(self, name: int) -> int:
-        return name - 2**64 if self._hasher.signed and name >= 2**63 else name
+        self.names: list[int] = []
+        self.local_hashes: list[int] = []
+        self._last: bytes | int | None = None
+        if hasher is not None:
+            names, self._last = prompt.kept((block_size, hasher), lambda: _named(prompt, block_size, hasher))
+            self.names += names
+            self.local_hashes += prompt.block_hashes(block_size)
 
     def __len__(self) -> int:
         return self._length
 
     def append(self, token: int) -> None:
         """Add one token; a block that it completes has its name at once."""
-        self._length += 1
+        self.extend((token,))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens; the blocks that they complete have their names at once."""
+        size, hasher = self.block_size, self._hasher
+        first = self._length // size
+        self._length += len(tokens)
         if self.tokens is not None:
-            self.tokens.append(token)
-        size = self.block_size
-        if self._length % size:
+            self.tokens += tokens
+        count = self._length // size - first
+        if not count or hasher is None:
             return
+        before = self._last
         if self.tokens is None:
-            local = self._rng.getrandbits(64)
-            parent = self._last
-            assert not isinstance(parent, bytes)
-            self._last = chained_hash(parent, local)
-            name = self._as_published(self._last)
+            assert not isinstance(before, bytes)
+            local = [self._rng.getrandbits(64) for _ in range(count)]
+            chain = sequence_hashes(local, parent=before)
+            names = _as_published(chain, hasher)
+            self._last = chain[-1]
         else:
-            block = self.tokens[-size:]
-            local = block_hashes(block, size)[0]
-            before = self._last
             assert not isinstance(before, int)
-            self._last = self._hasher.digests(block, size, len(self.names), before)[0]
-            name = self._hasher.name(self._last)
-        self.local_hashes.append(local)
-        self.names.append(name)
+            blocks = self.tokens[first * size : (first + count) * size]
+            local = block_hashes(blocks, size)
+            digests = hasher.digests(blocks, size, first, before)
+            names = list(map(hasher.name, digests))
+            self._last = digests[-1]
+        self.local_hashes += local
+        self.names += names
 
     def block_tokens(self, start: int, end: int) -> BlockTokens | None:
         """Token ids of the complete blocks from `start` to `end`, as they travel with an event; None if unknown."""
@@ -161,8 +162,9 @@ class HashChain:
         """
         parent = data.parent_hash
         if token_ids is None:
-            chain = sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
-            return [name - 2**64 if self._hasher.signed and name >= 2**63 else name for name in chain]
+            return _as_published(
+                sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64), self._hasher
+            )
         before = None if parent is None else self._digests.get(parent)
         if not token_ids or block_size is None or (parent is not None and before is None):
             return None
@@ -171,6 +173,20 @@ class HashChain:
         names = list(map(self._hasher.name, digests))
         self._digests.update(zip(names, digests, strict=True))
         return names
+
+
+def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], bytes | int | None]:
+    """The names of a prompt's complete blocks, and what the next one is chained to."""
+    if prompt.tokens is None:
+        chain = prompt.sequence_hashes(block_size)
+        return _as_published(chain, hasher), chain[-1] if chain else None
+    digests = hasher.digests(prompt.tokens, block_size, 0, None)
+    return list(map(hasher.name, digests)), digests[-1] if digests else None
+
+
+def _as_published(chain: list[int], hasher: BlockHasher) -> list[int]:
+    """Dynamo's sequence hashes, which are unsigned, as an engine publishes its own."""
+    return [name - 2**64 if name >= 2**63 else name for name in chain] if hasher.signed else chain
 
 
 def _flat(token_ids: BlockTokens) -> Iterable[int]:

@@ -63,8 +63,13 @@ class Driver(Protocol):
     prompt and output so far).
     """
 
-    manager: KvManager
-    traits: Traits
+    @property
+    def manager(self) -> KvManager:
+        """Where its requests go."""
+
+    @property
+    def traits(self) -> Traits:
+        """Where its engine differs from others by nature."""
 
     def look(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached now. Changes nothing, recency included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from random import Random
 from threading import RLock
 from types import MappingProxyType
@@ -239,7 +240,7 @@ class RouterHarness(Questions):
             num_blocks=self.profile.num_blocks,
             residency=spec.residency,
             prefix_closed=spec.prefix_closed,
-            chain=spec.chain,
+            chain=None if spec.chain is None else partial(spec.chain, worker.manager),
         )
         if self._recovery is not None:
             self._recovery.restarted((worker_id, dp_rank))
