@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Final, Protocol
 
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 
@@ -31,6 +31,10 @@ class Sink(Protocol):
         """
 
 
+_DEVICE: Final = StorageTier.DEVICE
+_ON_DEVICE: Final = (_DEVICE, None)  # what stands beside most events, made once: an object a Removed is dear
+
+
 class CapturingSink:
     """Keeps everything it is told, in order.
 
@@ -51,7 +55,7 @@ class CapturingSink:
     ) -> None:
         """Keep the event."""
         self.events.append(event)
-        self._beside.append((storage_tier, token_ids))
+        self._beside.append(_ON_DEVICE if token_ids is None and storage_tier is _DEVICE else (storage_tier, token_ids))
 
     @property
     def router_events(self) -> list[RouterEvent]:

@@ -14,7 +14,7 @@ from pytest_kvmock.cache.manager import RequestLevel
 from pytest_kvmock.cache.trace import LOG, trace
 from pytest_kvmock.cache.vllm_hashes import ExtraKeys, VllmHasher
 from pytest_kvmock.cache.vllm_versions import vllm_version
-from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
+from pytest_kvmock.events import Cleared, StorageTier, Stored
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -336,9 +336,7 @@ class BlockPoolManager(RequestLevel):
                 del copies[name]
         if evicted:
             self.changes += 1
-            publish = self._publisher.publish
-            for name in evicted:
-                publish(Removed((name,)))
+            self._publisher.publish_removed(evicted)
         return evicted
 
     def _cache_full_blocks(self, request: PoolRequest, start: int, end: int) -> None:

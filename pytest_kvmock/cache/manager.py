@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, NoReturn, Protocol
 from uuid import UUID
 
 from pytest_kvmock.cache.rules import check_dp_rank, check_num_blocks, check_request_block_size
-from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, StorageTier
+from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, Removed, StorageTier
 from pytest_kvmock.moves import Block, Move, MoveError
 from pytest_kvmock.sinks import Sink
 
@@ -189,7 +189,24 @@ class Publisher:
         try:
             self.sink.publish(event, tier, token_ids)
         except Exception as error:  # noqa: BLE001 - whatever a listener does, the engine goes on
-            _log.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=True)
+            _not_taken(event, error)
+
+    def publish_removed(self, blocks: Iterable[int]) -> None:
+        """Publish one Removed a block, for engines that say each by itself: most of what they say."""
+        if self.sink is None:
+            return
+        publish, device, dp_rank = self.sink.publish, StorageTier.DEVICE, self.dp_rank
+        for block in blocks:
+            event = KvCacheEvent(self.next_event_id, Removed((block,)), dp_rank)
+            self.next_event_id += 1
+            try:
+                publish(event, device, None)
+            except Exception as error:  # noqa: BLE001 - as above
+                _not_taken(event, error)
+
+
+def _not_taken(event: KvCacheEvent, error: Exception) -> None:
+    _log.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=True)
 
 
 class RequestLevel:
