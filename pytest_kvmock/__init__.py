@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.manager import PrefillCost as PrefillCost
     from pytest_kvmock.cache.manager import RequestLevel as RequestLevel
+    from pytest_kvmock.cache.paged import KVCacheManager as KVCacheManager
+    from pytest_kvmock.cache.paged import PagedRequest as PagedRequest
     from pytest_kvmock.cache.pool import EvictionPolicy as EvictionPolicy
     from pytest_kvmock.cache.pool import Slot as Slot
     from pytest_kvmock.engine.sequence import ActiveSequence as ActiveSequence
@@ -104,6 +106,8 @@ _HOME = {
     "PrefillCost": "cache.manager",
     "RequestLevel": "cache.manager",
     "KvManager": "cache.manager",
+    "KVCacheManager": "cache.paged",
+    "PagedRequest": "cache.paged",
     "EvictionPolicy": "cache.pool",
     "Slot": "cache.pool",
     "BACKENDS": "backends",

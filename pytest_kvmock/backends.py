@@ -174,6 +174,18 @@ def _multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
     return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
 
 
+def _hash_cache(**sizes: Any) -> KvManager:
+    from pytest_kvmock.cache.hash_cache import HashCacheManager
+
+    return HashCacheManager(**sizes)
+
+
+def _whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    from pytest_kvmock.engine.move_driver import WholeMoveDriver
+
+    return WholeMoveDriver(manager, prefix_caching, rng)
+
+
 def _vllm(**options: Any) -> KvManager:
     from pytest_kvmock.cache.block_pool import BlockPoolManager
 
@@ -196,6 +208,18 @@ def _hash_chain(manager: Any) -> Chain:
     return HashChain(manager.hasher)
 
 
+def _sglang(*, backend: str = "sglang", **sizes: Any) -> KvManager:
+    from pytest_kvmock.cache.radix import RadixCacheManager
+
+    return RadixCacheManager(backend=backend, **sizes)
+
+
+def _sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    from pytest_kvmock.engine.radix_driver import RadixDriver
+
+    return RadixDriver(manager, prefix_caching, rng)
+
+
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
@@ -205,6 +229,15 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
             BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", _lineage),
             BackendSpec("lru", f"{_LOGICAL}, lru backend", _lru),
             BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", _multi_lru, prefix_closed=False),
+            BackendSpec(
+                "hash_cache",
+                "dynamo-mocker 1.0.2",
+                _hash_cache,
+                prefix_closed=False,
+                in_matrix=False,
+                driver=_whole_move_driver,
+                options=("strict",),
+            ),
             BackendSpec(
                 "vllm",
                 "vLLM 0.33.0",
@@ -224,6 +257,16 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 driver=_block_pool_driver,
                 chain=_hash_chain,
                 options=("hash_algorithm", "hash_seed", "enable_caching"),
+            ),
+            BackendSpec(
+                "sglang",
+                "SGLang 0.5.23, radix cache",
+                _sglang,
+                residency="counted",
+                in_matrix=False,
+                driver=_sglang_driver,
+                chain=_hash_chain,
+                options=("policy", "dynamo_kv_event_format"),
             ),
         )
     }

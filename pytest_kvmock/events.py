@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
@@ -103,9 +103,8 @@ class Removed:
 
     block_hashes: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if type(self.block_hashes) is not tuple:
-            self.block_hashes = tuple(self.block_hashes)
+    def __init__(self, block_hashes: Iterable[int]) -> None:
+        self.block_hashes = block_hashes if type(block_hashes) is tuple else tuple(block_hashes)
 
 
 @dataclass(slots=True, unsafe_hash=True)

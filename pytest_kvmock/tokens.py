@@ -452,11 +452,17 @@ class Prompt:
 
 
 class _Hashes:
-    """The three parallel lists of one prompt at one block size."""
+    """The three parallel lists of one prompt at one block size; the last is made when it is asked for."""
 
-    __slots__ = ("lineage", "local", "sequence")
+    __slots__ = ("_lineage", "local", "sequence")
 
     def __init__(self, local: list[int]) -> None:
         self.local = local
         self.sequence = sequence_hashes(local)
-        self.lineage = lineage_hashes(self.sequence)
+        self._lineage: list[int] | None = None
+
+    @property
+    def lineage(self) -> list[int]:
+        if self._lineage is None:
+            self._lineage = lineage_hashes(self.sequence)
+        return self._lineage

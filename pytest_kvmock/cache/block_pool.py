@@ -281,20 +281,17 @@ class BlockPoolManager(RequestLevel):
                 f"num_new_tokens must be from 1 to {len(request.tokens) - computed}, the tokens that are not computed; "
                 f"got {num_new_tokens!r}"
             )
-        count = (upto + size - 1) // size - len(new_computed_blocks) - len(held)
-        if new_computed_blocks:
-            idle = [block_id for block_id in new_computed_blocks if not refs[block_id]]
-            if count + len(idle) > len(free):
-                return None
-            # Touched before others are taken, so that they are not taken themselves.
-            for block_id in idle:
-                del free[block_id]
-            for block_id in new_computed_blocks:
-                refs[block_id] += 1
-            held += new_computed_blocks
-            request.num_cached_blocks = len(held)
-        elif count > len(free):
+        if self.missing_blocks(request, upto, new_computed_blocks) > len(free):
             return None
+        # Touched before others are taken, so that they are not taken themselves.
+        for block_id in new_computed_blocks:
+            before = refs[block_id]
+            if not before:
+                del free[block_id]
+            refs[block_id] = before + 1
+        held += new_computed_blocks
+        request.num_cached_blocks += len(new_computed_blocks)
+        count = (upto + size - 1) // size - len(held)
         self._references += len(new_computed_blocks) + count
         taken: list[int] = []
         evicted: list[int] = []

@@ -59,8 +59,8 @@ class HashedTokens:
     Attributes:
         block_size: tokens a block.
         num_prompt_tokens: length of the prompt.
-        names: name of each complete block, as the engine publishes it.
-        local_hashes: the router's hash of each complete block.
+        names: name of each complete block, as the engine publishes it; not to be changed.
+        local_hashes: the router's hash of each complete block; not to be changed.
         tokens: all tokens so far; None where only the prompt's hashes are known.
     """
 
@@ -69,6 +69,7 @@ class HashedTokens:
         "_last",
         "_length",
         "_rng",
+        "_shares",
         "block_size",
         "local_hashes",
         "names",
@@ -83,13 +84,13 @@ class HashedTokens:
             raise ValueError("the prompt is empty; a request needs at least one token")
         self._hasher, self._rng = hasher, rng
         self.tokens: list[int] | None = None if prompt.tokens is None else list(prompt.tokens)
+        self._shares = True  # the prompt's own lists, until they grow: most requests are served without
         self.names: list[int] = []
         self.local_hashes: list[int] = []
         self._last: bytes | int | None = None
         if hasher is not None:
-            names, self._last = prompt.kept((block_size, hasher), lambda: _named(prompt, block_size, hasher))
-            self.names += names
-            self.local_hashes += prompt.block_hashes(block_size)
+            self.names, self._last = prompt.kept((block_size, hasher), lambda: _named(prompt, block_size, hasher))
+            self.local_hashes = prompt.block_hashes(block_size)
 
     def __len__(self) -> int:
         return self._length
@@ -122,6 +123,8 @@ class HashedTokens:
             digests = hasher.digests(blocks, size, first, before)
             names = list(map(hasher.name, digests))
             self._last = digests[-1]
+        if self._shares:
+            self.local_hashes, self.names, self._shares = self.local_hashes.copy(), self.names.copy(), False
         self.local_hashes += local
         self.names += names
 

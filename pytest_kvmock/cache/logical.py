@@ -7,10 +7,10 @@ from logging import DEBUG
 from uuid import UUID
 
 from pytest_kvmock.cache import rules
-from pytest_kvmock.cache.manager import PrefillCost, Publisher, SequenceBlocks
+from pytest_kvmock.cache.manager import ManagerBase, PrefillCost, SequenceBlocks
 from pytest_kvmock.cache.names import Names
 from pytest_kvmock.cache.pool import BlockPool, EvictionPolicy, PoolMetrics, Slot
-from pytest_kvmock.cache.short_forms import ShortForms
+from pytest_kvmock.cache.short_forms import LineageShortForms
 from pytest_kvmock.cache.told import Told
 from pytest_kvmock.cache.trace import LOG, trace
 from pytest_kvmock.events import Cleared, StorageTier, Stored
@@ -26,7 +26,7 @@ from pytest_kvmock.sinks import Sink
 # What a Use tells of all this, and when: see told.py.
 
 
-class LogicalManager(ShortForms):
+class LogicalManager(LineageShortForms, ManagerBase):
     """Hands out blocks, caches them by lineage hash, evicts by a policy, and publishes what changed.
 
     Args:
@@ -51,11 +51,13 @@ class LogicalManager(ShortForms):
         dp_rank: int = 0,
         sink: Sink | None = None,
     ) -> None:
-        self.backend = backend
-        self.max_capacity = rules.check_num_blocks(num_blocks)
-        self.block_size = rules.check_logical_block_size(block_size)
-        self.dp_rank = rules.check_dp_rank(dp_rank)
-        self._publisher = Publisher(sink, dp_rank)
+        super().__init__(
+            backend=backend,
+            num_blocks=num_blocks,
+            block_size=rules.check_logical_block_size(block_size),
+            dp_rank=dp_rank,
+            sink=sink,
+        )
         self._pool = BlockPool(num_blocks, eviction)
         self._partials: dict[UUID, Slot] = {}
         self._names = Names()
@@ -63,22 +65,7 @@ class LogicalManager(ShortForms):
         self._num_inactive = 0
         self._freed: list[Slot] = []  # inactive, and the policy does not know it yet
 
-    def __repr__(self) -> str:
-        return (
-            f"<LogicalManager {self.backend}: {self.num_active_blocks} active, "
-            f"{self.num_inactive_blocks} inactive of {self.max_capacity}>"
-        )
-
     # ------------------------------------------------------------------------------------------------- queries
-
-    @property
-    def sink(self) -> Sink | None:
-        """Who hears the events."""
-        return self._publisher.sink
-
-    @sink.setter
-    def sink(self, sink: Sink | None) -> None:
-        self._publisher.sink = sink
 
     @property
     def num_active_blocks(self) -> int:
@@ -94,11 +81,6 @@ class LogicalManager(ShortForms):
     def num_inactive_blocks(self) -> int:
         """Cached blocks that nobody uses."""
         return self._num_inactive + len(self._freed)
-
-    @property
-    def active_perc(self) -> float:
-        """Share of the capacity that is in use, from 0 to 1."""
-        return self.num_active_blocks / self.max_capacity
 
     @property
     def active_blocks(self) -> Mapping[Block, int]:
@@ -397,7 +379,7 @@ class LogicalManager(ShortForms):
 
     def _deref_carefully(self, blocks: Sequence[Block]) -> int:
         self._settle()
-        rules.check_deref(blocks, self._partials, self._names, self._pool.inactive, self.backend)
+        rules.check_deref(blocks, self.references, self._names, self._pool.inactive, self.backend)
         for block in blocks:
             if isinstance(block, UUID):
                 self._pool.give_back(self._partials.pop(block))
@@ -411,8 +393,7 @@ class LogicalManager(ShortForms):
 
     def _promote(self, move: Promote) -> int:
         rules.check_promote(move, self._partials)
-        name, plh, pool = move.block, move.plh, self._pool
-        assert plh is not None
+        name, plh, pool = move.block, rules.check_promote_plh(move), self._pool
         self._settle()
         mutable = self._partials.pop(move.partial)
         self._references += 1
@@ -455,7 +436,3 @@ class LogicalManager(ShortForms):
         self._num_inactive = 0
         self._publisher.publish(Cleared())
         return True
-
-    def take_event_id(self) -> int:
-        """Use up the next event id, for an event that somebody else publishes in the manager's name."""
-        return self._publisher.take_id()

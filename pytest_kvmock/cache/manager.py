@@ -149,7 +149,7 @@ class KvManager(Protocol):
     def references(self, block: Block) -> int:
         """References to one block now; 0 for what is not in use."""
 
-    def inactive_blocks(self) -> list[int]:
+    def inactive_blocks(self) -> Sequence[Block]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
@@ -209,32 +209,24 @@ def _not_taken(event: KvCacheEvent, error: Exception) -> None:
     _log.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=True)
 
 
-class RequestLevel:
-    """Base of managers that think in requests, not in moves, as vLLM's and SGLang's do.
-
-    It refuses what the others take, and has what all share; a subclass has the queries of `KvManager`, and methods of
-    its own for requests, named after the original's.
+class ManagerBase:
+    """What managers share: sizes, and who hears them.
 
     Args:
         backend: name of the behaviour.
         num_blocks: capacity in usable blocks, at least 1.
-        block_size: tokens a block, at least 1.
+        block_size: tokens a block; checked by the manager, as each takes others.
         dp_rank: data-parallel rank that events name.
         sink: who hears the events.
 
     Raises:
         ValueError: a number is not what it must be.
-
-    Attributes:
-        takes: its own methods, for the error of a move.
     """
-
-    takes: ClassVar[str] = ""
 
     def __init__(self, *, backend: str, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> None:
         self.backend = backend
         self.max_capacity = check_num_blocks(num_blocks)
-        self.block_size = check_request_block_size(block_size)
+        self.block_size = block_size
         self.dp_rank = check_dp_rank(dp_rank)
         self._publisher = Publisher(sink, dp_rank)
 
@@ -271,6 +263,38 @@ class RequestLevel:
     def active_perc(self) -> float:
         """Share of the capacity that is in use, from 0 to 1."""
         return self.num_active_blocks / self.max_capacity
+
+
+class RequestLevel(ManagerBase):
+    """Base of managers that think in requests, not in moves, as vLLM's and SGLang's do.
+
+    It refuses what the others take, and has what all share; a subclass has the queries of `KvManager`, and methods of
+    its own for requests, named after the original's.
+
+    Args:
+        backend: name of the behaviour.
+        num_blocks: capacity in usable blocks, at least 1.
+        block_size: tokens a block, at least 1.
+        dp_rank: data-parallel rank that events name.
+        sink: who hears the events.
+
+    Raises:
+        ValueError: a number is not what it must be.
+
+    Attributes:
+        takes: its own methods, for the error of a move.
+    """
+
+    takes: ClassVar[str] = ""
+
+    def __init__(self, *, backend: str, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> None:
+        super().__init__(
+            backend=backend,
+            num_blocks=num_blocks,
+            block_size=check_request_block_size(block_size),
+            dp_rank=dp_rank,
+            sink=sink,
+        )
 
     def process(self, move: object) -> NoReturn:
         """Refuse: it takes no moves."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import repeat
 from operator import or_
@@ -34,6 +34,13 @@ def check_logical_block_size(block_size: int) -> int:
         or block_size & (block_size - 1)
     ):
         raise ValueError(f"block_size must be a power of two from 2 to 1024 (tokens a block), got {block_size!r}")
+    return block_size
+
+
+def check_sequence_block_size(block_size: int) -> int:
+    """Return `block_size`, or raise a ValueError: the engines of dynamo-mocker 1.0.2 take any from two tokens on."""
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 2:
+        raise ValueError(f"block_size must be an integer of at least 2 (tokens a block), got {block_size!r}")
     return block_size
 
 
@@ -116,29 +123,43 @@ def check_use(move: Use) -> int:
     Raises:
         MoveError: the Use breaks a rule.
     """
+    leading, num_full = check_names(move)
     blocks, plhs, local_hashes, token_ids = move.blocks, move.plhs, move.local_hashes, move.token_ids
-    for value in (blocks, plhs, local_hashes, token_ids or ()):
+    if len(plhs) != num_full:
+        raise MoveError(lengths("plhs", len(plhs), num_full, blocks))
+    if local_hashes and len(local_hashes) != num_full:
+        raise MoveError(lengths("local_hashes", len(local_hashes), num_full, blocks, "none, or "))
+    if token_ids is not None and len(token_ids) != num_full:
+        raise MoveError(lengths("token_ids", len(token_ids), num_full, blocks, "None, or "))
+    if not are_plhs(plhs):
+        bad = next(plh for plh in plhs if not are_plhs((plh,)))
+        raise MoveError(f"{use_of(blocks)}: {bad!r} is no lineage hash, an integer of 128 bits")
+    return leading
+
+
+def check_names(move: Use) -> tuple[int, int]:
+    """Check that what a Use names are blocks and hashes.
+
+    Returns:
+        How many full blocks it begins with, and how many it has.
+
+    Raises:
+        MoveError: they are not, or the parent is partial.
+    """
+    blocks = move.blocks
+    for value in (blocks, move.plhs, move.local_hashes, move.token_ids or ()):
         check_list(value, "Use")
     num_full = leading = _leading_full(blocks)
     if leading < len(blocks):
         num_full += _count_full(blocks[leading:])
-    if len(plhs) != num_full:
-        raise MoveError(_lengths("plhs", len(plhs), num_full, blocks))
-    if local_hashes and len(local_hashes) != num_full:
-        raise MoveError(_lengths("local_hashes", len(local_hashes), num_full, blocks, "none, or "))
-    if token_ids is not None and len(token_ids) != num_full:
-        raise MoveError(_lengths("token_ids", len(token_ids), num_full, blocks, "None, or "))
     if move.parent is not None:
         if isinstance(move.parent, UUID):
-            raise MoveError(f"Use{_first(blocks)}: its parent {move.parent} is partial")
-        check_full(move.parent, f"Use{_first(blocks)}: parent")
-    if not are_plhs(plhs):
-        bad = next(plh for plh in plhs if not are_plhs((plh,)))
-        raise MoveError(f"Use{_first(blocks)}: {bad!r} is no lineage hash, an integer of 128 bits")
-    if not _are_u64(local_hashes):
-        for local in local_hashes:
-            check_full(local, f"Use{_first(blocks)}: local hash")
-    return leading
+            raise MoveError(f"{use_of(blocks)}: its parent {move.parent} is partial")
+        check_full(move.parent, f"{use_of(blocks)}: parent")
+    if not _are_u64(move.local_hashes):
+        for local in move.local_hashes:
+            check_full(local, f"{use_of(blocks)}: local hash")
+    return leading, num_full
 
 
 def entries_of(move: Use, start: int) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
@@ -177,33 +198,70 @@ def _count_full(blocks: Sequence[Block]) -> int:
 
 
 def check_deref(
-    blocks: Sequence[Block], partials: Container[UUID], names: Names, policy: EvictionPolicy, backend: str
+    blocks: Sequence[Block], references: Callable[[Block], int], names: Names, policy: EvictionPolicy, backend: str
 ) -> None:
     """Check a Deref.
+
+    Args:
+        blocks: what it names.
+        references: how many a block has.
+        names: which name holds which slot.
+        policy: where a slot goes that nobody holds any more.
+        backend: the manager's.
 
     Raises:
         MoveError: a block has fewer references than `blocks` drops, or could not become inactive.
     """
-    check_list(blocks, "Deref")
+    asked = check_held(blocks, references)
+    if policy.collisions:
+        last = [b for b, times in asked.items() if not isinstance(b, UUID) and times == references(b)]
+        _check_collisions(last, names, policy, backend)
+
+
+def check_held(blocks: Sequence[Block], references: Callable[[Block], int]) -> dict[Block, int]:
+    """Check that each block has the references that a Deref drops.
+
+    Args:
+        blocks: what the Deref names.
+        references: how many a block has.
+
+    Returns:
+        How often each is named.
+
+    Raises:
+        MoveError: a block has fewer.
+    """
+    asked = count_blocks(blocks, "Deref")
+    for block, times in asked.items():
+        has = references(block)
+        if times > has:
+            why = f"it has {has} reference(s), and the move drops {times}" if has else "it is not active"
+            raise MoveError(f"Deref of {called(block)}: {why}")
+    return asked
+
+
+def count_blocks(blocks: Sequence[Block], what: str) -> dict[Block, int]:
+    """How often a move names each block.
+
+    Args:
+        blocks: what it names.
+        what: the kind of move, for the error.
+
+    Raises:
+        MoveError: something is no block.
+    """
+    check_list(blocks, what)
     asked: dict[Block, int] = {}
     for block in blocks:
         if not isinstance(block, UUID):
-            check_full(block, "Deref of block")
+            check_full(block, f"{what} of block")
         asked[block] = asked.get(block, 0) + 1
-    last: list[int] = []
-    for block, times in asked.items():
-        if isinstance(block, UUID):
-            has = int(block in partials)
-        else:
-            has = names.references_of(block)
-            if has == times:
-                last.append(block)
-        if times > has:
-            kind = "partial block" if isinstance(block, UUID) else "block"
-            why = f"it has {has} reference(s), and the move drops {times}" if has else "it is not active"
-            raise MoveError(f"Deref of {kind} {block}: {why}")
-    if policy.collisions:
-        _check_collisions(last, names, policy, backend)
+    return asked
+
+
+def called(block: Block) -> str:
+    """A block in an error: "block 4", or "partial block ..."."""
+    return f"partial block {block}" if isinstance(block, UUID) else f"block {block}"
 
 
 def _check_collisions(last: list[int], names: Names, policy: EvictionPolicy, backend: str) -> None:
@@ -224,8 +282,8 @@ def _check_collisions(last: list[int], names: Names, policy: EvictionPolicy, bac
         )
 
 
-def check_promote(move: Promote, partials: Container[UUID]) -> None:
-    """Check a Promote; `partials` are the partial blocks in use.
+def check_promote(move: Promote, partials: Container[Block]) -> None:
+    """Check a Promote, but for its lineage hash; `partials` has the partial blocks in use.
 
     Raises:
         MoveError: the Promote breaks a rule.
@@ -239,13 +297,25 @@ def check_promote(move: Promote, partials: Container[UUID]) -> None:
     if move.parent is not None:
         check_full(move.parent, f"{what} to block {move.block}: parent")
     check_full(move.local_hash, f"{what} to block {move.block}: local hash")
+
+
+def check_promote_plh(move: Promote) -> int:
+    """Return the lineage hash of a Promote.
+
+    Raises:
+        MoveError: it has none.
+    """
     if move.plh is None or not are_plhs((move.plh,)):
-        raise MoveError(f"{what} to block {move.block}: plh must be a lineage hash, got {move.plh!r}")
+        what = f"Promote of partial block {move.partial} to block {move.block}"
+        raise MoveError(f"{what}: plh must be a lineage hash, got {move.plh!r}")
+    return move.plh
 
 
-def _first(blocks: Sequence[Block]) -> str:
-    return f" of block {blocks[0]}" if blocks else ""
+def use_of(blocks: Sequence[Block]) -> str:
+    """A Use in an error: by its first block."""
+    return f"Use of block {blocks[0]}" if blocks else "Use"
 
 
-def _lengths(what: str, got: int, expected: int, blocks: Sequence[Block], also: str = "") -> str:
-    return f"Use{_first(blocks)}: {got} {what} for {expected} full blocks; expected {also}one for each full block"
+def lengths(what: str, got: int, expected: int, blocks: Sequence[Block], also: str = "") -> str:
+    """The error of lists that differ in length."""
+    return f"{use_of(blocks)}: {got} {what} for {expected} full blocks; expected {also}one for each full block"

@@ -14,14 +14,19 @@ from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_positio
 
 
 class ShortForms(ABC):
-    """Gives them to a manager that caches by lineage hash."""
-
-    _names: Names
-    _pool: BlockPool
+    """Gives them to a manager; one that does not cache by lineage hash fills in none."""
 
     @abstractmethod
     def process(self, move: Move) -> int:
         """Do what the move says; see `KvManager.process`."""
+
+    @abstractmethod
+    def _caches(self, block: int) -> bool:
+        """Whether a full block is cached, in use or not."""
+
+    def _lineage(self, names: Sequence[int], parent: int | None) -> list[int]:  # noqa: ARG002
+        """Lineage hashes of `names`, the first of which stands below `parent`; none where the manager needs none."""
+        return []
 
     def use(
         self,
@@ -39,7 +44,7 @@ class ShortForms(ABC):
         full: list[int] = [block for block in blocks if not isinstance(block, UUID)]
         for block in full:
             check_full(block, "Use of block")
-        above = self._parent_plh(parent, "Use")
+        above = self._known(parent, "Use")
         if plhs is None:
             plhs = self._lineage(full, above)
         return self.process(Use(blocks, full if local_hashes is None else local_hashes, plhs, token_ids, parent))
@@ -60,22 +65,34 @@ class ShortForms(ABC):
     ) -> None:
         """Short form of Promote; see `KvManager.promote`."""
         check_full(block, f"Promote of partial block {partial} to block")
-        above = self._parent_plh(parent, "Promote")
+        above = self._known(parent, "Promote")
         if plh is None:
-            plh = self._lineage([block], above)[0]
+            plh = next(iter(self._lineage([block], above)), None)
         self.process(Promote(partial, block, parent, block if local_hash is None else local_hash, plh, token_ids))
 
-    def _parent_plh(self, parent: Block | None, what: str) -> int | None:
+    def _known(self, parent: Block | None, what: str) -> int | None:
+        """The parent, if it is a full block, which must be cached."""
         if parent is None or isinstance(parent, UUID):  # a partial parent is refused by the move
             return None
         check_full(parent, f"{what}: parent")
-        slot = self._find(parent)
-        if slot is None:
+        if not self._caches(parent):
             raise MoveError(f"{what}: parent {parent} is not cached; a block's parent must be active or inactive")
-        return slot.plh
+        return parent
 
-    def _lineage(self, names: Iterable[int], above: int | None) -> list[int]:
-        """Lineage hashes of `names`, each below the one before it, unless it has one; the first is below `above`."""
+
+class LineageShortForms(ShortForms):
+    """Gives them to a manager that caches by lineage hash."""
+
+    _names: Names
+    _pool: BlockPool
+
+    def _caches(self, block: int) -> bool:
+        return self._find(block) is not None
+
+    def _lineage(self, names: Sequence[int], parent: int | None) -> list[int]:
+        """Lineage hashes of `names`, each below the one before it, unless it has one; the first is below `parent`."""
+        slot = None if parent is None else self._find(parent)
+        above = None if slot is None else slot.plh
         plhs: list[int] = []
         for name in names:
             slot = self._find(name)

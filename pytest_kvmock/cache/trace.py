@@ -46,5 +46,7 @@ def trace(manager: KvManager, stored: Iterable[int], evicted: Iterable[int | Non
             "utilization": (active + inactive) / total,
             "backend": manager.backend,
         }
-        names = ", ".join(f"0x{block:016x}" if block >= 2**16 else str(block) for block in blocks)  # as in reports
+        names = ", ".join(
+            f"{'-' * (block < 0)}0x{abs(block):016x}" if abs(block) >= 2**16 else str(block) for block in blocks
+        )  # as in reports
         LOG.debug(_TEXT, *fields.values(), names, extra={**fields, "block_ids": blocks}, stacklevel=2)

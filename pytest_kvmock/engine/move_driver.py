@@ -1,15 +1,15 @@
-"""Drives the managers that take moves, as Dynamo's vLLM-like scheduler does with an `ActiveSequence`."""
+"""Drives the managers that take moves, as Dynamo's vLLM-like schedulers do with an `ActiveSequence`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 from uuid import UUID
 
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.engine.traits import Traits
-from pytest_kvmock.moves import Deref
+from pytest_kvmock.moves import Deref, Destroy
 from pytest_kvmock.tokens import Prompt, block_hashes, chained_hash
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class MoveDriver:
     """
 
     traits = Traits()
+    _semantics: ClassVar[Literal["e0"] | None] = None
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         self.manager = manager
@@ -59,12 +60,13 @@ class MoveDriver:
             self._prefix_caching,
             prompt.tokens is not None,
             rng=rng or self._rng,
+            semantics=self._semantics,
         )
 
     def look(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached."""
-        # With names from elsewhere: whoever only looks must not change what is generated next.
-        return self.manager.prefill_cost(self._sequence(prompt, Random(0))).cached_tokens  # noqa: S311 - mock data
+        # With names from elsewhere: whoever only looks must not change what is generated next, nor meet it.
+        return self.manager.prefill_cost(self._sequence(prompt, Random("look"))).cached_tokens  # noqa: S311 - mock data
 
     def open(self, prompt: Prompt) -> _MoveRequest:
         """A request that has no block yet."""
@@ -129,6 +131,38 @@ class MoveDriver:
     def clear(self) -> bool:
         """Drop all that is cached."""
         return self.manager.clear()
+
+
+class WholeMoveDriver(MoveDriver):
+    """As the scheduler of 1.0.2: one Use for the whole prompt, nothing to commit, and a Destroy for a partial block."""
+
+    traits = Traits(removed_first=True, chunks=False)
+    _semantics = "e0"
+
+    def admit(self, request: _MoveRequest, upto: int) -> None:  # noqa: ARG002 - the first chunk takes the whole
+        """Use all blocks, when the first chunk comes."""
+        move = request.sequence.take_creation_signal()
+        if move is not None:
+            self.manager.process(move)
+
+    def extend(self, request: _MoveRequest, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token."""
+        for token in tokens:
+            for move in request.sequence.push(token):
+                self.manager.process(move)
+
+    def release(self, request: _MoveRequest) -> None:
+        """Free all blocks, tail first, if it has any."""
+        blocks = request.sequence.allocated_blocks[::-1]
+        if blocks and isinstance(blocks[0], UUID):
+            self.manager.process(Destroy(blocks[:1]))
+            del blocks[0]
+        self.manager.process(Deref(blocks))
+
+    def preempt(self, request: _MoveRequest) -> None:
+        """Free all blocks, tail first; the sequence keeps what it generated."""
+        self.release(request)
+        request.sequence.reset_with_signal()
 
 
 def _openings(sequence: ActiveSequence, steps: Sequence[int]) -> Iterator[int | None]:

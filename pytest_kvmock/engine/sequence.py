@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Literal
 from uuid import UUID
 
-from pytest_kvmock.moves import Block, Deref, Move, Promote, Use
+from pytest_kvmock.moves import Block, Deref, Destroy, Move, Promote, Use
 from pytest_kvmock.tokens import Prompt, TokenIds, block_hashes, chained_hash, lineage_hash
 
 
 class ActiveSequence:
-    """A request from its prompt to its last token (Dynamo's mocker, `ActiveSequence` of 1.2.1).
+    """A request from its prompt to its last token (Dynamo's mocker, `ActiveSequence` of 1.2.1, or of 1.0.2).
 
     Nothing is sent anywhere: methods return moves, and the caller processes them and says by `commit_allocation` what
     was served.
@@ -18,6 +19,11 @@ class ActiveSequence:
     A block that the prompt fills is full from the start. A generated one becomes full, by a Promote, when the first
     token of the *next* block is pushed; so a block that the last token fills stays partial for ever, and is never
     cached.
+
+    With `semantics="e0"` it makes the moves of 1.0.2. There are no chunks and no commit: the creation signal is one Use of
+    all blocks with the local hashes of all complete ones. After a preemption that may be one more than there are full
+    blocks, where the last token filled a block that is not promoted yet. What is freed is all blocks, allocated or not,
+    and a partial one is freed by a Destroy.
 
     Args:
         tokens: the prompt, at least one token: token ids, or a `Prompt`. Of a prompt of hashes the token values are
@@ -29,6 +35,7 @@ class ActiveSequence:
         emit_token_ids: put token ids into the moves; without prefix caching or token values there are none.
         rng: where everything random comes from: names of partial blocks, generated tokens, hashes without caching.
             By default a fresh, unseeded one.
+        semantics: "e0" for the moves of 1.0.2.
 
     Attributes:
         unique_blocks: all blocks in order: sequence hashes, and at most one UUID, at the end.
@@ -36,10 +43,13 @@ class ActiveSequence:
         positional_lineage_hashes: lineage hash of each full block.
         num_input_tokens: length of the prompt.
         generated_tokens: tokens pushed since.
-        num_allocated_tokens: tokens for which blocks were committed.
+        num_allocated_tokens: tokens for which blocks were committed; in e0 those of the last creation signal, 0 until it is
+            taken.
+        semantics: as above.
 
     Raises:
-        ValueError: the prompt is empty, a token or number out of range, or a hash prompt does not fit the block size.
+        ValueError: the prompt is empty, a token or number out of range, a hash prompt does not fit the block size, or
+            no such semantics.
         TypeError: a token is not an integer.
     """
 
@@ -55,6 +65,7 @@ class ActiveSequence:
         "num_allocated_tokens",
         "num_input_tokens",
         "positional_lineage_hashes",
+        "semantics",
         "unique_blocks",
     )
 
@@ -67,7 +78,10 @@ class ActiveSequence:
         emit_token_ids: bool = False,
         *,
         rng: Random | None = None,
+        semantics: Literal["e0"] | None = None,
     ) -> None:
+        if semantics not in (None, "e0"):
+            raise ValueError(f'semantics must be None or "e0", got {semantics!r}')
         if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 2:
             raise ValueError(f"block_size must be an integer of at least 2 (tokens a block), got {block_size!r}")
         if not isinstance(max_output_tokens, int) or max_output_tokens < 0:
@@ -76,6 +90,7 @@ class ActiveSequence:
         self.num_input_tokens = prompt.length(block_size)
         if not self.num_input_tokens:
             raise ValueError("the prompt is empty; a sequence needs at least one token")
+        self.semantics = semantics
         self.max_output_tokens = max_output_tokens
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -107,9 +122,10 @@ class ActiveSequence:
         enable_prefix_caching: bool = True,
         *,
         rng: Random | None = None,
+        semantics: Literal["e0"] | None = None,
     ) -> tuple[ActiveSequence, Use | None]:
         """Make a sequence, and the Use of its whole prompt; both as the constructor and `take_creation_signal` do."""
-        sequence = cls(tokens, max_output_tokens, block_size, enable_prefix_caching, rng=rng)
+        sequence = cls(tokens, max_output_tokens, block_size, enable_prefix_caching, rng=rng, semantics=semantics)
         return sequence, sequence.take_creation_signal()
 
     def __len__(self) -> int:
@@ -150,7 +166,12 @@ class ActiveSequence:
 
         Returns:
             None when no block is missing.
+
+        Raises:
+            ValueError: in e0, which allocates the whole sequence at once.
         """
+        if self.semantics == "e0":
+            raise ValueError('semantics="e0" has no chunks; take_creation_signal makes the one Use of a sequence')
         blocks = self.unique_blocks
         start = min(self._blocks_for(self.num_allocated_tokens), len(blocks))
         end = min(self._blocks_for(cumulative_tokens), len(blocks))
@@ -160,7 +181,7 @@ class ActiveSequence:
             blocks[start:end],
             self.block_hashes[start:end],
             self.positional_lineage_hashes[start:end],
-            self._token_ids(start, end),
+            self._token_ids(start, min(end, len(self.block_hashes))),
             blocks[start - 1] if start else None,
         )
 
@@ -168,12 +189,20 @@ class ActiveSequence:
         return -(-tokens // self.block_size)
 
     def _token_ids(self, start: int, end: int) -> list[tuple[int, ...]] | None:
-        end = min(end, len(self.block_hashes))
+        """Token ids of the complete blocks from `start` to `end`; None if there are none to tell."""
         if not self.emit_token_ids or start >= end:
             return None
+        return [self._block_tokens(i) for i in range(start, end)]
+
+    def _block_tokens(self, index: int) -> tuple[int, ...]:
         assert self._tokens is not None
-        size = self.block_size
-        return [tuple(self._tokens[i * size : (i + 1) * size]) for i in range(start, end)]
+        return tuple(self._tokens[index * self.block_size : (index + 1) * self.block_size])
+
+    def _local_hash(self, index: int) -> int:
+        """Of a complete block that was generated; random where token values are unknown."""
+        if self._tokens is None:
+            return self._random_u64()
+        return block_hashes(self._block_tokens(index), self.block_size)[0]
 
     def commit_allocation(self, cumulative_tokens: int) -> None:
         """Take note that blocks for this many tokens, counted from the start, are allocated."""
@@ -186,8 +215,17 @@ class ActiveSequence:
         return use
 
     def take_creation_signal(self) -> Use | None:
-        """Allocate for all tokens so far; None when nothing is missing."""
-        return self.allocate_blocks_for_chunk(len(self))
+        """Allocate for all tokens so far; None when nothing is missing (e0: when it was taken since the last reset)."""
+        if self.semantics is None:
+            return self.allocate_blocks_for_chunk(len(self))
+        if self.num_allocated_tokens:
+            return None
+        self.num_allocated_tokens = len(self)
+        complete = len(self) // self.block_size
+        local_hashes = self.block_hashes.copy()
+        if complete > len(local_hashes):  # the last block has all its tokens, and no Promote has told so
+            local_hashes.append(self._local_hash(complete - 1))
+        return Use(self.unique_blocks.copy(), local_hashes, (), self._token_ids(0, complete))
 
     # ----------------------------------------------------------------------------------------------- decoding
 
@@ -223,12 +261,7 @@ class ActiveSequence:
         index = len(self.unique_blocks)
         parent = self.unique_blocks[-1] if self.unique_blocks else None
         assert not isinstance(parent, UUID)
-        tokens = None
-        if self._tokens is None:
-            local = self._random_u64()
-        else:
-            tokens = tuple(self._tokens[index * self.block_size : (index + 1) * self.block_size])
-            local = block_hashes(tokens, self.block_size)[0]
+        local = self._local_hash(index)
         if self.enable_prefix_caching:
             block = chained_hash(parent, local)
             plh = lineage_hash(block, parent, index)
@@ -238,13 +271,14 @@ class ActiveSequence:
         self.unique_blocks.append(block)
         self.block_hashes.append(local)
         self.positional_lineage_hashes.append(plh)
-        return Promote(partial, block, parent, local, plh, tokens if self.emit_token_ids else None)
+        tokens = self._block_tokens(index) if self.emit_token_ids else None
+        return Promote(partial, block, parent, local, plh, tokens)
 
     def generate(self) -> list[Move]:
         """Push a random token; with the last one, free everything.
 
         Returns:
-            The moves of `push`, and after the last token the Derefs of all blocks.
+            The moves of `push`, and after the last token those that free all blocks.
 
         Raises:
             ValueError: all output tokens were generated before.
@@ -277,19 +311,26 @@ class ActiveSequence:
     @property
     def allocated_blocks(self) -> list[Block]:
         """The blocks that are allocated, in order."""
+        if self.semantics == "e0":
+            return self.unique_blocks.copy() if self.num_allocated_tokens else []
         return self.unique_blocks[: self._blocks_for(self.num_allocated_tokens)]
 
-    def free_signal(self) -> list[Deref]:
-        """Make one Deref for each allocated block, tail first."""
+    def free_signal(self) -> list[Move]:
+        """Make one Deref for each allocated block, tail first; in e0 for all blocks, and a Destroy for a partial one."""
         return self._frees(self.num_allocated_tokens)
 
-    def reset_with_signal(self) -> list[Deref]:
+    def reset_with_signal(self) -> list[Move]:
         """Preempt: `free_signal`, and nothing is allocated any more. Generated tokens stay, to be recomputed."""
         frees = self.free_signal()
         self.num_allocated_tokens = 0
         return frees
 
-    def _frees(self, tokens: int) -> list[Deref]:
+    def _frees(self, tokens: int) -> list[Move]:
+        if self.semantics == "e0":
+            return [
+                Destroy([block]) if isinstance(block, UUID) else Deref([block])
+                for block in reversed(self.unique_blocks)
+            ]
         return [Deref([block]) for block in reversed(self.unique_blocks[: self._blocks_for(tokens)])]
 
     # -------------------------------------------------------------------------------------------------- random

@@ -30,7 +30,7 @@ from pytest_kvmock.harness.worker import HarnessWorker
 from pytest_kvmock.hygiene.log import EventLog, KvEventsError
 from pytest_kvmock.hygiene.report import failure_text
 from pytest_kvmock.hygiene.rules import check_rule
-from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency, StreamKey
+from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency, Stream, StreamKey
 from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -161,6 +161,11 @@ class RouterHarness(Questions):
     def workers(self) -> Mapping[WorkerKey, KvWorker]:
         """The workers by id, or by (id, dp_rank) where a worker has more ranks than one."""
         return MappingProxyType(self._workers)
+
+    @property
+    def streams(self) -> Mapping[StreamKey, Stream]:
+        """What the events have said, by (worker_id, dp_rank)."""
+        return MappingProxyType(self._judge.ledger.streams)
 
     def use_backend(self, backend: str | BackendSpec) -> None:
         """Say which backend the workers have, once, and make those that exist from the start.

@@ -17,7 +17,9 @@ NOBODY: Final = (-1, 0)
 
 def block_text(block: int) -> str:
     """A block or local hash: in full, so that it can be searched for; small ones, as written by hand, in decimal."""
-    return f"0x{block:016x}" if isinstance(block, int) and block >= 2**16 else repr(block)
+    if not isinstance(block, int) or abs(block) < 2**16:
+        return repr(block)
+    return f"{'-' * (block < 0)}0x{abs(block):016x}"
 
 
 def blocks_text(blocks: Sequence[int], most: int = 4) -> str:

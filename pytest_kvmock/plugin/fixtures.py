@@ -30,6 +30,7 @@ from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_polic
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.paged import KVCacheManager
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.recovery import Recovery
@@ -267,6 +268,15 @@ def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvMana
         return harness.next_worker(backend).manager
 
     return make
+
+
+@pytest.fixture
+def kv_cache_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> KVCacheManager:
+    """inference_lab's `KVCacheManager`, with the blocks of the test's profile, one byte a token; it has no events."""
+    from pytest_kvmock.cache.paged import KVCacheManager
+
+    profile = _effective_profile(request.node, kv_base_profile)
+    return KVCacheManager(profile.num_blocks * profile.block_size, profile.block_size, 1, profile.prefix_caching)
 
 
 @pytest.fixture

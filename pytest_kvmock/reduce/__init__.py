@@ -19,6 +19,7 @@ from pytest_kvmock.reduce.program import Breach as Breach
 from pytest_kvmock.reduce.program import Level as Level
 from pytest_kvmock.reduce.program import NotReduced as NotReduced
 from pytest_kvmock.reduce.program import Reproduction as Reproduction
+from pytest_kvmock.reduce.program import SinkKind
 from pytest_kvmock.reduce.replay import ASKED_ALWAYS, Replayer, index_maker
 from pytest_kvmock.reduce.requests import RequestCutter
 from pytest_kvmock.reduce.search import Budget
@@ -139,7 +140,7 @@ def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
     operations = kv.recording.operations
     if not operations:
         return ("events",)
-    if problem.rule in _NEEDS_AN_ENGINE:
+    if problem.rule in _NEEDS_AN_ENGINE or _is_of_digests(kv, problem):
         return ("requests",)
     if problem.rule in _OF_AN_INDEX:
         return ("requests", "events") if hasattr(kv.index, "match_tokens") else ("events", "requests")
@@ -147,6 +148,12 @@ def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
         return ("requests", "events")
     lost = any(kind == "drop_next" for kind, *_ in operations)
     return ("events", "requests") if lost or any(map(_by_hand, kv.recording.arrivals)) else ("requests", "events")
+
+
+def _is_of_digests(kv: RouterHarness, problem: Problem) -> bool:
+    """Whether it is about names that only the engine's own hasher can judge."""
+    spec = kv.backends.get(kv.backend or "")
+    return problem.rule == "wrong_hash" and spec is not None and spec.chain is not None
 
 
 def _by_hand(arrival: Arrival) -> bool:
@@ -169,7 +176,12 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
         raise NotReduced("what an engine holds cannot be replayed from its events")
     arrivals = _upto(recording.arrivals, problem.position)
     whole = whole.replace(cut_from=kv.events.total)
-    return EventCutter(whole, arrivals, replayer).cut()
+    kinds = {
+        worker_id: SinkKind(False, about.residency, about.prefix_closed)
+        for (worker_id, rank), about in kv.streams.items()
+        if not rank
+    }
+    return EventCutter(whole, arrivals, replayer, kinds).cut()
 
 
 def _operations(recorded: Iterable[tuple[Any, ...]]) -> Iterator[Operation]:

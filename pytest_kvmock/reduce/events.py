@@ -10,7 +10,7 @@ from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import Arrival, Forgotten
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
-from pytest_kvmock.reduce.program import NotReduced, Reproduction
+from pytest_kvmock.reduce.program import NotReduced, Reproduction, SinkKind
 from pytest_kvmock.reduce.search import Spent, minimal
 
 if TYPE_CHECKING:
@@ -82,15 +82,19 @@ class EventCutter:
         whole: the failing test as a program without steps: breach, backend, profile, workers, index.
         arrivals: what the router heard, up to the event that shows the problem.
         replayer: replays programs.
+        kinds: what a sink must be like that says what a worker, or sink, has said.
 
     Attributes:
         best: the smallest program so far that breaks the rule; None before the first.
     """
 
-    def __init__(self, whole: Reproduction, arrivals: Sequence[Arrival], replayer: Replayer) -> None:
+    def __init__(
+        self, whole: Reproduction, arrivals: Sequence[Arrival], replayer: Replayer, kinds: Mapping[int, SinkKind]
+    ) -> None:
         self.best: Reproduction | None = None
         self._whole = whole
         self._replayer = replayer
+        self._kinds = kinds
         self._chained = whole.rule == "wrong_hash"
         self._arrivals = arrivals
         self._parents = _parents(arrivals)
@@ -205,7 +209,7 @@ class EventCutter:
         """The program of some pieces; None where they cannot be put together."""
         steps: list[RouterEvent | Forgotten] = []
         names: dict[int, int] = {}  # worker ids in the program
-        sinks: list[bool] = []
+        sinks: list[SinkKind] = []
         counts: dict[StreamKey, int] = {}
         mender = (_Roots if self._chained else _Mender)(self._parents, self._whole.breach.block)
         for piece in pieces:
@@ -216,7 +220,7 @@ class EventCutter:
                 names[worker_id] = worker_id
                 if worker_id >= FIRST_SINK_WORKER or is_chained:
                     names[worker_id] = FIRST_SINK_WORKER + len(sinks)
-                    sinks.append(is_chained)
+                    sinks.append(self._kinds.get(worker_id, SinkKind())._replace(chained=is_chained))
             if isinstance(arrival, Forgotten):
                 steps.append(arrival._replace(worker_id=names[worker_id]))
                 mender.forget(piece.key)

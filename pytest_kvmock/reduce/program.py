@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.harness.recording import Forgotten, Operation
+from pytest_kvmock.hygiene.stream import Residency
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
@@ -85,6 +86,14 @@ def story_of(problem: Problem) -> str:
     return text
 
 
+class SinkKind(NamedTuple):
+    """How a sink of a program is made: the arguments of `make_kv_sink`."""
+
+    chained: bool = False
+    residency: Residency = "unique"
+    prefix_closed: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Reproduction:
     """The smallest stream found that breaks a rule as a larger one did.
@@ -97,7 +106,7 @@ class Reproduction:
         steps: what to do, in order.
         workers: workers that must be made: (worker_id, dp_rank) and their backend, None for `backend`. Others exist, or
             need not.
-        sinks: how many sinks speak, and of each whether its hashes are chained; the first is worker 2**16.
+        sinks: the sinks that speak; the first is worker 2**16.
         with_index: whether the index under test takes part.
         with_ids: whether the ids of the events matter; if not, they count from 0.
         allow: rules that it breaks besides, and that the test let pass.
@@ -112,7 +121,7 @@ class Reproduction:
     profile: EngineProfile
     steps: tuple[Step, ...] = ()
     workers: tuple[tuple[StreamKey, str | None], ...] = ()
-    sinks: tuple[bool, ...] = ()
+    sinks: tuple[SinkKind, ...] = ()
     with_index: bool = False
     with_ids: bool = False
     allow: tuple[str, ...] = ()

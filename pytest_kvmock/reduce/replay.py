@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 from types import MappingProxyType
@@ -85,8 +86,8 @@ class Replayer:
         kv = RouterHarness(program.profile, self._specs.get(program.backend, program.backend), index, sync=sync)
         for key, backend in program.workers:
             kv.worker(*key, backend=None if backend is None else self._specs.get(backend, backend))
-        for chained in program.sinks:
-            kv.make_sink(chained=chained)
+        for sink in program.sinks:
+            kv.make_sink(**sink._asdict())
         if program.level == "events":
             self._hear(kv, program)
         else:
@@ -95,10 +96,14 @@ class Replayer:
 
     def _hear(self, kv: RouterHarness, program: Reproduction) -> None:
         spend, hear = self.budget.spend, kv.hear
-        chained = {FIRST_SINK_WORKER + i for i, is_chained in enumerate(program.sinks) if is_chained}
+        chained = {FIRST_SINK_WORKER + i for i, sink in enumerate(program.sinks) if sink.chained}
+        # Some engines have spoken by now (SGLang's begins with a Cleared); what is told from here on comes after.
+        begun = {} if program.with_ids else {key: count for key, count in kv.delivery.published.items() if count}
         for step in program.steps:
             spend()
             if isinstance(step, RouterEvent):
+                if begun and (first := begun.get((step.worker_id, step.event.dp_rank))):
+                    step = replace(step, event=replace(step.event, event_id=step.event.event_id + first))  # noqa: PLW2901
                 hear(step, chained=step.worker_id in chained)
             elif isinstance(step, Forgotten):
                 if step.first_id is None:

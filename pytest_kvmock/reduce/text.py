@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.backends import EngineProfile, known_backends
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import Forgotten, Operation
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
@@ -54,13 +54,19 @@ def _harness(program: Reproduction) -> str:
     ]
     arguments = [f"EngineProfile({', '.join(fields)})"] if fields else []
     named = "" if fields else "backend="
-    if program.level == "requests":
+    spec = known_backends().get(program.backend)
+    judged_otherwise = spec is not None and (spec.residency == "counted" or not spec.prefix_closed)
+    if program.level == "requests" or (judged_otherwise and len(program.sinks) < len(_speakers(program))):
         arguments.append(f'{named}"{program.backend}"')
     if program.with_index:
         arguments.append("index=kv_index")
     if program.allow:
         arguments.append(f"allow=[{', '.join(map(_quoted, program.allow))}]")
     return ", ".join(arguments)
+
+
+def _speakers(program: Reproduction) -> set[int]:
+    return {event.worker_id for event in program.events}
 
 
 def _quoted(text: str) -> str:
@@ -71,8 +77,12 @@ def _world(program: Reproduction) -> Iterator[str]:
     for (worker_id, rank), backend in program.workers:
         of = "" if backend is None else f', backend="{backend}"'
         yield f"kv.worker({worker_id}{f', {rank}' if rank else ''}{of})"
-    for i, chained in enumerate(program.sinks):
-        yield f"{_sink(FIRST_SINK_WORKER + i, program)} = kv.make_sink({'chained=True' if chained else ''})"
+    for i, sink in enumerate(program.sinks):
+        fields = {name: value for name, value in sink._asdict().items() if value != sink._field_defaults[name]}
+        said = ", ".join(
+            f"{name}={_quoted(value) if isinstance(value, str) else value}" for name, value in fields.items()
+        )
+        yield f"{_sink(FIRST_SINK_WORKER + i, program)} = kv.make_sink({said})"
 
 
 # ----------------------------------------------------------------------------------------------------- events

@@ -14,7 +14,7 @@ from pytest_kvmock.hygiene.report import problem_text
 from pytest_kvmock.tokens import Prompt, lineage_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.worker import KvWorker, Request
@@ -263,19 +263,22 @@ class _Player:
     def _look_active(self, wanted: Any, after: _After) -> tuple[Any, Any]:
         if isinstance(wanted, int):
             return wanted, after.manager_of().num_active_blocks
-        names: dict[Block, str] = {uuid: name for name, uuid in self._partials.items()}
-        have = {names.get(block, block): count for block, count in after.manager_of().active_blocks.items()}
+        active = after.manager_of().active_blocks
+        have = dict(zip(self._as_written(active), active.values(), strict=True))
         return (wanted, have) if isinstance(wanted, dict) else (_sorted(wanted), _sorted(have))
 
-    @staticmethod
-    def _look_inactive(wanted: Any, after: _After) -> tuple[Any, Any]:
+    def _look_inactive(self, wanted: Any, after: _After) -> tuple[Any, Any]:
         if isinstance(wanted, int):
             return wanted, after.manager_of().num_inactive_blocks
-        return sorted(wanted), sorted(after.manager_of().inactive_blocks())
+        return _sorted(wanted), _sorted(self._as_written(after.manager_of().inactive_blocks()))
 
-    @staticmethod
-    def _look_eviction_order(wanted: list[int], after: _After) -> tuple[Any, Any]:
-        return wanted, after.manager_of().inactive_blocks()
+    def _look_eviction_order(self, wanted: list[int], after: _After) -> tuple[Any, Any]:
+        return wanted, self._as_written(after.manager_of().inactive_blocks())
+
+    def _as_written(self, blocks: Iterable[Block]) -> list[Any]:
+        """Blocks as the file calls them: partial ones have names there."""
+        names: dict[Block, str] = {uuid: name for name, uuid in self._partials.items()}
+        return [names.get(block, block) for block in blocks]
 
     def _look_overlap(self, wanted: dict[str, Any], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - as its likes
         prompt = {key: value for key, value in wanted.items() if key != "workers"}

@@ -360,8 +360,8 @@ _EXPECTATIONS: Final[Mapping[str, Reader]] = {
     "cached_tokens": integer,
     "events": list_of(_expected_event),
     "active": _active,
-    "inactive": _how_many(list_of(_natural)),
-    "eviction_order": list_of(_natural),
+    "inactive": _how_many(list_of(_block)),
+    "eviction_order": list_of(_block),
     "overlap": _overlap,
     "problems": list_of(_rule),
 }

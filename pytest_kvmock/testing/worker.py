@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
+from pytest_kvmock.events import Cleared, Removed, Stored
 from pytest_kvmock.testing.subject import OverBackend
 from pytest_kvmock.testing.world import World
 from pytest_kvmock.tokens import Prompt
@@ -19,14 +20,9 @@ class WorkerContract(OverBackend):
         class TestMine(WorkerContract):
             backend = "lru"
 
-    A router hears the worker, and after each call its events are judged and compared with what the engine holds.
-
-    Attributes:
-        recomputes_last_token: whether an engine computes the last token of a prompt even when it is cached (vLLM), so
-            that of a prompt of whole blocks the last one is not reused.
+    A router hears the worker, and after each call its events are judged and compared with what the engine holds. Where
+    engines differ by nature, the worker says what it does (`KvWorker.traits`), and that is tested too.
     """
-
-    recomputes_last_token: ClassVar[bool] = False
 
     def _start(self, num_blocks: int = 16, **fields: Any) -> World:
         __tracebackhide__ = True
@@ -35,12 +31,16 @@ class WorkerContract(OverBackend):
     # ------------------------------------------------------------------------------------- what is cached
 
     def test_a_new_worker_has_nothing(self) -> None:
-        """No request, no block, no event."""
+        """No request, no block, no event but the Cleared of an engine that begins with one."""
         world = self._start()
         world.expect_cached(world.harness.prompt(3), 0)
         world.expect_idle(resident=0)
         assert [] == world.worker.requests, f"a new worker has the requests {world.worker.requests}"
-        assert 0 == world.harness.events.total, f"a new worker has said {list(world.harness.events)}"
+        expected = [Cleared] if world.worker.traits.cleared_first else []
+        assert expected == world.kinds(), (
+            f"a new worker has said {list(world.harness.events)}; "
+            f"its traits.cleared_first is {world.worker.traits.cleared_first}"
+        )
 
     def test_what_was_served_is_cached(self) -> None:
         """The whole blocks of a prompt; what is not a whole block is not."""
@@ -64,10 +64,12 @@ class WorkerContract(OverBackend):
         world = self._start()
         prompt = world.harness.prompt(3)
         world.do(world.worker.serve, prompt)
-        expected = (3 - self.recomputes_last_token) * self.block_size
+        recomputes = world.worker.traits.recomputes_last_token
+        expected = (3 - recomputes) * self.block_size
         found = world.do(world.worker.cached_tokens, prompt)
         assert expected == found, (
-            f"of a prompt of 3 blocks that was served, {found} tokens are cached; expected {expected}"
+            f"of a prompt of 3 blocks that was served, {found} tokens are cached; expected {expected}, "
+            f"as its traits.recomputes_last_token is {recomputes}"
         )
         served = world.do(world.worker.serve, prompt)
         assert expected == served.cached_tokens, f"served again, it found {served.cached_tokens} tokens, not {expected}"
@@ -137,6 +139,81 @@ class WorkerContract(OverBackend):
             world.do(world.worker.serve, prompt)
             world.expect_cached(prompt, 3)
             world.expect_idle(resident=3)
+
+    # ------------------------------------------------------------------------------- where engines differ
+
+    def test_a_block_that_output_fills_is_published_when_the_traits_say(self) -> None:
+        """With its last token, with the one after that, or when the request finishes."""
+        for further in (
+            False,
+            True,
+        ):  # the request generates one more token; or the one that fills the block is its last
+            world = self._start()
+            when = world.worker.traits.stores_when
+            prompt = world.harness.prompt(1, tail=self.block_size - 1)
+            output = world.harness.prompt(2).tokens or ()
+            filled = Prompt((*(prompt.tokens or ()), output[0]))
+            request = world.do(world.worker.prefill, prompt)
+            steps = [output[:1], output[1:2]] if further else [output[:1]]
+            said = {}
+            for number, tokens in enumerate(steps):
+                world.do(request.decode, tokens)
+                said["the next token" if number else "its last token"] = world.knows(filled)
+            world.do(request.finish)
+            said["the request's end"] = world.knows(filled)
+            expected = {
+                "full": dict.fromkeys(said, True),
+                "next_token": {**dict.fromkeys(said, further), "its last token": False},
+                "finish": {**dict.fromkeys(said, False), "the request's end": True},
+            }.get(when)
+            assert expected == said, (
+                f"output filled a block; whether the router knew it after each step: {said}; "
+                f"expected {expected}, as its traits.stores_when is {when!r}"
+            )
+
+    def test_what_is_evicted_is_published_before_what_is_stored_or_after_it_as_the_traits_say(self) -> None:
+        """Of one request that needs the room."""
+        world = self._start(4)
+        world.do(world.worker.serve, world.harness.prompt(3))
+        world.harness.events.clear()
+        world.do(world.worker.serve, world.harness.prompt(3))
+        kinds = world.kinds()
+        assert {Stored, Removed} == set(kinds), (
+            f"3 blocks were served in a cache of 4 with 3 others; it said {list(world.harness.events)}"
+        )
+        expected = world.worker.traits.removed_first
+        assert expected == (kinds[0] is Removed), (
+            f"it said {list(world.harness.events)}; its traits.removed_first is {expected}"
+        )
+
+    def test_a_block_is_cached_several_times_where_the_traits_say_so(self) -> None:
+        """Two requests at once have the same prompt, of whole blocks, and generate the same."""
+        world = self._start()
+        prompt = world.harness.prompt(2)
+        output = world.harness.prompt(1, tail=1).tokens or ()
+        requests = [world.do(world.worker.prefill, prompt) for _ in range(2)]
+        for request in requests:
+            world.do(request.decode, output)
+        for request in requests:
+            world.do(request.finish)
+        resident = sorted(world.worker.manager.resident())
+        expected = world.worker.traits.copies
+        assert expected == (len(resident) > len(set(resident))), (
+            f"two requests were the same; resident are {resident}, and its traits.copies is {expected}"
+        )
+
+    def test_a_prompt_is_taken_chunk_by_chunk_where_the_traits_say_so(self) -> None:
+        """Each chunk of whole blocks is then published by itself."""
+        world = self._start(chunk=self.block_size)
+        world.do(world.worker.serve, world.harness.prompt(3))
+        events = [entry.event.event.data for entry in world.harness.events]
+        stored = [len(data.block_hashes) for data in events if isinstance(data, Stored)]
+        chunks = world.worker.traits.chunks
+        expected = [1, 1, 1] if chunks else [3]
+        assert expected == stored, (
+            f"a prompt of 3 blocks in 3 chunks was published by events of {stored} blocks; "
+            f"expected {expected}, as its traits.chunks is {chunks}"
+        )
 
     # ---------------------------------------------------------------------------------------- what is held
 
@@ -330,11 +407,11 @@ class WorkerContract(OverBackend):
         world = self._start()
         prompt = world.harness.prompt(3)
         request = world.do(world.worker.prefill, prompt)
+        world.harness.events.clear()
         world.do(world.worker.restart, announced=True)
         assert "lost" == request.status, f"its worker restarted, and a request is {request.status}"
         world.expect_cached(prompt, 0)
         world.expect_idle(resident=0)
-        world.harness.events.clear()
         world.do(world.worker.serve, prompt)
         ids = [entry.event.event.event_id for entry in world.harness.events]
         assert list(range(len(ids))) == ids and ids, f"after a restart the event ids are {ids}"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.events import EventData
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.testing.program import Player, random_traffic
 from pytest_kvmock.tokens import Prompt
@@ -38,6 +39,14 @@ class World:
         player = Player(self.harness)
         for step in random_traffic(seed, 80, workers=workers):
             self.do(player.do, step)
+
+    def kinds(self) -> list[type[EventData]]:
+        """The kinds of the events heard since the log was cleared, in order."""
+        return [type(entry.event.event.data) for entry in self.harness.events]
+
+    def knows(self, prompt: Prompt) -> bool:
+        """Whether the router knows all whole blocks of a prompt to be on the worker."""
+        return len(prompt.block_hashes(self.harness.profile.block_size)) == self.harness.overlap(prompt).get(0, 0)
 
     def state(self) -> dict[str, Any]:
         """What the worker shows, and what was heard of it."""

@@ -81,13 +81,16 @@ def test_requests_that_overlap_share_blocks(worker):
     assert (0, 3) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
 
 
-def test_a_full_worker_evicts_and_says_so_after_what_it_stored(make_worker):
+def test_a_full_worker_evicts_and_says_so_after_what_it_stored_or_before(make_worker):
     worker = make_worker(num_blocks=3)
     worker.serve(prompt(1, 2))
     served = worker.serve(prompt(3, 4))
     a, b = chain(prompt(1, 2).tokens)
-    assert [Stored, Stored, Removed] == [type(event.data) for event in worker.heard.events]
-    assert Removed((b,)) == worker.heard.events[2].data  # the tail goes before its parent
+    last_two = [Removed, Stored] if worker.traits.removed_first else [Stored, Removed]
+    assert [Stored, *last_two] == [type(event.data) for event in worker.heard.events]
+    assert [Removed((b,))] == [
+        e.data for e in worker.heard.events if isinstance(e.data, Removed)
+    ]  # b before its parent
     assert [0, 1, 2] == [event.event_id for event in worker.heard.events]
     assert sorted([a, *served.stored_blocks]) == sorted(worker.manager.resident())
 
@@ -119,12 +122,19 @@ def test_a_prompt_of_hashes_that_fits_no_block_size_of_the_worker_is_refused(wor
 # ------------------------------------------------------------------------------------------------------- chunks
 
 
+def in_chunks(worker, *stored):
+    """What is stored; in one, where the engine takes no chunks."""
+    if worker.traits.chunks:
+        return list(stored)
+    return [(stored[0][0], [block for _, blocks in stored for block in blocks])]
+
+
 def test_a_chunked_prefill_stores_chunk_by_chunk_each_after_the_one_before(make_worker, stored_of):
     worker = make_worker(num_blocks=8, block_size=64, chunk=256)
     tokens = list(range(512))
     request = worker.prefill(tokens)
     blocks = chain(tokens, 64)
-    assert [(None, blocks[:4]), (blocks[3], blocks[4:])] == stored_of(worker.heard.events)
+    assert in_chunks(worker, (None, blocks[:4]), (blocks[3], blocks[4:])) == stored_of(worker.heard.events)
     assert blocks == request.blocks
 
 
@@ -139,7 +149,7 @@ def test_a_chunk_below_a_block_stores_no_block_twice(make_worker, stored_of):
     worker = make_worker(chunk=1)
     request = worker.prefill(range(9))
     first, second = chain(range(8))
-    assert [(None, [first]), (first, [second])] == stored_of(worker.heard.events)
+    assert in_chunks(worker, (None, [first]), (first, [second])) == stored_of(worker.heard.events)
     assert dict.fromkeys(request.blocks, 1) == worker.manager.active_blocks
 
 
@@ -475,7 +485,7 @@ def test_a_resumed_prefill_is_chunked_again(make_worker, stored_of):
     assert worker.manager.clear()
     request.resume()
     first, second = chain(range(8))
-    assert [(None, [first]), (first, [second])] * 2 == stored_of(worker.heard.events)
+    assert in_chunks(worker, (None, [first]), (first, [second])) * 2 == stored_of(worker.heard.events)
 
 
 def test_a_request_may_finish_while_it_is_preempted(worker):
@@ -596,7 +606,7 @@ def test_without_prefix_caching_two_requests_share_no_block(make_worker):
     assert (2, 1) == (raised.value.requested, raised.value.available)
 
 
-def test_without_prefix_caching_a_resumed_request_finds_its_own_blocks(make_worker):
+def test_without_prefix_caching_a_resumed_request_finds_its_own_blocks(make_worker, backend):
     worker = make_worker(prefix_caching=False)
     request = worker.prefill(range(8))
     blocks = request.blocks
@@ -604,7 +614,7 @@ def test_without_prefix_caching_a_resumed_request_finds_its_own_blocks(make_work
     request.resume()
     assert blocks == request.blocks
     assert (2, 0) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
-    assert 0 == request.cached_tokens
+    assert (8 if backend == "hash_cache" else 0) == request.cached_tokens  # 1.0.2 counts them, 1.2.1 does not
 
 
 # ------------------------------------------------------------------------------------------------------- the rest

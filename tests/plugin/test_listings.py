@@ -10,6 +10,7 @@ from pytest_kvmock.plugin.options import OPTIONS, PROFILE_KEYS
 FIXTURES = [
     "kv_backend",
     "kv_base_profile",
+    "kv_cache_manager",
     "kv_events",
     "kv_index",
     "kv_manager",

@@ -261,8 +261,8 @@ class TakesAnything(Lru):
 @MANAGERS.breaks("test_an_unknown_parent_is_refused_and_changes_nothing")
 class MakesARootOfWhatHasAnUnknownParent(Lru):
     class Subject(Spoilt):
-        def _parent_plh(self, parent, what):
+        def _known(self, parent, what):
             try:
-                return super()._parent_plh(parent, what)
+                return super()._known(parent, what)
             except MoveError:
                 return None

@@ -6,9 +6,10 @@ from contract_runs import Mutants
 from mutants_managers import ForgetsRemoved, Spoilt
 from mutants_policies import TakesWhatIsRegisteredForIdle
 
-from pytest_kvmock import Deref, MoveError, Prompt
+from pytest_kvmock import Deref, MoveError, Prompt, StorageTier
 from pytest_kvmock.cache.pool import BlockPool
 from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.testing import WorkerContract
 
 WORKERS = Mutants(WorkerContract)
@@ -226,3 +227,76 @@ class SaysThatItIsCleared(Lru):
 class DoesNotRestart(Lru):
     def spoil(self, worker):
         worker.restart = lambda *, announced=False: None
+
+
+# ------------------------------------------------------------------------- engines that do not do what their traits say
+
+
+@WORKERS.breaks("test_a_prompt_that_is_cached_whole_is_reused")
+class ClaimsToRecomputeTheLastToken(Lru):
+    class Subject(MoveDriver):
+        traits = Traits(recomputes_last_token=True)
+
+
+@WORKERS.breaks("test_a_block_that_output_fills_is_published_when_the_traits_say")
+class ClaimsToStoreFullBlocksAtOnce(Lru):
+    class Subject(MoveDriver):
+        traits = Traits(stores_when="full")
+
+
+@WORKERS.breaks("test_a_block_that_output_fills_is_published_when_the_traits_say")
+class ClaimsToStoreAtTheEnd(Lru):
+    class Subject(MoveDriver):
+        traits = Traits(stores_when="finish")
+
+
+@WORKERS.breaks("test_a_block_that_output_fills_is_published_when_the_traits_say")
+class ClaimsToStoreWhenNobodyKnows(Lru):
+    class Subject(MoveDriver):
+        traits = Traits(stores_when="sometimes")
+
+
+@WORKERS.breaks("test_a_block_is_cached_several_times_where_the_traits_say_so")
+class ClaimsCopies(Lru):
+    class Subject(MoveDriver):
+        traits = Traits(copies=True)
+
+
+@WORKERS.breaks("test_a_block_is_cached_several_times_where_the_traits_say_so")
+class KeepsCopiesInSecret(Manager):
+    class Subject(Spoilt):
+        def resident(self, tier=StorageTier.DEVICE):
+            return [*super().resident(tier)] * 2
+
+
+@WORKERS.breaks("test_what_is_evicted_is_published_before_what_is_stored_or_after_it_as_the_traits_say")
+class ClaimsThatRemovedComesFirst(Lru):
+    class Subject(MoveDriver):
+        traits = Traits(removed_first=True)
+
+
+@WORKERS.breaks("test_a_new_worker_has_nothing")
+class ClaimsToBeginWithACleared(Lru):
+    class Subject(MoveDriver):
+        traits = Traits(cleared_first=True)
+
+
+@WORKERS.breaks("test_a_new_worker_has_nothing")
+class BeginsWithACleared(Lru):
+    class Subject(MoveDriver):
+        def __init__(self, manager, prefix_caching, rng):
+            super().__init__(manager, prefix_caching, rng)
+            manager.clear()
+
+
+@WORKERS.breaks("test_a_prompt_is_taken_chunk_by_chunk_where_the_traits_say_so")
+class ClaimsThatChunksAreOne(Lru):
+    class Subject(MoveDriver):
+        traits = Traits(chunks=False)
+
+
+@WORKERS.breaks("test_a_prompt_is_taken_chunk_by_chunk_where_the_traits_say_so")
+class TakesAllChunksAtOnce(Lru):
+    class Subject(MoveDriver):
+        def admit(self, request, upto):
+            super().admit(request, len(request))

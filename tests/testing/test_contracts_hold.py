@@ -1,7 +1,5 @@
 """The contracts hold for what we ship: backends, eviction policies and the reference index."""
 
-import pytest
-
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.cache.eviction.lineage import LineagePolicy
@@ -58,6 +56,15 @@ class TestMultiLruWorker(WorkerContract):
     backend = backend_spec("multi_lru")
 
 
+class TestSglangWorker(WorkerContract):
+    backend = "sglang"
+
+
+class TestSglangWorkerOfSmallPages(WorkerContract):
+    backend = backend_spec("sglang").but("sglang_slru", policy="slru")
+    block_size = 2
+
+
 class TestLargeBlocks(WorkerContract):
     backend = "lru"
     block_size = 16
@@ -68,7 +75,11 @@ class TestRadixIndex(IndexContract):
         return RadixIndex()
 
 
-@pytest.mark.parametrize("contract", [ManagerContract, WorkerContract])
-def test_no_backend_is_left_out(contract):
+def under(contract):
     here = [case for case in globals().values() if isinstance(case, type) and issubclass(case, contract)]
-    assert set(BACKENDS) == {backend_spec(case.backend).name for case in here if case.backend is not None}
+    return {backend_spec(case.backend).name for case in here if case.backend is not None}
+
+
+def test_no_backend_is_left_out():
+    assert {name for name, spec in BACKENDS.items() if spec.driver is None} == under(ManagerContract)
+    assert set(BACKENDS) <= under(WorkerContract)

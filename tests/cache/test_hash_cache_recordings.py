@@ -1,0 +1,79 @@
+"""The recordings of the real manager of dynamo-mocker 1.0.2, step by step."""
+
+import pytest
+from cache_helpers import Player, event_rows
+
+from pytest_kvmock import CapturingSink, create_manager
+from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.moves import Destroy, MoveError, Promote, Use
+
+
+def shown(manager):
+    """All that a manager shows, to see that nothing changed."""
+    return manager.active_blocks, manager.inactive_blocks(), list(manager.sink.events)
+
+
+class HashCachePlayer(Player):
+    """Plays the operations of 1.0.2; it answers true or false where the newer manager answers a number."""
+
+    def play(self, operation):
+        """Do one operation, and return its row: value, events, active, inactive."""
+        kind, *arguments = operation
+        value = getattr(self, f"play_{kind}")(*arguments)
+        manager = self.manager
+        assert manager.current_capacity == manager.num_active_blocks + manager.num_inactive_blocks
+        return [value, event_rows(manager.sink.take()), manager.num_active_blocks, manager.num_inactive_blocks]
+
+    def use(self, move):
+        answer = self.manager.process(move)
+        assert answer in (0, len(move.blocks))
+        return answer == len(move.blocks)
+
+    def play_use(self, names, local_hashes):
+        return self.use(Use(self.blocks(names), local_hashes))
+
+    def play_destroy(self, names):
+        return self.manager.process(Destroy(self.blocks(names)))
+
+    def play_promote(self, partial, block, parent, local_hash):
+        return self.manager.process(Promote(self.block(partial), block, parent, local_hash))
+
+    def play_probe(self, names):
+        return self.manager.probe_new_blocks(self.blocks(names))
+
+    def play_new(self, name, tokens, max_output):
+        sequence = ActiveSequence(tokens, max_output, self.manager.block_size, rng=self.rng, semantics="e0")
+        self.sequences[name] = sequence
+        return len(sequence.unique_blocks)
+
+    def play_admit(self, name):
+        return self.use(self.sequences[name].take_creation_signal())
+
+    def play_push(self, name, token):
+        sequence = self.sequences[name]
+        for move in sequence.push(token):
+            if not self.manager.process(move):
+                sequence.pop()
+                return False
+        return True
+
+    def play_cost(self, name):
+        cost = self.manager.prefill_cost(self.sequences[name])
+        assert cost.new_tokens + cost.cached_tokens == self.sequences[name].num_input_tokens
+        return [cost.new_blocks, cost.new_tokens]
+
+
+@pytest.mark.parametrize("file", ["scenarios", "moves", "requests"])
+def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recording, file):
+    for program in recording(f"hash_cache_{file}.json.gz")["programs"]:
+        sizes = {"num_blocks": program["capacity"], "block_size": program["block_size"]}
+        player = HashCachePlayer(create_manager("hash_cache", **sizes, sink=CapturingSink()))
+        for number, (operation, *expected) in enumerate(program["steps"]):
+            where = (program.get("name", program.get("seed")), number, operation)
+            if isinstance(expected[0], dict):  # the real manager panicked
+                before = shown(player.manager)
+                with pytest.raises(MoveError):
+                    player.play(operation)
+                assert before == shown(player.manager), where
+            else:
+                assert expected == player.play(operation), where
