@@ -260,7 +260,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
             ),
             BackendSpec(
                 "sglang",
-                "SGLang 0.5.23, radix cache",
+                "SGLang 0.5.23",
                 _sglang,
                 residency="counted",
                 in_matrix=False,

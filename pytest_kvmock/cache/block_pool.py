@@ -278,8 +278,8 @@ class BlockPoolManager(RequestLevel):
         upto = computed + num_new_tokens
         if num_new_tokens < 1 or upto > len(request.tokens):
             raise ValueError(
-                f"num_new_tokens must be from 1 to {len(request.tokens) - computed}, the tokens that are not computed; "
-                f"got {num_new_tokens!r}"
+                f"num_new_tokens must be at least 1, and at most the {len(request.tokens) - computed} tokens of the request "
+                f"that are not computed; got {num_new_tokens!r}"
             )
         if self.missing_blocks(request, upto, new_computed_blocks) > len(free):
             return None

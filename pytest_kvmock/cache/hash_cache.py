@@ -29,7 +29,7 @@ from uuid import UUID
 from pytest_kvmock.cache import rules
 from pytest_kvmock.cache.evictor import LruEvictor
 from pytest_kvmock.cache.manager import ManagerBase, PrefillCost, SequenceBlocks
-from pytest_kvmock.cache.runs import Foreseen, check_lengths, faulty_run, full_blocks, runs
+from pytest_kvmock.cache.runs import Foreseen, check_lengths, check_token_places, faulty_run, full_blocks, runs
 from pytest_kvmock.cache.short_forms import ShortForms
 from pytest_kvmock.cache.trace import LOG, trace
 from pytest_kvmock.events import BlockTokens, Cleared, Removed, StorageTier, Stored
@@ -203,7 +203,9 @@ class HashCacheManager(ShortForms, ManagerBase):
             check_lengths(move, num_full)
         foreseen = self._foresee(blocks)
         fits = foreseen.served == len(blocks)
-        if self.strict and not fits:
+        if not self.strict:
+            check_token_places(move, foreseen)
+        elif not fits:
             return 0
         told: list[tuple[Stored, BlockTokens | None]] = []
         if fits:

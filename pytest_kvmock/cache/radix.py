@@ -349,9 +349,8 @@ class RadixCacheManager(RequestLevel):
             self._insert(tokens, prompt, request.priority + 1, prompt)
         duplicates = matched - request.protected
         self._free += duplicates
-        tree.touch(node)  # SGLang matches what it has just inserted
         request.protected = count
-        if node is not request.node:
+        if node is not request.node:  # SGLang matches anew; the path is the newest already
             if request.node is not None:
                 tree.unlock(request.node)
             tree.lock(node)
@@ -422,7 +421,7 @@ def _namespace(extra_key: str | None, cache_salt: str | None) -> tuple[str | Non
 
 
 def _checked_policy(policy: str) -> str:
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         # tlru needs what only the unified tree keeps: on RadixCache, SGLang fails with it at the first eviction.
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r:.80}")
     return policy

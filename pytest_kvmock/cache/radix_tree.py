@@ -185,16 +185,6 @@ class RadixTree:
             self._changed.add(node)
         return at, node
 
-    def touch(self, node: TreeNode) -> None:
-        """Count the path to this node as used now, as a `match` of it does."""
-        tick = self._clock = self._clock + 1
-        if not node.children:
-            self._changed.add(node)
-        at: TreeNode | None = node
-        while at is not None:
-            at.last = tick
-            at = at.parent
-
     def _split(self, node: TreeNode, pages: int) -> TreeNode:
         """Put the first pages of a node into a new one above it; whoever holds the node holds the lower part."""
         parent, names = node.parent, node.names

@@ -34,6 +34,20 @@ def full_blocks(blocks: Iterable[Block]) -> list[int]:
     return [block for block in blocks if not isinstance(block, UUID)]
 
 
+def check_token_places(move: Use, foreseen: Foreseen) -> None:
+    """Raise a MoveError where the original does not find the tokens of a block that it stores, in a Use that fails too."""
+    places = _full_places(move, foreseen)
+    if move.token_ids is not None and places and len(move.token_ids) <= places[-1]:
+        raise MoveError(
+            f"{rules.use_of(move.blocks)}: {len(move.token_ids)} token_ids for {len(move.blocks)} blocks; "
+            "expected None, or one for each, partial ones too"
+        )
+
+
+def _full_places(move: Use, foreseen: Foreseen) -> list[int]:
+    return [place for place in foreseen.stored if not isinstance(move.blocks[place], UUID)]
+
+
 def faulty_run(move: Use, foreseen: Foreseen) -> Iterator[tuple[Stored, BlockTokens | None]]:
     """What a Use that fits tells, as the original does: one Stored, and its tokens.
 
@@ -44,17 +58,13 @@ def faulty_run(move: Use, foreseen: Foreseen) -> Iterator[tuple[Stored, BlockTok
     anchor = blocks[foreseen.hits[-1]] if foreseen.hits else move.parent
     if isinstance(anchor, UUID):
         raise MoveError(f"{what}: partial block {anchor} is the last that is cached, and a parent cannot be partial")
-    places = [place for place in foreseen.stored if not isinstance(blocks[place], UUID)]
+    places = _full_places(move, foreseen)
     if not places:
         return
     count, given = len(places), len(move.local_hashes)
     if given < count:
         raise MoveError(f"{what}: {given} local hashes for {count} blocks that are not cached; expected one for each")
-    token_ids = None
-    if move.token_ids is not None:
-        if len(move.token_ids) <= places[-1]:
-            raise MoveError(f"{what}: {len(move.token_ids)} token_ids; expected None, or one for each of the blocks")
-        token_ids = [move.token_ids[place] for place in places]
+    token_ids = None if move.token_ids is None else [move.token_ids[place] for place in places]
     names = tuple(full_blocks(blocks[place] for place in places))
     yield Stored(anchor, names, tuple(move.local_hashes[given - count :])), token_ids
 

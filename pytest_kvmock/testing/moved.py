@@ -10,7 +10,7 @@ from uuid import UUID
 from pytest_kvmock.cache.manager import KvManager
 from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, Removed, StorageTier, Stored
 from pytest_kvmock.hygiene.log import EventLog
-from pytest_kvmock.moves import Block
+from pytest_kvmock.moves import Block, Destroy
 
 
 class RaisingSink:
@@ -27,10 +27,17 @@ class RaisingSink:
 
 
 class MoveTraffic:
-    """Requests that use chains of a small tree, promote, and let go tail first, as schedulers do."""
+    """Requests that use chains of a small tree, promote, and let go tail first, as schedulers do.
 
-    def __init__(self, manager: KvManager, seed: int) -> None:
+    Args:
+        manager: under contract.
+        seed: which traffic.
+        fitting: it looks before it moves: a Use is made only if it fits, and a partial block that is let go is destroyed.
+    """
+
+    def __init__(self, manager: KvManager, seed: int, *, fitting: bool = False) -> None:
         self._manager = manager
+        self._fitting = fitting
         self._rng = Random(seed)  # noqa: S311 - mock data
         self._requests: list[list[Block]] = []
 
@@ -52,6 +59,8 @@ class MoveTraffic:
             blocks: list[Block] = (
                 [*chain, UUID(int=rng.getrandbits(128), version=4)] if rng.random() < 0.5 else [*chain]
             )
+            if self._fitting and self._shortage(blocks):
+                return
             served = self._manager.use(blocks)
             if served:
                 requests.append(blocks[:served])
@@ -65,9 +74,18 @@ class MoveTraffic:
                 self._manager.promote(partial, block, parent=parent)
                 request[-1] = block
         elif kind == "free" and requests:
-            self._manager.deref(requests.pop(rng.randrange(len(requests)))[::-1])
+            freed = requests.pop(rng.randrange(len(requests)))[::-1]
+            if self._fitting and isinstance(freed[0], UUID):
+                self._manager.process(Destroy(freed[:1]))
+                del freed[0]
+            self._manager.deref(freed)
         elif kind == "clear":
             self._manager.clear()
+
+    def _shortage(self, blocks: Sequence[Block]) -> bool:
+        manager = self._manager
+        new = sum(not manager.references(block) for block in blocks)
+        return new > manager.max_capacity - manager.num_active_blocks
 
 
 def _path_to(block: int) -> list[int]:

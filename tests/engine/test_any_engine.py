@@ -12,9 +12,13 @@ from pytest_kvmock.testing import traffic
 from pytest_kvmock.testing.program import Player
 
 CAPACITY, SIZE = 8, 4
-ENGINES = dict(BACKENDS)
+ENGINES = {
+    **BACKENDS,
+    "hash_cache_strict": BACKENDS["hash_cache"].but("hash_cache_strict", prefix_closed=True, strict=True),
+}
 
 MAY_WARN = {
+    "hash_cache": {"wrong_hash"},
     "multi_lru": {"evicted_and_restored", "wrong_hash", "orphaned_child"},
 }
 """What the events of an engine may be warned of, because the original does it."""

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from pytest_kvmock import create_manager
+from pytest_kvmock import BACKENDS, Prompt, create_manager
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.tokens import sequence_hashes
@@ -26,7 +26,7 @@ def new_worker(backend, num_blocks, *, chunk=None, sink=None):
     def make_manager(outlet):
         return create_manager(backend, num_blocks=num_blocks, block_size=MOONCAKE_BLOCK_SIZE, sink=outlet)
 
-    return KvWorker(make_manager, chunk=chunk, sink=sink, rng=Random(0))
+    return KvWorker(make_manager, chunk=chunk, sink=sink, rng=Random(0), driver=BACKENDS[backend].driver)
 
 
 @pytest.fixture
@@ -90,3 +90,51 @@ def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(
     assert {57, 58, 63, 64, 95} < {chain.index(block) for block in again}
     # And it hangs the blocks that it stores below a later one of their own chain: the last that was still cached.
     assert (1, 54) == (chain.index(stored.block_hashes[0]), chain.index(stored.parent_hash))
+
+
+# One request at a time: every id of the trace is a whole block, and one token more stands after them.
+@pytest.mark.parametrize("run", range(4))
+@pytest.mark.parametrize(("backend", "version"), [("vllm", "0.33.0"), ("vllm_0_19", "0.19.1")])
+def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_real_one(read_trace, recording, backend, version, run):
+    recorded = recording(f"vllm_{version}_mooncake.json")[run]
+    heard = Totals()
+    worker = new_worker(backend, recorded["usable_blocks"], sink=heard)
+    requests = hits = asked = skipped = 0
+    for request in read_trace(recorded["trace"]):
+        requests += 1
+        blocks = len(request.hash_ids)
+        if blocks >= recorded["usable_blocks"]:
+            skipped += 1
+            continue
+        prompt = Prompt(hashes=request.hash_ids, num_tokens=blocks * MOONCAKE_BLOCK_SIZE + 1)
+        hits += worker.serve(prompt).cached_tokens // MOONCAKE_BLOCK_SIZE
+        asked += blocks
+    found = {
+        "vllm": version,
+        "trace": recorded["trace"],
+        "usable_blocks": recorded["usable_blocks"],
+        "requests": requests,
+        "skipped": skipped,
+        "hit_blocks": hits,
+        "ref_blocks": asked,
+        "hit_rate": round(hits / asked, 4),
+        "stored": heard.stored,
+        "removed": heard.removed,
+        "resident": len(worker.manager.resident()),
+    }
+    assert recorded == found
+    assert 0 == worker.manager.num_active_block_refs
+
+
+class Totals:
+    """Counts blocks; vLLM says each removed one by itself."""
+
+    def __init__(self):
+        self.stored = self.removed = 0
+
+    def publish(self, event, storage_tier, token_ids):
+        if isinstance(event.data, Stored):
+            self.stored += len(event.data.block_hashes)
+        else:
+            (_,) = event.data.block_hashes
+            self.removed += 1

@@ -1,5 +1,7 @@
 """What came of a fault is marked so, and nothing else is: over random traffic, all faults and all backends."""
 
+from collections import Counter
+
 import pytest
 from fault_worlds import PROFILE, Traffic
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from pytest_kvmock import RadixIndex
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.events import Removed, RouterEvent, Stored
+from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, Stored
 from pytest_kvmock.faults.kinds import FAULTS
 
 RATES = [kind.name for kind in FAULTS.values() if kind.has_rate]
@@ -29,6 +31,31 @@ def script(kv, rng, kind):
     return fault.stop if kind in ("late_join", "salt") else lambda: None
 
 
+class CountsCopies(RadixIndex):
+    """A router that forgets a block with the last of its copies: vLLM stores and removes each."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = Counter()
+
+    def apply(self, event):
+        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        if isinstance(data, Removed):
+            self.copies.subtract((key, block) for block in data.block_hashes)
+            data = Removed(tuple(block for block in data.block_hashes if self.copies[key, block] <= 0))
+            event = RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, data, key[1]), event.storage_tier)
+        elif isinstance(data, Stored):
+            self.copies.update((key, block) for block in data.block_hashes)
+        else:
+            self.copies = Counter({entry: count for entry, count in self.copies.items() if entry[0] != key})
+        super().apply(event)
+
+
+def router_of(backend):
+    """An index that is right about this engine."""
+    return CountsCopies() if BACKENDS[backend].residency == "counted" else RadixIndex()
+
+
 def own(kv):
     """All problems; of a backend that is not prefix-closed the errors alone, as it makes warnings by itself."""
     return [p for p in kv.events.problems if p.is_error or BACKENDS[kv.backend].prefix_closed]
@@ -37,7 +64,7 @@ def own(kv):
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(seed=st.integers(0, 2**32), rates=rates, with_index=st.booleans(), flushed=st.booleans())
 def test_every_problem_of_a_faithful_engine_is_injected(backend, seed, rates, with_index, flushed):
-    traffic = Traffic(backend, seed, RadixIndex() if with_index else None, faults=rates)
+    traffic = Traffic(backend, seed, router_of(backend) if with_index else None, faults=rates)
     for _ in range(20):
         traffic.step()
         if flushed and not traffic.rng.randrange(6):
@@ -51,7 +78,7 @@ def test_every_problem_of_a_faithful_engine_is_injected(backend, seed, rates, wi
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(seed=st.integers(0, 2**32), kinds=st.lists(st.sampled_from(list(FAULTS)), min_size=1, max_size=4))
 def test_so_it_is_with_faults_by_hand(backend, seed, kinds):
-    traffic = Traffic(backend, seed, RadixIndex())
+    traffic = Traffic(backend, seed, router_of(backend))
     traffic.run(5)
     for kind in kinds:
         stop = script(traffic.kv, traffic.rng, kind)

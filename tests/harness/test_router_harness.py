@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from pytest_kvmock import EngineProfile, KvEventsError, Prompt, RouterHarness
+from pytest_kvmock import BACKENDS, EngineProfile, KvEventsError, Prompt, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
@@ -88,7 +88,7 @@ def test_a_harness_without_a_backend_has_no_worker_until_it_gets_one(make_kv):
         (lambda kv: kv.worker(2**16), "got 65536"),
         (lambda kv: kv.worker("0"), "got '0'"),
         (lambda kv: kv.worker(0, -1), "a dp_rank is an integer of at least 0, got -1"),
-        (lambda kv: kv.worker(1, backend="nope"), "unknown backend 'nope'; known: lineage, lru, multi_lru"),
+        (lambda kv: kv.worker(1, backend="nope"), f"unknown backend 'nope'; known: {', '.join(BACKENDS)}"),
         (lambda kv: kv.worker(0, backend="lru"), "worker 0 has backend 'lineage', not 'lru'"),
         (lambda kv: kv.drop_next(0), "n must be an integer of at least 1, got 0"),
         (lambda kv: kv.drop_next(True), "got True"),

@@ -6,10 +6,14 @@ import textwrap
 
 import pytest
 
+from pytest_kvmock.backends import BACKENDS
+
+KNOWN = ", ".join(BACKENDS)
+
 # ---------------------------------------------------------------------------------------------------- options
 
 OPTIONS = [
-    ("--kv-backend=lruu", "unknown backend 'lruu'; known: lineage, lru, multi_lru"),
+    ("--kv-backend=lruu", f"unknown backend 'lruu'; known: {KNOWN}"),
     ("--kv-event-errors=oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("--kv-event-warnings=", "got ''; allowed: fail, warn, ignore"),
     ("--kv-events=some", "got 'some'; allowed: failed, all, none"),
@@ -37,7 +41,7 @@ def test_a_wrong_option_is_a_usage_error_under_xdist(nested):
 
 
 INI = [
-    ("kvmock_backends = lineage lruu", "unknown backend 'lruu'; known: lineage, lru, multi_lru"),
+    ("kvmock_backends = lineage lruu", f"unknown backend 'lruu'; known: {KNOWN}"),
     ("kvmock_event_errors = oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock_event_warnings =", "got ''; allowed: fail, warn, ignore"),
     ("kvmock_events = some", "got 'some'; allowed: failed, all, none"),
@@ -89,9 +93,9 @@ def test_values_of_pyproject_are_typed(nested):
 # ---------------------------------------------------------------------------------------------------- markers
 
 MARKERS = [
-    ("kv_backends('lruu')", "unknown backend 'lruu'; known: lineage, lru, multi_lru"),
+    ("kv_backends('lruu')", f"unknown backend 'lruu'; known: {KNOWN}"),
     ("kv_backends(7)", "got 7; allowed: names, as strings"),
-    ("kv_backends(exclude=['lruu'])", "unknown backend 'lruu'; known: lineage, lru, multi_lru"),
+    ("kv_backends(exclude=['lruu'])", f"unknown backend 'lruu'; known: {KNOWN}"),
     ("kv_backends(exclude=7)", "got 7; allowed: a name, or a list of names"),
     ("kv_backends(excluding='lru')", "unknown key 'excluding'; known: exclude"),
     ("kvmock(8)", "takes keywords only; known: block_size, *"),
@@ -213,7 +217,7 @@ def test_a_wrong_marker_that_came_late_is_the_same_over_the_matrix_and_under_xdi
     result = nested("def test(kv_router): pass", "-n", "2", plugins=["xdist"], files=files)
 
     result.assert_outcomes(errors=3)
-    result.stdout.fnmatch_lines(["kvmock: kv_backends('lruu'): unknown backend 'lruu'; known: lineage, lru, multi_lru"])
+    result.stdout.fnmatch_lines([f"kvmock: kv_backends('lruu'): unknown backend 'lruu'; known: {KNOWN}"])
 
 
 # ---------------------------------------------------------------------------------------------------- fixtures

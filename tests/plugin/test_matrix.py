@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from pytest_kvmock.backends import BACKENDS
+
 ALL = ["lineage", "lru", "multi_lru"]
 
 follows_overrides = pytest.mark.skipif(
@@ -152,7 +154,7 @@ OVERRIDES = {
     ),
     "marker without names": ("@pytest.mark.kv_backends()\n" + USES, {}, ALL),
     "ini": (USES, {"pytest.ini": "[pytest]\nkvmock_backends = lru"}, ["lru"]),
-    "ini, all": (USES, {"pytest.ini": "[pytest]\nkvmock_backends = all"}, ALL),
+    "ini, all": (USES, {"pytest.ini": "[pytest]\nkvmock_backends = all"}, list(BACKENDS)),
     "a direct parametrisation is not touched by a marker": (
         "@pytest.mark.kv_backends('lineage')\n@pytest.mark.parametrize('kv_backend', ['lru'])\n" + USES,
         {},
@@ -471,7 +473,7 @@ def test_an_unknown_backend_of_the_users_is_one_line(nested, source, value):
     result = nested(source.replace("{}", value, 1))
 
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["kvmock: kv_backend is *; known: lineage, lru, multi_lru"])
+    result.stdout.fnmatch_lines([f"kvmock: kv_backend is *; known: {', '.join(BACKENDS)}"])
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 

@@ -266,3 +266,14 @@ class MakesARootOfWhatHasAnUnknownParent(Lru):
                 return super()._known(parent, what)
             except MoveError:
                 return None
+
+
+@MANAGERS.breaks(
+    "test_blocks_in_use_are_never_evicted",
+    "test_a_partial_block_that_is_let_go_is_gone",
+    "test_a_deref_of_what_is_not_held_is_refused_and_changes_nothing",
+    ends_in=(MoveError,),
+)
+class IsSaidToBeForgivingAndIsNot(ManagerContract):
+    backend = "lru"
+    semantics = "e0"

@@ -4,7 +4,7 @@ import pytest
 from contract_runs import failure_of, names_of_tests
 
 from pytest_kvmock import RadixIndex
-from pytest_kvmock.backends import BackendSpec, registered
+from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
 from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
@@ -65,7 +65,7 @@ CASES = [
         subject(ManagerContract),
         'set backend = "name" (or a BackendSpec), or define make_manager(self, num_blocks, block_size, sink)',
     ),
-    (subject(ManagerContract, backend="lruu"), "unknown backend 'lruu'; known: lineage, lru, multi_lru"),
+    (subject(ManagerContract, backend="lruu"), f"unknown backend 'lruu'; known: {', '.join(BACKENDS)}"),
     (subject(WorkerContract, backend=7), "backend must be the name of a backend or a BackendSpec, got 7"),
     (
         subject(ManagerContract, make_manager=lambda self, num_blocks, block_size, sink: []),

@@ -5,6 +5,7 @@ from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.cache.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
+from pytest_kvmock.cache.manager import RequestLevel
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
 
@@ -39,6 +40,18 @@ class TestMultiLruManager(ManagerContract):
     backend = "multi_lru"
 
 
+STRICT = backend_spec("hash_cache").but("hash_cache_strict", prefix_closed=True, strict=True)
+
+
+class TestHashCacheManager(ManagerContract):
+    backend = "hash_cache"
+    semantics = "e0"
+
+
+class TestStrictHashCacheManager(ManagerContract):
+    backend = STRICT
+
+
 class TestAManagerOfOnesOwn(ManagerContract):
     def make_manager(self, num_blocks, block_size, sink):
         return create_manager("lru", num_blocks=num_blocks, block_size=block_size, sink=sink)
@@ -54,6 +67,27 @@ class TestLruWorker(WorkerContract):
 
 class TestMultiLruWorker(WorkerContract):
     backend = backend_spec("multi_lru")
+
+
+class TestHashCacheWorker(WorkerContract):
+    backend = "hash_cache"
+
+
+class TestStrictHashCacheWorker(WorkerContract):
+    backend = STRICT
+
+
+class TestVllmWorker(WorkerContract):
+    backend = "vllm"
+
+
+class TestOlderVllmWorker(WorkerContract):
+    backend = "vllm_0_19"
+
+
+class TestVllmWorkerOfAnotherHash(WorkerContract):
+    backend = backend_spec("vllm").but("vllm_xx", version="0.28.0", hash_algorithm="xxhash", hash_seed="42")
+    block_size = 3
 
 
 class TestSglangWorker(WorkerContract):
@@ -81,5 +115,6 @@ def under(contract):
 
 
 def test_no_backend_is_left_out():
-    assert {name for name, spec in BACKENDS.items() if spec.driver is None} == under(ManagerContract)
+    managers = {name: create_manager(name, num_blocks=1) for name in BACKENDS}
+    assert {name for name, made in managers.items() if not isinstance(made, RequestLevel)} <= under(ManagerContract)
     assert set(BACKENDS) <= under(WorkerContract)
