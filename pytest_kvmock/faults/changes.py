@@ -13,6 +13,8 @@ from pytest_kvmock.tokens import block_hashes, sequence_hashes
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.stream import StreamKey
 
+_U64 = 2**64 - 1
+
 Change: TypeAlias = Callable[[RouterEvent], list[RouterEvent] | None]
 """What arrives in place of an event; None: the fault cannot strike this one."""
 
@@ -98,7 +100,9 @@ def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) 
             local = block_hashes(flat, block_size, lora_name=lora_name, cache_namespace=cache_namespace)
         except (TypeError, ValueError):
             return None  # what a user's own event calls tokens is none
-        blocks = tuple(sequence_hashes(local, parent=parent))
+        blocks = tuple(sequence_hashes(local, parent=None if parent is None else parent & _U64))
+        if min(data.block_hashes, default=0) < 0:
+            blocks = tuple(map(_i64, blocks))
         names.update({(key, block): salt for block, salt in zip(data.block_hashes, blocks, strict=True)})
         return [_with(event, replace(data, parent_hash=parent, block_hashes=blocks, tokens_hashes=tuple(local)))]
 

@@ -517,6 +517,12 @@ def test_serve_does_not_count_what_others_store(worker):
 # -------------------------------------------------------------------------------------------------- cached_tokens
 
 
+def test_a_look_does_not_meet_a_partial_block_of_a_request(make_worker):
+    worker = make_worker(seed=0)
+    worker.prefill(range(3))
+    assert 0 == worker.cached_tokens([9] * 3)
+
+
 def test_a_look_touches_nothing(worker, state_of):
     for number in range(6):
         worker.serve(prompt(number))

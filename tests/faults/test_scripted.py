@@ -7,7 +7,7 @@ from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarnes
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
 from pytest_kvmock.faults.changes import salted
 from pytest_kvmock.faults.kinds import FAULTS
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock.tokens import block_hashes, sequence_hashes
 
 
 @pytest.fixture
@@ -230,6 +230,23 @@ def test_salted_blocks_are_removed_under_their_names():
         kv.worker(0).serve(kv.prompt(3))
     assert set(kv.events.removed_blocks) <= set(kv.events.stored_blocks)
     assert "block_not_found" not in {p.rule for p in kv.events.problems}
+
+
+def test_signed_hashes_are_salted_too_and_stay_signed():
+    change = salted(2, "adapter", None)
+    tokens = [(1, 2), (3, 4)]
+    first, second = (
+        RouterEvent(0, KvCacheEvent(number, Stored(parent, (name,), (7,))), token_ids=[ids])
+        for number, (parent, name, ids) in enumerate([(None, -5, tokens[0]), (-5, -6, tokens[1])])
+    )
+    ((one,), (two,)) = (change(event) for event in (first, second))
+    local = block_hashes([1, 2, 3, 4], 2, lora_name="adapter")
+    names = [name - 2**64 if name >= 2**63 else name for name in sequence_hashes(local)]
+    assert min(names) < 0
+    assert [Stored(None, (names[0],), (local[0],)), Stored(names[0], (names[1],), (local[1],))] == [
+        one.event.data,
+        two.event.data,
+    ]
 
 
 def test_blocks_without_tokens_cannot_be_salted(kv):
