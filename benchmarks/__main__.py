@@ -19,7 +19,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import index, manager, mooncake, plugin_cost, reduce, tokens, verdict
+from benchmarks import index, manager, mooncake, plugin_cost, reduce, tokens, verdict, workers
 from benchmarks.measure import NotHere, TableRow
 
 GROUPS = {
@@ -27,6 +27,7 @@ GROUPS = {
     "unused": (plugin_cost.unused_cost,),
     "used": (plugin_cost.used_cost,),
     "manager": (manager.speed, manager.memory),
+    "workers": (workers.speed, workers.memory),
     "verdict": (verdict.with_ledger_and_index, verdict.with_an_index_asked_after_every_event),
     "tokens": (tokens.hashes,),
     "index": (index.speed, index.memory),
