@@ -43,17 +43,25 @@ class PoolRequest:
         skip_reading_prefix_cache: it computes everything itself, as requests for prompt logprobs do.
     """
 
-    __slots__ = ("block_ids", "num_cached_blocks", "num_computed_tokens", "skip_reading_prefix_cache", "tokens")
+    __slots__ = (
+        "_found",
+        "block_ids",
+        "num_cached_blocks",
+        "num_computed_tokens",
+        "skip_reading_prefix_cache",
+        "tokens",
+    )
 
     def __init__(self, tokens: HashedTokens, *, skip_reading_prefix_cache: bool = False) -> None:
         self.tokens = tokens
+        self._found: tuple[int, int, list[int]] | None = None  # the manager's: when, for how many tokens, which blocks
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_cached_blocks = 0
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.tokens.num_tokens
 
     @property
     def blocks(self) -> list[Block]:
@@ -62,7 +70,7 @@ class PoolRequest:
         That is 0, vLLM's null block, while the request holds no blocks.
         """
         names = self.tokens.names
-        held = self.block_ids or [0] * -(-len(self.tokens) // self.tokens.block_size)
+        held = self.block_ids or [0] * -(-len(self) // self.tokens.block_size)
         return [*names, *(UUID(int=block_id) for block_id in held[len(names) :])]
 
 
@@ -89,7 +97,6 @@ class BlockPoolManager(RequestLevel):
         version: what is particular to its release.
         hasher: names the blocks of its requests.
         enable_caching: as given.
-        changes: grows whenever what a lookup finds may change.
     """
 
     takes: ClassVar[str] = "new_request, get_computed_blocks, allocate_slots, free, reset_prefix_cache"
@@ -113,7 +120,6 @@ class BlockPoolManager(RequestLevel):
         if not isinstance(enable_caching, bool):
             raise ValueError(f"enable_caching must be True or False, got {enable_caching!r}")  # noqa: TRY004
         self.enable_caching = enable_caching
-        self.changes = 0
         self._hashing = (version, hash_algorithm, hash_seed)
         self._free = OrderedDict.fromkeys(range(1, num_blocks + 1))
         # By the number of the block; the null block is never in use.
@@ -123,6 +129,8 @@ class BlockPoolManager(RequestLevel):
         self._cached: dict[int, int] = {}
         self._copies: dict[int, list[int]] = {}
         self._references = 0
+        self._changes = 0  # grows whenever what a lookup finds may change
+        self._rng = Random(0)  # noqa: S311 - mock data
 
     # ------------------------------------------------------------------------------------------------- queries
 
@@ -210,7 +218,7 @@ class BlockPoolManager(RequestLevel):
             if prompt.tokens is None:
                 raise ValueError("a prompt of hashes has no tokens to hash extra keys (LoRA, multimodal, salt) with")
             hasher = VllmHasher(*self._hashing, keys)
-        tokens = HashedTokens(prompt, self.block_size, hasher, rng or Random(0))  # noqa: S311 - mock data
+        tokens = HashedTokens(prompt, self.block_size, hasher, rng or self._rng)
         return PoolRequest(tokens, skip_reading_prefix_cache=skip_reading_prefix_cache)
 
     def get_computed_blocks(self, request: PoolRequest) -> list[int]:
@@ -220,25 +228,21 @@ class BlockPoolManager(RequestLevel):
         the last one is not among them (vLLM: `max_cache_hit_length = request.num_tokens - 1`).
 
         Returns:
-            Their numbers, in order.
+            Their numbers, in order. Asked again, it looks again only if anything was cached or evicted since.
         """
-        tokens = request.tokens
-        if request.skip_reading_prefix_cache:
-            return []
-        return self.find_longest_cache_hit(tokens.names, len(tokens))
-
-    def find_longest_cache_hit(self, names: Sequence[int], num_tokens: int) -> list[int]:
-        """The cached blocks that begin a sequence of so many tokens, whose complete blocks have these names."""
+        found, num_tokens = request._found, request.tokens.num_tokens  # noqa: SLF001 - one family
+        if found is not None and found[0] == self._changes and found[1] == num_tokens:
+            return found[2].copy()
         hits: list[int] = []
-        if not self.enable_caching:
-            return hits
-        most = (num_tokens - 1) // self.block_size
-        append = hits.append
-        for block_id in map(self._cached.get, names if len(names) <= most else names[:most]):
-            if block_id is None:
-                break
-            append(block_id)
-        return hits
+        if self.enable_caching and not request.skip_reading_prefix_cache:
+            names, most = request.tokens.names, (num_tokens - 1) // self.block_size
+            append = hits.append
+            for block_id in map(self._cached.get, names if len(names) <= most else names[:most]):
+                if block_id is None:
+                    break
+                append(block_id)
+        request._found = self._changes, num_tokens, hits  # noqa: SLF001 - as above
+        return hits.copy()
 
     def missing_blocks(self, request: PoolRequest, num_tokens: int, new_computed_blocks: Sequence[int] = ()) -> int:
         """How many free blocks it takes until a request has room for its first `num_tokens`. Changes nothing.
@@ -276,9 +280,9 @@ class BlockPoolManager(RequestLevel):
             raise ValueError(f"new_computed_blocks are for a request without blocks; this one has {len(held)}")
         computed = request.num_computed_tokens + len(new_computed_blocks) * size
         upto = computed + num_new_tokens
-        if num_new_tokens < 1 or upto > len(request.tokens):
+        if num_new_tokens < 1 or upto > request.tokens.num_tokens:
             raise ValueError(
-                f"num_new_tokens must be at least 1, and at most the {len(request.tokens) - computed} tokens of the request "
+                f"num_new_tokens must be at least 1, and at most the {len(request) - computed} tokens of the request "
                 f"that are not computed; got {num_new_tokens!r}"
             )
         if self.missing_blocks(request, upto, new_computed_blocks) > len(free):
@@ -332,7 +336,7 @@ class BlockPoolManager(RequestLevel):
             if not others:
                 del copies[name]
         if evicted:
-            self.changes += 1
+            self._changes += 1
             self._publisher.publish_removed(evicted)
         return evicted
 
@@ -351,7 +355,7 @@ class BlockPoolManager(RequestLevel):
                 else:
                     cached[name] = block_id
         request.num_cached_blocks = end
-        self.changes += 1
+        self._changes += 1
         publisher = self._publisher
         if publisher.sink is not None:
             # The parent is that of the names: it is cached, perhaps in another block than the one that is held.
@@ -394,7 +398,7 @@ class BlockPoolManager(RequestLevel):
         self._names = [None] * len(self._names)
         self._cached.clear()
         self._copies.clear()
-        self.changes += 1
+        self._changes += 1
         self._publisher.publish(Cleared())
         return True
 

@@ -59,6 +59,7 @@ class HashedTokens:
     Attributes:
         block_size: tokens a block.
         num_prompt_tokens: length of the prompt.
+        num_tokens: tokens so far.
         names: name of each complete block, as the engine publishes it; not to be changed.
         local_hashes: the router's hash of each complete block; not to be changed.
         tokens: all tokens so far; None where only the prompt's hashes are known.
@@ -67,20 +68,20 @@ class HashedTokens:
     __slots__ = (
         "_hasher",
         "_last",
-        "_length",
         "_rng",
         "_shares",
         "block_size",
         "local_hashes",
         "names",
         "num_prompt_tokens",
+        "num_tokens",
         "tokens",
     )
 
     def __init__(self, prompt: Prompt, block_size: int, hasher: BlockHasher | None, rng: Random) -> None:
         self.block_size = block_size
-        self.num_prompt_tokens = self._length = prompt.length(block_size)
-        if not self._length:
+        self.num_prompt_tokens = self.num_tokens = prompt.length(block_size)
+        if not self.num_tokens:
             raise ValueError("the prompt is empty; a request needs at least one token")
         self._hasher, self._rng = hasher, rng
         self.tokens: list[int] | None = None if prompt.tokens is None else list(prompt.tokens)
@@ -93,7 +94,7 @@ class HashedTokens:
             self.local_hashes = prompt.block_hashes(block_size)
 
     def __len__(self) -> int:
-        return self._length
+        return self.num_tokens
 
     def append(self, token: int) -> None:
         """Add one token; a block that it completes has its name at once."""
@@ -102,11 +103,11 @@ class HashedTokens:
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens; the blocks that they complete have their names at once."""
         size, hasher = self.block_size, self._hasher
-        first = self._length // size
-        self._length += len(tokens)
+        first = self.num_tokens // size
+        self.num_tokens += len(tokens)
         if self.tokens is not None:
             self.tokens += tokens
-        count = self._length // size - first
+        count = self.num_tokens // size - first
         if not count or hasher is None:
             return
         before = self._last

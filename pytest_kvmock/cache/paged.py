@@ -240,9 +240,12 @@ def _check_integer(name: str, value: object, least: int, unit: str = "") -> None
         raise ValueError(f"{name} must be an integer of at least {least}{unit}, got {value!r:.80}")
 
 
-def _check_request(request: object, what: str) -> None:
-    if not isinstance(request, PagedRequest):
-        raise ValueError(f"{what}: the request must be a PagedRequest, got {request!r:.80}")  # noqa: TRY004 - one error
+_READ = ("request_id", "num_prompt_tokens", "num_computed_tokens", "kv_blocks")
+
+
+def _check_request(request: PagedRequest, what: str) -> None:
+    if not all(hasattr(request, name) for name in _READ):  # a scheduler may have a class of its own
+        raise ValueError(f"{what}: the request must be like a PagedRequest, got {request!r:.80}")
     for name in ("num_prompt_tokens", "num_computed_tokens"):  # the scheduler changes them as it goes
         _check_integer(f"{what} of request {request.request_id!r:.80}: {name}", getattr(request, name), 0)
     if not isinstance(request.kv_blocks, list):  # None, if what did not fit was assigned to it

@@ -198,14 +198,16 @@ class Request:
         self._admit()
 
     def _admit(self) -> None:
-        requested, available = self._driver.shortage(self._state)
+        driver, state = self._driver, self._state
+        requested, available = driver.shortage(state)
         if requested > available:
             raise OutOfBlocks(requested, available)
-        self.cached_tokens = self._driver.cached(self._state)
-        chunk = self._worker.chunk or len(self)
+        self.cached_tokens = driver.cached(state)
+        length = len(state)
+        chunk = self._worker.chunk or length
         with self._worker._serving():
-            for upto in range(chunk, len(self) + chunk, chunk):
-                self._driver.admit(self._state, min(upto, len(self)))
+            for upto in range(chunk, length + chunk, chunk):
+                driver.admit(state, min(upto, length))
         self._status = "running"
 
     def _end(self, status: str) -> None:

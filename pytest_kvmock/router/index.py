@@ -20,6 +20,7 @@ said it (`semantics="e1"` brings the older rule back). Its dump does not end on 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NoReturn
@@ -115,17 +116,26 @@ class RadixIndex:
     Args:
         semantics: None: a Cleared empties the rank that said it, in all tiers (Dynamo from 1.6). `"e1"`: it empties all ranks of
             that worker (Dynamo up to 1.3).
+        count_copies: hold a block until it was removed as often as it was stored, for engines that publish copies (vLLM).
+            Dynamo's tree does not count; a filter before it does (dynamo #8012).
 
     Raises:
         ValueError: `semantics` is something else.
     """
 
-    def __init__(self, *, semantics: Literal["e1"] | None = None) -> None:
+    def __init__(self, *, semantics: Literal["e1"] | None = None, count_copies: bool = False) -> None:
         if semantics not in (None, "e1"):
             raise ValueError(f'semantics must be None or "e1", got {semantics!r}')
+        self._semantics: Literal["e1"] | None = semantics
         self._clear_all_ranks = semantics == "e1"
+        # By worker, rank and tier: how often a block was stored and not removed since, beyond the first time.
+        self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
         self._device = Tree()
         self._trees = {tier: Tree() for tier in StorageTier} | {StorageTier.DEVICE: self._device}
+
+    def new(self) -> RadixIndex:
+        """An empty index that is made as this one was."""
+        return type(self)(semantics=self._semantics, count_copies=self._copies is not None)
 
     def apply(self, event: RouterEvent) -> None:
         """Take one event.
@@ -145,11 +155,12 @@ class RadixIndex:
         if isinstance(data, Stored):
             self._store(tree, key, data, event)
         elif isinstance(data, Removed):
-            rank = tree.ranks.get(key)
+            rank, blocks = tree.ranks.get(key), data.block_hashes
+            if self._copies:
+                blocks = self._without_copies((key, tier), blocks)
+            unknown = blocks[0] if blocks else None
             if rank is not None:
-                unknown = tree.remove(rank, data.block_hashes)
-            else:
-                unknown = data.block_hashes[0] if data.block_hashes else None
+                unknown = tree.remove(rank, blocks)
             if unknown is not None:
                 _fail(BlockNotFound, event, unknown)
         elif isinstance(data, Cleared):
@@ -157,8 +168,30 @@ class RadixIndex:
                 for rank in each.ranks_of(event.worker_id):
                     if self._clear_all_ranks or rank.key == key:
                         each.clear(rank)
+            self._forget_copies(event.worker_id, None if self._clear_all_ranks else inner.dp_rank)
         else:
             raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
+
+    def _without_copies(self, where: tuple[WorkerRank, StorageTier], blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """Take one copy of each block; those that have none are left."""
+        assert self._copies is not None
+        copies = self._copies.get(where)
+        if not copies:
+            return blocks
+        gone = []
+        for block in blocks:
+            if copies[block] > 0:
+                copies[block] -= 1
+            else:
+                gone.append(block)
+        return tuple(gone)
+
+    def _forget_copies(self, worker_id: int, dp_rank: int | None = None) -> None:
+        """Of a worker, or of one rank of it."""
+        for where in [where for where in self._copies or () if where[0][0] == worker_id]:
+            if dp_rank is None or where[0][1] == dp_rank:
+                assert self._copies is not None
+                del self._copies[where]
 
     def _store(self, tree: Tree, key: WorkerRank, data: Stored, event: RouterEvent) -> None:
         parent_hash = data.parent_hash
@@ -171,7 +204,11 @@ class RadixIndex:
             if found is None:
                 _fail(ParentBlockNotFound, event, parent_hash)
             parent = found
-        wrong = tree.store(tree.rank(key), parent, data)
+        rank = tree.rank(key)
+        if self._copies is not None:
+            copies = self._copies.setdefault((key, event.storage_tier), Counter())
+            copies.update(filter(rank.blocks.__contains__, data.block_hashes))
+        wrong = tree.store(rank, parent, data)
         if wrong is not None:
             _fail(InvalidBlockSequence, event, wrong)
 
@@ -220,6 +257,7 @@ class RadixIndex:
             for rank in tree.ranks_of(worker_id):
                 tree.clear(rank)
                 del tree.ranks[rank.key]
+        self._forget_copies(worker_id)
 
     def remove_worker_dp_rank(self, worker_id: int, dp_rank: int) -> None:
         """Forget one rank of a worker; an unknown one is none."""
@@ -227,12 +265,14 @@ class RadixIndex:
             rank = tree.ranks.pop((worker_id, dp_rank), None)
             if rank is not None:
                 tree.clear(rank)
+        self._forget_copies(worker_id, dp_rank)
 
     def clear_all_blocks(self, worker_id: int) -> None:
         """Empty all ranks and tiers of a worker, which stays known; an unknown one is none."""
         for tree in self._trees.values():
             for rank in tree.ranks_of(worker_id):
                 tree.clear(rank)
+        self._forget_copies(worker_id)
 
     @property
     def workers(self) -> list[WorkerRank]:

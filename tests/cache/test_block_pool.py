@@ -107,14 +107,24 @@ def test_a_lookup_hits_the_copy_that_was_cached_first_and_then_the_next(pool):
 
 
 def test_when_the_first_copy_goes_the_next_is_hit(pool):
-    requests = [pool.new_request(Prompt(range(4))) for _ in range(2)]
+    requests = [pool.new_request(Prompt(range(4))) for _ in range(3)]
     for request in requests:
         pool.allocate_slots(request, 4)
     pool.free(requests[0])
-    taken, *_ = admit(pool, range(100, 128))
+    taken, *_ = admit(pool, range(100, 124))
     assert 1 in taken.block_ids
     assert [2] == pool.get_computed_blocks(pool.new_request(Prompt(range(5))))
-    assert 1 == pool.references(requests[1].tokens.names[0])
+    assert 2 == pool.references(requests[1].tokens.names[0])
+
+
+def test_a_request_that_has_grown_is_looked_up_anew(pool):
+    pool.free(admit(pool, range(8))[0])
+    request = pool.new_request(Prompt(range(8)))
+    assert [1] == pool.get_computed_blocks(request)
+    request.tokens.append(8)
+    assert [1, 2] == pool.get_computed_blocks(request)
+    pool.get_computed_blocks(request).clear()
+    assert [1, 2] == pool.get_computed_blocks(request)
 
 
 def test_the_last_block_of_a_prompt_of_whole_blocks_is_stored_again_where_there_is_room(pool):
@@ -427,6 +437,7 @@ def check(pool, live, held, num_blocks):
     for request in live:
         names = request.tokens.names
         # A prefix of names that is resident is what a lookup finds, whole, and no block is there without its parent.
-        assert len(names) == len(pool.find_longest_cache_hit(names, len(request) + 1))
+        look = pool.new_request(Prompt([*request.tokens.tokens, 0]))
+        assert len(names) == len(pool.get_computed_blocks(look))
         for parent, child in pairwise(names):
             assert held[parent] or not held[child]

@@ -349,7 +349,7 @@ def spoilt(**fields):
         ),
         (
             lambda m: m.allocate_blocks(Prompt([1, 2]), 2),
-            "allocate_blocks: the request must be a PagedRequest, got <Prompt of 2 tokens>",
+            "allocate_blocks: the request must be like a PagedRequest, got <Prompt of 2 tokens>",
         ),
         (
             lambda m: m.allocate_blocks(spoilt(num_computed_tokens=-1), 2),
@@ -361,7 +361,7 @@ def spoilt(**fields):
         ),
         (
             lambda m: m.check_prefix_cache("req-1"),
-            "check_prefix_cache: the request must be a PagedRequest, got 'req-1'",
+            "check_prefix_cache: the request must be like a PagedRequest, got 'req-1'",
         ),
         (
             lambda m: m.check_prefix_cache(spoilt(num_prompt_tokens="16")),

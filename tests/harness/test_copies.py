@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from pytest_kvmock import RouterHarness
-from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.router.index import RadixIndex
 
@@ -13,24 +13,8 @@ ONE = Stored(None, (1,), (11,))
 TWO = Stored(1, (2,), (12,))
 
 
-class CountsCopies(RadixIndex):
-    """A router that counts: it forgets a block with its last copy."""
-
-    def __init__(self):
-        super().__init__()
-        self.copies = Counter()
-
-    def apply(self, event):
-        data = event.event.data
-        if isinstance(data, Stored):
-            self.copies.update(data.block_hashes)
-        elif isinstance(data, Removed):
-            self.copies.subtract(data.block_hashes)
-            if any(self.copies[block] for block in data.block_hashes):
-                return
-        else:
-            self.copies.clear()
-        super().apply(event)
+def counting():
+    return RadixIndex(count_copies=True)
 
 
 def harness(index=None, **options):
@@ -65,7 +49,7 @@ def test_one_removed_too_many_is_a_block_that_is_not_held():
 
 
 def test_a_router_that_counts_is_right():
-    with harness(CountsCopies()) as kv:
+    with harness(counting()) as kv:
         sink = kv.make_sink(residency="counted")
         for data in (ONE, TWO, TWO, Removed((2,)), ONE, Removed((1,)), Removed((2,)), Removed((1,)), ONE, Cleared()):
             sink(data)
@@ -85,7 +69,7 @@ def test_a_router_that_forgets_a_block_with_its_first_copy_is_found_out():
 def test_a_router_that_recovers_can_count_what_it_is_told(ring):
     """Whether it is told the events themselves, or all that is held: then every copy is named."""
     recovery = Recovery(ring=ring)
-    index = CountsCopies()
+    index = counting()
     with harness(index, recovery=recovery, allow=["event_id_gap"]) as kv:
         sink = kv.make_sink(residency="counted")
         sink(ONE)
@@ -94,7 +78,7 @@ def test_a_router_that_recovers_can_count_what_it_is_told(ring):
                 sink(data)
         index.apply = lambda event: None
         for event in recovery(sink.worker_id, None).events:
-            CountsCopies.apply(index, event)
+            RadixIndex.apply(index, event)
         del index.apply
         sink(Removed((2,)))
         assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])
@@ -107,7 +91,7 @@ def test_what_vllm_published_is_no_trouble_to_a_router_that_counts(recording, ve
     """And is to one that does not: it forgets blocks, or hears of some that it has forgotten."""
     found = Counter()
     for program in recording(f"vllm_{version}_random.json.gz"):
-        with harness(CountsCopies()) as kv:
+        with harness(counting()) as kv:
             sink = kv.make_sink(residency="counted", num_blocks=program["usable_blocks"])
             for data in _events(program):
                 sink(data)
@@ -126,3 +110,40 @@ def _events(program):
                 yield Stored(rest[0], tuple(rest[1]), tuple(rest[1]))
             else:
                 yield Removed(tuple(rest[0])) if kind == "R" else Cleared()
+
+
+def test_a_removed_of_one_copy_leaves_the_block_to_an_index_that_counts():
+    index = counting()
+    _apply(index, ONE, ONE, TWO, Removed((1,)), Removed((2,)))
+    assert 1 == index.num_blocks(0)
+    _apply(index, Removed((1,)))
+    assert 0 == index.num_blocks(0)
+
+
+@pytest.mark.parametrize(
+    "forget",
+    [
+        lambda index: _apply(index, Cleared()),
+        lambda index: index.clear_all_blocks(0),
+        lambda index: index.remove_worker(0),
+        lambda index: index.remove_worker_dp_rank(0, 0),
+    ],
+    ids=["Cleared", "clear_all_blocks", "remove_worker", "remove_worker_dp_rank"],
+)
+def test_copies_are_forgotten_with_the_rest(forget):
+    index = counting()
+    _apply(index, ONE, ONE)
+    forget(index)
+    _apply(index, ONE, Removed((1,)))
+    assert 0 == index.num_blocks(0)
+
+
+def test_a_new_index_is_made_as_the_old_one_was():
+    index = counting().new()
+    _apply(index, ONE, ONE, Removed((1,)))
+    assert 1 == index.num_blocks(0)
+
+
+def _apply(index, *events):
+    for data in events:
+        index.apply(RouterEvent(0, KvCacheEvent(0, data)))

@@ -3,11 +3,12 @@
 import ast
 import inspect
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from pytest_kvmock import plugin, testing
+from pytest_kvmock import RouterHarness, plugin, testing
 from pytest_kvmock.backends import BACKENDS, EngineProfile
 from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.hygiene.rules import RULES
@@ -44,6 +45,8 @@ def name_of(block):
 @pytest.mark.parametrize("block", PASSING, ids=name_of)
 def test_a_python_block_is_a_module_of_tests_that_pass(nested, block):
     each = 1 if "kv_sink" in block or ("RouterHarness(" in block and "kv_backend" not in block) else IN_MATRIX
+    if named := re.search(r"^@pytest\.mark\.kv_backends\((.*)\)$", block, re.MULTILINE):
+        each = len(named[1].split(","))
     expected = block.count("def test_") * each  # a sink or a harness by itself needs no backend
     for contract in re.findall(r"^class \w+\((\w+Contract)\)", block, re.MULTILINE):
         expected += sum(name.startswith("test_") for name in dir(getattr(testing, contract)))
@@ -152,3 +155,29 @@ def test_the_indexes_are_those_of_the_examples():
         methods = re.search(r"    def __init__.*?\n\n\n", example, re.DOTALL)
         assert methods is not None
         assert methods[0] in README
+
+
+def test_the_table_of_traits_is_true():
+    """Of each engine, as a worker of it says."""
+    table = README.partition("| `kv_worker.traits` |")[2].partition("\n\n")[0].splitlines()
+    columns = [re.findall(r"`(\w+)`", cell) for cell in table[0].split("|")[:-1]]
+    assert sorted(BACKENDS) == sorted(name for names in columns for name in names)
+    said = {name: {} for name in BACKENDS}
+    for line in table[2:]:
+        trait, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for names, cell in zip(columns, cells, strict=True):
+            for name in names:
+                said[name][re.match(r"`(\w+)`", trait)[1]] = cell.strip('"')
+    for name, traits in said.items():
+        worker = RouterHarness(backend=name).worker(0)
+        assert {field: str(value) for field, value in asdict(worker.traits).items()} == traits, name
+
+
+def test_the_table_of_engines_has_all_of_them():
+    table = README.partition("| backend | engine |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    said = {name: row for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert list(BACKENDS) == list(said)
+    for name, (_, engine, default) in said.items():
+        assert BACKENDS[name].follows.startswith(engine.partition(",")[0].partition(";")[0]), name
+        assert ("yes" if BACKENDS[name].in_matrix else "no") == default, name

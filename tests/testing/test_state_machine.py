@@ -25,7 +25,7 @@ QUICK = settings(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sound_backend_passes(backend):
-    machine = KvStateMachine.for_backend(backend, workers=2, make_index=RadixIndex)
+    machine = KvStateMachine.for_backend(backend, workers=2, make_index=lambda: RadixIndex(count_copies=True))
     run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=30))
 
 
