@@ -27,7 +27,7 @@ GROUPS = {
     "unused": (plugin_cost.unused_cost,),
     "used": (plugin_cost.used_cost,),
     "manager": (manager.speed, manager.memory),
-    "workers": (workers.speed, workers.memory),
+    "workers": (workers.speed, workers.beside_real_engines, workers.memory),
     "verdict": (verdict.with_ledger_and_index, verdict.with_an_index_asked_after_every_event),
     "tokens": (tokens.hashes,),
     "index": (index.speed, index.memory),

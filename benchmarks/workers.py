@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
-import inspect
-import tracemalloc
+import sys
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 
 from benchmarks import workload
+from benchmarks.engine_peers import Sglang, Vllm, row_of
 from benchmarks.manager import replay
 from benchmarks.measure import Figure, NotHere, alternating, cpu_seconds, profile_of, rate
 from pytest_kvmock import Prompt
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.sinks import CapturingSink
 
 RECORDED = {"vllm": 216_000, "vllm_0_19": 216_000, "sglang": 213_000}
@@ -41,67 +42,45 @@ def serve(worker, prompts):
         worker.serve(prompt)
 
 
-def run(backend, prompts):
-    serve(new_worker(backend, CapturingSink()), prompts)
-
-
-def real_vllm():
-    """A call that serves the same workload by vLLM's own manager, lookup to free, and its version."""
-    try:
-        from vllm import SamplingParams, __version__
-        from vllm.utils.hashing import sha256_cbor
-        from vllm.v1.core.kv_cache_manager import KVCacheManager
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-        from vllm.v1.request import Request
-    except ImportError:
-        raise NotHere("vLLM is not installed") from None
-    import torch
-
-    size = workload.BLOCK_SIZE
-    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float16)
-    config = KVCacheConfig(workload.CAPACITY + 1, [], [KVCacheGroupSpec(["layer"], spec)])
-    sizes = {"max_model_len": 2**20, "hash_block_size": size}
-    if "scheduler_block_size" in inspect.signature(KVCacheManager.__init__).parameters:
-        sizes["scheduler_block_size"] = size
-    init_none_hash(sha256_cbor)
-    hasher = get_request_block_hasher(size, sha256_cbor)
-    # A block of the workload is a hash: its lower bits are the first of the tokens that it stands for.
-    requests = [
-        Request(
-            request_id=str(number),
-            prompt_token_ids=[token for local in request.local for token in (local % 2**31, *range(1, size))],
-            sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None,
-            block_hasher=hasher,
-        )
-        for number, request in enumerate(workload.requests())
-    ]
-
-    def run():
-        manager = KVCacheManager(config, enable_kv_cache_events=True, **sizes)
-        heard = []
-        for request in requests:
-            blocks, hit, *_ = manager.get_computed_blocks(request)
-            manager.allocate_slots(request, request.num_tokens - hit, hit, blocks)
-            heard += manager.take_events()
-            manager.free(request)
-        return heard
-
-    return run, f"KVCacheManager of vLLM {__version__}"
+def run(backend):
+    """Events are captured, and taken after each request, as from the real managers."""
+    sink = CapturingSink()
+    worker = new_worker(backend, sink)
+    for prompt in prompts():
+        worker.serve(prompt)
+        sink.take()
 
 
 def peers(kept):
-    """Calls that serve the workload by real programs, with their names and who of ours is measured against them.
+    """Calls that serve the workload by other programs, and their names.
 
     What they read is there until the stack `kept` is left.
     """
     with suppress(NotHere):
         directory, call, version = replay()
         kept.enter_context(directory)
-        yield call, f"run_mocker_trace_replay with its scheduler, {version}", ()
-    with suppress(NotHere):
-        yield *real_vllm(), ("vllm", "vllm_0_19")
+        yield call, f"run_mocker_trace_replay with its scheduler, {version}"
+
+
+def heard(backend):
+    """All that a worker says over the workload, each event as `row_of` has it."""
+    sink = CapturingSink()
+    serve(new_worker(backend, sink), prompts())
+    rows = []
+    for event in sink.events:
+        match event.data:
+            case Stored(parent_hash, block_hashes):
+                rows.append(("S", parent_hash, *block_hashes))
+            case Removed(block_hashes):
+                rows.append(("R", *block_hashes))
+            case _:
+                rows.append(("C",))
+    return rows
+
+
+@cache
+def prompts():
+    return [Prompt(tokens) for tokens in workload.tokens()]
 
 
 def speed():
@@ -111,9 +90,8 @@ def speed():
 
 
 def beside(real):
-    prompts = [Prompt(hashes=request.local) for request in workload.requests()]
     for backend in BACKENDS:
-        calls = [partial(run, backend, prompts), *(call for call, _, _ in real)]
+        calls = [partial(run, backend), *(call for call, _ in real)]
         calls[0]()
         # What is there before is not what is measured: else each full collection walks all prompts.
         gc.collect()
@@ -123,18 +101,44 @@ def beside(real):
         recorded = RECORDED.get(backend)
         met = None if recorded is None else TOTAL / seconds >= TIMES * recorded
         said = []
-        for other, (_, name, measures) in zip(others, real, strict=True):
+        for other, (_, name) in zip(others, real, strict=True):
             said.append(f"{name}: {rate(TOTAL, other)}, so {other / seconds:.2f} ×")
-            if backend in measures:
-                met = other / seconds >= TIMES
         yield Figure(
             f"blocks through a worker with events captured, {backend}",
             "" if recorded is None else f"{TIMES} × the real manager (recorded elsewhere: {rate(recorded, 1)})",
             rate(TOTAL, seconds),
             met,
-            "; ".join(said) or "no real program is installed here",
+            "; ".join(said) or "no other program is installed here",
             profile_of(calls[0]) if met is False else "",
         )
+
+
+def beside_real_engines():
+    """Each real manager that is installed, and the worker that follows it: they must say the same."""
+    missing = []
+    for real in (Vllm, Sglang):
+        try:
+            peer = real()
+        except NotHere as reason:
+            missing.append(str(reason))
+            continue
+        ours = partial(run, peer.backend)
+        same = peer.run(row_of) == heard(peer.backend)
+        gc.collect()
+        gc.freeze()
+        seconds, other = alternating(5, ours, peer.run, clock=cpu_seconds)
+        gc.unfreeze()
+        met = same and other / seconds >= TIMES
+        yield Figure(
+            f"a worker over {peer.backend} beside {peer.name}",
+            f"{TIMES} ×, and the same events",
+            f"{other / seconds:.2f} ×, and {'the same' if same else 'OTHER'} events",
+            met,
+            f"{rate(TOTAL, seconds)} blocks, the real one {rate(TOTAL, other)}",
+            "" if met else profile_of(ours),
+        )
+    if len(missing) == 2:
+        raise NotHere("; ".join(missing))
 
 
 class Nobody:
@@ -148,20 +152,18 @@ def memory():
     """Fresh prompts over and over: what stays is what is cached, however many requests there were."""
     for backend in BACKENDS:
         worker = new_worker(backend, Nobody())
-        tracemalloc.start()
         prompts = fresh_prompts()
         serve(worker, islice(prompts, REPLAYED // 10))
         gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
+        before = sys.getallocatedblocks()
         serve(worker, prompts)
         gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - before
-        tracemalloc.stop()
+        grown = sys.getallocatedblocks() - before
         yield Figure(
             f"memory of a worker over a replay of {REPLAYED:,} requests, from the 10,000th on, {backend}",
-            "flat: within 64 KiB",
-            f"{grown / 1024:+.0f} KiB",
-            grown <= 64 * 1024,
+            "flat: within 1,000 allocations",
+            f"{grown:+,} allocations",
+            grown <= 1_000,
         )
 
 

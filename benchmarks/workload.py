@@ -55,6 +55,18 @@ def moves_of_a_worker() -> list[list[Use | Deref]]:
 
 
 @cache
+def tokens() -> list[list[int]]:
+    """Tokens of the same requests, for who hashes them: blocks that have one hash have the same tokens."""
+    known: dict[int, list[int]] = {}
+    rng = random.Random(1)
+    for request in requests():
+        for block in request.local:
+            if block not in known:
+                known[block] = [rng.randrange(1 << 17) for _ in range(BLOCK_SIZE)]
+    return [[token for block in request.local for token in known[block]] for request in requests()]
+
+
+@cache
 def events() -> list[RouterEvent]:
     """What a worker with an lru cache publishes for it: about 20,000 events of 16 blocks."""
     sink = CapturingSink()

@@ -107,14 +107,24 @@ def test_a_lookup_hits_the_copy_that_was_cached_first_and_then_the_next(pool):
 
 
 def test_when_the_first_copy_goes_the_next_is_hit(pool):
-    requests = [pool.new_request(Prompt(range(4))) for _ in range(2)]
+    requests = [pool.new_request(Prompt(range(4))) for _ in range(3)]
     for request in requests:
         pool.allocate_slots(request, 4)
     pool.free(requests[0])
-    taken, *_ = admit(pool, range(100, 128))
+    taken, *_ = admit(pool, range(100, 124))
     assert 1 in taken.block_ids
     assert [2] == pool.get_computed_blocks(pool.new_request(Prompt(range(5))))
-    assert 1 == pool.references(requests[1].tokens.names[0])
+    assert 2 == pool.references(requests[1].tokens.names[0])
+
+
+def test_a_request_that_has_grown_is_looked_up_anew(pool):
+    pool.free(admit(pool, range(8))[0])
+    request = pool.new_request(Prompt(range(8)))
+    assert [1] == pool.get_computed_blocks(request)
+    request.tokens.append(8)
+    assert [1, 2] == pool.get_computed_blocks(request)
+    pool.get_computed_blocks(request).clear()
+    assert [1, 2] == pool.get_computed_blocks(request)
 
 
 def test_a_request_that_waits_does_not_find_what_was_evicted_meanwhile(make_pool):

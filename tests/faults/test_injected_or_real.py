@@ -32,7 +32,10 @@ def script(kv, rng, kind):
 
 
 class CountsCopies(RadixIndex):
-    """A router that forgets a block with the last of its copies: vLLM stores and removes each."""
+    """A router that forgets a block with the last of its copies: vLLM stores and removes each.
+
+    It believes every event, as the ledger does, those too that the tree refuses: so faults do not part the two.
+    """
 
     def __init__(self):
         super().__init__()
@@ -41,8 +44,12 @@ class CountsCopies(RadixIndex):
     def apply(self, event):
         key, data = (event.worker_id, event.event.dp_rank), event.event.data
         if isinstance(data, Removed):
-            self.copies.subtract((key, block) for block in data.block_hashes)
-            data = Removed(tuple(block for block in data.block_hashes if self.copies[key, block] <= 0))
+            gone = []
+            for block in data.block_hashes:
+                left = self.copies[key, block] = max(0, self.copies[key, block] - 1)
+                if not left:
+                    gone.append(block)
+            data = Removed(tuple(gone))
             event = RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, data, key[1]), event.storage_tier)
         elif isinstance(data, Stored):
             self.copies.update((key, block) for block in data.block_hashes)

@@ -1,6 +1,9 @@
-"""The real thing: `dynamo._core` of ai-dynamo-runtime, where it is installed (extra `interop`)."""
+"""The real things: `dynamo._core` of ai-dynamo-runtime (extra `interop`), vLLM and SGLang, where they are installed."""
 
-from importlib import metadata
+import logging
+import os
+import warnings
+from importlib import import_module, metadata
 
 import pytest
 
@@ -20,3 +23,22 @@ def dynamo_core(*releases):
         wanted = " or ".join(releases)
         pytest.skip(f"needs ai-dynamo-runtime {wanted}, {installed} is installed", allow_module_level=True)
     return _core
+
+
+def engine(name, *modules):
+    """Return modules of an engine, or skip the module: they cannot be imported here.
+
+    Engines are no extra: they are gigabytes. Only their block managers are used, which need no GPU.
+
+    Raises:
+        pytest.skip.Exception: with the reason.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, and those of what they import
+        try:
+            found = [import_module(f"{name}.{module}") for module in modules]
+        except ImportError as error:
+            pytest.skip(f"needs {name}: {error}", allow_module_level=True)
+    logging.getLogger(name).setLevel(logging.ERROR)
+    return found
