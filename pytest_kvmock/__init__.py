@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.paged import PagedRequest as PagedRequest
     from pytest_kvmock.cache.pool import EvictionPolicy as EvictionPolicy
     from pytest_kvmock.cache.pool import Slot as Slot
+    from pytest_kvmock.cache.vllm_hashes import ExtraKeys as ExtraKeys
+    from pytest_kvmock.cache.vllm_hashes import MultimodalItem as MultimodalItem
     from pytest_kvmock.engine.sequence import ActiveSequence as ActiveSequence
     from pytest_kvmock.engine.traits import Traits as Traits
     from pytest_kvmock.engine.worker import Driver as Driver
@@ -103,6 +105,8 @@ _HOME = {
     "Block": "moves",
     "LogEntry": "hygiene.log",
     "Served": "engine.worker",
+    "ExtraKeys": "cache.vllm_hashes",
+    "MultimodalItem": "cache.vllm_hashes",
     "PrefillCost": "cache.manager",
     "RequestLevel": "cache.manager",
     "KvManager": "cache.manager",

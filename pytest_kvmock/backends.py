@@ -83,32 +83,39 @@ class BackendSpec:
             if value is not None and not callable(value):
                 raise ValueError(f"backend {self.name!r}: {field} must be callable, or None, got {value!r:.80}")
 
-    def but(self, name: str, *, prefix_closed: bool | None = None, **options: Any) -> BackendSpec:
-        """The same backend under another name, with some of its options set; not in the default matrix.
+    def but(
+        self, name: str, *, prefix_closed: bool | None = None, in_matrix: bool = False, **options: Any
+    ) -> BackendSpec:
+        """The same backend under another name, with some of its options set.
 
         Args:
             name: as above; the manager's `backend` too.
             prefix_closed: as above, if the options change it.
+            in_matrix: as above.
             **options: some of `options`, as `create_manager` takes them; the others may be set later.
 
         Raises:
-            ValueError: it has no such option, or the name is none.
+            ValueError: it has no such option, or not of this value, or the name is none.
         """
         self._check_options(options)
+        self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None, **options)  # it says what is wrong with a value
 
         def make(**sizes: Any) -> KvManager:
             manager = self.make(**sizes, **options)
             manager.backend = name
             return manager
 
-        said = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        follows = self.follows
+        if "version" in options:
+            follows = f"{follows.partition(' ')[0]} {options['version']}"
+        said = [f"{option}={value!r}" for option, value in options.items() if option != "version"]
         return dataclasses.replace(
             self,
             name=name,
-            follows=f"{self.follows}, {said}" if said else self.follows,
+            follows=", ".join([follows, *said]),
             make=make,
             prefix_closed=self.prefix_closed if prefix_closed is None else prefix_closed,
-            in_matrix=False,
+            in_matrix=in_matrix,
             options=tuple(option for option in self.options if option not in options),
         )
 

@@ -111,6 +111,29 @@ def test_every_backend_has_variants_of_another_name(name):
     assert not second.in_matrix
 
 
+def test_a_variant_follows_the_version_that_it_names():
+    assert "vLLM 0.28.0, hash_seed='1'" == BACKENDS["vllm"].but("older", version="0.28.0", hash_seed="1").follows
+
+
+def test_a_variant_may_be_in_the_matrix():
+    assert not BACKENDS["sglang"].but("lfu", policy="lfu").in_matrix
+    assert BACKENDS["sglang"].but("lfu", policy="lfu", in_matrix=True).in_matrix
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("sglang", {"policy": "tlru"}, "policy"),
+        ("vllm", {"version": "0.99.0"}, "0.99.0"),
+        ("vllm", {"hash_algorithm": "xxhash", "hash_seed": None}, "seed"),
+        ("hash_cache", {"strict": 1}, "strict must be True or False, got 1"),
+    ],
+)
+def test_a_variant_that_its_engine_refuses_is_refused_when_it_is_made(backend, options, message):
+    with pytest.raises(ValueError, match=message):
+        BACKENDS[backend].but("variant", **options)
+
+
 def test_a_policy_of_ones_own_has_variants_too():
     assert "other" == create_manager(MINE.but("other"), num_blocks=4).backend
 

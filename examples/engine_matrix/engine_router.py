@@ -1,8 +1,7 @@
-"""A router for engines of any make: it counts copies, and knows that events may speak of what it does not know.
+"""A router for engines of any make, which is what `test_engine_matrix.py` tests.
 
-It is what `test_engine_matrix.py` tests. Two lines of it are there because engines differ: vLLM stores several copies of
-one block and removes each by itself, so copies are counted; and an engine that does not evict children before their
-parents (`multi_lru`) names parents that nobody knows any more, so such blocks are left out.
+It differs in one thing from one for Dynamo's engines alone: vLLM stores several copies of one block and removes each by
+itself, so it counts them.
 """
 
 from __future__ import annotations
@@ -32,20 +31,16 @@ class EngineIndex:
         copies = self._copies.setdefault(event.worker_id, Counter())
         data = event.event.data
         if isinstance(data, Stored):
-            place = ROOT if data.parent_hash is None else places.get(data.parent_hash)
+            place = ROOT if data.parent_hash is None else places[data.parent_hash]
             for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
-                if place is None:
-                    return
                 place = hash((place, local))
                 places[block] = place
                 copies[place] += 1
         elif isinstance(data, Removed):
             for block in data.block_hashes:
-                gone = places.get(block)
-                if gone is not None:
-                    copies[gone] -= 1
-                    if not copies[gone]:
-                        del places[block], copies[gone]
+                copies[places[block]] -= 1
+                if not copies[places[block]]:
+                    del copies[places[block]], places[block]
         else:
             places.clear()
             copies.clear()

@@ -15,7 +15,7 @@ from pytest_kvmock.cache.trace import LOG, trace
 from pytest_kvmock.cache.vllm_hashes import ExtraKeys, VllmHasher
 from pytest_kvmock.cache.vllm_versions import vllm_version
 from pytest_kvmock.events import Cleared, StorageTier, Stored
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from pytest_kvmock.moves import Block
@@ -193,7 +193,7 @@ class BlockPoolManager(RequestLevel):
 
     def new_request(
         self,
-        prompt: Prompt,
+        prompt: Prompt | TokenIds,
         *,
         rng: Random | None = None,
         keys: ExtraKeys | None = None,
@@ -211,6 +211,7 @@ class BlockPoolManager(RequestLevel):
             ValueError: the prompt is empty, its hashes do not fit the block size, or it has hashes and extra keys.
             ImportError: it has extra keys, which need cbor2 here.
         """
+        prompt = Prompt.of(prompt)
         hasher: VllmHasher | None = self.hasher
         if not self.enable_caching:
             hasher = None

@@ -434,6 +434,8 @@ class Comparison:
             story = f"it never stored it, {others[0]} did; was the index empty at the start?"
         else:
             story = "nobody ever stored it; was the index empty at the start?"
+        if heard is not None and heard.key == (worker, rank) and self._left_a_copy(heard.event, block):
+            story += "; this Removed took one copy of it, and the engine has another"
         problem = Problem(
             "index_drift",
             worker,
@@ -447,6 +449,15 @@ class Comparison:
             fault=None if self._standard is None else self._standard.strike((worker, rank), block),
         )
         return [problem]
+
+    def _left_a_copy(self, event: RouterEvent, block: int) -> bool:
+        data, stream = event.event.data, self._ledger.streams[event.worker_id, event.event.dp_rank]
+        return (
+            stream.residency == "counted"
+            and isinstance(data, Removed)
+            and block in data.block_hashes
+            and block in stream.held(event.storage_tier)
+        )
 
     def _agrees(self, chain: Chain, ignored: Collection[StreamKey] | None) -> Generator[Call, Any, bool]:
         answer = self._under_test.read((yield self._question(chain)))

@@ -479,8 +479,12 @@ class RouterHarness(Questions):
         self.flush()
 
     def _residents(self) -> list[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]:
-        # A worker that never published is only a name for events made by hand. (Caching off publishes nothing.)
-        speaking = [worker for worker in self._workers.values() if worker.has_published]
+        # A worker that has never published, and has nothing, is only a name for events made by hand.
+        speaking = [
+            worker
+            for worker in self._workers.values()
+            if worker.has_published or (worker.prefix_caching and worker.manager.resident())
+        ]
         return [
             *((key, tier, resident) for (key, tier), resident in self._resident.items()),
             *(((w.worker_id, w.dp_rank), StorageTier.DEVICE, w.manager.resident) for w in speaking),

@@ -33,7 +33,14 @@ def header(config: pytest.Config) -> str:
     said.append(f"seed={settings.get('seed', 0)}")
     if settings.get("trace") is not None:
         said.append(f"trace={settings.get('trace')}")
-    return f"kvmock: {', '.join(said)}"
+    line = f"kvmock: {', '.join(said)}"
+    chosen = settings.command_line.get("backends", ())
+    if len(chosen) < len(known) and (others := [name for name in chosen if name not in matrix]):
+        line += (
+            f"\nkvmock: {', '.join(others)}: only where a test names it; "
+            f"for all tests: -o kvmock_backends={' '.join(others) if len(others) == 1 else repr(' '.join(others))}"
+        )
+    return line
 
 
 def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:

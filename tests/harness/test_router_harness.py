@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -633,6 +634,32 @@ def test_an_expectation_that_is_not_met_is_said_once(kv):
     kv.events.expect_error("event_id_gap", times=2)
     assert ["expected 2 event_id_gap, saw none in 0 KV events"] == kv.judge().unmet
     assert [] == kv.judge().unmet
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_that_says_nothing_is_found_out(backend):
+    def make(*, sink, **sizes):
+        return BACKENDS[backend].make(sink=None, **sizes)
+
+    kv = RouterHarness(backend=replace(BACKENDS[backend], make=make))
+    kv.flush()
+    assert [] == kv.events.errors
+    kv.worker(0).serve(kv.prompt(3))
+    (problem,) = kv.judge().errors
+    assert ("engine_drift", 3) == (problem.rule, len(problem.blocks))
+
+
+def test_a_use_that_fails_before_any_event_is_found_out():
+    kv = RouterHarness(EngineProfile(num_blocks=4), "hash_cache")
+    assert 0 == kv.worker(0).manager.use([1, 2, 3, 4, 5])
+    (problem,) = kv.judge().errors
+    assert ("engine_drift", {1, 2, 3, 4}) == (problem.rule, set(problem.blocks))
+
+
+def test_a_worker_whose_events_are_made_by_hand_is_no_engine(kv):
+    kv.apply(Stored(None, (1,), (1,)))
+    kv.flush()
+    assert [] == kv.events.errors
 
 
 def test_drift_is_reported_once_a_block(kv, rules_of):

@@ -63,6 +63,28 @@ def test_passing_tests_print_nothing(nested):
     assert [".", "1 passed"] == [line.split("  ")[0].partition(" in")[0] for line in result.outlines if line]
 
 
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["--kv-backend=vllm"], "kvmock: vllm: only where a test names it; for all tests: -o kvmock_backends=vllm"),
+        (
+            ["--kv-backend=lru", "--kv-backend=sglang", "--kv-backend=vllm"],
+            "kvmock: sglang, vllm: only where *: -o kvmock_backends='sglang vllm'",
+        ),
+        (["--kv-backend=vllm", "-o", "kvmock_backends=vllm"], None),
+        (["--kv-backend=all"], None),
+        (["--kv-backend=lru"], None),
+    ],
+)
+def test_the_header_says_how_all_tests_run_over_a_backend_that_is_not_in_the_matrix(nested, args, hint):
+    result = nested("def test(kv_router): pass", *args)
+
+    lines = [line for line in result.outlines if line.startswith("kvmock: ") and "for all tests" in line]
+    assert (hint is not None) == bool(lines)
+    if hint is not None:
+        result.stdout.fnmatch_lines([hint])
+
+
 # ---------------------------------------------------------------------------------------------------- lists
 
 

@@ -44,7 +44,13 @@ def name_of(block):
 
 @pytest.mark.parametrize("block", PASSING, ids=name_of)
 def test_a_python_block_is_a_module_of_tests_that_pass(nested, block):
-    each = 1 if "kv_sink" in block or ("RouterHarness(" in block and "kv_backend" not in block) else IN_MATRIX
+    each = (
+        1
+        if "kv_sink" in block
+        or "kv_cache_manager" in block
+        or ("RouterHarness(" in block and "kv_backend" not in block)
+        else IN_MATRIX
+    )
     if named := re.search(r"^@pytest\.mark\.kv_backends\((.*)\)$", block, re.MULTILINE):
         each = len(named[1].split(","))
     expected = block.count("def test_") * each  # a sink or a harness by itself needs no backend
