@@ -89,7 +89,7 @@ class BackendSpec:
         Args:
             name: as above; the manager's `backend` too.
             prefix_closed: as above, if the options change it.
-            **options: some of `options`, as `create_manager` takes them.
+            **options: some of `options`, as `create_manager` takes them; the others may be set later.
 
         Raises:
             ValueError: it has no such option, or the name is none.
@@ -97,7 +97,9 @@ class BackendSpec:
         self._check_options(options)
 
         def make(**sizes: Any) -> KvManager:
-            return self.make(backend=name, **sizes, **options)
+            manager = self.make(**sizes, **options)
+            manager.backend = name
+            return manager
 
         said = ", ".join(f"{option}={value!r}" for option, value in options.items())
         return dataclasses.replace(
@@ -107,7 +109,7 @@ class BackendSpec:
             make=make,
             prefix_closed=self.prefix_closed if prefix_closed is None else prefix_closed,
             in_matrix=False,
-            options=(),
+            options=tuple(option for option in self.options if option not in options),
         )
 
     def _check_options(self, options: Mapping[str, object]) -> None:
@@ -192,11 +194,11 @@ def _vllm(**options: Any) -> KvManager:
     return BlockPoolManager(**options)
 
 
-def _vllm_0_19(*, backend: str = "vllm_0_19", **options: Any) -> KvManager:
-    return _vllm(backend=backend, version="0.19.1", **options)
+def _vllm_0_19(**options: Any) -> KvManager:
+    return _vllm(backend="vllm_0_19", version="0.19.1", **options)
 
 
-def _block_pool_driver(manager: Any, prefix_caching: bool, rng: Random) -> Driver:
+def _block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
 
     return BlockPoolDriver(manager, prefix_caching, rng)
@@ -208,10 +210,10 @@ def _hash_chain(manager: Any) -> Chain:
     return HashChain(manager.hasher)
 
 
-def _sglang(*, backend: str = "sglang", **sizes: Any) -> KvManager:
+def _sglang(**options: Any) -> KvManager:
     from pytest_kvmock.cache.radix import RadixCacheManager
 
-    return RadixCacheManager(backend=backend, **sizes)
+    return RadixCacheManager(**options)
 
 
 def _sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:

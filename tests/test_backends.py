@@ -103,6 +103,27 @@ def test_a_spec_does_wherever_a_name_does():
             kv_router.use_backend("lru")
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_has_variants_of_another_name(name):
+    first = BACKENDS[name].but("first")
+    second = first.but("second")
+    assert ["first", "second"] == [create_manager(spec, num_blocks=4).backend for spec in (first, second)]
+    assert not second.in_matrix
+
+
+def test_a_policy_of_ones_own_has_variants_too():
+    assert "other" == create_manager(MINE.but("other"), num_blocks=4).backend
+
+
+def test_a_variant_has_the_options_that_it_has_not_set():
+    xxhash = BACKENDS["vllm"].but("xxhash", hash_algorithm="xxhash")
+    assert "0.24.0" == create_manager(xxhash, num_blocks=4, version="0.24.0").version.name
+    with pytest.raises(
+        ValueError, match=r"^backend 'xxhash' has no option 'hash_algorithm'; it has version, hash_seed, "
+    ):
+        xxhash.but("sha256", hash_algorithm="sha256")
+
+
 WRONG = [
     ({"name": ""}, "a backend's name has letters, .*; got ''"),
     ({"name": 7}, "a backend's name has letters, .*; got 7"),
@@ -114,6 +135,8 @@ WRONG = [
     ({"follows": None}, "backend 'mine': follows must be a string, got None"),
     ({"prefix_closed": "no"}, "backend 'mine': prefix_closed must be True or False, got 'no'"),
     ({"in_matrix": 1}, "backend 'mine': in_matrix must be True or False, got 1"),
+    ({"driver": 3}, "backend 'mine': driver must be callable, or None, got 3"),
+    ({"chain": "sha256"}, "backend 'mine': chain must be callable, or None, got 'sha256'"),
 ]
 
 

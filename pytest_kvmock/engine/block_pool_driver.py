@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
+from pytest_kvmock.cache.block_pool import BlockPoolManager
 from pytest_kvmock.engine.traits import Traits
 
 if TYPE_CHECKING:
-    from pytest_kvmock.cache.block_pool import BlockPoolManager, PoolRequest
+    from pytest_kvmock.cache.block_pool import PoolRequest
+    from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.tokens import Prompt
 
 
@@ -20,11 +22,18 @@ class BlockPoolDriver:
         manager: vLLM's.
         prefix_caching: whether its requests may reuse blocks; the manager is told.
         rng: source of the names of generated blocks where a prompt has hashes only.
+
+    Raises:
+        ValueError: the manager is another.
     """
 
     traits = Traits(recomputes_last_token=True, stores_when="full", copies=True, removed_first=True)
 
-    def __init__(self, manager: BlockPoolManager, prefix_caching: bool, rng: Random) -> None:
+    manager: BlockPoolManager
+
+    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        if not isinstance(manager, BlockPoolManager):
+            raise ValueError(f"a BlockPoolDriver drives a BlockPoolManager, got {manager!r:.80}")  # noqa: TRY004
         self.manager = manager
         self._rng = rng
         if not prefix_caching:

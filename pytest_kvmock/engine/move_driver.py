@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar, Literal
 from uuid import UUID
 
+from pytest_kvmock.cache.manager import RequestLevel
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.moves import Deref, Destroy
@@ -42,12 +43,20 @@ class MoveDriver:
         manager: takes moves.
         prefix_caching: whether its requests may reuse blocks.
         rng: source of generated tokens and of the names of partial blocks.
+
+    Raises:
+        ValueError: the manager takes no moves.
     """
 
     traits = Traits()
     _semantics: ClassVar[Literal["e0"] | None] = None
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        if isinstance(manager, RequestLevel):
+            raise ValueError(  # noqa: TRY004 - one error a worker
+                f"a {manager.backend!r} manager takes no moves; a worker of it needs the driver of its backend: "
+                "KvWorker(..., driver=spec.driver), or BackendSpec(..., driver=...)"
+            )
         self.manager = manager
         self._prefix_caching = prefix_caching
         self._rng = rng

@@ -27,7 +27,7 @@ class Delivery:
     """Takes what workers publish to the router.
 
     Args:
-        arrive: called with each event that arrives, and whether its hashes must be Dynamo's chain.
+        arrive: called with each event that arrives, and whether its hashes must be the engine's chain.
         lost: called for a sink that raised: with the problem, the event, and whether the router missed it.
 
     Attributes:

@@ -375,7 +375,7 @@ class RouterHarness(Questions):
 
         Args:
             event: what is said, and by whom.
-            chained: whether its hashes must be Dynamo's chain.
+            chained: whether its hashes must be the engine's chain.
         """
         with self._lock:
             self.delivery.publish(event, chained=chained)
@@ -441,17 +441,20 @@ class RouterHarness(Questions):
 
         Raises:
             TypeError: it is no `Recovery`.
-            ValueError: events were published before, which nobody has kept; the harness has another recovery already, or
-                the recovery another harness.
+            ValueError: events were published before, which nobody has kept (but for a Cleared, with which some engines
+                begin); the harness has another recovery already, or the recovery another harness.
         """
         if not isinstance(recovery, Recovery):
             raise TypeError(f"recovery must be a Recovery, got {recovery!r:.80}")
         with self._lock:
             if self._recovery is not None:
                 raise ValueError("the harness has a recovery already")
-            if self.events.total or any(self.delivery.published.values()):
+            begun = [entry.event for entry in self.events if isinstance(entry.event.event.data, Cleared)]
+            if not len(begun) == self.events.total == sum(self.delivery.published.values()):
                 raise ValueError("recovery comes too late: events were published before, and no worker has kept them")
             recovery.join(self._judge, self._lock)
+            for event in begun:
+                recovery.keep(event)
             self._recovery, self.delivery.kept = recovery, recovery.keep
 
     # ------------------------------------------------------------------------------------------ comparisons

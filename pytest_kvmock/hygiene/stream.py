@@ -16,7 +16,7 @@ StreamKey: TypeAlias = tuple[int, int]
 
 Residency: TypeAlias = Literal["unique", "counted"]
 """Whether a block is published once while it is held, or every copy of it."""
-RESIDENCIES: Final = ("unique", "counted")
+RESIDENCIES: Final[tuple[Residency, ...]] = ("unique", "counted")
 
 LAST: Final = 2**64
 """In place of the block after one: there is none."""

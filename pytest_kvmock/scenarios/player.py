@@ -228,11 +228,11 @@ class _Player:
         data: Stored | Removed | Cleared = Cleared()
         if "stored" in given:
             blocks = tuple(given["stored"])
-            data = Stored(given.get("parent"), blocks, tuple(given.get("local_hashes", blocks)))
+            data = Stored(given.get("parent"), blocks, tuple(given.get("local_hashes", (b % 2**64 for b in blocks))))
         elif "removed" in given:
             data = Removed(tuple(given["removed"]))
         while worker[0] - FIRST_SINK_WORKER >= self._sinks:
-            self._harness.make_sink()
+            self._harness.make_sink(residency=given.get("residency", "unique"))
             self._sinks += 1
         event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]

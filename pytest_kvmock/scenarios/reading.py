@@ -12,6 +12,7 @@ from pytest_kvmock.events import StorageTier
 from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.rules import check_rule
+from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
 from pytest_kvmock.profiles import FIELDS
 from pytest_kvmock.scenarios.values import Expected, Numbers, Scenario, Step, WorkerName
 from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, plain, read_yaml, string
@@ -117,6 +118,14 @@ def _natural(node: Node) -> int:
     return number
 
 
+def _published(node: Node) -> int:
+    """A block as an event names it: SGLang's names are signed."""
+    number = integer(node)
+    if not -(2**63) <= number < 2**64:
+        raise node.wrong_type("an integer from -2**63 to 2**64 - 1")
+    return number
+
+
 def _worker(node: Node) -> WorkerName:
     """A worker by its id, or a rank of one as [id, rank]."""
     parts = node.elements(integer) if isinstance(node.value, list) else [integer(node), 0]
@@ -164,6 +173,11 @@ def _block(node: Node) -> int | str:
     raise node.wrong_type("a block hash, or a name for a partial block")
 
 
+def _cached_block(node: Node) -> int | str:
+    """As `_block`, whatever engine has it."""
+    return _published(node) if isinstance(node.value, int) else _block(node)
+
+
 def _lineage(node: Node) -> tuple[int, int | None, int]:
     parts = node.elements(nullable(_natural))
     if len(parts) != 3 or parts[0] is None or parts[2] is None:
@@ -205,16 +219,17 @@ def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Re
 
 def _event(node: Node) -> dict[str, Any]:
     readers = {
-        "stored": list_of(_natural),
+        "stored": list_of(_published),
         "local_hashes": list_of(_natural),
-        "parent": nullable(_natural),
-        "removed": list_of(_natural),
+        "parent": nullable(_published),
+        "removed": list_of(_published),
         "cleared": _true,
         "worker": _worker,
         "id": _natural,
         "tier": _tier,
         "token_ids": list_of(_numbers),
         "chained": boolean,
+        "residency": _residency,
     }
     given = node.fields(readers)
     _one_of(node, "stored", "removed", "cleared")
@@ -239,6 +254,14 @@ def _tier(node: Node) -> StorageTier:
     if tier is None:
         raise node.wrong_type(", ".join(tiers))
     return tier
+
+
+def _residency(node: Node) -> Residency:
+    """Of the sink that says it first."""
+    for residency in RESIDENCIES:
+        if node.value == residency:
+            return residency
+    raise node.wrong_type(", ".join(RESIDENCIES))
 
 
 def _true(node: Node) -> bool:
@@ -325,8 +348,8 @@ def _how_many(reader: Reader) -> Reader:
 def _expected_event(node: Node) -> dict[str, Any]:
     if node.value == "cleared":
         return {"cleared": True}
-    blocks = _how_many(list_of(_natural))
-    given = node.fields({"stored": blocks, "parent": nullable(_natural), "removed": blocks, "worker": _worker})
+    blocks = _how_many(list_of(_published))
+    given = node.fields({"stored": blocks, "parent": nullable(_published), "removed": blocks, "worker": _worker})
     if "parent" in given and "stored" not in given:
         raise node.key_error("parent", "'parent' belongs to 'stored'")
     _one_of(node, "stored", "removed")
@@ -334,13 +357,13 @@ def _expected_event(node: Node) -> dict[str, Any]:
 
 
 def _number_or_name(key: str) -> int | str:
-    return int(key) if key.isdecimal() else key
+    return int(key) if key.removeprefix("-").isdecimal() else key
 
 
 def _active(node: Node) -> Any:
     if isinstance(node.value, dict):
         return {_number_or_name(key): count for key, count in node.entries(integer).items()}
-    return _how_many(list_of(_block))(node)
+    return _how_many(list_of(_cached_block))(node)
 
 
 def _overlap(node: Node) -> dict[str, Any]:
@@ -360,8 +383,8 @@ _EXPECTATIONS: Final[Mapping[str, Reader]] = {
     "cached_tokens": integer,
     "events": list_of(_expected_event),
     "active": _active,
-    "inactive": _how_many(list_of(_block)),
-    "eviction_order": list_of(_block),
+    "inactive": _how_many(list_of(_cached_block)),
+    "eviction_order": list_of(_cached_block),
     "overlap": _overlap,
     "problems": list_of(_rule),
 }

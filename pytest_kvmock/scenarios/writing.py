@@ -94,8 +94,10 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
         said["tier"] = event.storage_tier.name.lower()
     if event.token_ids is not None:
         said["token_ids"] = [_numbers(ids) for ids in event.token_ids]
-    if event.worker_id >= FIRST_SINK_WORKER and program.sinks[event.worker_id - FIRST_SINK_WORKER].chained:
-        said["chained"] = True
+    if event.worker_id >= FIRST_SINK_WORKER:
+        sink = program.sinks[event.worker_id - FIRST_SINK_WORKER]
+        said |= {"chained": True} if sink.chained else {}
+        said |= {"residency": sink.residency} if sink.residency != "unique" else {}
     return said
 
 

@@ -127,6 +127,26 @@ def test_a_request_that_has_grown_is_looked_up_anew(pool):
     assert [1, 2] == pool.get_computed_blocks(request)
 
 
+def test_a_request_that_waits_does_not_find_what_was_evicted_meanwhile(make_pool):
+    pool = make_pool(num_blocks=2)
+    pool.free(admit(pool, range(4))[0])
+    waiting = pool.new_request(Prompt(range(6)))
+    assert [1] == pool.get_computed_blocks(waiting)
+    admit(pool, range(100, 102))
+    admit(pool, range(200, 202))  # takes the cached one, and caches none
+    assert [] == pool.get_computed_blocks(waiting)
+
+
+def test_no_copy_is_left_after_a_reset(make_pool):
+    pool = make_pool(num_blocks=2)
+    for request in [admit(pool, range(4))[0] for _ in range(2)]:
+        pool.free(request)
+    assert pool.reset_prefix_cache()
+    pool.free(admit(pool, range(4))[0])
+    admit(pool, range(100, 108))
+    assert [] == pool.get_computed_blocks(pool.new_request(Prompt(range(5))))
+
+
 def test_the_last_block_of_a_prompt_of_whole_blocks_is_stored_again_where_there_is_room(pool):
     first, *_ = admit(pool, range(8))
     pool.free(first)

@@ -169,3 +169,8 @@ def test_without_cbor2_only_extra_keys_are_refused_and_only_by_the_cbor_algorith
             continue
         with pytest.raises(ImportError, match=r"needs cbor2: install pytest-kvmock\[cbor\], or choose hash_algorithm"):
             VllmHasher(algorithm=algorithm, keys=KEYS["all"])
+
+
+def test_a_multimodal_item_is_hashed_in_the_blocks_that_it_lies_in_and_no_other():
+    keys = ExtraKeys(multimodal=(MultimodalItem("img", 4, 4),))
+    assert [None, (("img", 0),), None] == [keys.of_block(place, 4, tagged=False) for place in range(3)]

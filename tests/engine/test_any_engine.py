@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, RouterHarness
+from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.testing import traffic
 from pytest_kvmock.testing.program import Player
@@ -88,3 +88,13 @@ def test_a_request_longer_than_the_whole_cache_is_refused(engine):
         with pytest.raises(OutOfBlocks, match="9 blocks are needed and 8 are available"):
             worker.serve(kv.prompt(CAPACITY, tail=1))
         assert before == (sorted(worker.manager.resident()), kv.events.total)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_output_after_a_prompt_of_hashes_goes_on_with_its_chain(engine):
+    with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=CAPACITY), ENGINES[engine]) as kv:
+        for number in range(6):
+            prompt = Prompt(hashes=[2**64 - 1 - number])  # signed, its name is below 0
+            kv.worker(0).serve(prompt, output_tokens=2 * SIZE + 1)
+            assert {0: 1} == kv.overlap(prompt)
+        assert 6 * 3 == len(kv.events.stored_blocks)

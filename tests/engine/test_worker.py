@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from pytest_kvmock import OutOfBlocks, Prompt
+from pytest_kvmock import BACKENDS, OutOfBlocks, Prompt, create_manager
 from pytest_kvmock.engine.worker import KvWorker, RequestError, Served
 from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
@@ -695,3 +695,24 @@ def test_a_listener_that_raises_does_not_stop_the_worker(backend, caplog):
     served = worker.serve(range(4))
     assert tuple(chain(range(4))) == served.stored_blocks
     assert "KV event 0 was not taken by its sink" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("backend", "driver", "message"),
+    [
+        ("vllm", None, r"^a 'vllm' manager takes no moves; a worker of it needs the driver of its backend: KvWorker"),
+        (
+            "sglang",
+            None,
+            r"^a 'sglang' manager takes no moves; a worker of it needs the driver of its backend: KvWorker",
+        ),
+        ("lineage", "vllm", r"^a BlockPoolDriver drives a BlockPoolManager, got <LogicalManager lineage: "),
+        ("vllm", "sglang", r"^a RadixDriver drives a RadixCacheManager, got <BlockPoolManager vllm: "),
+    ],
+)
+def test_a_worker_with_the_driver_of_another_engine_is_refused_when_it_is_made(backend, driver, message):
+    with pytest.raises(ValueError, match=message):
+        KvWorker(
+            lambda sink: create_manager(backend, num_blocks=4, sink=sink),
+            driver=None if driver is None else BACKENDS[driver].driver,
+        )

@@ -189,6 +189,15 @@ def test_a_recovery_after_the_first_event_is_refused(make_kv):
         kv.use_recovery(Recovery())
 
 
+def test_an_engine_that_begins_with_a_cleared_can_be_asked_all_the_same():
+    kv, recovery = RouterHarness(EngineProfile(workers=2), "sglang"), Recovery()
+    assert 2 == kv.events.total
+    kv.use_recovery(recovery)
+    kv.worker(1).serve(range(32))
+    assert [0, 1] == [event.event.event_id for event in recovery(1, 0).events]
+    assert [0] == [event.event.event_id for event in recovery(0, 0).events]
+
+
 def test_a_harness_has_one_recovery_and_a_recovery_one_harness(make_kv):
     kv, other = make_kv(), make_kv()
     recovery = Recovery()

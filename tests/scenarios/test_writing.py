@@ -87,10 +87,15 @@ def tokens_that_are_too_few(kv):
     kv.apply(RouterEvent(0, KvCacheEvent(0, Stored(None, (1, 2), (3, 4))), token_ids=[[0, 1, 2, 3], [4]]))
 
 
+def a_signed_name_of_a_parent_that_is_not_there(kv):
+    kv.make_sink()(Stored(-7, (-(2**63),), (8,)))
+
+
 @pytest.mark.parametrize(
     "traffic",
     [
         unknown_parent,
+        a_signed_name_of_a_parent_that_is_not_there,
         a_gap_of_ids,
         a_sink_that_hashes_wrongly,
         a_removed_of_another_tier,
@@ -135,6 +140,18 @@ def test_an_index_under_test_is_to_be_brought_along(tmp_path):
     found = reproduce(kv)
     text = assert_breaks_the_same(found, tmp_path, index=Forgets())
     assert "\nneeds_index: true\n" in text
+
+
+def test_copies_of_a_sink_are_counted_again(tmp_path):
+    kv = RouterHarness(backend="lineage", index=RadixIndex())
+    kv.make_sink()(Stored(None, (1,), (1,)))
+    sink = kv.make_sink(residency="counted")
+    for start in range(10, 100, 10):
+        for _ in range(2):
+            sink(Stored(None, (start,), (start,)))
+    sink(Removed((50,)))
+    found = reproduce(kv)
+    assert_breaks_the_same(found, tmp_path, index=RadixIndex())
 
 
 def assert_breaks_the_same(found, tmp_path, backend=None, index=None):
