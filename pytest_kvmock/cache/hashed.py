@@ -66,10 +66,10 @@ class HashedTokens:
     """
 
     __slots__ = (
+        "_grown",
         "_hasher",
         "_last",
         "_rng",
-        "_shares",
         "block_size",
         "local_hashes",
         "names",
@@ -84,8 +84,8 @@ class HashedTokens:
         if not self.num_tokens:
             raise ValueError("the prompt is empty; a request needs at least one token")
         self._hasher, self._rng = hasher, rng
-        self.tokens: list[int] | None = None if prompt.tokens is None else list(prompt.tokens)
-        self._shares = True  # the prompt's own lists, until they grow: most requests are served without
+        self.tokens: Sequence[int] | None = prompt.tokens
+        self._grown = False  # until then it has the prompt's own tuple and lists: most requests are served without
         self.names: list[int] = []
         self.local_hashes: list[int] = []
         self._last: bytes | int | None = None
@@ -103,10 +103,14 @@ class HashedTokens:
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens; the blocks that they complete have their names at once."""
         size, hasher = self.block_size, self._hasher
+        if not self._grown:
+            self._grown = True
+            self.tokens = None if self.tokens is None else list(self.tokens)
+            self.local_hashes, self.names = self.local_hashes.copy(), self.names.copy()
         first = self.num_tokens // size
         self.num_tokens += len(tokens)
         if self.tokens is not None:
-            self.tokens += tokens
+            self.tokens += tokens  # type: ignore[operator]  # it is a list by now
         count = self.num_tokens // size - first
         if not count or hasher is None:
             return
@@ -124,8 +128,6 @@ class HashedTokens:
             digests = hasher.digests(blocks, size, first, before)
             names = list(map(hasher.name, digests))
             self._last = digests[-1]
-        if self._shares:
-            self.local_hashes, self.names, self._shares = self.local_hashes.copy(), self.names.copy(), False
         self.local_hashes += local
         self.names += names
 

@@ -195,9 +195,13 @@ class Publisher:
         """Publish one Removed a block, for engines that say each by itself: most of what they say."""
         if self.sink is None:
             return
-        publish, device, dp_rank = self.sink.publish, StorageTier.DEVICE, self.dp_rank
+        publish, device, dp_rank, new = self.sink.publish, StorageTier.DEVICE, self.dp_rank, object.__new__
         for block in blocks:
-            event = KvCacheEvent(self.next_event_id, Removed((block,)), dp_rank)
+            # The same as their constructors do, of which the calls would take a third of the time here.
+            data = new(Removed)
+            data.block_hashes = (block,)
+            event = new(KvCacheEvent)
+            event.event_id, event.data, event.dp_rank = self.next_event_id, data, dp_rank
             self.next_event_id += 1
             try:
                 publish(event, device, None)
