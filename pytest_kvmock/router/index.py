@@ -128,7 +128,8 @@ class RadixIndex:
             raise ValueError(f'semantics must be None or "e1", got {semantics!r}')
         self._semantics: Literal["e1"] | None = semantics
         self._clear_all_ranks = semantics == "e1"
-        # By worker, rank and tier: how often a block was stored and not removed since, beyond the first time.
+        # By worker, rank and tier: how often a block was stored and not removed since. A Stored that is refused counts
+        # too: the engine has what it says.
         self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
         self._device = Tree()
         self._trees = {tier: Tree() for tier in StorageTier} | {StorageTier.DEVICE: self._device}
@@ -153,11 +154,13 @@ class RadixIndex:
         tree = self._device if tier is StorageTier.DEVICE else self._trees[StorageTier(tier)]
         key = (event.worker_id, inner.dp_rank)
         if isinstance(data, Stored):
+            if self._copies is not None:
+                self._copies.setdefault((key, tier), Counter()).update(data.block_hashes)
             self._store(tree, key, data, event)
         elif isinstance(data, Removed):
             rank, blocks = tree.ranks.get(key), data.block_hashes
-            if self._copies:
-                blocks = self._without_copies((key, tier), blocks)
+            if self._copies is not None:
+                blocks = self._last_copies((key, tier), blocks)
             unknown = blocks[0] if blocks else None
             if rank is not None:
                 unknown = tree.remove(rank, blocks)
@@ -172,17 +175,15 @@ class RadixIndex:
         else:
             raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
 
-    def _without_copies(self, where: tuple[WorkerRank, StorageTier], blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """Take one copy of each block; those that have none are left."""
+    def _last_copies(self, where: tuple[WorkerRank, StorageTier], blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """Take one copy of each block; the blocks that have none left, and those that had none."""
         assert self._copies is not None
-        copies = self._copies.get(where)
-        if not copies:
-            return blocks
+        copies = self._copies.setdefault(where, Counter())
         gone = []
         for block in blocks:
-            if copies[block] > 0:
-                copies[block] -= 1
-            else:
+            copies[block] -= 1
+            if copies[block] <= 0:
+                del copies[block]
                 gone.append(block)
         return tuple(gone)
 
@@ -204,11 +205,7 @@ class RadixIndex:
             if found is None:
                 _fail(ParentBlockNotFound, event, parent_hash)
             parent = found
-        rank = tree.rank(key)
-        if self._copies is not None:
-            copies = self._copies.setdefault((key, event.storage_tier), Counter())
-            copies.update(filter(rank.blocks.__contains__, data.block_hashes))
-        wrong = tree.store(rank, parent, data)
+        wrong = tree.store(tree.rank(key), parent, data)
         if wrong is not None:
             _fail(InvalidBlockSequence, event, wrong)
 
