@@ -128,7 +128,7 @@ class RadixIndex:
             raise ValueError(f'semantics must be None or "e1", got {semantics!r}')
         self._semantics: Literal["e1"] | None = semantics
         self._clear_all_ranks = semantics == "e1"
-        # By worker, rank and tier: how often a block was stored and not removed since, beyond the first time.
+        # By worker, rank and tier: how often a block was stored and not removed since, also where the tree refused it.
         self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
         self._device = Tree()
         self._trees = {tier: Tree() for tier in StorageTier} | {StorageTier.DEVICE: self._device}
@@ -173,16 +173,18 @@ class RadixIndex:
             raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
 
     def _without_copies(self, where: tuple[WorkerRank, StorageTier], blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """Take one copy of each block; those that have none are left."""
+        """Take one copy of each block; returned are those of which none is left."""
         assert self._copies is not None
         copies = self._copies.get(where)
         if not copies:
             return blocks
         gone = []
         for block in blocks:
-            if copies[block] > 0:
-                copies[block] -= 1
+            left = copies[block] - 1
+            if left > 0:
+                copies[block] = left
             else:
+                del copies[block]
                 gone.append(block)
         return tuple(gone)
 
@@ -194,6 +196,8 @@ class RadixIndex:
                 del self._copies[where]
 
     def _store(self, tree: Tree, key: WorkerRank, data: Stored, event: RouterEvent) -> None:
+        if self._copies is not None:
+            self._copies.setdefault((key, event.storage_tier), Counter()).update(data.block_hashes)
         parent_hash = data.parent_hash
         if parent_hash is None:
             parent = tree.root
@@ -204,11 +208,7 @@ class RadixIndex:
             if found is None:
                 _fail(ParentBlockNotFound, event, parent_hash)
             parent = found
-        rank = tree.rank(key)
-        if self._copies is not None:
-            copies = self._copies.setdefault((key, event.storage_tier), Counter())
-            copies.update(filter(rank.blocks.__contains__, data.block_hashes))
-        wrong = tree.store(rank, parent, data)
+        wrong = tree.store(tree.rank(key), parent, data)
         if wrong is not None:
             _fail(InvalidBlockSequence, event, wrong)
 

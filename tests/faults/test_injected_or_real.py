@@ -1,7 +1,5 @@
 """What came of a fault is marked so, and nothing else is: over random traffic, all faults and all backends."""
 
-from collections import Counter
-
 import pytest
 from fault_worlds import PROFILE, Traffic
 from hypothesis import given
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from pytest_kvmock import RadixIndex
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.events import Removed, RouterEvent, Stored
 from pytest_kvmock.faults.kinds import FAULTS
 
 RATES = [kind.name for kind in FAULTS.values() if kind.has_rate]
@@ -31,36 +29,9 @@ def script(kv, rng, kind):
     return fault.stop if kind in ("late_join", "salt") else lambda: None
 
 
-class CountsCopies(RadixIndex):
-    """A router that forgets a block with the last of its copies: vLLM stores and removes each.
-
-    It believes every event, as the ledger does, those too that the tree refuses: so faults do not part the two.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.copies = Counter()
-
-    def apply(self, event):
-        key, data = (event.worker_id, event.event.dp_rank), event.event.data
-        if isinstance(data, Removed):
-            gone = []
-            for block in data.block_hashes:
-                left = self.copies[key, block] = max(0, self.copies[key, block] - 1)
-                if not left:
-                    gone.append(block)
-            data = Removed(tuple(gone))
-            event = RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, data, key[1]), event.storage_tier)
-        elif isinstance(data, Stored):
-            self.copies.update((key, block) for block in data.block_hashes)
-        else:
-            self.copies = Counter({entry: count for entry, count in self.copies.items() if entry[0] != key})
-        super().apply(event)
-
-
 def router_of(backend):
     """An index that is right about this engine."""
-    return CountsCopies() if BACKENDS[backend].residency == "counted" else RadixIndex()
+    return RadixIndex(count_copies=BACKENDS[backend].residency == "counted")
 
 
 def own(kv):

@@ -55,6 +55,17 @@ def test_a_router_that_counts_is_right():
             sink(data)
 
 
+def test_a_copy_below_a_block_that_nobody_knows_counts_too():
+    """The tree refuses it; the engine has it all the same."""
+    with harness(counting()) as kv:
+        sink = kv.make_sink(residency="counted")
+        with kv.events.expect_error("parent_block_not_found"):
+            sink(TWO)
+        for data in (ONE, TWO, Removed((2,))):
+            sink(data)
+        assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])
+
+
 def test_a_router_that_forgets_a_block_with_its_first_copy_is_found_out():
     kv = harness(RadixIndex())
     sink = kv.make_sink(residency="counted")
