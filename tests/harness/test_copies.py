@@ -158,3 +158,28 @@ def test_a_new_index_is_made_as_the_old_one_was():
 def _apply(index, *events):
     for data in events:
         index.apply(RouterEvent(0, KvCacheEvent(0, data)))
+
+
+def test_a_dump_holds_a_block_of_which_a_copy_is_left():
+    recovery = Recovery()
+    with harness(recovery=recovery) as kv:
+        sink = kv.make_sink(residency="counted")
+        for event_id, data in enumerate((ONE, ONE, Removed((1,)))):
+            sink.publish(KvCacheEvent(event_id, data), token_ids=None if event_id else [range(16)])
+        (told,) = recovery(sink.worker_id).events
+        assert ((1,), [range(16)]) == (told.event.data.block_hashes, list(told.token_ids))
+
+
+def test_a_removed_that_is_told_again_takes_one_copy():
+    recovery = Recovery()
+    index = counting()
+    with harness(index, recovery=recovery, allow=["event_id_gap"]) as kv:
+        sink = kv.make_sink(residency="counted")
+        for data in (ONE, ONE):
+            sink(data)
+        with kv.faults.lose(1):
+            sink(Removed((1,)))
+        for event in recovery(sink.worker_id, 2).events:
+            index.apply(event)
+        sink(TWO)
+        assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])
