@@ -109,6 +109,8 @@ def test_every_backend_has_variants_of_another_name(name):
     second = first.but("second")
     assert ["first", "second"] == [create_manager(spec, num_blocks=4).backend for spec in (first, second)]
     assert not second.in_matrix
+    assert [True, False] == [BACKENDS[name].but("x", prefix_closed=closed).prefix_closed for closed in (True, False)]
+    assert BACKENDS[name].prefix_closed == first.prefix_closed
 
 
 def test_a_variant_follows_the_version_that_it_names():

@@ -55,6 +55,17 @@ def test_a_router_that_counts_is_right():
             sink(data)
 
 
+def test_a_copy_below_a_block_that_nobody_knows_counts_too():
+    """The tree refuses it; the engine has it all the same."""
+    with harness(counting()) as kv:
+        sink = kv.make_sink(residency="counted")
+        with kv.events.expect_error("parent_block_not_found"):
+            sink(TWO)
+        for data in (ONE, TWO, Removed((2,))):
+            sink(data)
+        assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])
+
+
 def test_a_router_that_forgets_a_block_with_its_first_copy_is_found_out():
     kv = harness(RadixIndex())
     sink = kv.make_sink(residency="counted")
@@ -148,3 +159,28 @@ def test_a_new_index_is_made_as_the_old_one_was():
 def _apply(index, *events):
     for data in events:
         index.apply(RouterEvent(0, KvCacheEvent(0, data)))
+
+
+def test_a_dump_holds_a_block_of_which_a_copy_is_left():
+    recovery = Recovery()
+    with harness(recovery=recovery) as kv:
+        sink = kv.make_sink(residency="counted")
+        for event_id, data in enumerate((ONE, ONE, Removed((1,)))):
+            sink.publish(KvCacheEvent(event_id, data), token_ids=None if event_id else [range(16)])
+        (told,) = recovery(sink.worker_id).events
+        assert ((1,), [range(16)]) == (told.event.data.block_hashes, list(told.token_ids))
+
+
+def test_a_removed_that_is_told_again_takes_one_copy():
+    recovery = Recovery()
+    index = counting()
+    with harness(index, recovery=recovery, allow=["event_id_gap"]) as kv:
+        sink = kv.make_sink(residency="counted")
+        for data in (ONE, ONE):
+            sink(data)
+        with kv.faults.lose(1):
+            sink(Removed((1,)))
+        for event in recovery(sink.worker_id, 2).events:
+            index.apply(event)
+        sink(TWO)
+        assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])

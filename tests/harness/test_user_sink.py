@@ -301,6 +301,15 @@ def test_signed_block_hashes_are_taken_as_they_are():
             sink(Removed((-7,)))
 
 
+@pytest.mark.parametrize("child", [-1, -2, 7])
+def test_a_child_of_any_name_is_seen_to_be_left_behind(child):
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink()
+    for data in (Stored(None, (5, child), (5, 6)), Removed((5,))):
+        sink(data)
+    assert ["orphaned_child"] == [problem.rule for problem in kv.judge().warnings]
+
+
 def test_signed_block_hashes_are_unsigned_in_dynamos_json():
     event = KvCacheEvent(0, Stored(-2, (-1,), (11,)))
     assert Stored(2**64 - 2, (2**64 - 1,), (11,)) == KvCacheEvent.from_json(event.to_json()).data
