@@ -117,7 +117,8 @@ class RadixIndex:
         semantics: None: a Cleared empties the rank that said it, in all tiers (Dynamo from 1.6). `"e1"`: it empties all ranks of
             that worker (Dynamo up to 1.3).
         count_copies: hold a block until it was removed as often as it was stored, for engines that publish copies (vLLM).
-            Dynamo's tree does not count; a filter before it does (dynamo #8012).
+            Dynamo's tree does not count; a filter before it does (dynamo #8012). For engines that publish each block once
+            leave it off: after a restart that nobody announced they store again what it still counts.
 
     Raises:
         ValueError: `semantics` is something else.

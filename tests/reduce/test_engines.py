@@ -63,6 +63,7 @@ def test_the_fault_of_an_index_is_cut_over_every_engine(failure_of, busy, engine
 
     found = reproduce(kv)
 
+    assert "events" == found.level
     assert found.size <= 3
     assert "index_drift" in failure_of(found, IgnoresRemoved())
 
