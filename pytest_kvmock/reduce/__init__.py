@@ -140,7 +140,7 @@ def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
     operations = kv.recording.operations
     if not operations:
         return ("events",)
-    if problem.rule in _NEEDS_AN_ENGINE or _is_of_digests(kv, problem):
+    if problem.rule in _NEEDS_AN_ENGINE:
         return ("requests",)
     if problem.rule in _OF_AN_INDEX:
         return ("requests", "events") if hasattr(kv.index, "match_tokens") else ("events", "requests")
@@ -148,12 +148,6 @@ def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
         return ("requests", "events")
     lost = any(kind == "drop_next" for kind, *_ in operations)
     return ("events", "requests") if lost or any(map(_by_hand, kv.recording.arrivals)) else ("requests", "events")
-
-
-def _is_of_digests(kv: RouterHarness, problem: Problem) -> bool:
-    """Whether it is about names that only the engine's own hasher can judge."""
-    spec = kv.backends.get(kv.backend or "")
-    return problem.rule == "wrong_hash" and spec is not None and spec.chain is not None
 
 
 def _by_hand(arrival: Arrival) -> bool:

@@ -184,3 +184,15 @@ def test_a_removed_that_is_told_again_takes_one_copy():
             index.apply(event)
         sink(TWO)
         assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])
+
+
+def test_what_was_lost_last_is_not_due_of_a_router_that_counts():
+    """It has the block whose first copy went, and not the one whose Stored nobody can know to be lost."""
+    with harness(counting(), survive=["lose"]) as kv:
+        sink = kv.make_sink(residency="counted")
+        for data in (ONE, ONE, Removed((1,))):
+            sink(data)
+        kv.faults.lose(1)
+        sink(TWO)
+        kv.flush()
+        assert {sink.worker_id: 1} == kv.overlap_for_hashes([11, 12])
