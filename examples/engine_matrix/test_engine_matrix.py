@@ -8,7 +8,9 @@ The marker names the engines; the tests are the same for all. `kv_worker.traits`
 import pytest
 from engine_router import EngineIndex, EngineRouter
 
+from pytest_kvmock import EngineProfile
 from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE
 
 pytestmark = [pytest.mark.kv_backends(*BACKENDS), pytest.mark.kvmock(workers=2)]
 
@@ -66,22 +68,30 @@ def test_a_block_of_which_there_are_copies_is_known_until_the_last_goes(kv_route
     assert {0: 3} == kv_router.overlap(prompt)
 
 
-@pytest.mark.kvmock(block_size=512, num_blocks=48)
-def test_a_trace_is_served(router, kv_router, kv_events, kv_trace, kv_backend, capsys):
-    asked = cached = 0
-    for request in kv_trace:
-        prompt = request.prompt()
-        worker = kv_router.worker(router.route(prompt.block_hashes(512)))
-        asked += request.input_length
-        cached += worker.serve(prompt).cached_tokens
+class TestTrace:
+    """The synthetic trace, or `pytest examples --kv-trace FILE`."""
 
-    kv_router.assert_no_event_errors()
-    stored, removed = kv_events.stored_blocks, kv_events.removed_blocks
-    with capsys.disabled():
-        print(
-            f"\n{kv_backend:>10}: {cached / asked:6.1%} of the tokens reused, {kv_events.total:>5} events, "
-            f"{len(stored):>5} blocks stored, {len(removed):>5} removed"
-        )
-    held = sum(len(worker.manager.resident()) for worker in kv_router.workers.values())
-    if "evicted_and_restored" not in kv_router.warning_counts():  # else an engine holds more than it said
-        assert held == len(stored) - len(removed)
+    @pytest.fixture
+    def kv_base_profile(self, pytestconfig):
+        """Small for the short prompts of the synthetic trace, so that the engines evict, or as large as real."""
+        num_blocks = 48 if pytestconfig.getoption("kv_trace") is None else 4096
+        return EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=num_blocks)
+
+    def test_a_trace_is_served(self, router, kv_router, kv_events, kv_trace, kv_backend, capsys):
+        asked = cached = 0
+        for request in kv_trace:
+            prompt = request.prompt()
+            worker = kv_router.worker(router.route(prompt.block_hashes(MOONCAKE_BLOCK_SIZE)))
+            asked += request.input_length
+            cached += worker.serve(prompt).cached_tokens
+
+        kv_router.assert_no_event_errors()
+        stored, removed = kv_events.stored_blocks, kv_events.removed_blocks
+        with capsys.disabled():
+            print(
+                f"\n{kv_backend:>10}: {cached / asked:6.1%} of the tokens reused, {kv_events.total:>5} events, "
+                f"{len(stored):>5} blocks stored, {len(removed):>5} removed"
+            )
+        held = sum(len(worker.manager.resident()) for worker in kv_router.workers.values())
+        if "evicted_and_restored" not in kv_router.warning_counts():  # else an engine holds more than it said
+            assert held == len(stored) - len(removed)
