@@ -143,6 +143,14 @@ def test_where_copies_are_counted_one_of_them_is_removed():
     assert [] == Stream(residency="counted").say_all([stored(1, 2, 3), stored(10, 1, 2), Removed((2, 1))])
 
 
+def test_a_copy_that_is_left_is_an_orphan_when_its_parent_goes_in_the_same_event():
+    ledger = Ledger()
+    ledger.open((0, 0), first_id=0, residency="counted")
+    said = [stored(2), stored(1, 2), Removed((2, 1))]
+    found = [ledger.observe(RouterEvent(0, KvCacheEvent(number, data)), number) for number, data in enumerate(said)]
+    assert [[], [], [("orphaned_child", (2,))]] == [[(p.rule, p.blocks) for p in problems] for problems in found]
+
+
 def test_the_block_and_both_events_are_named():
     stream = Stream()
     stream.say_all(HAZARD)
