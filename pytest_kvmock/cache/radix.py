@@ -93,7 +93,8 @@ class RadixCacheManager(RequestLevel):
     ) -> None:
         super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
         self.policy = _checked_policy(policy)
-        for name, value in (("dynamo_kv_event_format", dynamo_kv_event_format), ("is_eagle", is_eagle)):
+        flags = {"dynamo_kv_event_format": dynamo_kv_event_format, "is_eagle": is_eagle, "hold_events": hold_events}
+        for name, value in flags.items():
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
         self.hasher = SglangHasher(dynamo_kv_event_format=dynamo_kv_event_format, is_eagle=is_eagle)

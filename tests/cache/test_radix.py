@@ -175,9 +175,10 @@ def test_arguments_that_sglang_has_not_are_refused(options, message):
     assert message == str(raised.value)
 
 
-def test_bigrams_must_be_on_or_off():
-    with pytest.raises(ValueError, match=r"^is_eagle must be True or False, got 'yes'$"):
-        RadixCacheManager(num_blocks=1, is_eagle="yes")
+@pytest.mark.parametrize("name", ["is_eagle", "hold_events"])
+def test_what_is_for_calls_by_hand_must_be_on_or_off(name):
+    with pytest.raises(ValueError, match=rf"^{name} must be True or False, got 'yes'$"):
+        RadixCacheManager(num_blocks=1, **{name: "yes"})
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 100])
