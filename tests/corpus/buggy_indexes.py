@@ -1,0 +1,277 @@
+"""Indexes that somebody could have written, each with one bug; all but for that are right over every backend."""
+
+from collections import Counter, deque
+from contextlib import suppress
+from itertools import takewhile
+
+from pytest_kvmock import Cleared, KvCacheEvent, KvEventError, RadixIndex, Removed, RouterEvent, StorageTier, Stored
+
+# ------------------------------------------------------------------------------------------------- right ones
+
+
+class Tree:
+    """A right index: the reference's own tree, which counts copies where they are published."""
+
+    def __init__(self, *, counts=False):
+        self.tree = RadixIndex(count_copies=counts)
+
+    def apply(self, event):
+        self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes).scores
+
+    def remove_worker(self, worker_id):
+        self.tree.remove_worker(worker_id)
+
+    def remove_worker_dp_rank(self, worker_id, dp_rank):
+        self.tree.remove_worker_dp_rank(worker_id, dp_rank)
+
+
+class Chains:
+    """A right index of another kind: each block with the local hashes from the root to it, and how many copies there are.
+
+    A block keeps its chain while its parent is gone, so that it is found again as soon as the parent is back.
+    """
+
+    def __init__(self, *, counts=False):
+        self.counts = counts
+        self.held = {}
+        self.copies = {}
+
+    def apply(self, event):
+        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        if isinstance(data, Cleared):
+            self.remove_worker_dp_rank(*key)
+        elif event.storage_tier is StorageTier.DEVICE:  # what other tiers have is not asked for
+            held, copies = self.held.setdefault(key, {}), self.copies.setdefault(key, Counter())
+            if isinstance(data, Stored):
+                self.store(held, copies, data)
+            else:
+                self.remove(held, copies, data)
+
+    def store(self, held, copies, data):
+        chain = () if data.parent_hash is None else held.get(data.parent_hash)
+        for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            if chain is not None:  # below an unknown parent nobody can ask for it
+                chain = held[block] = (*chain, local)
+                copies[block] = copies[block] + 1 if self.counts else 1
+
+    def remove(self, held, copies, data):
+        for block in data.block_hashes:
+            copies[block] -= 1
+            if copies[block] < 1:
+                held.pop(block, None)
+                del copies[block]
+
+    def find_matches(self, local_hashes):
+        chains = [tuple(local_hashes[:n]) for n in range(1, len(local_hashes) + 1)]
+        return {key: len([*takewhile(set(held.values()).__contains__, chains)]) for key, held in self.held.items()}
+
+    def remove_worker(self, worker_id):
+        for key in [key for key in self.held if key[0] == worker_id]:
+            self.remove_worker_dp_rank(*key)
+
+    def remove_worker_dp_rank(self, worker_id, dp_rank):
+        self.held.pop((worker_id, dp_rank), None)
+        self.copies.pop((worker_id, dp_rank), None)
+
+
+# ------------------------------------------------------------------------------------------------- wrong ones
+
+
+def with_data(event, data):
+    """The event with other data."""
+    inner = event.event
+    return RouterEvent(event.worker_id, KvCacheEvent(inner.event_id, data, inner.dp_rank), event.storage_tier)
+
+
+class IgnoresInnerRemoved(Tree):
+    """A Removed of a block that others stand on changes nothing: "it will go when they go"."""
+
+    def __init__(self, *, counts=False):
+        super().__init__(counts=counts)
+        self.children = {}
+
+    def apply(self, event):
+        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        children = self.children.setdefault(key, {})
+        if isinstance(data, Stored):
+            for parent, block in zip((data.parent_hash, *data.block_hashes), data.block_hashes, strict=False):
+                children.setdefault(parent, set()).add(block)
+        elif isinstance(data, Removed):
+            leaves = []
+            for block in data.block_hashes:
+                if not children.get(block):
+                    leaves.append(block)
+                    for others in children.values():
+                        others.discard(block)
+            event = with_data(event, Removed(leaves))
+        else:
+            children.clear()
+        super().apply(event)
+
+
+class MixesRanksUp(Tree):
+    """All ranks of a worker are one."""
+
+    def apply(self, event):
+        one = RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, event.event.data, 0), event.storage_tier)
+        with suppress(KvEventError):  # the other rank has removed it already
+            super().apply(one)
+
+    def find_matches(self, local_hashes):
+        return {worker_id: blocks for (worker_id, _), blocks in super().find_matches(local_hashes).items()}
+
+
+class OverflowingQueue(Tree):
+    """Events wait in a queue of four, which drops the oldest when it is full."""
+
+    def __init__(self, *, counts=False):
+        super().__init__(counts=counts)
+        self.queue = deque(maxlen=4)
+
+    def apply(self, event):
+        self.queue.append(event)
+
+    def flush(self):
+        while self.queue:
+            with suppress(KvEventError):
+                self.tree.apply(self.queue.popleft())
+
+    def find_matches(self, local_hashes):
+        self.flush()
+        return super().find_matches(local_hashes)
+
+
+class HangsBlocksWrongly(Tree):
+    """A Stored with a parent is hung below the block that was stored last, whichever it was."""
+
+    def __init__(self, *, counts=False):
+        super().__init__(counts=counts)
+        self.last = {}
+
+    def apply(self, event):
+        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        if isinstance(data, Stored):
+            parent = None if data.parent_hash is None else self.last.get(key)
+            self.last[key] = data.block_hashes[-1]
+            event = with_data(event, Stored(parent, data.block_hashes, data.tokens_hashes))
+        with suppress(KvEventError):
+            super().apply(event)
+
+
+class AnswersOneShort(Tree):
+    """The last block that is held is not counted."""
+
+    def find_matches(self, local_hashes):
+        return {key: blocks - 1 for key, blocks in super().find_matches(local_hashes).items()}
+
+
+class IgnoresCleared(Tree):
+    """A Cleared is an event of a kind that it does not know."""
+
+    def apply(self, event):
+        if not isinstance(event.event.data, Cleared):
+            super().apply(event)
+
+
+class ClearsAllRanks(Tree):
+    """A Cleared of one rank clears all ranks of the worker."""
+
+    def apply(self, event):
+        if isinstance(event.event.data, Cleared):
+            self.tree.remove_worker(event.worker_id)
+        else:
+            with suppress(KvEventError):
+                super().apply(event)
+
+
+class KeepsRemovedWorkers(Tree):
+    """That a worker is gone is read, and forgotten."""
+
+    def remove_worker(self, worker_id):
+        pass
+
+    remove_worker_dp_rank = None
+
+
+class ForgetsRankZeroOnly(Tree):
+    """Of a worker that is gone, rank 0 goes."""
+
+    def remove_worker(self, worker_id):
+        self.tree.remove_worker_dp_rank(worker_id, 0)
+
+    remove_worker_dp_rank = None
+
+
+class QueueOutlivesWorker(Tree):
+    """A worker that is gone is forgotten at once, and events of it that still wait bring it back."""
+
+    def __init__(self, *, counts=False):
+        super().__init__(counts=counts)
+        self.queue = []
+
+    def apply(self, event):
+        self.queue.append(event)
+
+    def flush(self):
+        queue, self.queue = self.queue, []
+        for event in queue:
+            with suppress(KvEventError):
+                self.tree.apply(event)
+
+
+class ReadsRemovedUnsigned(Tree):
+    """The reader of a Removed takes signed hashes for unsigned ones; nothing removes the negative half."""
+
+    def apply(self, event):
+        data = event.event.data
+        if isinstance(data, Removed):
+            event = with_data(event, Removed(block % 2**64 for block in data.block_hashes))
+        with suppress(KvEventError):
+            super().apply(event)
+
+
+class CountsNoCopies(Tree):
+    """The first Removed takes a block, however many copies of it were stored."""
+
+    def __init__(self, *, counts=False):
+        super().__init__()
+
+    def apply(self, event):
+        with suppress(KvEventError):
+            super().apply(event)
+
+
+class GrowsWithEvents(Tree):
+    """It keeps every event for ever; its answers are right."""
+
+    def __init__(self, *, counts=False):
+        super().__init__(counts=counts)
+        self.journal = []
+
+    def apply(self, event):
+        self.journal.append(event)
+        super().apply(event)
+
+    def size(self):
+        return len(self.journal)
+
+
+BUGGY_INDEXES = {
+    "removed_inner_ignored": IgnoresInnerRemoved,
+    "ranks_mixed_up": MixesRanksUp,
+    "queue_overflows": OverflowingQueue,
+    "parent_wrong": HangsBlocksWrongly,
+    "match_one_short": AnswersOneShort,
+    "cleared_ignored": IgnoresCleared,
+    "cleared_clears_all_ranks": ClearsAllRanks,
+    "removed_worker_kept": KeepsRemovedWorkers,
+    "removed_worker_rank_0_only": ForgetsRankZeroOnly,
+    "removed_worker_back_by_queue": QueueOutlivesWorker,
+    "signed_read_as_unsigned": ReadsRemovedUnsigned,
+    "copies_not_counted": CountsNoCopies,
+    "grows_with_events": GrowsWithEvents,
+}
+RIGHT_INDEXES = {"tree": Tree, "chains": Chains}

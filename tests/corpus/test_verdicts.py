@@ -1,0 +1,51 @@
+"""The verdicts on all known bugs are those of the table; see `verdicts.py`."""
+
+from difflib import unified_diff
+from itertools import islice
+
+import pytest
+import verdicts
+
+MOST_LINES = 40
+FOUND_NOWHERE = ["index/grows_with_events", "index/queue_overflows", "index/removed_worker_back_by_queue"]
+"""Listed bugs that this traffic shows over no backend. A change that finds one takes it from here."""
+
+
+@pytest.fixture(scope="module")
+def committed():
+    """The lines of the table, without its head."""
+    return verdicts.TABLE.read_text(encoding="utf-8").splitlines()[1:]
+
+
+@pytest.mark.parametrize("backend", verdicts.backends_of_all())
+def test_verdicts_are_those_of_the_table(backend, committed):
+    expected = [line for line in committed if line.split("\t")[1] == backend]
+    got = verdicts.lines(backend=backend)
+    if expected != got:
+        changes = islice(unified_diff(expected, got, "verdicts.tsv", "now", n=0, lineterm=""), MOST_LINES)
+        pytest.fail(
+            "\n".join(
+                [
+                    f"verdicts over {backend} changed; the first {MOST_LINES} lines of the difference:",
+                    *changes,
+                    "If that is meant: python tests/corpus/verdicts.py --write, and say why of each row.",
+                ]
+            ),
+            pytrace=False,
+        )
+
+
+def test_the_table_has_no_rows_of_other_backends(committed):
+    assert set(verdicts.backends_of_all()) == {line.split("\t")[1] for line in committed}
+
+
+def test_what_is_right_has_no_error(committed):
+    right = [line.split("\t") for line in committed if line.startswith("right/")]
+    assert {"right/no_index", "right/tree", "right/chains"} == {row[0] for row in right}
+    assert [] == [row for row in right if row[3] != "none" and row[4] != "warning"]
+
+
+def test_which_bugs_are_found_nowhere(committed):
+    rows = [line.split("\t") for line in committed if line.startswith(("index/", "engine/"))]
+    found = {row[0] for row in rows if row[3] != "none" and row[3:5] != ["wrong_hash", "warning"]}
+    assert FOUND_NOWHERE == sorted({row[0] for row in rows} - found)

@@ -1,0 +1,394 @@
+"""The table of verdicts: what is found of every known bug, over every backend.
+
+    python tests/corpus/verdicts.py                    # prints the table
+    python tests/corpus/verdicts.py engine/ sglang     # of the cases whose names begin so, over this backend
+    python tests/corpus/verdicts.py --write            # replaces verdicts.tsv
+
+A case is a bug of a router's index or of an engine. Each runs through the same traffic, over each backend and by some
+seeds. A row is one problem in the order in which it was found: which rule, whether it is an error, of which worker and
+rank, at which event, with which block, under which other problem, and of which injected fault. A row whose rule is
+"none" says that nothing was found: either the case is right over this backend (nobody publishes copies over `lru`), or
+the bug is missed. After the first problems of a run the others are counted by rule.
+
+Messages are no part of it, so that they can be reworded. A row that changes is a changed verdict: a change of the code
+that was to leave verdicts alone is wrong then; one that was to change them says of each row why.
+
+Another version of the package is compared by `PYTHONPATH=CHECKOUT python tests/corpus/verdicts.py | diff
+tests/corpus/verdicts.tsv -`.
+"""
+
+# ruff: noqa: T201 - it is a program too
+
+import dataclasses
+import importlib.util
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+CATALOGUE = TESTS.parent / "examples" / "bug_catalogue"
+sys.path += [str(TESTS / part) for part in ("faults", "harness", "reduce", "testing")]
+
+import faulty_indexes as of_harness  # noqa: E402 - the paths come first
+import faulty_worlds as of_reduce  # noqa: E402
+import mutants_indexes  # noqa: E402
+import mutants_managers  # noqa: E402
+import surviving_indexes as of_faults  # noqa: E402
+from buggy_engines import BUGGY_ENGINES, Alters, altered  # noqa: E402
+from buggy_indexes import BUGGY_INDEXES, RIGHT_INDEXES  # noqa: E402
+
+from pytest_kvmock import (  # noqa: E402
+    BACKENDS,
+    BackendSpec,
+    EngineProfile,
+    KvSink,
+    Recovery,
+    Removed,
+    RouterHarness,
+    StorageTier,
+    Stored,
+)
+
+TABLE = HERE / "verdicts.tsv"
+SEEDS = 3
+SHOWN = 4
+"""So many problems of a run are shown one by one."""
+COLUMNS = "case", "backend", "seed", "rule", "kind", "worker", "event", "position", "block", "under", "fault"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is tried.
+
+    Attributes:
+        name: first column.
+        index: makes the index under test, of the backend's spec and the recovery; None: there is none.
+        engine: a sink between the managers and the router; None: they are right.
+        spec: a backend of its own, in place of the seven.
+        ranks: of each worker.
+        faults: rates of faults at random.
+        survive: the faults that the index must survive.
+        asks: the index is made with a `Recovery`, as its second argument.
+        amid: done in the midst of the traffic.
+        early: a fault that is stopped after the first requests.
+        script: in place of all traffic, what publishes to a sink; no backend has a part in it.
+    """
+
+    name: str
+    index: Callable[[BackendSpec, Recovery], Any] | None = None
+    engine: Callable[[Any], Any] | None = None
+    spec: BackendSpec | None = None
+    ranks: int = 2
+    faults: dict[str, float] = dataclasses.field(default_factory=dict)
+    survive: tuple[str, ...] = ()
+    asks: bool = False
+    amid: Callable[[RouterHarness], None] | None = None
+    early: Callable[[RouterHarness], Any] | None = None
+    script: Callable[[KvSink], None] | None = None
+
+    def backends(self):
+        """Names of the backends that it runs over."""
+        if self.script is not None:
+            return ["-"]
+        return [self.spec.name] if self.spec is not None else list(BACKENDS)
+
+    def seeds(self):
+        """The seeds that it runs by: all that are not listed by this table itself have one."""
+        return range(SEEDS if self.name.startswith(("right/", "index/", "engine/")) else 1)
+
+
+# ------------------------------------------------------------------------------------------------------ traffic
+
+
+def run(case, backend, seed):
+    """The harness after the traffic, judged; and what the traffic itself could not do."""
+    if case.script is not None:
+        kv = RouterHarness(backend=None)
+        case.script(kv.make_sink())
+        kv.judge()
+        return kv, []
+    recovery = Recovery() if case.asks else None
+    spec = case.spec or BACKENDS[backend]
+    index = None if case.index is None else case.index(spec, recovery)
+    sinks = []
+    kv = RouterHarness(
+        EngineProfile(block_size=4, num_blocks=8, workers=2, dp_size=case.ranks, seed=seed),
+        spec if case.engine is None else altered(backend, case.engine, sinks),
+        index,
+        recovery=recovery,
+        faults=case.faults,
+        survive=case.survive,
+    )
+    traffic = Traffic(kv, seed, index, sinks)
+    fault = None if case.early is None else case.early(kv)
+    traffic.serve(6)
+    if fault is not None:
+        fault.stop()
+    if index is not None:
+        traffic.by_hand()
+    traffic.serve(5)
+    if case.amid is not None:
+        traffic.attempt(case.amid, kv)
+    traffic.clear()
+    traffic.serve(5)
+    traffic.restart()
+    traffic.remove_worker()
+    traffic.serve(7)
+    kv.judge()
+    return kv, traffic.raised
+
+
+class Traffic:
+    """Requests that share prefixes, on all workers and ranks, in caches that have to evict."""
+
+    def __init__(self, kv, seed, index, sinks):
+        self.kv, self.index, self.sinks = kv, index, sinks
+        self.rng = Random(seed)
+        self.prompts = [kv.prompt(2) for _ in range(3)]
+        self.raised = []
+
+    def attempt(self, function, *given, **named):
+        """Do something. What it raises is written down; the traffic goes on."""
+        try:
+            function(*given, **named)
+        except Exception as error:  # noqa: BLE001 - of any wrong engine or index
+            self.raised.append(type(error).__name__)
+
+    def serve(self, requests):
+        """So many requests, most of them on the first two workers and ranks; then engine and events are compared."""
+        rng = self.rng
+        for _ in range(requests):
+            workers = list(self.kv.workers.values())
+            worker = rng.choice([*workers, *workers[:2]])
+            prompt = rng.choice(self.prompts)
+            if rng.random() < 0.6:  # else it is cached whole, perhaps
+                prompt = self.kv.prompt(rng.randrange(1, 3), after=prompt, tail=rng.choice([0, 0, 3]))
+                if len(prompt.tokens) <= 16:
+                    self.prompts[rng.randrange(3)] = prompt
+            self.attempt(worker.serve, prompt, output_tokens=rng.choice([0, 0, 5]))
+            for sink in self.sinks:
+                sink.end_step()
+        self.attempt(self.kv.flush)
+
+    def clear(self):
+        """The second worker and rank, while the first has something."""
+        self.attempt(list(self.kv.workers.values())[1].clear)
+
+    def restart(self):
+        """The last worker and rank; an index that cannot be told is spared."""
+        if self.can("remove_worker_dp_rank"):
+            self.attempt(list(self.kv.workers.values())[-1].restart, announced=True)
+
+    def remove_worker(self):
+        """Worker 0 goes; it comes back after some traffic on the others. An index that cannot be told is spared."""
+        if self.can("remove_worker"):
+            self.attempt(self.kv.remove_worker, 0)
+            self.serve(3)
+            for rank in range(self.kv.profile.dp_size):
+                self.attempt(self.kv.worker, 0, rank)
+
+    def can(self, method):
+        return self.index is None or callable(getattr(self.index, method, None))
+
+    def by_hand(self):
+        """What none of the engines does often: a hole, and a block on two tiers."""
+        sink = self.kv.make_sink(prefix_closed=False)
+        for event in (Stored(None, (1, 2, 3), (1, 2, 3)), Removed((2,)), Stored(1, (4,), (4,))):
+            self.attempt(sink, event)
+        self.attempt(sink, Stored(None, (1,), (1,)), StorageTier.HOST_PINNED)
+        self.attempt(sink, Removed((1,)), StorageTier.HOST_PINNED)
+
+
+# -------------------------------------------------------------------------------------------------------- cases
+
+
+def counting(make):
+    """An index of `buggy_indexes`, which counts copies where the backend publishes them."""
+    return lambda spec, recovery: make(counts=spec.residency == "counted")
+
+
+def plain(make):
+    """An index that is made of nothing."""
+    return lambda spec, recovery: make()
+
+
+def right_cases():
+    """An index and an engine without a bug: no error may be found."""
+    yield Case("right/no_index")
+    for name, make in RIGHT_INDEXES.items():
+        yield Case(f"right/{name}", counting(make))
+
+
+def listed_cases():
+    """The bugs of `buggy_indexes` and `buggy_engines`; an engine's also beside right indexes."""
+    for name, make in BUGGY_INDEXES.items():
+        yield Case(f"index/{name}", counting(make))
+    for name, make in BUGGY_ENGINES.items():
+        yield Case(f"engine/{name}", engine=make, ranks=1)
+        for index, right in RIGHT_INDEXES.items():
+            yield Case(f"engine/{name}+{index}", counting(right), engine=make, ranks=1)
+
+
+def cases_of_tests():
+    """The bugs that other tests have."""
+    for make in (
+        of_harness.ForgetsOneRemoved,
+        of_harness.RemovesFromTheWrongWorker,
+        of_harness.MatchesByContentAlone,
+        partial(of_harness.RaisesOnce, at=9),
+        of_harness.RaisesWhenAsked,
+        partial(of_harness.Answers, "nonsense"),
+        partial(of_harness.Answers, {(0, 0): 1}),
+        of_reduce.ForgetsLongRemoved,
+        of_reduce.RaisesOnRemoved,
+        partial(of_reduce.ByTokens, 4),
+    ):
+        name, given = make, ""
+        if isinstance(make, partial):
+            name, given = make.func, f"({', '.join(map(str, (*make.args, *make.keywords.values())))})"
+        yield Case(f"tests/{name.__name__}{given}", plain(make))
+    for mutant, *_ in mutants_indexes.INDEXES.cases:
+        if mutant is not mutants_indexes.SharesItsTree:  # with all indexes that were made before
+            yield Case(f"indexes/{mutant.__name__}", plain(mutant.Subject))
+    for mutant, *_ in mutants_managers.MANAGERS.cases:
+        if hasattr(mutant, "Subject") and mutant is not mutants_managers.SharesItsBlocks:
+            yield Case(f"managers/{mutant.__name__}", spec=manager(mutant.Subject), ranks=1)
+    for name, alter in ((name, getattr(of_reduce, name)) for name in of_reduce.FAULTY):
+        yield Case(f"tests/{name}", engine=partial(Alters, function=alter), ranks=1)
+    some = {"lose": 0.05, "double": 0.05, "delay": 0.05}
+    for survive in ((), tuple(some)):
+        said = "+survive" if survive else "+faults"
+        for make in (of_faults.TakesWhatComes, of_faults.WaitsForLateEvents):
+            yield Case(f"tests/{make.__name__}{said}", plain(make), faults=some, survive=survive)
+        yield Case(
+            f"tests/AsksByCursor{said}",
+            lambda spec, recovery: of_faults.AsksByCursor(recovery),
+            faults=some,
+            survive=survive,
+            asks=True,
+        )
+
+
+def manager(subject):
+    """A backend of a manager that a contract refuses."""
+
+    def make(*, num_blocks, block_size, dp_rank, sink):
+        return subject(num_blocks, block_size, sink)
+
+    return BackendSpec("spoilt", "nobody", make)
+
+
+def cases_of_the_catalogue():
+    """The bugs of examples/bug_catalogue that an index or an engine has, in the traffic of this table."""
+    bugs = {path.stem[4:6]: load(path) for path in sorted(CATALOGUE.glob("bug_*.py"))}
+
+    def case(number, make, **given):
+        return Case(f"catalogue/{number}", plain(make), **given)
+
+    yield case("02", bugs["02"].SignedRemoved, amid=lambda kv: kv.faults.signed(kind="removed"))
+    yield case("03", bugs["03"].NoRefcount)
+    yield case("04", bugs["04"].RemovesEverywhere)
+    yield case("05", bugs["05"].IgnoresCleared)
+    yield case("06", bugs["06"].HashIndex, survive=("restart",), amid=lambda kv: kv.faults.restart(0))
+    yield case("07", bugs["07"].CountsCopies, survive=("double",), faults={"double": 0.1})
+    yield case("08", bugs["08"].DropsOrphans, survive=("late_join",), early=lambda kv: kv.faults.late_join(worker=0))
+    yield case("09", bugs["09"].CountsWhatItHas)
+    yield case("13", partial(bugs["13"].TokenIndex, 8))
+    yield case("15", bugs["15"].HashIndex)
+    for number, bug in bugs.items():
+        for name, test in vars(bug).items():
+            if name.startswith("test_") and [*inspect.signature(test).parameters] == ["kv_sink"]:
+                yield Case(f"catalogue/{number}", script=test)
+
+
+def load(path):
+    """A module of the catalogue, under no name: pytest imports files of these names from elsewhere too."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def cases():
+    """All of them, in the order of the table."""
+    return [*right_cases(), *listed_cases(), *cases_of_tests(), *cases_of_the_catalogue()]
+
+
+# -------------------------------------------------------------------------------------------------------- table
+
+
+def rows_of(case, backend, seed):
+    """The rows of one run, each as the texts of its columns."""
+    kv, raised = run(case, backend, seed)
+    problems = kv.events.problems
+    rows = [described(problem) for problem in problems[:SHOWN]]
+    counts = Counter((problem.rule, kind_of(problem)) for problem in problems[SHOWN:])
+    rows += [(rule, kind, f"and {count} more") for (rule, kind), count in counts.items()]
+    rows += [(error, "raised", f"{count} times") for error, count in Counter(raised).items()]
+    return [[case.name, backend, str(seed), *row] for row in rows or [("none",)]]
+
+
+def described(problem):
+    """A problem, without its messages."""
+    fault = problem.fault
+    return (
+        problem.rule,
+        kind_of(problem),
+        f"{problem.worker_id}.{problem.dp_rank}",
+        text(problem.event_id),
+        text(problem.position),
+        hexadecimal(problem.block),
+        "-" if problem.cause is None else problem.cause.rule,
+        "-" if fault is None else f"{fault.kind} {fault.worker_id}.{fault.dp_rank} {text(fault.event_id)}",
+    )
+
+
+def kind_of(problem):
+    return "error" if problem.is_error else "warning"
+
+
+def text(value):
+    return "-" if value is None else str(value)
+
+
+def hexadecimal(block):
+    return "-" if block is None else f"{block:#x}"
+
+
+def backends_of_all():
+    """The second column: all backends that a case runs over."""
+    return list(dict.fromkeys(backend for case in cases() for backend in case.backends()))
+
+
+def lines(cases_from="", backend=None):
+    """The lines of the table: of the cases whose names begin so, over one backend or all."""
+    return [
+        "\t".join(row)
+        for case in cases()
+        if case.name.startswith(cases_from)
+        for each in case.backends()
+        if backend in (None, each)
+        for seed in case.seeds()
+        for row in rows_of(case, each, seed)
+    ]
+
+
+def main(arguments):
+    if arguments == ["--write"]:
+        TABLE.write_text("\n".join(["\t".join(COLUMNS), *lines()]) + "\n", encoding="utf-8")
+    else:
+        print("\t".join(COLUMNS), *lines(*arguments), sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
