@@ -125,11 +125,11 @@ class MixesRanksUp(Tree):
 
 
 class OverflowingQueue(Tree):
-    """Events wait in a queue of four, which drops the oldest when it is full."""
+    """Events wait in a queue of 64, which drops the oldest when it is full."""
 
     def __init__(self, *, counts=False):
         super().__init__(counts=counts)
-        self.queue = deque(maxlen=4)
+        self.queue = deque(maxlen=64)
 
     def apply(self, event):
         self.queue.append(event)
@@ -142,6 +142,14 @@ class OverflowingQueue(Tree):
     def find_matches(self, local_hashes):
         self.flush()
         return super().find_matches(local_hashes)
+
+    def remove_worker(self, worker_id):
+        self.flush()
+        super().remove_worker(worker_id)
+
+    def remove_worker_dp_rank(self, worker_id, dp_rank):
+        self.flush()
+        super().remove_worker_dp_rank(worker_id, dp_rank)
 
 
 class HangsBlocksWrongly(Tree):
