@@ -8,7 +8,7 @@ A case is a bug of a router's index or of an engine. Each runs through the same 
 seeds. A row is one problem in the order in which it was found: which rule, whether it is an error, of which worker and
 rank, at which event, with which block, under which other problem, and of which injected fault. A row whose rule is
 "none" says that nothing was found: either the case is right over this backend (nobody publishes copies over `lru`), or
-the bug is missed. After the first problems of a run the others are counted by rule.
+the bug is missed. After the first problems of a run the others are counted.
 
 Messages are no part of it, so that they can be reworded. A row that changes is a changed verdict: a change of the code
 that was to leave verdicts alone is wrong then; one that was to change them says of each row why.
@@ -332,15 +332,20 @@ def rows_of(case, backend, seed):
     kv, raised = run(case, backend, seed)
     problems = kv.events.problems
     rows = [described(problem) for problem in problems[:SHOWN]]
-    counts = Counter((problem.rule, kind_of(problem)) for problem in problems[SHOWN:])
-    rows += [(rule, kind, f"and {count} more") for (rule, kind), count in counts.items()]
+    alike = Counter((problem.rule, kind_of(problem), *followed(problem)) for problem in problems[SHOWN:])
+    rows += [
+        (rule, kind, f"and {count} more", "-", "-", "-", under, fault)
+        for (rule, kind, under, fault), count in alike.items()
+    ]
     rows += [(error, "raised", f"{count} times") for error, count in Counter(raised).items()]
     return [[case.name, backend, str(seed), *row] for row in rows or [("none",)]]
 
 
 def described(problem):
     """A problem, without its messages."""
-    fault = problem.fault
+    under, fault = followed(problem)
+    if problem.fault is not None:
+        fault += f" {problem.fault.worker_id}.{problem.fault.dp_rank} {text(problem.fault.event_id)}"
     return (
         problem.rule,
         kind_of(problem),
@@ -348,9 +353,15 @@ def described(problem):
         text(problem.event_id),
         text(problem.position),
         hexadecimal(problem.block),
-        "-" if problem.cause is None else problem.cause.rule,
-        "-" if fault is None else f"{fault.kind} {fault.worker_id}.{fault.dp_rank} {text(fault.event_id)}",
+        under,
+        fault,
     )
+
+
+def followed(problem):
+    """The rule of the problem under which it is listed, and the injected fault that it came of."""
+    under, fault = problem.cause, problem.fault
+    return "-" if under is None else under.rule, "-" if fault is None else fault.kind
 
 
 def kind_of(problem):
