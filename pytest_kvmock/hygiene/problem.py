@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.hygiene.rules import RULES
@@ -62,10 +63,24 @@ class Problem:
         event = "" if self.event_id is None else f" event {self.event_id}"
         return f"<{self.rule}: {worker_text(self.worker_id, self.dp_rank)}{event}: {self.known}>"
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Problem:
+        """A problem of its own, with those around it; event, fault and expectation are shared."""
+        copy = memo[id(self)] = replace(self, cause=None, folded=[])
+        copy.cause = deepcopy(self.cause, memo)
+        copy.folded = deepcopy(self.folded, memo)
+        return copy
+
     @property
     def block(self) -> int | None:
         """The block that tells; None where the problem names none."""
         return self.blocks[0] if self.blocks else None
+
+    @property
+    def named_blocks(self) -> tuple[int, ...]:
+        """The blocks it names, or else those that its event stores or removes."""
+        if self.blocks or self.event is None:
+            return self.blocks
+        return getattr(self.event.event.data, "block_hashes", ())
 
     @property
     def event_id(self) -> int | None:
