@@ -23,8 +23,7 @@ class Injected:
         event_id: the event that it struck; None where it struck none, as a restart.
         keys: every worker and rank whose stream it changed.
         blocks: the blocks that the event named, as published and as it arrived.
-        subjects: those of them that it stored or removed, but for those that it named as a parent only; of a Cleared and
-            of a restart, the blocks that were held until then.
+        subjects: the blocks that the event stored or removed; of a Cleared and of a restart, those held until then.
         survived: the test says that its router must survive faults of this kind.
         survivable: a router can survive faults of this kind.
         missing: the event that was struck has not arrived where it was due.

@@ -76,13 +76,6 @@ class Problem:
         return self.blocks[0] if self.blocks else None
 
     @property
-    def named_blocks(self) -> tuple[int, ...]:
-        """The blocks it names, or else those that its event stores or removes."""
-        if self.blocks or self.event is None:
-            return self.blocks
-        return getattr(self.event.event.data, "block_hashes", ())
-
-    @property
     def event_id(self) -> int | None:
         """Id of the event that shows it; None where a comparison does."""
         return None if self.event is None else self.event.event.event_id

@@ -195,7 +195,9 @@ class Truth:
         here = self.doors.get(key)
         if here is None:
             return None
-        return here.naming(problem.named_blocks, partial(self._chain, key)) or here.first()
+        data = None if problem.event is None else problem.event.event.data
+        blocks = problem.blocks or getattr(data, "block_hashes", ())
+        return here.naming(blocks, partial(self._chain, key)) or here.first()
 
     def _chain(self, key: StreamKey, block: int) -> list[int]:
         """A block's ancestors, as published, and where it was not, as it arrived; or as another has published them."""
