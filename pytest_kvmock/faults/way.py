@@ -187,8 +187,6 @@ class Way:
             truth.arrived()
         if isinstance(event.event.data, Cleared):
             truth.emptied(_key(event), strike)
-            if standard is not None:
-                standard.emptied(_key(event), strike)
 
     def through_the_door(self, event: RouterEvent) -> RouterEvent:
         """What the index under test is given for an event that has arrived."""

@@ -134,11 +134,6 @@ class Standard:
         for key in strike.keys if strike.survived else ():
             self._injections.setdefault(key, Injections()).recover_from(strike)
 
-    def emptied(self, key: StreamKey, strike: Injected | None) -> None:
-        """A Cleared has arrived; see `Truth.emptied`."""
-        if key in self._injections:
-            self._injections[key].recover(before=strike)
-
     def recovered(self, key: StreamKey, ids: range) -> None:
         """The index has asked a worker and rank for these event ids, and can know all of it."""
         self._lost.pop(key, None)

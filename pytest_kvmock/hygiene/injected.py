@@ -51,10 +51,10 @@ class Injected:
 class Injections:
     """What faults did to one stream, or to what one index was given of it.
 
-    A problem names the latest of them that stored or removed its block or an ancestor of its block (or else, that named
-    its block as a parent); where none did, the first from which the stream has not recovered; where it has recovered
-    from all, the last. Of a problem with several blocks, the telling one is looked for first. A Cleared and a restart
-    removed what was held until then.
+    A problem names the latest of them that stored or removed its block or an ancestor of its block; where none did, the
+    first from which the stream has not recovered; where it has recovered from all, the last. Of a problem with several
+    blocks, the telling one is looked for first. A Cleared and a restart removed what was held until then. Who only named
+    the block as a parent has done nothing to it.
 
     A stream has *recovered* from what was done
 
@@ -67,13 +67,12 @@ class Injections:
     From an event that was lost or changed, or a restart that nobody announced, it has not until then.
     """
 
-    __slots__ = ("_last", "_latest", "_open", "_order", "_parents")
+    __slots__ = ("_last", "_latest", "_open", "_order")
 
     def __init__(self) -> None:
         self._order: dict[Injected, int] = {}  # all that are kept
         self._open: list[Injected] = []  # those not recovered from, in order
         self._latest: dict[int, Injected] = {}  # by block, the latest with that subject
-        self._parents: dict[int, Injected] = {}  # by block, the latest that named it as a parent
         self._last: Injected | None = None
 
     def add(self, injection: Injected, *, recovered: bool = False) -> None:
@@ -86,7 +85,6 @@ class Injections:
         self._order[injection] = len(self._order)
         self._last = injection
         self._latest.update(dict.fromkeys(injection.subjects, injection))
-        self._parents.update(dict.fromkeys(injection.blocks - injection.subjects, injection))
         if not recovered:
             self._open.append(injection)
 
@@ -118,7 +116,7 @@ class Injections:
         ]
 
     def naming(self, blocks: Sequence[int], chain: Callable[[int], Iterable[int]]) -> Injected | None:
-        """The latest that stored or removed a block or an ancestor of it, or else that named the block as a parent.
+        """The latest that stored or removed a block or an ancestor of it.
 
         Args:
             blocks: the first for which there is one counts.
@@ -128,7 +126,7 @@ class Injections:
             found = [self._latest[one] for one in (block, *chain(block)) if one in self._latest]
             if found:
                 return max(found, key=self._order.__getitem__)
-        return next((self._parents[block] for block in blocks if block in self._parents), None)
+        return None
 
     def first(self) -> Injected | None:
         """The first from which the stream has not recovered, or else the last."""

@@ -211,7 +211,8 @@ class Truth:
         passed = [s for s in waiting if upto is None or (s.event_id is not None and s.event_id < upto)]
         for strike in passed:
             waiting.remove(strike)
-        return passed[0] if passed else None
+        holes = [ids for ids in self._arrived.streams[key].holes[-1:] if upto in (None, ids.stop)]  # none, if backwards
+        return next((s for s in passed if any(s.event_id in ids for ids in holes)), None)
 
 
 def _same(problem: Problem, other: Problem) -> bool:
