@@ -433,44 +433,49 @@ def test_an_orphan_among_the_events_that_a_router_asked_for_is_a_warning():
 # ------------------------------------------------------------------------------------------------------ traffic
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["store", "store", "store", "remove", "remove", "clear"]), st.integers(0, 99)),
-    max_size=40,
+    st.tuples(
+        st.sampled_from(["store", "store", "root", "remove", "clear"]),
+        st.sampled_from([(0, 0), (0, 1), (1, 0)]),
+        st.integers(0, 7),
+        st.integers(0, 1),
+    ),
+    max_size=30,
 )
 
 
-def play(kv, sinks, steps):
-    """Chains are stored and blocks removed wherever they stand; the names are Dynamo's."""
+def play(kv, steps):
+    """Chains are stored, and blocks removed wherever they stand; the names are Dynamo's."""
+    sinks = [kv.make_sink(), kv.make_sink()]
     held = {}
-    for step, (kind, number) in enumerate(steps):
-        key = sinks[number % 2], number // 2 % 2
-        mine = held.setdefault(key, {})
-        path = list(mine.values())[number % len(mine)] if mine else ()
-        if kind == "store" and step % 3:
-            path = (*path, number % 4)
-        elif kind == "store":
-            path = (number % 4,)
-        if (kind == "clear" and number < 80) or (kind != "clear" and not path):
-            continue
-        if kind == "clear":
-            data = Cleared()
-            mine.clear()
-        else:
+    begin = [("store", (0, 0), at, 0) for at in range(3)]
+    for kind, (sink, rank), at, local in (*begin, *steps):
+        mine = held.setdefault((sink, rank), [])
+        path = mine[at % len(mine)] if mine else ()
+        if kind in ("store", "root"):
+            path = (local,) if kind == "root" else (*path, local)
+            if path in mine:
+                continue
+            mine.append(path)
             names = sequence_hashes(path)
-            if kind == "remove":
-                data = Removed(names[-1:])
-                del mine[names[-1]]
-            else:
-                data = Stored(names[-2] if len(path) > 1 else None, tuple(names[-1:]), path[-1:])
-                if names[-1] in mine:
-                    continue
-                mine[names[-1]] = path
-        key[0](KvCacheEvent(kv.next_id(key[0].worker_id, key[1]), data, key[1]))
+            data = Stored(names[-2] if len(path) > 1 else None, tuple(names[-1:]), path[-1:])
+        elif kind == "clear":
+            if at:
+                continue
+            mine.clear()
+            data = Cleared()
+        elif mine:
+            mine.remove(path)
+            data = Removed(tuple(sequence_hashes(path)[-1:]))
+        else:
+            continue
+        worker_id = sinks[sink].worker_id
+        sinks[sink](KvCacheEvent(kv.next_id(worker_id, rank), data, rank))
 
 
 @pytest.mark.parametrize("index", [Keeps, DropsWhatIsBelow, RadixIndex])
 @given(steps=STEPS)
 def test_no_right_index_is_to_blame_for_what_an_engine_leaves_behind(index, steps):
     kv = harness(index())
-    play(kv, [kv.make_sink(), kv.make_sink()], steps)
+    play(kv, steps)
     assert [] == kv.judge().errors
     assert {"orphaned_child"} >= {p.rule for p in kv.events.problems if p.cause is None}
