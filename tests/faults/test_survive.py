@@ -344,6 +344,18 @@ def test_an_index_that_does_not_survive_is_found_then(backend):
     assert {"index_drift"} == set(found)
 
 
+@pytest.mark.parametrize("backend", ["vllm", "vllm_0_19", "sglang"])
+def test_hashes_are_judged_by_what_arrived_and_not_by_what_was_published(backend):
+    """A block under itself has a digest only in what was published: nobody who heard of it can know its hash."""
+    kv = RouterHarness(PROFILE, backend, TakesWhatComes(), allow=["index_drift"])
+    kv.worker(0).serve(kv.prompt(2))
+    kv.faults.survive("self_parent")
+    kv.faults.self_parent()
+    kv.worker(0).serve(kv.prompt(2))
+    assert "invalid_block" in rules(kv.events.problems)
+    assert "wrong_hash" not in rules(kv.events.problems)
+
+
 def test_what_was_published_before_is_what_an_index_should_know():
     kv = RouterHarness(PROFILE, index=TakesWhatComes())
     worker, prompt = kv.worker(0), kv.prompt(3)
