@@ -12,6 +12,7 @@ from pytest_kvmock.faults.fault import Fault, RandomFault, wanted
 from pytest_kvmock.faults.kinds import check_rates, check_survived
 from pytest_kvmock.faults.way import Way
 from pytest_kvmock.hygiene.log import KINDS
+from pytest_kvmock.hygiene.text import worker_text
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker
@@ -221,7 +222,7 @@ class Faults:
             truth = self._way.begin()
             for one in workers:
                 key = (one.worker_id, one.dp_rank)
-                strike = self._way.injected("restart", key)
+                strike = self._way.injected("restart", key, emptied=True)
                 truth.ledger.restarted(key, first_id=0)
                 truth.struck(strike)
                 if self._judge.standard is not None:
@@ -288,22 +289,35 @@ class Faults:
         know of it. Until it has recovered from a fault, what it answers for that worker and rank is not compared after
         each event; and once another fault has struck them, not at all.
 
+        Events may have been published before, if all of them arrived as they were.
+
         Args:
             *names: of faults; those named before stay.
 
         Raises:
-            ValueError: an unknown fault, one that no router can survive, or events were published already.
+            ValueError: an unknown fault, one that no router can survive, or a fault has struck already, or a sink has
+                kept an event from the router.
         """
         try:
             survived = check_survived(names)
         except ValueError as error:
             raise ValueError(f"kv_router.faults.survive: {error}") from None
-        if self._harness.delivery.published:
-            raise ValueError("kv_router.faults.survive: say it before the first event; some were published already")
-        if survived:
-            self._way.survived |= frozenset(survived)
-            self._way.begin()
-            self._judge.survive()
+        with self._harness.publishing():
+            injected, unheard = self._way.injections, self._judge.unheard
+            if injected:
+                raise ValueError(
+                    f"kv_router.faults.survive: call it before the first fault strikes; injected already: {injected[0]}"
+                )
+            if unheard is not None:
+                who = worker_text(unheard.worker_id, unheard.dp_rank)
+                raise ValueError(
+                    "kv_router.faults.survive: call it before an event is lost; "
+                    f"a sink has kept event {unheard.event_id} of {who} from the router"
+                )
+            if survived:
+                self._way.survived |= frozenset(survived)
+                self._way.begin()
+                self._judge.survive()
 
     def at_random(self, rates: Mapping[str, float]) -> None:
         """Have faults strike at random, by the seed of the harness and its name.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pytest_kvmock.events import Cleared
 from pytest_kvmock.faults import changes
 from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.hygiene.injected import Injected
@@ -62,7 +64,12 @@ class Way:
         return self._judge.begin_truth()
 
     def injected(
-        self, kind: str, own: StreamKey, *events: RouterEvent, keys: frozenset[StreamKey] = frozenset()
+        self,
+        kind: str,
+        own: StreamKey,
+        *events: RouterEvent,
+        keys: frozenset[StreamKey] = frozenset(),
+        emptied: bool = False,
     ) -> Injected:
         """The record of a strike.
 
@@ -71,11 +78,17 @@ class Way:
             own: whose stream it struck.
             *events: the event that it struck, then what arrives in its place.
             keys: every other stream that it changed.
+            emptied: the worker and rank holds nothing any more.
         """
         blocks = frozenset(block for event in events for block in changes.named(event))
+        subjects = {block for event in events for block in getattr(event.event.data, "block_hashes", ())}
+        keys |= {own}
+        if emptied or any(isinstance(event.event.data, Cleared) for event in events):
+            streams = [stream for key, stream in self._judge.ledger.streams.items() if key in keys]
+            subjects.update(block for stream in streams for held in stream.tiers.values() for block in held)
         event_id = events[0].event.event_id if events else None
         survived, survivable = kind in self.survived, FAULTS[kind].can_be_survived
-        return Injected(kind, *own, event_id, keys | {own}, blocks, survived, survivable)
+        return Injected(kind, *own, event_id, keys, blocks, frozenset(subjects), survived, survivable)
 
     def next_worker(self, own: StreamKey) -> StreamKey | None:
         """The next other worker, with the same rank if it has it; None where there is no other."""
@@ -85,6 +98,12 @@ class Way:
         worker_id = next((key[0] for key in others if key[0] > own[0]), others[0][0])
         ranks = [key for key in others if key[0] == worker_id]
         return next((key for key in ranks if key[1] == own[1]), ranks[0])
+
+    @property
+    def injections(self) -> Sequence[Injected]:
+        """What faults have done so far, in order."""
+        truth = self._judge.truth
+        return () if truth is None else truth.strikes
 
     def carry(self, event: RouterEvent, chained: bool) -> bool:
         """Have arrive what becomes of an event that a worker publishes; see `Carrier`."""
@@ -124,7 +143,8 @@ class Way:
             standard.struck(strike, event, held=bool(fault.late_by))
         if fault.kind == "sink_failure":
             strike.missing = False  # the failure itself says so
-        judge.begin_truth().struck(strike)
+        whole = bool(arriving) and all(each is event for each in arriving)
+        judge.begin_truth().struck(strike, whole=whole)
         if fault.late_by:
             self._held.append(_Held(event, strike, fault.late_by, chained=chained))
         if fault.kind == "sink_failure":
@@ -143,7 +163,7 @@ class Way:
         standard = self._judge.standard
         if standard is not None:
             standard.released(held.strike)
-        held.strike.missing = False
+        self._judge.begin_truth().released(held.strike)
         self.arrive(held.event, chained=held.chained, origin=held.event, strike=held.strike)
 
     def arrive(
@@ -165,6 +185,8 @@ class Way:
             self._delivery.arrive(event, chained)
         finally:
             truth.arrived()
+        if isinstance(event.event.data, Cleared):
+            truth.emptied(_key(event), strike)
 
     def through_the_door(self, event: RouterEvent) -> RouterEvent:
         """What the index under test is given for an event that has arrived."""
@@ -172,7 +194,7 @@ class Way:
             given = fault.strike(event)
             if given is not None:
                 strike = self.injected(fault.kind, _key(event), event)
-                self._judge.begin_truth().doors[_key(event)] = strike
+                self._judge.begin_truth().given(_key(event), strike)
                 return given[0]
         return event
 

@@ -5,7 +5,8 @@ resident chain, and a comparison of those at the end alone would miss every Remo
 
 Where a backend is not prefix-closed the reference itself can be wrong: it loses the children of a block that goes
 before them, and believes an engine that links a block to its own descendant. There, any answer between the reference's
-and the leading run of blocks that the events say are held is right.
+and the leading run of blocks that the events say are held is right. So it is for chains through a block that an engine
+has left without its parent (`orphaned_child`); and what an index answers outside of that is listed under the warning.
 
 All of it is written once, for sync and async indexes: generators yield the calls to make and are sent what came back.
 `run` makes the calls, `arun` awaits them.
@@ -15,10 +16,11 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from inspect import isawaitable
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
@@ -33,6 +35,7 @@ from pytest_kvmock.harness.under_test import (
     question,
 )
 from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.hygiene.orphans import Orphaned, orphaned
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import Stream, StreamKey, Wound
 from pytest_kvmock.hygiene.text import NOBODY, block_text, worker_text
@@ -116,6 +119,7 @@ class Heard(NamedTuple):
         problems: what the ledger found wrong with it.
         refused: the reference index raised on it.
         given: what the index gets, where a fault at its own door changes that.
+        orphaned: the blocks that its worker and rank holds without their parents, each with the warning.
     """
 
     event: RouterEvent
@@ -123,6 +127,7 @@ class Heard(NamedTuple):
     problems: list[Problem]
     refused: bool = False
     given: RouterEvent | None = None
+    orphaned: Mapping[int, Problem] = MappingProxyType({})
 
     @property
     def key(self) -> StreamKey:
@@ -147,10 +152,10 @@ class Comparison:
         rng: picks foreign blocks, and events in long tests.
         sync: after every event, after some of many, or at the end alone.
         settle: has ledger and reference take what the index was told when it asked a worker.
-        standard: in place of ledger and reference, where the index must survive faults.
 
     Attributes:
         waiting: what the index has not been given yet: an async one's events, until it is flushed.
+        standard: in place of ledger and reference, where the index must survive faults.
     """
 
     def __init__(
@@ -162,14 +167,12 @@ class Comparison:
         sync: Sync,
         *,
         settle: Callable[[], None],
-        standard: Standard | None = None,
     ) -> None:
         self.waiting: deque[Heard | Gone] = deque()
         self._under_test = under_test
-        self._standard = standard
-        self._reference = reference if standard is None else standard.reference
-        self._ledger = ledger if standard is None else standard.ledger
-        self._arrived = ledger
+        self._standard: Standard | None = None
+        self._reference = reference
+        self._ledger = self._arrived = ledger
         self._rng = rng
         self._sync = sync
         self._settle = settle
@@ -177,6 +180,16 @@ class Comparison:
         self._wounds: dict[StreamKey, Wound] = {}
         self._recovered: dict[StreamKey, int] = {}
         self._told: set[tuple[int, int, int]] = set()
+        self._warned: dict[Problem, Problem] = {}  # of problems that are no news yet, which warning they follow from
+
+    @property
+    def standard(self) -> Standard | None:
+        """What an index that must survive faults should know; it takes the place of ledger and reference."""
+        return self._standard
+
+    @standard.setter
+    def standard(self, standard: Standard) -> None:
+        self._standard, self._reference, self._ledger = standard, standard.reference, standard.ledger
 
     # ---------------------------------------------------------------------------------------------- events
 
@@ -340,13 +353,14 @@ class Comparison:
     def news(self, found: list[Problem], heard: Heard | None = None) -> list[Problem]:
         """Those of `found` that were not reported before, each listed where it belongs."""
         out = []
+        warned, self._warned = self._warned, {}
         for problem in found:
             if problem.rule == "index_drift":
                 told = (problem.worker_id, problem.dp_rank, problem.blocks[0])
                 if told in self._told:
                     continue
                 self._told.add(told)
-                self._fold(problem, heard)
+                self._fold(problem, heard, warned.get(problem))
             out.append(problem)
         return out
 
@@ -436,6 +450,9 @@ class Comparison:
             story = "nobody ever stored it; was the index empty at the start?"
         if heard is not None and heard.key == (worker, rank) and self._left_a_copy(heard.event, block):
             story += "; this Removed took one copy of it, and the engine has another"
+        orphan, warning = self._orphan(answer, (worker, rank), shortest)
+        if warning is not None:
+            story += f"; block {block_text(orphan)} was left without its parent by event {warning.event_id}"
         problem = Problem(
             "index_drift",
             worker,
@@ -446,9 +463,33 @@ class Comparison:
             heard.event if heard else None,
             heard.position if heard else position,
             (block,),
-            fault=None if self._standard is None else self._standard.strike((worker, rank), block),
+            fault=None if self._standard is None else self._standard.strike((worker, rank), (block,)),
         )
+        if warning is not None:
+            self._warned[problem] = warning
         return [problem]
+
+    def _orphan(
+        self, answer: Scores | WorkerScores, key: StreamKey, chain: Chain
+    ) -> tuple[int, Problem] | tuple[Literal[0], None]:
+        """The first block of a chain that a worker and rank has left without its parent, and the warning of it.
+
+        Args:
+            answer: of the index; where it is by worker alone, each rank of the worker counts.
+            key: the worker and rank of which it is wrong.
+            chain: what was asked.
+        """
+        ranked = not answer or isinstance(next(iter(answer)), tuple)
+        others = [] if ranked else [other for other in self._ledger.streams if other[0] == key[0] and other != key]
+        for each in (key, *others):
+            if each not in self._ledger.streams or each not in self._arrived.streams:
+                continue
+            found = _orphaned(self._ledger.streams[each], chain)
+            warnings = self._arrived.streams[each].orphaned
+            for block in () if found is None else found.blocks:
+                if block in warnings and not warnings[block].excused:
+                    return block, warnings[block]
+        return 0, None
 
     def _left_a_copy(self, event: RouterEvent, block: int) -> bool:
         data, stream = event.event.data, self._ledger.streams[event.worker_id, event.event.dp_rank]
@@ -477,7 +518,11 @@ class Comparison:
         for key, stream in self._ledger.streams.items():
             if not stream.prefix_closed:
                 run, due = _leading_run(stream, chain), expected.get(key, 0)
-                least[key], most[key] = min(run, due), max(run, due)
+            elif (found := _orphaned(stream, chain)) is not None:
+                run, due = found.run, expected.get(key, 0)
+            else:
+                continue
+            least[key], most[key] = min(run, due), max(run, due)
         return first_difference(answer, least, most)
 
     def _question(self, chain: Chain) -> Call:
@@ -499,27 +544,46 @@ class Comparison:
             "an index takes every sound event, and answers every question",
             event,
             heard.position if heard else position,
-            fault=None if self._standard is None else self._standard.strike(key),
+            fault=None
+            if self._standard is None
+            else self._standard.strike(key, () if event is None else _blocks(event)),
         )
-        self._fold(problem, heard)
-        self._wounds[key] = Wound(problem.cause or problem)
+        warning = None if heard is None or what != "apply" else self._of_an_orphan(heard)
+        self._fold(problem, heard, warning)
+        if warning is None or problem.cause is not warning:  # of other chains it has no excuse
+            self._wounds[key] = Wound(problem.cause or problem)
         return problem
 
     # ---------------------------------------------------------------------------------------------- wounds
 
-    def _fold(self, problem: Problem, heard: Heard | None) -> None:
-        """List a problem under the fault of the event itself, or under a wound of the index or of the stream."""
+    def _of_an_orphan(self, heard: Heard) -> Problem | None:
+        """The warning of an orphan that an event names, or names a descendant of; an index may have dropped it."""
+        if not heard.orphaned:
+            return None
+        stream = self._ledger.streams[heard.key]
+        for named in _blocks(heard.event):
+            for block in (named, *stream.chain(named)):
+                if block in heard.orphaned and not heard.orphaned[block].excused:
+                    return heard.orphaned[block]
+        return None
+
+    def _fold(self, problem: Problem, heard: Heard | None, warning: Problem | None = None) -> None:
+        """List a problem under the fault of the event itself, a warning, or a wound of the index or of the stream."""
         own = next((p for p in self._faults(heard) if p.is_error and not p.excused), None) if heard else None
         key = (problem.worker_id, problem.dp_rank)
         wound = self._wounds.get(key)
         if own is not None:
             problem.follows_from(own)
+        elif warning is not None:
+            problem.follows_from(warning)
         elif wound is not None and problem.block not in wound.named:
             problem.follows_from(wound.cause)
         elif key in self._arrived.streams:
             Ledger.fold(self._arrived.streams[key], problem)
             if problem.cause is not None and problem.cause.excused:
                 problem.stand()  # an index that survives a fault is right all the same
+        if problem.cause is not None:
+            problem.fault = None  # that of its cause
 
     def _faults(self, heard: Heard) -> list[Problem]:
         """What is wrong with an event, but for what its index has mended by a recovery."""
@@ -551,6 +615,16 @@ def _leading_run(stream: Stream, chain: Chain) -> int:
             run.add(block)
         most = max(most, len(run))
     return most
+
+
+def _blocks(event: RouterEvent) -> tuple[int, ...]:
+    """The blocks that an event stores or removes."""
+    data = event.event.data
+    return () if isinstance(data, Cleared) else data.block_hashes
+
+
+def _orphaned(stream: Stream, chain: Chain) -> Orphaned | None:
+    return orphaned(stream, chain.local, () if chain.stranger else chain.blocks) if stream.orphaned else None
 
 
 def _right(answers: range, as_what: str) -> str:

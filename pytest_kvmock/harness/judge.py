@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -81,6 +80,7 @@ class Judge:
         truth: what was published, beside what arrived; None until a test injects a fault.
         standard: what an index that survives faults should know; None where no test says so.
         door: what the index under test is given for an event; None: the event.
+        unheard: the first event that a sink kept from the router, of itself; None: there was none.
     """
 
     def __init__(self, log: EventLog, index: Any, sync: Sync, rng: Random, recording: Recording) -> None:
@@ -92,7 +92,7 @@ class Judge:
         self.truth: Truth | None = None
         self.standard: Standard | None = None
         self.door: Callable[[RouterEvent], RouterEvent] | None = None
-        self._rng, self._sync = rng, sync
+        self.unheard: Problem | None = None
         self._comparison = None
         if self.under_test is not None:
             self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync, settle=self.settle)
@@ -121,19 +121,10 @@ class Judge:
         return self.truth
 
     def survive(self) -> Standard | None:
-        """From here on, which is before the first event, the index under test must be right though faults strike."""
-        if self.under_test is not None and self.standard is None:
-            self.standard = Standard()
-            self.standard.ledger = copy.deepcopy(self.ledger)
-            self._comparison = Comparison(
-                self.under_test,
-                self.reference,
-                self.ledger,
-                self._rng,
-                self._sync,
-                settle=self.settle,
-                standard=self.standard,
-            )
+        """From here on the index under test must be right though faults strike; what has arrived was published so."""
+        if self._comparison is not None and self.standard is None:
+            self.settle()
+            self.standard = self._comparison.standard = Standard(self.ledger, self.reference)
         return self.standard
 
     def note(self, found: list[Problem], real: Sequence[Problem] | None = None) -> None:
@@ -165,7 +156,8 @@ class Judge:
         comparison = self._comparison
         if comparison is not None:
             given = None if self.door is None else self.door(event)
-            comparison.heard(Heard(event, entry.position, problems, refused, given))
+            orphaned = self.ledger.streams[event.worker_id, event.event.dp_rank].orphaned
+            comparison.heard(Heard(event, entry.position, problems, refused, given, orphaned))
             if not self.is_async and (found := run(comparison.catch_up())):
                 self.note(found)
 
@@ -174,6 +166,8 @@ class Judge:
         problem.position = self.log.total - 1
         self.log.note([problem])
         if missed:
+            if problem.fault is None:
+                self.unheard = self.unheard or problem
             self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
             if self.truth is not None and problem.fault is None:
                 self.truth.missed(problem, event)
@@ -194,8 +188,10 @@ class Judge:
             for problem in (news := self.ledger.recovered(said, ids)):
                 problem.position = self.log.total - 1
             self.note(news, () if self.truth is None else self.truth.astray(key))
+            if self.truth is not None:
+                self.truth.recovered(key, ids)
             if self.standard is not None:
-                self.standard.recovered(key)
+                self.standard.recovered(key, ids)
             if self._comparison is not None:
                 self._comparison.recovered(key, self.log.total - 1)
 
@@ -224,7 +220,7 @@ class Judge:
             self.reference.remove_worker_dp_rank(*key)
             self.ledger.restarted(key, first_id=first_id)
             if self.truth is not None:
-                self.truth.ledger.restarted(key, first_id=first_id)
+                self.truth.gone(key, first_id=first_id)
             if self.standard is not None:
                 self.standard.announced(key, first_id=first_id)
         return gone

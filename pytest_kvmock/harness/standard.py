@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.events import Removed, RouterEvent, Stored
 from pytest_kvmock.harness.under_test import Scores, WorkerScores, agree, by_worker
-from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.hygiene.injected import Injections
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.injected import Injected
+    from pytest_kvmock.hygiene.ledger import Ledger
     from pytest_kvmock.hygiene.stream import StreamKey
 
 
 class Standard:
-    """A ledger and a reference index of what was published.
+    """A ledger and a reference index of what was published; what has arrived until now counts as published.
 
     A survived fault *hurts* the streams that it changes, until the index answers right for the blocks of the event that
     it struck; what it answers for a hurt stream is not compared after each event. At a flush it must be right, as far
@@ -26,6 +29,10 @@ class Standard:
 
     A fault that need not be survived *spoils* the streams that it changes: the index may say of them what it likes.
 
+    Args:
+        ledger: of what arrived, with which no fault has interfered.
+        reference: the reference index, likewise.
+
     Attributes:
         ledger: whose history the chains to ask for come from.
         reference: what a router should answer.
@@ -33,12 +40,13 @@ class Standard:
         hurt: the streams that survived faults have struck, each with the stream and block of the chains to ask for.
     """
 
-    def __init__(self) -> None:
-        self.ledger = Ledger()
-        self.reference = RadixIndex()
+    def __init__(self, ledger: Ledger, reference: RadixIndex) -> None:
+        self.ledger = ledger.copy()
+        self.reference = deepcopy(reference)
+        self._before = deepcopy(reference)  # what `_said` begins with
         self.hurt: dict[StreamKey, set[tuple[StreamKey, int]]] = {}
         self.spoiled: set[StreamKey] = set()
-        self._strikes: dict[StreamKey, list[Injected]] = {}
+        self._injections: dict[StreamKey, Injections] = {}
         self._said: list[tuple[StreamKey, RouterEvent | None]] = []
         self._heard: list[RouterEvent] = []
         self._places: dict[int, int] = {}  # in `_said`, of the events in `_heard`, which keeps them
@@ -67,7 +75,7 @@ class Standard:
         self.gone(key, first_id=first_id)
         self.spoiled.discard(key)
         self.hurt.pop(key, None)
-        self._strikes.pop(key, None)
+        self._injections.pop(key, None)
         self._lost.pop(key, None)
         self._held.pop(key, None)
 
@@ -83,6 +91,8 @@ class Standard:
             self.spoiled |= strike.keys
             return
         own = (strike.worker_id, strike.dp_rank)
+        if strike.event_id is None and own in self._injections:  # a restart: what happened before is over
+            self._injections[own].recover()
         stream = self.ledger.streams.get(own)
         data = None if event is None else event.event.data
         blocks: Iterable[int] = () if stream is None else stream.emptied
@@ -92,7 +102,7 @@ class Standard:
             blocks = data.block_hashes
         for key in strike.keys:
             self.hurt.setdefault(key, set()).update((own, block) for block in blocks)
-            self._strikes.setdefault(key, []).append(strike)
+            self._injections.setdefault(key, Injections()).add(strike)
         if strike.missing:
             place = len(self._said) - 1
             if held:
@@ -121,23 +131,43 @@ class Standard:
     def released(self, strike: Injected) -> None:
         """The event that this fault held back has arrived."""
         self._held.get((strike.worker_id, strike.dp_rank), {}).pop(strike, None)
+        for key in strike.keys if strike.survived else ():
+            self._injections.setdefault(key, Injections()).recover_from(strike)
 
-    def recovered(self, key: StreamKey) -> None:
-        """The index has asked a worker and rank, and can know all of it."""
+    def recovered(self, key: StreamKey, ids: range) -> None:
+        """The index has asked a worker and rank for these event ids, and can know all of it."""
         self._lost.pop(key, None)
         self._held.pop(key, None)
+        if key in self._injections:
+            self._injections[key].recover_ids(key, ids)
 
-    def strike(self, key: StreamKey, block: int | None = None) -> Injected | None:
-        """The last fault to be survived that struck a stream, or, once the index has recovered, that struck a block."""
-        strikes = self._strikes.get(key, [])
-        if key not in self.hurt:
-            strikes = [strike for strike in strikes if block in strike.blocks]
-        return strikes[-1] if strikes else None
+    def strike(self, key: StreamKey, blocks: Sequence[int]) -> Injected | None:
+        """The fault to be survived that a problem of the index came of, by the rule of `Injections`.
+
+        Args:
+            key: whose stream it is about.
+            blocks: those that the problem names.
+
+        Returns:
+            None where no fault touched them, and the index has recovered from all.
+        """
+        injections = self._injections.get(key)
+        if injections is None:
+            return None
+        naming = injections.naming(blocks, partial(self._chain, key))
+        return naming if naming is not None or key not in self.hurt else injections.first()
+
+    def _chain(self, key: StreamKey, block: int) -> list[int]:
+        """A block's ancestors, as published; of one that came from another stream, as that one has published them."""
+        streams = (self.ledger.streams.get(key), *self.ledger.streams.values())
+        return next((stream.chain(block) for stream in streams if stream is not None and block in stream.origin), [])
 
     def healed(self, key: StreamKey) -> None:
         """The index is right about a stream again; not so yet where it is right by knowing less."""
         if not self._lost.get(key) and not self._held.get(key):
             self.hurt.pop(key, None)
+            if key in self._injections:
+                self._injections[key].recover()
 
     def expected(
         self, answer: Scores | WorkerScores, local_hashes: tuple[int, ...], ignored: Collection[StreamKey] | None
@@ -183,7 +213,7 @@ class Standard:
             first[key] = min(places, default=len(self._said))
         before = [one for place, one in enumerate(self._said) if place < first.get(one[0], len(self._said))]
         after = [one for place, one in enumerate(self._said) if place >= first.get(one[0], len(self._said))]
-        index = RadixIndex()
+        index = deepcopy(self._before)
         for one in before:
             _apply(index, *one)
         out = [index.find_matches(local_hashes).scores]

@@ -1,7 +1,8 @@
-"""One strike of a fault that a test put between worker and router."""
+"""What faults of a test did between worker and router, and which of it a problem came of."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ class Injected:
         event_id: the event that it struck; None where it struck none, as a restart.
         keys: every worker and rank whose stream it changed.
         blocks: the blocks that the event named, as published and as it arrived.
+        subjects: the blocks that the event stored or removed; of a Cleared and of a restart, those held until then.
         survived: the test says that its router must survive faults of this kind.
         survivable: a router can survive faults of this kind.
         missing: the event that was struck has not arrived where it was due.
@@ -33,6 +35,7 @@ class Injected:
     event_id: int | None = None
     keys: frozenset[StreamKey] = frozenset()
     blocks: frozenset[int] = frozenset()
+    subjects: frozenset[int] = frozenset()
     survived: bool = False
     survivable: bool = True
     missing: bool = False
@@ -43,3 +46,88 @@ class Injected:
 
     def __repr__(self) -> str:
         return f"<injected: {self}>"
+
+
+class Injections:
+    """What faults did to one stream, or to what one index was given of it.
+
+    A problem names the latest of them that stored or removed its block or an ancestor of its block; where none did, the
+    first from which the stream has not recovered; where it has recovered from all, the last. Of a problem with several
+    blocks, the telling one is looked for first. A Cleared and a restart removed what was held until then. Who only named
+    the block as a parent has done nothing to it.
+
+    A stream has *recovered* from what was done
+
+    * to an event that arrives all the same: twice, or late;
+    * to an event whose id the worker was asked for since, or an id before it (`Recovery`);
+    * before a Cleared that arrives, or a restart;
+    * before the worker and rank began anew, and the router knew: then it is no longer kept at all;
+    * and an index that must survive faults, once it has answered right for all blocks that they touched.
+
+    From an event that was lost or changed, or a restart that nobody announced, it has not until then.
+    """
+
+    __slots__ = ("_last", "_latest", "_open", "_order")
+
+    def __init__(self) -> None:
+        self._order: dict[Injected, int] = {}  # all that are kept
+        self._open: list[Injected] = []  # those not recovered from, in order
+        self._latest: dict[int, Injected] = {}  # by block, the latest with that subject
+        self._last: Injected | None = None
+
+    def add(self, injection: Injected, *, recovered: bool = False) -> None:
+        """Keep what a fault has done.
+
+        Args:
+            injection: what it did.
+            recovered: nothing is wrong with the stream for it: the event arrives.
+        """
+        self._order[injection] = len(self._order)
+        self._last = injection
+        self._latest.update(dict.fromkeys(injection.subjects, injection))
+        if not recovered:
+            self._open.append(injection)
+
+    def recover(self, *, before: Injected | None = None) -> None:
+        """The stream has recovered from what was done so far, or from what was done before one of them."""
+        since = len(self._order) if before is None else self._order.get(before, len(self._order))
+        self._open = [injection for injection in self._open if self._order[injection] >= since]
+
+    def recover_from(self, injection: Injected) -> None:
+        """The stream has recovered from this: the event arrives. What was forgotten is kept again."""
+        if injection in self._open:
+            self._open.remove(injection)
+        elif injection not in self._order:
+            self.add(injection, recovered=True)
+
+    def recover_ids(self, key: StreamKey, ids: range) -> None:
+        """The worker was asked for these ids, and all that it says after them is known.
+
+        Args:
+            key: whose ids they are.
+            ids: from the first that it was asked for.
+        """
+        self._open = [
+            injection
+            for injection in self._open
+            if (injection.worker_id, injection.dp_rank) == key
+            and injection.event_id is not None
+            and injection.event_id < ids.start
+        ]
+
+    def naming(self, blocks: Sequence[int], chain: Callable[[int], Iterable[int]]) -> Injected | None:
+        """The latest that stored or removed a block or an ancestor of it.
+
+        Args:
+            blocks: the first for which there is one counts.
+            chain: answers a block's ancestors.
+        """
+        for block in blocks:
+            found = [self._latest[one] for one in (block, *chain(block)) if one in self._latest]
+            if found:
+                return max(found, key=self._order.__getitem__)
+        return None
+
+    def first(self) -> Injected | None:
+        """The first from which the stream has not recovered, or else the last."""
+        return self._open[0] if self._open else self._last

@@ -16,6 +16,7 @@ That is `evicted_and_restored`, and what follows for the block, until an event n
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
@@ -36,6 +37,20 @@ class Ledger:
 
     def __init__(self) -> None:
         self.streams: dict[StreamKey, Stream] = {}
+
+    def copy(self, memo: dict[int, object] | None = None) -> Ledger:
+        """A ledger that knows the same, and goes its own way from here on.
+
+        Events are values that all listeners share. What the copy makes of them is its own, and so is what names the
+        hashes of a stream's blocks: that one remembers the stream.
+
+        Args:
+            memo: of `copy.deepcopy`; afterwards it has what was copied.
+        """
+        memo = {} if memo is None else memo
+        for stream in self.streams.values():
+            memo.update((id(event), event) for event in (*stream.said, stream.last))
+        return copy.deepcopy(self, memo)
 
     def open(
         self,
@@ -332,6 +347,8 @@ class Ledger:
             problem = cls._problem("orphaned_child", stream, known, "a block is removed before its parent is", blocks)
             if cause is not None:
                 problem.follows_from(cause)
+            if tier is StorageTier.DEVICE:
+                stream.orphaned.update(dict.fromkeys(blocks, problem))
             problems.append(problem)
         return problems
 
@@ -352,18 +369,19 @@ class Ledger:
             ids: what it was asked for.
 
         Returns:
-            What led blocks astray among the events that had not arrived.
+            What led blocks astray, or left them without their parent, among the events that had not arrived.
         """
         stream = self.stream((said.worker_id, said.dp_rank))
-        known = stream.astray.copy()
+        known = {*stream.astray.values(), *stream.orphaned.values()}
         stream.recover(said, ids)
-        news = []
-        for block, problem in stream.astray.items():
-            if block not in known:
-                known[block] = dataclasses.replace(problem, cause=None, folded=[])
-                news.append(known[block])
-            stream.astray[block] = known[block]
-        return news
+        news: dict[Problem, Problem] = {}
+        for table in (stream.astray, stream.orphaned):
+            for block, problem in table.items():
+                if problem not in known:
+                    if problem not in news:
+                        news[problem] = dataclasses.replace(problem, cause=None, folded=[])
+                    table[block] = news[problem]
+        return list(news.values())
 
     def told_before(self, event: RouterEvent) -> bool:
         """Whether an event that arrives was told by a recovery, so that it says nothing new. It is so once."""

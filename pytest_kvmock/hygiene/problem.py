@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.hygiene.rules import RULES
@@ -61,6 +62,13 @@ class Problem:
     def __repr__(self) -> str:
         event = "" if self.event_id is None else f" event {self.event_id}"
         return f"<{self.rule}: {worker_text(self.worker_id, self.dp_rank)}{event}: {self.known}>"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Problem:
+        """A problem of its own, with those around it; event, fault and expectation are shared."""
+        copy = memo[id(self)] = replace(self, cause=None, folded=[])
+        copy.cause = deepcopy(self.cause, memo)
+        copy.folded = deepcopy(self.folded, memo)
+        return copy
 
     @property
     def block(self) -> int | None:

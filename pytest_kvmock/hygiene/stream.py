@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.hygiene.content import Chain, DynamoChain, sparse
+from pytest_kvmock.hygiene.orphans import Links
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.text import block_text
 
@@ -60,6 +61,8 @@ class Stream:
             made it unknown then, or None.
         doubled: the duplicate_store that the event before was, if it was one.
         astray: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
+        orphaned: blocks of the device whose parent went before them, held still or not, each with its orphaned_child.
+        links: which blocks were stored after which, for chains through those.
         overfull: it was said that the device holds more than it has, and it does so still.
     """
 
@@ -81,8 +84,10 @@ class Stream:
         "implied",
         "last",
         "late",
+        "links",
         "next_id",
         "num_blocks",
+        "orphaned",
         "overfull",
         "prefix_closed",
         "residency",
@@ -129,6 +134,8 @@ class Stream:
         self.restored: dict[int, Problem | None] = {}
         self.doubled: Problem | None = None
         self.astray: dict[int, Problem] = {}
+        self.orphaned: dict[int, Problem] = {}
+        self.links = Links()
         self.overfull = False
         self.drifted: set[int] = set()
         self.emptied: tuple[int, ...] = ()
@@ -265,6 +272,7 @@ class Stream:
             held.clear()
         for group in (self.forks, self.unmarked, self.copies, self.implied, self.drifted, self.restored, self.astray):
             group.clear()
+        self.orphaned = {}  # another one: who was given the old one goes on with it
         self.wound = self.doubled = None
 
     def take_hole(self, event_id: int) -> bool:
@@ -299,7 +307,7 @@ class Stream:
             said: all that it has said, in the order in which it did.
             ids: what it was asked for, up to the newest. The wound stays where an id before them is missing.
         """
-        wound, astray = self.wound, dict(self.astray)
+        wound, astray, orphaned = self.wound, dict(self.astray), self.orphaned
         self.forget()
         for tier, held in said.tiers.items():
             self.tiers.setdefault(tier, {}).update(held)
@@ -309,7 +317,9 @@ class Stream:
         self.copies = {tier: dict(copies) for tier, copies in said.copies.items()}
         self.restored, self.last = dict(said.restored), said.last
         self.astray = {block: astray.get(block, problem) for block, problem in said.astray.items()}
+        self.orphaned = {block: orphaned.get(block, problem) for block, problem in said.orphaned.items()}
         self.said, self.emptied = list(said.said), said.emptied
+        self.links = Links()
         self._read = 0
         self._origin, self._gone = {}, {}
         due = 0 if self.next_id is None else self.next_id

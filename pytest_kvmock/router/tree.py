@@ -133,6 +133,29 @@ class Tree:
         self.bits: dict[WorkerRank, int] = {}
         self.keys: dict[int, WorkerRank] = {}
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Tree:
+        """A tree of nodes of its own. What a query noted as runs is left out, it is found again."""
+        nodes: dict[Node, Node] = {}
+        queue = [self.root]
+        for rank in self.ranks.values():
+            queue += (*rank.blocks.values(), *rank.anchors.values())
+        while queue:  # by no recursion: chains are long, and there are cycles
+            node = queue.pop()
+            if node not in nodes:
+                nodes[node] = Node(node.holders)
+                queue += (child for _, child in node.children())
+        for node, twin in nodes.items():
+            for local, child in node.children():
+                twin.link(local, nodes[child])
+        copy = Tree()
+        copy.root = nodes[self.root]
+        copy.bits, copy.keys = self.bits.copy(), self.keys.copy()
+        for key, rank in self.ranks.items():
+            twin_rank = copy.ranks[key] = Rank(key, rank.bit)
+            twin_rank.blocks = {block: nodes[node] for block, node in rank.blocks.items()}
+            twin_rank.anchors = {block: nodes[node] for block, node in rank.anchors.items()}
+        return copy
+
     def rank(self, key: WorkerRank) -> Rank:
         """The table of `key`, made if there is none."""
         found = self.ranks.get(key)

@@ -1,6 +1,7 @@
 """Faults that a router must survive: the stream is excused, and the index must be right in spite of them."""
 
 import asyncio
+import re
 
 import pytest
 from fault_worlds import PROFILE, Traffic
@@ -16,6 +17,8 @@ from surviving_indexes import (
 )
 
 from pytest_kvmock import KvEventsError, RadixIndex, Recovery, RouterHarness
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.events import KvCacheEvent, Removed, Stored
 
 SURVIVABLE = ("lose", "double", "reorder", "delay", "wrong_parent", "unknown_removed", "self_parent", "sink_failure")
 
@@ -294,8 +297,156 @@ def test_what_cannot_be_survived_is_refused(names, message):
         RouterHarness(PROFILE).faults.survive(*names)
 
 
-def test_it_is_said_before_the_first_event():
-    kv = RouterHarness(PROFILE)
-    kv.worker(0).serve(kv.prompt(1))
-    with pytest.raises(ValueError, match=r"^kv_router\.faults\.survive: say it before the first event"):
+# ------------------------------------------------------------------------------------------- said after some events
+
+
+def counts(backend, index):
+    """An index that counts copies where the engine publishes them."""
+    index.tree = RadixIndex(count_copies=BACKENDS[backend].residency == "counted")
+    return index
+
+
+def own_warnings(backend):
+    """What an engine that is not prefix-closed does wrong by itself."""
+    return set() if BACKENDS[backend].prefix_closed else {"wrong_hash", "evicted_and_restored", "engine_drift"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("steps", [0, 12])
+def test_it_may_be_said_after_events_that_no_fault_has_struck(backend, steps):
+    traffic = Traffic(backend, 1, counts(backend, WaitsForLateEvents()))
+    kv = traffic.run(steps)
+    kv.faults.survive("double", "delay")
+    with kv.faults.double(3), kv.faults.delay(3):
+        traffic.run(20)
+    traffic.run(10)
+    errors, _, unmet = kv.judge()
+    assert ([], []) == (errors, unmet)
+    assert {"double", "delay"} == {p.fault.kind for p in kv.events.problems if p.fault is not None}
+    real = {p.rule for p in kv.events.problems if p.fault is None}
+    assert real <= own_warnings(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_index_that_does_not_survive_is_found_then(backend):
+    found = []
+    for seed in range(4):
+        traffic = Traffic(backend, seed, counts(backend, TakesWhatComes()))
+        kv = traffic.run(8)
         kv.faults.survive("lose")
+        for _ in range(4):
+            kv.faults.lose(1, kind="removed")
+            kv.faults.lose(1, kind="stored")
+        for _ in range(25):
+            traffic.step()
+            kv.flush()
+        found += rules(kv.judge().errors)
+    assert {"index_drift"} == set(found)
+
+
+@pytest.mark.parametrize("backend", ["vllm", "vllm_0_19", "sglang"])
+def test_hashes_are_judged_by_what_arrived_and_not_by_what_was_published(backend):
+    """A block under itself has a digest only in what was published: nobody who heard of it can know its hash."""
+    kv = RouterHarness(PROFILE, backend, TakesWhatComes(), allow=["index_drift"])
+    kv.worker(0).serve(kv.prompt(2))
+    kv.faults.survive("self_parent")
+    kv.faults.self_parent()
+    kv.worker(0).serve(kv.prompt(2))
+    assert "invalid_block" in rules(kv.events.problems)
+    assert "wrong_hash" not in rules(kv.events.problems)
+
+
+def test_what_was_published_before_is_what_an_index_should_know():
+    kv = RouterHarness(PROFILE, index=TakesWhatComes())
+    worker, prompt = kv.worker(0), kv.prompt(3)
+    worker.serve(prompt)
+    kv.faults.survive("lose")
+    kv.faults.lose(kind="cleared")
+    worker.clear()
+    worker.serve(kv.prompt(1))
+    (error,) = kv.judge().errors
+    assert ("index_drift", "0 blocks, as was published") == (error.rule, error.right)
+    assert "lose, event 1 of worker 0" == str(error.fault)
+
+
+def test_what_is_lost_last_is_not_due_though_there_were_events_before():
+    kv = RouterHarness(PROFILE, index=TakesWhatComes())
+    prompt = kv.prompt(2)
+    kv.worker(0).serve(prompt)
+    kv.faults.survive("lose")
+    kv.faults.lose()
+    kv.worker(0).serve(kv.prompt(1, after=prompt))
+    kv.flush()
+    assert {0: 2} == kv.overlap(prompt)
+    assert ([], [], []) == tuple(kv.judge())
+
+
+def test_a_fault_that_waits_has_struck_nothing_yet():
+    kv = RouterHarness(PROFILE, index=TakesWhatComes())
+    kv.faults.lose(kind="removed")
+    kv.apply([Stored(None, (1,), (1,))])
+    kv.faults.survive("lose")
+    kv.faults.survive("double")
+    kv.apply([Removed((1,)), Stored(None, (2,), (2,))])
+    assert ["index_drift"] == rules(kv.judge().errors)
+
+
+def test_events_that_wait_for_an_async_index_are_given_to_it():
+    index = AsyncAsksTheWorker()
+    traffic = Traffic("lineage", 0, index)
+    for worker in traffic.kv.workers.values():
+        index.listen(worker)
+    kv = traffic.run(5)
+    kv.faults.survive("lose")
+    kv.faults.lose(2)
+    traffic.run(5)
+    asyncio.run(kv.aflush())
+    assert ([], [], []) == tuple(kv.judge())
+    assert index.recoveries
+
+
+def test_an_error_that_was_expected_before_stays_so():
+    kv = RouterHarness(PROFILE, index=TakesWhatComes())
+    with kv.events.expect_error("event_id_gap"):
+        kv.apply([Stored(None, (1,), (1,)), KvCacheEvent(3, Stored(None, (2,), (2,)))])
+    kv.faults.survive("double")
+    kv.faults.double()
+    kv.apply([Stored(None, (3,), (3,))])
+    assert ([], [], []) == tuple(kv.judge())
+
+
+AFTER_A_FAULT = "kv_router.faults.survive: call it before the first fault strikes; injected already: "
+
+
+@pytest.mark.parametrize(
+    ("strike", "message"),
+    [
+        pytest.param(
+            lambda kv: kv.faults.lose() and kv.worker(0).serve(kv.prompt(1)),
+            AFTER_A_FAULT + "lose, event 0 of worker 0",
+            id="lose",
+        ),
+        pytest.param(lambda kv: kv.faults.restart(), AFTER_A_FAULT + "restart of worker 0", id="restart"),
+        pytest.param(lambda kv: kv.faults.clear(), AFTER_A_FAULT + "clear, event 0 of worker 0", id="clear"),
+        pytest.param(
+            lambda kv: kv.faults.signed() and kv.apply([Stored(None, (2**63,), (1,))]),
+            AFTER_A_FAULT + "signed, event 0 of worker 0",
+            id="signed",
+        ),
+        pytest.param(
+            lambda kv: kv.add_sink(Raising(), before=True) or kv.worker(1).serve(kv.prompt(1)),
+            "kv_router.faults.survive: call it before an event is lost; a sink has kept event 0 of worker 1 from the router",
+            id="a sink that raises",
+        ),
+    ],
+)
+def test_once_an_event_is_not_as_it_was_published_it_is_too_late(strike, message):
+    kv = RouterHarness(PROFILE, index=TakesWhatComes(), allow=["index_drift"])
+    strike(kv)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        kv.faults.survive("lose")
+
+
+class Raising:
+    def publish(self, event, *_):
+        raise OSError("disk full")

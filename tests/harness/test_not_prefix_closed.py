@@ -70,7 +70,9 @@ def test_any_answer_between_the_reference_and_what_is_held_is_right(make_kv, sto
 def test_where_a_backend_is_prefix_closed_the_reference_alone_is_right(make_kv):
     index = Scripted()
     kv = make_kv(None, index)
-    a_hole_that_is_filled(kv.make_sink())
+    sink = kv.make_sink()
+    sink(Stored(None, CHAIN, LOCALS))
+    sink(Removed(CHAIN[2:]))
     index.blocks = 3
     (problem,) = kv.judge().errors
     assert ("index_drift", "2 blocks, as the reference index says") == (problem.rule, problem.right)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pytest_kvmock.backends import BACKENDS
+
 SERVE = """
 def serve(kv_router, n=1):
     for _ in range(n):
@@ -99,3 +101,19 @@ def test_a_body_that_failed_hears_nothing_of_faults_that_never_struck(nested):
 
     result.assert_outcomes(failed=1)
     result.stdout.no_fnmatch_line("*never struck*")
+
+
+def test_what_must_be_survived_is_said_in_the_body_over_every_backend_also_after_events(nested):
+    source = f"""
+    @pytest.mark.kv_backends{tuple(BACKENDS)}
+    @pytest.mark.parametrize("before", [0, 3])
+    def test(kv_router, before):
+        def serve(times):
+            for _ in range(times):
+                kv_router.worker(0).serve(kv_router.prompt(2))
+        serve(before)
+        kv_router.faults.survive("lose")
+        with kv_router.faults.lose(2):
+            serve(4)
+    """
+    nested(source).assert_outcomes(passed=2 * len(BACKENDS))

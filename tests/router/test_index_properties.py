@@ -1,5 +1,6 @@
 """RadixIndex against independent models, over random streams."""
 
+import copy
 import random
 
 import pytest
@@ -171,3 +172,26 @@ def test_a_replayed_dump_is_the_same_index(stream, asked):
     assert rows(index) == rows(copy)
     for query in asked:
         assert index.find_matches(query) == copy.find_matches(query)
+
+
+@given(st.lists(any_event(), max_size=20), st.lists(any_event(), max_size=10), st.lists(queries, min_size=3))
+def test_a_copy_knows_the_same_and_goes_its_own_way(before, after, asked):
+    index, expected = RadixIndex(), RadixIndex()
+    for told in before:
+        rule_of(index, told)
+        rule_of(expected, told)
+    twin = copy.deepcopy(index)
+    assert [rule_of(expected, told) for told in after] == [rule_of(twin, told) for told in after]
+    for query in asked:
+        assert expected.find_matches(query) == twin.find_matches(query)
+    again = RadixIndex()
+    for told in before:
+        rule_of(again, told)
+    for query in asked:
+        assert again.find_matches(query) == index.find_matches(query)
+
+
+def test_a_long_chain_is_copied():
+    index = RadixIndex(count_copies=True)
+    index.apply(chain(0, range(5_000)))
+    assert {(0, 0): 5_000} == copy.deepcopy(index).find_matches(range(5_000)).scores

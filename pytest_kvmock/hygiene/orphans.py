@@ -1,0 +1,96 @@
+"""Chains through a block that is held without its parent: which they are, and how much of them is held.
+
+From an `orphaned_child` on, until that worker and rank is cleared or begins anew, indexes may differ there: one drops what
+stands under a removed block, as Dynamo's does, another finds it again when the parent is back. Both are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_kvmock.events import Stored
+from pytest_kvmock.tokens import sequence_hashes
+
+if TYPE_CHECKING:
+    from pytest_kvmock.hygiene.stream import Stream
+
+
+class Links:
+    """Which blocks a stream has stored after which, by local hash; it reads as much of its history as there is.
+
+    A worker names its blocks as it likes, so that a chain of local hashes is looked up here for each worker.
+    """
+
+    __slots__ = ("_after", "_read")
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int | None, int], set[int]] = {}
+        self._read = 0
+
+    def read(self, stream: Stream) -> None:
+        """Take what the stream has said since the last time."""
+        for event in stream.said[self._read :]:
+            data = event.event.data
+            if isinstance(data, Stored):
+                parent = data.parent_hash
+                for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+                    self._after.setdefault((parent, local), set()).add(block)
+                    parent = block
+        self._read = len(stream.said)
+
+    def after(self, parents: set[int | None], local: int) -> set[int]:
+        """The blocks with this local hash that were stored after one of these; None is the root."""
+        return {block for parent in parents for block in self._after.get((parent, local), ())}
+
+
+class Orphaned(NamedTuple):
+    """What a stream holds of a chain that has an orphan.
+
+    Attributes:
+        blocks: the orphans in it, the first first.
+        run: how many of its leading blocks the events say are held.
+    """
+
+    blocks: tuple[int, ...]
+    run: int
+
+
+def orphaned(stream: Stream, local_hashes: tuple[int, ...], named: Sequence[int] = ()) -> Orphaned | None:
+    """Look for a chain's orphans in a stream; None where there are none.
+
+    Args:
+        stream: whose blocks they are.
+        local_hashes: the chain.
+        named: its block hashes, as some stream has named them; empty where none has.
+    """
+    if not stream.orphaned:
+        return None
+    ways = [({block} for block in way) for way in (named, sequence_hashes(local_hashes))]
+    found: list[int] = []
+    most = 0
+    for way in (*ways, _stored(stream, local_hashes)):
+        run, seen = 0, set[int]()
+        for depth, blocks in enumerate(way):
+            found += sorted(blocks & stream.orphaned.keys())
+            held = {block for block in blocks - seen if block in stream.device or block in stream.implied}
+            seen |= held
+            if held and run == depth:
+                run += 1
+        most = max(most, run)
+    return Orphaned(tuple(dict.fromkeys(found)), most) if found else None
+
+
+def _stored(stream: Stream, local_hashes: tuple[int, ...]) -> list[set[int]]:
+    """The blocks that the stream has stored for each place of a chain, from the root on."""
+    links = stream.links
+    links.read(stream)
+    out: list[set[int]] = []
+    parents: set[int | None] = {None}
+    for local in local_hashes:
+        blocks = links.after(parents, local)
+        if not blocks:
+            break
+        out.append(blocks)
+        parents = {*blocks}
+    return out

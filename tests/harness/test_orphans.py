@@ -1,0 +1,481 @@
+"""Chains through a block that an engine left without its parent: what indexes may answer there, and who is to blame."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_kvmock import KvEventsError, RadixIndex, Recovery, RouterHarness
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
+from pytest_kvmock.tokens import sequence_hashes
+
+
+def chain(*numbers, parent=None):
+    """A Stored whose block hashes are its local hashes."""
+    return Stored(parent, numbers, numbers)
+
+
+ORPHAN = (chain(1, 2), Removed((1,)), chain(1))
+"""Block 2 is left without its parent, which comes back."""
+
+
+class Keeps:
+    """Holds what the events say, whatever becomes of a parent; finds it again when the parent is back."""
+
+    def __init__(self):
+        self.held = {}
+
+    def apply(self, event):
+        self.worker_id = event.worker_id
+        data, held = event.event.data, self.held.setdefault((event.worker_id, event.event.dp_rank), {})
+        if isinstance(data, Stored):
+            parent = data.parent_hash
+            for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+                held[block] = (parent, local)
+                parent = block
+        elif isinstance(data, Removed):
+            for block in data.block_hashes:
+                self.drop(held, block)
+        else:
+            held.clear()
+
+    def drop(self, held, block):
+        held.pop(block, None)
+
+    def find_matches(self, local_hashes):
+        out = {}
+        for key, held in self.held.items():
+            children = {place: block for block, place in held.items()}
+            parent, depth = None, 0
+            for local in local_hashes:
+                if (parent, local) not in children:
+                    break
+                parent, depth = children[parent, local], depth + 1
+            out[key] = depth
+        return out
+
+    def remove_worker(self, worker_id):
+        self.held = {key: held for key, held in self.held.items() if key[0] != worker_id}
+
+
+class DropsWhatIsBelow(Keeps):
+    """A removed block takes along all that stands under it; what follows for those is ignored."""
+
+    def apply(self, event):
+        data, held = event.event.data, self.held.setdefault((event.worker_id, event.event.dp_rank), {})
+        if not isinstance(data, Stored) or data.parent_hash is None or data.parent_hash in held:
+            super().apply(event)
+
+    def drop(self, held, block):
+        for child in [child for child, (parent, _) in held.items() if parent == block and child != block]:
+            self.drop(held, child)
+        held.pop(block, None)
+
+
+class RaisesForWhatItDropped(DropsWhatIsBelow):
+    """The same, and it raises at what it does not hold."""
+
+    def apply(self, event):
+        data, held = event.event.data, self.held.setdefault((event.worker_id, event.event.dp_rank), {})
+        named = data.block_hashes if isinstance(data, Removed) else (getattr(data, "parent_hash", None),)
+        for block in named:
+            if block is not None and block not in held:
+                raise KeyError(block)
+        super().apply(event)
+
+
+class Scripted(RadixIndex):
+    """Answers what it is told to for some chains, by rank or by worker, and else what the reference answers."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = {}
+
+    def apply(self, event):
+        super().apply(event)
+        self.worker_id = event.worker_id
+
+    def find_matches(self, local_hashes):
+        return self.told.get(tuple(local_hashes), super().find_matches(local_hashes))
+
+
+def harness(index, **options):
+    return RouterHarness(backend=None, index=index, sync="every", **options)
+
+
+def say(sink, *events):
+    for event in events:
+        sink(event)
+
+
+def rules(problems):
+    return [problem.rule for problem in problems]
+
+
+# ------------------------------------------------------------------------------------------------ what is right
+
+
+@pytest.mark.parametrize("index", [Keeps, DropsWhatIsBelow, RadixIndex])
+def test_an_index_may_find_the_orphan_again_or_not(index):
+    kv = harness(index())
+    say(kv.make_sink(), *ORPHAN)
+    verdict = kv.judge()
+    assert ([], ["orphaned_child"]) == (verdict.errors, rules(verdict.warnings))
+    assert [] == verdict.warnings[0].folded
+
+
+@pytest.mark.parametrize("by_rank", [True, False], ids=["by rank", "by worker"])
+def test_what_is_right_goes_from_the_references_answer_to_what_is_held(by_rank):
+    index = Scripted()
+    kv = harness(index)
+    sink = kv.make_sink()
+    say(sink, *ORPHAN)
+    key = (sink.worker_id, 0) if by_rank else sink.worker_id
+    for blocks in (1, 2):
+        index.told[1, 2] = {key: blocks}
+        kv.assert_in_sync()
+    for blocks in (0, 3):
+        index.told[1, 2] = {key: blocks}
+        with pytest.raises(
+            KvEventsError, match="1 to 2 blocks: between what the reference index says and what the events say is held"
+        ):
+            kv.assert_in_sync()
+
+
+def test_what_is_outside_of_it_is_listed_under_the_warning_and_says_why():
+    index = Scripted()
+    kv = harness(index)
+    sink = kv.make_sink()
+    say(sink, *ORPHAN)
+    index.told[1, 2] = {}
+    verdict = kv.judge()
+    assert [] == verdict.errors
+    (warning,) = verdict.warnings
+    assert ("orphaned_child", 1) == (warning.rule, warning.event_id)
+    (drift,) = warning.folded
+    assert ("index_drift", (2,)) == (drift.rule, drift.blocks)
+    assert (
+        f"the index under test (Scripted) answers 0 blocks of worker {sink.worker_id} for the chain of 2 that ends in "
+        "block 2; block 2 is held since event 0; block 2 was left without its parent by event 1"
+    ) == drift.known
+    assert "1 to 2 blocks: between what the reference index says and what the events say is held" == drift.right
+
+
+@pytest.mark.parametrize(
+    ("more", "asked", "wrong"),
+    [
+        pytest.param([chain(3, parent=2)], (1, 2, 3), 0, id="below the orphan"),
+        pytest.param([chain(3, parent=2), chain(2, parent=1)], (1, 2, 3), 2, id="a descendant of it, linked again"),
+        pytest.param([Removed((2,)), chain(2, parent=1)], (1, 2), 1, id="stored again as it should be"),
+        pytest.param([chain(3, parent=2), Removed((2,)), chain(2, parent=1)], (1, 2, 3), 1, id="gone, and back"),
+        pytest.param([Removed((1,)), Removed((2,))], (1, 2), 2, id="gone for good"),
+    ],
+)
+def test_until_the_rank_is_cleared_the_engine_is_to_blame(more, asked, wrong):
+    index = Scripted()
+    kv = harness(index)
+    sink = kv.make_sink()
+    say(sink, *ORPHAN, *more)
+    index.told[asked] = {(sink.worker_id, 0): wrong}
+    verdict = kv.judge()
+    assert [] == verdict.errors
+    assert ["index_drift"] == rules(problem for warning in verdict.warnings for problem in warning.folded)
+
+
+@pytest.mark.parametrize("index", [Keeps, RadixIndex])
+@pytest.mark.parametrize(
+    "more", [[chain(3, parent=2)], [chain(3, parent=2), chain(2, parent=1)], [Removed((2,)), chain(2, parent=1)]]
+)
+def test_a_right_index_has_no_drift_whatever_is_stored_below(index, more):
+    kv = harness(index())
+    say(kv.make_sink(), *ORPHAN, *more)
+    kv.judge()
+    assert {"orphaned_child", "duplicate_store"} >= set(rules(kv.events.problems))
+
+
+def test_of_two_orphans_the_first_on_the_chain_is_named():
+    index = Scripted()
+    kv = harness(index)
+    sink = kv.make_sink()
+    say(sink, chain(1, 2, 3, 4), Removed((3,)), Removed((1,)), chain(1), chain(3, parent=2))
+    index.told[1, 2, 3, 4] = {(sink.worker_id, 0): 0}
+    kv.judge()
+    later, first = kv.events.warnings
+    assert [(4,), (2,)] == [later.blocks, first.blocks]
+    assert ([], ["index_drift"]) == (rules(later.folded), rules(first.folded))
+
+
+# ------------------------------------------------------------------------------------------------- what is not
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [((5, 6), 1), ((1,), 0), ((2, 3), 1)],
+    ids=["another chain", "before the orphan", "the orphan as a root"],
+)
+def test_chains_that_do_not_go_through_the_orphan_are_judged_as_ever(asked, answer):
+    index = Scripted()
+    kv = harness(index)
+    sink = kv.make_sink()
+    say(sink, chain(5, 6), Stored(None, (71, 72), (1, 2)), Removed((71,)), Stored(None, (71,), (1,)))
+    index.told[asked] = {(sink.worker_id, 0): answer}
+    say(sink, Stored(72, (73,), (3,)))
+    assert ["index_drift"] == rules(kv.judge().errors)
+
+
+def test_a_removed_of_an_inner_block_that_an_index_ignores_is_its_own_fault():
+    class Ignores(Keeps):
+        def drop(self, held, block):
+            pass
+
+    kv = harness(Ignores())
+    say(kv.make_sink(), *ORPHAN[:2])
+    (error,) = kv.judge().errors
+    assert ("index_drift", (1,), 1) == (error.rule, error.blocks, error.event_id)
+
+
+@pytest.mark.parametrize("how", ["cleared", "removed"])
+def test_a_rank_that_begins_anew_is_judged_as_ever(how):
+    index = Scripted()
+    kv = harness(index)
+    sink = kv.make_sink()
+    say(sink, *ORPHAN)
+    sink(Cleared()) if how == "cleared" else kv.remove_worker(sink.worker_id)
+    say(sink, chain(1, 2))
+    index.told[1, 2] = {(sink.worker_id, 0): 1}
+    assert ["index_drift"] == rules(kv.judge().errors)
+
+
+def test_an_announced_restart_is_such_a_beginning():
+    index = Scripted()
+    kv = RouterHarness(index=index, sync="every")
+    kv.apply([*ORPHAN])
+    kv.worker(0).restart(announced=True)
+    kv.apply([chain(1, 2)])
+    index.told[1, 2] = {(0, 0): 1}
+    assert ["index_drift"] == rules(kv.judge().errors)
+
+
+def test_each_rank_and_each_worker_has_orphans_of_its_own():
+    index = Scripted()
+    kv = harness(index)
+    sink, other = kv.make_sink(), kv.make_sink()
+    for event_id, data in enumerate(ORPHAN):
+        sink(KvCacheEvent(event_id, data, 1))
+    for one in (sink, other):
+        say(one, chain(1, 2))
+    right = {(sink.worker_id, 1): 1, (sink.worker_id, 0): 2, (other.worker_id, 0): 2}
+    for key in [(sink.worker_id, 0), (other.worker_id, 0)]:
+        index.told[1, 2] = right | {key: 1}
+        with pytest.raises(KvEventsError, match="2 blocks, as the reference index says"):
+            kv.assert_in_sync()
+    index.told[1, 2] = right | {(sink.worker_id, 1): 2}
+    kv.assert_in_sync()
+
+
+def test_an_orphan_on_the_host_says_nothing_of_the_device():
+    index = Scripted()
+    kv = harness(index)
+    sink = kv.make_sink()
+    for data in (chain(1, 2), Removed((1,))):
+        sink.publish(data, storage_tier=StorageTier.HOST_PINNED)
+    sink(chain(1, 2))
+    index.told[1, 2] = {(sink.worker_id, 0): 1}
+    assert ["index_drift"] == rules(kv.judge().errors)
+
+
+def test_where_a_removed_names_parent_and_child_nothing_is_left():
+    for blocks in ((1, 2), (2, 1)):
+        index = Scripted()
+        kv = harness(index)
+        sink = kv.make_sink()
+        say(sink, chain(1, 2), Removed(blocks), chain(1))
+        index.told[1, 2] = {(sink.worker_id, 0): 2}
+        assert (["index_drift"], []) == tuple(map(rules, kv.judge()[:2]))
+
+
+def test_a_copy_that_outlives_its_parent_is_an_orphan_too():
+    kv = harness(RadixIndex(count_copies=True))
+    sink = kv.make_sink(residency="counted")
+    say(sink, chain(1, 2), chain(2, parent=1), Removed((2, 1)), chain(1))
+    kv.assert_in_sync()
+    assert ["orphaned_child"] == rules(kv.judge().warnings)
+    assert 1 == kv.reference.find_matches([1, 2]).scores[sink.worker_id, 0]
+
+
+# ------------------------------------------------------------------------------------------------- other names
+
+
+def test_an_orphan_is_known_in_the_chain_of_a_worker_that_names_its_blocks_otherwise():
+    kv = harness(Keeps())
+    say(kv.make_sink(), *ORPHAN)
+    say(kv.make_sink(), Stored(None, (71, 72), (1, 2)))
+    kv.judge()
+    assert ["orphaned_child"] == rules(kv.events.problems)
+
+
+def test_it_is_known_by_the_hashes_of_the_chain_where_its_parent_was_wrong():
+    class ByHash(Keeps):
+        """Knows blocks by their hash alone, which it makes from the question."""
+
+        def find_matches(self, local_hashes):
+            names = sequence_hashes(local_hashes)
+            return {
+                key: next((i for i, name in enumerate(names) if name not in held), len(names))
+                for key, held in self.held.items()
+            }
+
+    one, two, three = sequence_hashes((1, 2, 3))
+    kv = harness(ByHash())
+    sink = kv.make_sink()
+    say(sink, Stored(None, (one,), (1,)), Stored(None, (9,), (9,)), Stored(9, (two, three), (2, 3)), Removed((9,)))
+    (problem,) = kv.judge().warnings
+    assert ("orphaned_child", (two,)) == (problem.rule, problem.blocks)
+    assert [] == [each for each in kv.events.errors if each.position > 2]
+
+
+# ---------------------------------------------------------------------------------------------- it raises there
+
+
+def test_an_index_that_raises_for_an_orphan_that_it_dropped_is_listed_under_the_warning():
+    kv = harness(RaisesForWhatItDropped())
+    sink = kv.make_sink()
+    say(sink, *ORPHAN[:2], chain(3, parent=2), Removed((2, 3)))
+    verdict = kv.judge()
+    assert [] == verdict.errors
+    (warning,) = verdict.warnings
+    assert ["index_failure", "index_failure"] == rules(warning.folded)
+
+
+def test_it_has_no_excuse_for_other_blocks():
+    class AndForgetsOne(RaisesForWhatItDropped):
+        def drop(self, held, block):
+            if block != 6:
+                super().drop(held, block)
+
+    kv = harness(AndForgetsOne())
+    say(kv.make_sink(), chain(5, 6), *ORPHAN[:2], chain(3, parent=2), Removed((6,)))
+    (error,) = kv.judge().errors
+    assert ("index_drift", (6,)) == (error.rule, error.blocks)
+    assert ["index_failure"] == rules(kv.events.warnings[0].folded)
+
+
+def test_an_index_that_raises_at_another_event_is_to_blame():
+    class Full(Keeps):
+        def apply(self, event):
+            if event.event.event_id == 3:
+                raise OSError("disk full")
+            super().apply(event)
+
+    kv = harness(Full())
+    say(kv.make_sink(), *ORPHAN, chain(7))
+    assert ["index_failure"] == rules(kv.judge().errors)
+
+
+# ---------------------------------------------------------------------------------------- faults and recoveries
+
+
+@pytest.mark.parametrize("index", [Keeps, RadixIndex])
+def test_an_orphan_that_came_of_a_lost_removed_alone_is_listed_under_the_gap(index):
+    kv = harness(index())
+    sink = kv.make_sink()
+    say(sink, chain(1, 2))
+    kv.faults.lose(worker=sink.worker_id)
+    say(sink, Removed((2,)), Removed((1,)), chain(1))
+    (error,) = kv.judge().errors
+    assert ("event_id_gap", "lose") == (error.rule, error.fault.kind)
+    assert {"orphaned_child"} == set(rules(error.folded))
+
+
+@pytest.mark.parametrize("index", [Keeps, RadixIndex])
+def test_an_index_that_survives_faults_may_differ_there_too(index):
+    kv = harness(index(), survive=["double"])
+    sink = kv.make_sink()
+    say(sink, *ORPHAN)
+    kv.faults.double(worker=sink.worker_id)
+    say(sink, chain(4), chain(5))
+    verdict = kv.judge()
+    assert ([], ["orphaned_child"]) == (verdict.errors, rules(verdict.warnings))
+
+
+def test_what_survives_wrongly_there_is_listed_under_the_warning():
+    index = Scripted()
+    kv = harness(index, survive=["lose"])
+    sink = kv.make_sink()
+    say(sink, *ORPHAN)
+    index.told[1, 2] = {}
+    verdict = kv.judge()
+    assert [] == verdict.errors
+    assert [["index_drift"]] == [rules(warning.folded) for warning in verdict.warnings]
+
+
+def test_an_orphan_among_the_events_that_a_router_asked_for_is_a_warning():
+    class Asks(Keeps):
+        def apply(self, event):
+            if event.event.event_id == 3:
+                for missed in recovery(event.worker_id, 1).events:
+                    super().apply(missed)
+            else:
+                super().apply(event)
+
+    recovery = Recovery()
+    kv = harness(Asks(), recovery=recovery, allow=["event_id_gap"])
+    sink = kv.make_sink()
+    say(sink, chain(1, 2))
+    with kv.faults.lose(2):
+        say(sink, *ORPHAN[1:])
+    say(sink, chain(5))
+    kv.judge()
+    warning = next(p for p in kv.events.problems if p.rule == "orphaned_child")
+    assert ((2,), None, None) == (warning.blocks, warning.cause, warning.fault)
+    assert {"event_id_gap", "orphaned_child"} == set(rules(kv.events.problems))
+
+
+# ------------------------------------------------------------------------------------------------------ traffic
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "store", "root", "remove", "clear"]),
+        st.sampled_from([(0, 0), (0, 1), (1, 0)]),
+        st.integers(0, 7),
+        st.integers(0, 1),
+    ),
+    max_size=30,
+)
+
+
+def play(kv, steps):
+    """Chains are stored, and blocks removed wherever they stand; the names are Dynamo's."""
+    sinks = [kv.make_sink(), kv.make_sink()]
+    held = {}
+    begin = [("store", (0, 0), at, 0) for at in range(3)]
+    for kind, (sink, rank), at, local in (*begin, *steps):
+        mine = held.setdefault((sink, rank), [])
+        path = mine[at % len(mine)] if mine else ()
+        if kind in ("store", "root"):
+            path = (local,) if kind == "root" else (*path, local)
+            if path in mine:
+                continue
+            mine.append(path)
+            names = sequence_hashes(path)
+            data = Stored(names[-2] if len(path) > 1 else None, tuple(names[-1:]), path[-1:])
+        elif kind == "clear":
+            if at:
+                continue
+            mine.clear()
+            data = Cleared()
+        elif mine:
+            mine.remove(path)
+            data = Removed(tuple(sequence_hashes(path)[-1:]))
+        else:
+            continue
+        worker_id = sinks[sink].worker_id
+        sinks[sink](KvCacheEvent(kv.next_id(worker_id, rank), data, rank))
+
+
+@pytest.mark.parametrize("index", [Keeps, DropsWhatIsBelow, RadixIndex])
+@given(steps=STEPS)
+def test_no_right_index_is_to_blame_for_what_an_engine_leaves_behind(index, steps):
+    kv = harness(index())
+    play(kv, steps)
+    assert [] == kv.judge().errors
+    assert {"orphaned_child"} >= {p.rule for p in kv.events.problems if p.cause is None}
