@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
+from pytest_kvmock.checks import check_integer, integer_text, is_integer, unknown_text
 from pytest_kvmock.events import (
     Cleared,
     KvCacheEvent,
@@ -85,7 +86,7 @@ class RouterHarness(Questions):
         survive: Collection[str] = (),
     ) -> None:
         if sync not in SYNC:
-            raise ValueError(f"unknown sync {sync!r}; known: {', '.join(SYNC)}")
+            raise ValueError(unknown_text("sync", sync, SYNC))
         if profile is not None and not isinstance(profile, EngineProfile):
             raise TypeError(f"profile must be an EngineProfile, got {profile!r:.80}")
         if isinstance(allow, str):
@@ -229,8 +230,8 @@ class RouterHarness(Questions):
     ) -> KvWorker:
         if not isinstance(worker_id, int) or not 0 <= worker_id < FIRST_SINK_WORKER:
             raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1}, got {worker_id!r}")
-        if not isinstance(dp_rank, int) or dp_rank < 0:
-            raise ValueError(f"a dp_rank is an integer of at least 0, got {dp_rank!r}")
+        if not is_integer(dp_rank, 0):
+            raise ValueError(f"a dp_rank is {integer_text(0)}, got {dp_rank!r}")
         spec = self._spec if backend is None else backend_spec(backend)
         if spec is None:
             raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
@@ -274,12 +275,10 @@ class RouterHarness(Questions):
         Raises:
             ValueError: a capacity below 1, or another residency.
         """
-        if num_blocks is not None and (
-            not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1
-        ):
-            raise ValueError(f"make_kv_sink: num_blocks must be an integer of at least 1, or None, got {num_blocks!r}")
+        if num_blocks is not None:
+            check_integer("make_kv_sink: num_blocks", num_blocks, 1, ", or None")
         if residency not in RESIDENCIES:
-            raise ValueError(f"make_kv_sink: unknown residency {residency!r}; known: {', '.join(RESIDENCIES)}")
+            raise ValueError(f"make_kv_sink: {unknown_text('residency', residency, RESIDENCIES)}")
         worker_id = FIRST_SINK_WORKER + self._sinks
         self._sinks += 1
         self._judge.open(

@@ -63,7 +63,9 @@ def one_of(*allowed: str) -> Callable[[object], str]:
 
     def check(value: object) -> str:
         if value not in allowed:
-            raise ValueError(f"got {value!r}; allowed: {', '.join(allowed)}")
+            from pytest_kvmock.checks import not_allowed_text  # for those who made a mistake, as below
+
+            raise ValueError(not_allowed_text(value, allowed))
         return str(value)
 
     return check
@@ -81,7 +83,9 @@ def positive(value: object) -> int:
     """Read an integer of at least 1."""
     number = integer(value)
     if number < 1:
-        raise ValueError(f"got {value!r}; allowed: an integer of at least 1")
+        from pytest_kvmock.checks import integer_text
+
+        raise ValueError(f"got {value!r}; allowed: {integer_text(1)}")
     return number
 
 
@@ -117,7 +121,9 @@ def backend_names(value: object) -> tuple[str, ...]:
     known = known_backends()
     for name in given:
         if name not in known:
-            raise ValueError(f"unknown backend {name!r}; known: {', '.join(known)}")
+            from pytest_kvmock.checks import unknown_text
+
+            raise ValueError(unknown_text("backend", name, known))
     return given
 
 
@@ -129,13 +135,9 @@ def backend_choice(value: object) -> tuple[str, ...]:
 
 def rule_names(value: object) -> tuple[str, ...]:
     """Read names of hygiene rules."""
-    from pytest_kvmock.hygiene.rules import RULES
+    from pytest_kvmock.hygiene.rules import check_rule
 
-    given = names(value)
-    for name in given:
-        if name not in RULES:
-            raise ValueError(f"unknown rule {name!r}; known: {', '.join(RULES)}")
-    return given
+    return tuple(map(check_rule, names(value)))
 
 
 def fault_rates(value: object) -> dict[str, float]:
@@ -437,9 +439,11 @@ def profile_name(value: object, profiles: Mapping[str, NamedProfile]) -> str:
     if not isinstance(value, str):
         raise ValueError(f"got {value!r}; allowed: the name of a profile")  # noqa: TRY004 - one family of errors
     if value not in profiles:
+        from pytest_kvmock.checks import did_you_mean
+
         known = ", ".join(f"{name} ({profile.place.file})" for name, profile in profiles.items())
         hint = f"known: {known}" if known else "none is known: ini kvmock_profiles names their files"
-        raise ValueError(f"unknown profile {value!r}; {hint}")
+        raise ValueError(f"unknown profile {value!r}{did_you_mean(value, profiles, hint)}")
     return value
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
 from pytest_kvmock.cache.manager import KvManager, unlike
+from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.harness.router_harness import RouterHarness
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ class OverBackend:
         """The backend under contract, whose managers are checked when they are made."""
         __tracebackhide__ = True
         size = self.block_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            refuse(self, f"block_size must be an integer of at least 1, got {size!r:.80}")
+        if not is_integer(size, 1):
+            refuse(self, f"block_size must be {integer_text(1)}, got {size!r:.80}")
         spec = self._given()
         made_by = "make_manager" if self.backend is None else f"backend {spec.name!r}"
         if self.backend is not None:

@@ -13,7 +13,7 @@ KNOWN = ", ".join(BACKENDS)
 # ---------------------------------------------------------------------------------------------------- options
 
 OPTIONS = [
-    ("--kv-backend=lruu", f"unknown backend 'lruu'; known: {KNOWN}"),
+    ("--kv-backend=lruu", f"unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"),
     ("--kv-event-errors=oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("--kv-event-warnings=", "got ''; allowed: fail, warn, ignore"),
     ("--kv-events=some", "got 'some'; allowed: failed, all, none"),
@@ -41,7 +41,7 @@ def test_a_wrong_option_is_a_usage_error_under_xdist(nested):
 
 
 INI = [
-    ("kvmock_backends = lineage lruu", f"unknown backend 'lruu'; known: {KNOWN}"),
+    ("kvmock_backends = lineage lruu", f"unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"),
     ("kvmock_event_errors = oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock_event_warnings =", "got ''; allowed: fail, warn, ignore"),
     ("kvmock_events = some", "got 'some'; allowed: failed, all, none"),
@@ -93,13 +93,13 @@ def test_values_of_pyproject_are_typed(nested):
 # ---------------------------------------------------------------------------------------------------- markers
 
 MARKERS = [
-    ("kv_backends('lruu')", f"unknown backend 'lruu'; known: {KNOWN}"),
+    ("kv_backends('lruu')", f"unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"),
     ("kv_backends(7)", "got 7; allowed: names, as strings"),
-    ("kv_backends(exclude=['lruu'])", f"unknown backend 'lruu'; known: {KNOWN}"),
+    ("kv_backends(exclude=['lruu'])", f"unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"),
     ("kv_backends(exclude=7)", "got 7; allowed: a name, or a list of names"),
-    ("kv_backends(excluding='lru')", "unknown key 'excluding'; known: exclude"),
+    ("kv_backends(excluding='lru')", "unknown key 'excluding'; did you mean 'exclude'? known: exclude"),
     ("kvmock(8)", "takes keywords only; known: block_size, *"),
-    ("kvmock(blok_size=8)", "unknown key 'blok_size'; known: block_size, num_blocks, *"),
+    ("kvmock(blok_size=8)", "unknown key 'blok_size'; did you mean 'block_size'? known: block_size, num_blocks, *"),
     (
         "kvmock(profile='small')",
         "profile: unknown profile 'small'; none is known: ini kvmock_profiles names their files",
@@ -110,10 +110,13 @@ MARKERS = [
     ("kvmock(seed=None)", "seed*must be an integer, got None"),
     ("kvmock(event_errors='oops')", "event_errors: got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock(event_warnings=True)", "event_warnings: got True; allowed: fail, warn, ignore"),
-    ("kvmock(sync='never')", "sync: got 'never'; allowed: every, auto, end"),
+    ("kvmock(sync='never')", "sync: got 'never'; did you mean 'every'? allowed: every, auto, end"),
     ("kvmock(allow=['nonsense'])", "allow: unknown rule 'nonsense'; known: parent_block_not_found, *"),
     ("kvmock(allow=7)", "allow: got 7; allowed: a name, or a list of names"),
-    ("kvmock(faults={'loose': 0.1})", "faults: unknown fault 'loose'; known: lose, double, reorder, *"),
+    (
+        "kvmock(faults={'loose': 0.1})",
+        "faults: unknown fault 'loose'; did you mean 'lose'? known: lose, double, reorder, *",
+    ),
     ("kvmock(faults={'lose': 1.5})", "faults: lose: got 1.5; allowed: a rate from 0 to 1"),
     ("kvmock(faults={'lose': -0.1})", "faults: lose: got -0.1; allowed: a rate from 0 to 1"),
     ("kvmock(faults={'lose': True})", "faults: lose: got True; allowed: a rate from 0 to 1"),
@@ -123,7 +126,7 @@ MARKERS = [
         "faults: restart has no rate, it is scripted; those that have: lose, double, reorder, delay, wrong_parent, *",
     ),
     ("kvmock(faults='lose')", "faults: got 'lose'; allowed: a mapping of faults to rates"),
-    ("kvmock(survive=('lose', 'loose'))", "survive: unknown fault 'loose'; known: lose, *"),
+    ("kvmock(survive=('lose', 'loose'))", "survive: unknown fault 'loose'; did you mean 'lose'? known: lose, *"),
     ("kvmock(survive=['block_size'])", "survive: block_size is nothing that a router can survive"),
     ("kvmock(survive=7)", "survive: got 7; allowed: a fault, or a list of faults"),
 ]
@@ -217,7 +220,9 @@ def test_a_wrong_marker_that_came_late_is_the_same_over_the_matrix_and_under_xdi
     result = nested("def test(kv_router): pass", "-n", "2", plugins=["xdist"], files=files)
 
     result.assert_outcomes(errors=3)
-    result.stdout.fnmatch_lines([f"kvmock: kv_backends('lruu'): unknown backend 'lruu'; known: {KNOWN}"])
+    result.stdout.fnmatch_lines(
+        [f"kvmock: kv_backends('lruu'): unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"]
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- fixtures
