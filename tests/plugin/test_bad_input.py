@@ -7,6 +7,9 @@ import textwrap
 import pytest
 
 from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock.plugin.markers import KVMOCK_KEYS
+from pytest_kvmock.plugin.options import SYNCS
 
 KNOWN = ", ".join(BACKENDS)
 
@@ -178,6 +181,108 @@ def test_a_wrong_marker_further_out_is_found_too(nested, place):
 
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["test_it.py::TestC::test: kvmock(nonsense=1): unknown key 'nonsense'; known: *"])
+
+
+def unknown(name, nearest, what="key", known=", ".join(KVMOCK_KEYS)):
+    return f"unknown {what} {name!r}; did you mean {nearest!r}? known: {known}"
+
+
+def errors_of(result):
+    """The lines of the report between the headline of each error and the summary."""
+    lines = iter(result.outlines)
+    found = []
+    for line in lines:
+        if "ERROR collecting" in line:
+            found.append([line.strip("_ ").removeprefix("ERROR collecting ")])
+        elif line.startswith(("=", "!")):
+            continue
+        elif found and not line.startswith("ERROR "):
+            found[-1].append(line)
+    return found
+
+
+def test_all_wrong_markers_of_a_file_are_said_at_once(nested):
+    result = nested(
+        """
+        pytestmark = [pytest.mark.kvmock(wrokers=2)]
+
+        def test_right(kv_sink): pass
+
+        @pytest.mark.kvmock(event_warning="fail", aloww=["wrong_hash"])
+        @pytest.mark.kv_backends("lineag")
+        def test_two(kv_sink): pass
+
+        @pytest.mark.kvmock(chunk=0)
+        class TestAll:
+            def test_first(self, kv_sink): pass
+            def test_second(self, kv_sink): pass
+            @pytest.mark.kvmock(allow=["parent_not_found"])
+            def test_third(self, kv_sink): pass
+            class TestInner:
+                @pytest.mark.kvmock(sync="alto")
+                def test(self, kv_sink): pass
+
+        @pytest.mark.kvmock(blocks_size=8)
+        def no_test(): pass
+        """
+    )
+
+    result.assert_outcomes(errors=1)
+    two = "kvmock(event_warning='fail', aloww=['wrong_hash'])"
+    third = "allow=['parent_not_found']"
+    least = "chunk must be an integer of at least 1 tokens, or None, got 0"
+    sync = "got 'alto'; did you mean 'auto'? allowed: " + ", ".join(SYNCS)
+    assert [
+        [
+            "test_it.py",
+            f"test_it.py::test_right: kvmock(wrokers=2): {unknown('wrokers', 'workers')}",
+            f"test_it.py::test_two: kv_backends('lineag'): {unknown('lineag', 'lineage', 'backend', KNOWN)}",
+            f"test_it.py::test_two: {two}: {unknown('event_warning', 'event_warnings')}",
+            f"test_it.py::test_two: {two}: {unknown('aloww', 'allow')}",
+            f"test_it.py::TestAll::test_first: kvmock(chunk=0): chunk: {least}",
+            f"test_it.py::TestAll::test_third: kvmock({third}): allow: "
+            + unknown("parent_not_found", "parent_block_not_found", "rule", ", ".join(RULES)),
+            f"test_it.py::TestAll::TestInner::test: kvmock(sync='alto'): sync: {sync}",
+        ]
+    ] == errors_of(result)
+
+
+@pytest.mark.parametrize("args", [[], ["-n", "2"]], ids=["alone", "xdist"])
+def test_wrong_markers_of_several_files_and_classes_are_all_said(nested, args):
+    wrong = "@pytest.mark.kvmock(sede=1)\n{}def test{}(kv_sink): pass\n"
+    method = "    @pytest.mark.kvmock(sede=1)\n    def test(self, kv_sink): pass\n"
+    files = {
+        "test_a.py": "import pytest\n" + wrong.format("", 1) + wrong.format("", 2),
+        "test_b.py": "import pytest\ndef test(kv_sink): pass\nclass TestA:\n" + method + "class TestB:\n" + method,
+    }
+
+    result = nested("", *args, plugins=["xdist"], files=files)
+
+    result.assert_outcomes(errors=3, passed=1 if args else 0)  # pytest-xdist goes on
+    line = f"kvmock(sede=1): {unknown('sede', 'seed')}"
+    assert [
+        ["test_a.py", f"test_a.py::test1: {line}", f"test_a.py::test2: {line}"],
+        ["test_b.py", f"test_b.py::TestA::test: {line}"],
+        ["test_b.py", f"test_b.py::TestB::test: {line}"],
+    ] == sorted(errors_of(result))
+
+
+def test_a_marker_from_a_hook_is_said_with_its_test(nested):
+    files = {
+        "conftest.py": """
+        import pytest
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_pycollect_makeitem(collector, name, obj):
+            if getattr(obj, "late", False):
+                obj.pytestmark = [pytest.mark.kvmock(sede=1).mark]
+            return (yield)
+        """
+    }
+    result = nested("def test_a(kv_sink): pass\ntest_a.late = True\ndef test_b(kv_sink): pass", files=files)
+
+    result.assert_outcomes(errors=1)
+    assert [["test_it.py", f"test_it.py::test_a: kvmock(sede=1): {unknown('sede', 'seed')}"]] == errors_of(result)
 
 
 @pytest.mark.parametrize(("marker", "message"), MARKERS)
