@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from threading import RLock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
 from pytest_kvmock.checks import check_integer, integer_text, is_integer, unknown_text
@@ -41,7 +41,12 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker, Request
     from pytest_kvmock.faults.fault import Fault
     from pytest_kvmock.faults.faults import Faults
+    from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.sinks import Sink
+
+
+ENGINES_OWN: Final = frozenset({"evicted_and_restored", "wrong_hash"})
+"""What faithful engines do wrong by themselves where a block may go before its parent, as warnings."""
 
 
 class RouterHarness(Questions):
@@ -70,6 +75,7 @@ class RouterHarness(Questions):
         profile: the profile in force.
         delivery: from worker to router.
         recording: what happened, as far as it can be replayed.
+        by_hand: the workers and ranks that events made by hand name.
     """
 
     def __init__(
@@ -107,6 +113,8 @@ class RouterHarness(Questions):
         self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks = 0
+        self.by_hand: set[StreamKey] = set()
+        self._holed: set[StreamKey] = set()  # of engines whose blocks may go before their parents
         self._begun: frozenset[Request] = frozenset()
         self._recovery: Recovery | None = None
         if recovery is not None:
@@ -239,6 +247,8 @@ class RouterHarness(Questions):
         # The worker is made before it is heard: it may be refused, and some engines speak as they begin.
         worker = HarnessWorker(self, spec, worker_id, dp_rank, rng, profile=profile)
         self._workers[self._key(worker_id, dp_rank)] = worker
+        if not spec.prefix_closed:
+            self._holed.add((worker_id, dp_rank))
         self._judge.open(
             (worker_id, dp_rank),
             first_id=0,
@@ -357,7 +367,9 @@ class RouterHarness(Questions):
             _refuse(events)
         for event in events:
             with self._lock:  # from the next id on, or two threads would get one id
-                self.hear(self._addressed(event, worker_id, dp_rank))
+                addressed = self._addressed(event, worker_id, dp_rank)
+                self.by_hand.add((addressed.worker_id, addressed.event.dp_rank))
+                self.hear(addressed)
 
     def _addressed(self, event: Published, worker_id: int, dp_rank: int) -> RouterEvent:
         """An event with what it lacks: id, rank and worker."""
@@ -513,6 +525,11 @@ class RouterHarness(Questions):
             if self._faults is not None:
                 verdict.unmet.extend(self._faults.unmet())
             return verdict
+
+    def is_engines_own(self, warning: Problem) -> bool:
+        """Whether a warning is about what a faithful mock engine does by itself, as `multi_lru` and `hash_cache` do."""
+        key = (warning.worker_id, warning.dp_rank)
+        return warning.rule in ENGINES_OWN and key in self._holed and key not in self.by_hand and warning.fault is None
 
     def __enter__(self) -> Self:
         return self

@@ -53,9 +53,21 @@ class Case:
         passed: the call phase ended without a failure.
         failed_before: failures of the session when it ended.
         errors: event errors that counted so far.
+        warnings: event warnings so far, by rule, but for those of `engine_warnings`.
+        engine_warnings: those of what a faithful engine does by itself, by rule.
     """
 
-    __slots__ = ("backend", "errors", "failed_before", "harness", "item", "passed", "policy")
+    __slots__ = (
+        "backend",
+        "engine_warnings",
+        "errors",
+        "failed_before",
+        "harness",
+        "item",
+        "passed",
+        "policy",
+        "warnings",
+    )
 
     def __init__(self, item: pytest.Item, harness: RouterHarness, policy: Policy) -> None:
         self.item = item
@@ -65,6 +77,15 @@ class Case:
         self.passed = False
         self.failed_before = 0
         self.errors = 0
+        self.warnings: dict[str, int] = {}
+        self.engine_warnings: dict[str, int] = {}
+
+    def count(self, errors: Sequence[Problem], warnings: Sequence[Problem]) -> None:
+        """Count what was found since the last look."""
+        self.errors += len(errors)
+        for warning in warnings:
+            counts = self.engine_warnings if self.harness.is_engines_own(warning) else self.warnings
+            counts[warning.rule] = counts.get(warning.rule, 0) + 1
 
     def with_backend(self, value: object) -> RouterHarness:
         """Return the harness, with engines of this backend."""

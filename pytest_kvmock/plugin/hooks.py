@@ -15,6 +15,9 @@ from pytest_kvmock.plugin.fixtures import CASE
 from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, deselect, generate
 from pytest_kvmock.plugin.options import MARKERS, SETTINGS, add_options, read_settings
 
+EVENTS: Final = "kvmock.events"
+"""The property that the report of each test has whose events were judged."""
+
 _REGISTERED_BY: Final = pytest.StashKey[Mapping[str, str]]()
 
 
@@ -119,11 +122,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Show the event logs of tests that passed, with --kv-events=all."""
-    if config.stash[SETTINGS].get("log") == "all":
+    """Show the event logs of tests that passed, with --kv-events=all; say in a line what was judged, but with -q."""
+    settings = config.stash[SETTINGS]
+    if settings.get("log") == "all":
         from pytest_kvmock.plugin.report import passed_logs
 
         passed_logs(terminalreporter)
+    if config.get_verbosity() < 0:
+        return
+    judged = [  # only the report of a teardown has all that was found
+        report
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "teardown" and any(name == EVENTS for name, _ in report.user_properties)
+    ]
+    if judged:
+        from pytest_kvmock.plugin.report import summary_line
+
+        line = summary_line(judged, settings)
+        if line is not None:
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True)

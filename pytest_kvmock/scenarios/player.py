@@ -237,6 +237,7 @@ class _Player:
         event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]
         event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, tokens)
+        self._harness.by_hand.add(worker)
         self._harness.hear(event, chained=given.get("chained", False))
 
     def _do_fault(self, fault: str, arguments: Mapping[str, Any] | tuple[Any, ...]) -> None:

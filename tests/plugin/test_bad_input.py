@@ -183,7 +183,10 @@ def test_a_wrong_marker_further_out_is_found_too(nested, place):
     result.stdout.fnmatch_lines(["test_it.py::TestC::test: kvmock(nonsense=1): unknown key 'nonsense'; known: *"])
 
 
-def unknown(name, nearest, what="key", known=", ".join(KVMOCK_KEYS)):
+KEYS = ", ".join(KVMOCK_KEYS)
+
+
+def unknown(name, nearest, what="key", known=KEYS):
     return f"unknown {what} {name!r}; did you mean {nearest!r}? known: {known}"
 
 
