@@ -351,7 +351,7 @@ def create_manager(
 
 
 MOST_WORKERS: Final = 2**16
-"""Worker ids are below this; those above are of sinks. Of a profile, so many workers and ranks at most."""
+"""So many workers and ranks a profile has at most."""
 
 MOST_RANKS: Final = 1024
 """Data-parallel ranks that one worker of a profile can have."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import count
 from random import Random
 from threading import RLock
 from types import MappingProxyType
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.sinks import Sink
 
+
+MOST_WORKER_ID: Final = 2**64 - 1
 
 ENGINES_OWN: Final = frozenset({"evicted_and_restored", "wrong_hash"})
 """What faithful engines do wrong by themselves where a block may go before its parent, as warnings."""
@@ -112,7 +115,7 @@ class RouterHarness(Questions):
         self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
         self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
-        self._sinks = 0
+        self._sinks: set[int] = set()
         self.by_hand: set[StreamKey] = set()
         self._holed: set[StreamKey] = set()  # of engines whose blocks may go before their parents
         self._begun: frozenset[Request] = frozenset()
@@ -196,12 +199,13 @@ class RouterHarness(Questions):
         """The worker of this id and rank; made now if there is none.
 
         Args:
-            id: its id, from 0 to 2**16 - 1.
+            id: its id, from 0 to 2**64 - 1.
             dp_rank: its data-parallel rank.
             backend: a backend of its own; the harness's if None.
 
         Raises:
-            ValueError: an id out of range, an unknown backend, another backend than the worker has, or none at all.
+            ValueError: an id out of range or of a sink, an unknown backend, another backend than the worker has, or
+                none at all.
         """
         key = self._key(id, dp_rank)
         found = self._workers.get(key)
@@ -214,8 +218,12 @@ class RouterHarness(Questions):
 
     def next_worker(self, backend: BackendSpec | str | None = None) -> KvWorker:
         """Make one more worker, with the lowest id that is free."""
-        taken = {worker.worker_id for worker in self._workers.values()}
-        return self._add_worker(next(i for i in range(len(taken) + 1) if i not in taken), 0, backend)
+        return self._add_worker(self._free_id(), 0, backend)
+
+    def _free_id(self) -> int:
+        """The lowest id that no engine and no sink has."""
+        taken = {*self._sinks, *(worker.worker_id for worker in self._workers.values())}
+        return next(i for i in count() if i not in taken)
 
     def misfit(self, id: int | None, **fields: Any) -> KvWorker:  # noqa: A002 - as above
         """Make one more worker with another profile than the router's; see `Faults.block_size`.
@@ -227,17 +235,18 @@ class RouterHarness(Questions):
         Raises:
             ValueError: a field out of range, or a worker that exists.
         """
-        taken = {worker.worker_id for worker in self._workers.values()}
-        worker_id = next(i for i in range(len(taken) + 1) if i not in taken) if id is None else id
-        if worker_id in taken:
+        worker_id = self._free_id() if id is None else id
+        if any(worker.worker_id == worker_id for worker in self._workers.values()):
             raise ValueError(f"worker {worker_id} exists already; its profile is the router's")
         return self._add_worker(worker_id, 0, None, self.profile.replace(**fields))
 
     def _add_worker(
         self, worker_id: int, dp_rank: int, backend: BackendSpec | str | None, profile: EngineProfile | None = None
     ) -> KvWorker:
-        if not isinstance(worker_id, int) or not 0 <= worker_id < FIRST_SINK_WORKER:
-            raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1}, got {worker_id!r}")
+        if not is_integer(worker_id, 0) or worker_id > MOST_WORKER_ID:
+            raise ValueError(f"a worker id is an integer from 0 to {MOST_WORKER_ID}, got {worker_id!r}")
+        if worker_id in self._sinks:
+            raise ValueError(f"worker {worker_id} is a sink of this test; take another id for an engine")
         if not is_integer(dp_rank, 0):
             raise ValueError(f"a dp_rank is {integer_text(0)}, got {dp_rank!r}")
         spec = self._spec if backend is None else backend_spec(backend)
@@ -289,8 +298,9 @@ class RouterHarness(Questions):
             check_integer("make_kv_sink: num_blocks", num_blocks, 1, ", or None")
         if residency not in RESIDENCIES:
             raise ValueError(f"make_kv_sink: {unknown_text('residency', residency, RESIDENCIES)}")
-        worker_id = FIRST_SINK_WORKER + self._sinks
-        self._sinks += 1
+        taken = {*self._sinks, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
+        worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)
+        self._sinks.add(worker_id)
         self._judge.open(
             (worker_id, 0),
             first_id=None,
@@ -360,6 +370,7 @@ class RouterHarness(Questions):
 
         Raises:
             TypeError: something else. The events before it have been heard.
+            ValueError: events of a sink, which publishes them itself. Likewise.
         """
         if isinstance(events, (Stored, Removed, Cleared, KvCacheEvent, RouterEvent)):
             events = (events,)
@@ -379,6 +390,8 @@ class RouterHarness(Questions):
             event = RouterEvent(worker_id, event)
         if not is_event(event):
             _refuse(event)
+        if event.worker_id in self._sinks:
+            raise ValueError(f"worker {event.worker_id} is a sink of this test; publish its events through the sink")
         return event
 
     def hear(self, event: RouterEvent, *, chained: bool = False) -> None:

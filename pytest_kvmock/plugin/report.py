@@ -138,11 +138,14 @@ def _save(case: Case, found: Reproduction) -> str:
     wanted = case.item.config.stash[SETTINGS].get("save_scenario")
     if wanted is None:
         return ""
+    from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
     from pytest_kvmock.hygiene.rules import RULES
     from pytest_kvmock.scenarios.writing import scenario_text
 
     if RULES[found.rule].at_end and not found.breach.is_error:
         return f"\n# not saved: {found.rule} is known only when a test is over"
+    if any(step.worker[0] >= FIRST_SINK_WORKER for step in found.operations):
+        return f"\n# not saved: in a scenario file, the ids of engines end at {FIRST_SINK_WORKER - 1}"
     # A test has one file, whoever runs it: the workers of pytest-xdist do not meet.
     path = Path(wanted, re.sub(r"[^\w.-]+", "-", case.item.nodeid).strip("-") + ".kv.yaml")
     target = case.item.config.invocation_params.dir / path

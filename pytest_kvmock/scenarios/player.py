@@ -154,7 +154,13 @@ class _Player:
         return worker if isinstance(worker, tuple) else FIRST
 
     def _worker(self, worker: WorkerName) -> KvWorker:
-        return self._harness.worker(*worker)
+        return self._engine(worker)
+
+    def _engine(self, worker: WorkerName, backend: str | None = None) -> KvWorker:
+        """The mock engine of an id; in a file, ids from 2**16 on are of sinks."""
+        if worker[0] >= FIRST_SINK_WORKER:
+            raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1} here, got {worker[0]}")
+        return self._harness.worker(*worker, backend)
 
     def _request(self, name: str) -> Request:
         if name not in self._requests:
@@ -213,7 +219,7 @@ class _Player:
         self._worker(worker).restart(announced=announced)
 
     def _do_worker(self, id: WorkerName, backend: str | None = None) -> None:  # noqa: A002 - the key in the file
-        self._harness.worker(*id, backend)
+        self._engine(id, backend)
 
     def _do_remove_worker(self, worker: int) -> None:
         known = {made.worker_id for made in self._harness.workers.values()}

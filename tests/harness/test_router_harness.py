@@ -85,8 +85,8 @@ def test_a_harness_without_a_backend_has_no_worker_until_it_gets_one(make_kv):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda kv: kv.worker(-1), "a worker id is an integer from 0 to 65535, got -1"),
-        (lambda kv: kv.worker(2**16), "got 65536"),
+        (lambda kv: kv.worker(-1), "a worker id is an integer from 0 to 18446744073709551615, got -1"),
+        (lambda kv: kv.worker(2**64), "got 18446744073709551616"),
         (lambda kv: kv.worker("0"), "got '0'"),
         (lambda kv: kv.worker(0, -1), "a dp_rank is an integer of at least 0, got -1"),
         (lambda kv: kv.worker(1, backend="nope"), f"unknown backend 'nope'; known: {', '.join(BACKENDS)}"),
