@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from os.path import commonprefix
 from typing import TypeGuard
 
 MOST_NEAREST = 3
@@ -49,7 +50,14 @@ def nearest(name: object, known: Iterable[str]) -> list[str]:
         return []
     from difflib import get_close_matches  # for those who misspelt something
 
-    return get_close_matches(name, list(known), MOST_NEAREST, LEAST_ALIKE)
+    known = list(known)
+    # `kvmock_sede` is like every `kvmock_...`, but for what comes after that.
+    prefix = commonprefix([name, *known])  # noqa: RUF071 - of characters, not of paths
+    if not prefix.endswith(("_", "-")):
+        prefix = ""
+    rests = [each.removeprefix(prefix) for each in known]
+    found = get_close_matches(name.removeprefix(prefix), rests, MOST_NEAREST, LEAST_ALIKE)
+    return [prefix + rest for rest in found]
 
 
 def did_you_mean(name: object, known: Iterable[str], then: str = "") -> str:

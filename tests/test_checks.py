@@ -36,6 +36,12 @@ def test_the_nearest_names_stand_by_themselves_too():
     assert "" == did_you_mean("nonsense", ["lru", "lineage"])
 
 
+def test_what_all_names_begin_with_makes_none_nearer():
+    known = ["kvmock_backends", "kvmock_events", "kvmock_seed"]
+    assert "; did you mean 'kvmock_backends'?" == did_you_mean("kvmock_bakends", known)
+    assert "" == did_you_mean("kvmock_zzzz", known)
+
+
 @pytest.mark.parametrize("value", [1, 7, 2**64])
 def test_an_integer_of_at_least_n_is_returned(value):
     assert value == check_integer("size", value, 1)

@@ -364,3 +364,9 @@ def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> 
         except (OSError, ValueError) as error:
             _fail_in_one_line(request.node, f"kv_trace: {error}")
     return traces[key]
+
+
+FIXTURE_PREFIXES: Final = ("kv_", "make_kv_")
+
+FIXTURES: Final = tuple(name for name in globals() if name.startswith(FIXTURE_PREFIXES))
+"""The names of the public fixtures."""

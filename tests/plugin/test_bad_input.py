@@ -9,6 +9,7 @@ import pytest
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
+from pytest_kvmock.plugin.options import OPTIONS as OPTIONS_OF_KVMOCK
 from pytest_kvmock.plugin.options import SYNCS
 
 KNOWN = ", ".join(BACKENDS)
@@ -91,6 +92,82 @@ def test_values_of_pyproject_are_typed(nested):
     )
 
     result.assert_outcomes(passed=2)
+
+
+FLAGS = [*(option.flag for option in OPTIONS_OF_KVMOCK if option.flag), "--kv-list-backends", "--kv-list-profiles"]
+SETTINGS = [option.ini for option in OPTIONS_OF_KVMOCK if option.ini]
+
+
+@pytest.mark.parametrize(
+    ("args", "flag", "nearest"),
+    [
+        (["--kv-backnd=lru"], "--kv-backnd", "--kv-backend"),
+        (["--kv-backends", "lru"], "--kv-backends", "--kv-backend"),
+        (["--kv-list-backend"], "--kv-list-backend", "--kv-list-backends"),
+        (["--kv-event-warning=fail"], "--kv-event-warning", "--kv-event-warnings"),
+    ],
+)
+def test_a_misspelt_option_is_answered_with_the_nearest(nested, args, flag, nearest):
+    result = nested("def test(): pass", *args)
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    (line,) = (line for line in result.errlines if line)
+    assert line.startswith(f"ERROR: unknown option '{flag}'; did you mean '{nearest}'")
+    assert line.endswith(f"? known: {', '.join(FLAGS)}")
+
+
+def test_an_option_that_is_like_none_of_ours_is_left_to_pytest(nested):
+    result = nested("def test(): pass", "--kv-zzzzzzzzzz")
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    result.stderr.fnmatch_lines(["*: error: unrecognized arguments: --kv-zzzzzzzzzz"])
+
+
+def test_an_option_of_somebody_else_is_none_of_ours(nested):
+    conftest = "def pytest_addoption(parser): parser.addoption('--kv-backnd')"
+
+    nested("def test(): pass", "--kv-backnd=7", files={"conftest.py": conftest}).assert_outcomes(passed=1)
+
+
+TOML = "[tool.pytest.ini_options]\nkvmock_bakends = ['lru']\n[tool.other]\nkvmock_sede = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("pytest.ini", "[pytest]\nkvmock_bakends = lru\n"),
+        ("pytest.ini", "[pytest]\nmarkers =\n  kvmock_slow: mine\nkvmock_bakends: lru\n"),
+        ("setup.cfg", "[other]\nkvmock_sede = 1\n[tool:pytest]\nkvmock_bakends=lru\n"),
+        ("pyproject.toml", TOML),
+        ("pyproject.toml", TOML.replace(".ini_options", "")),
+        ("pytest.toml", "[pytest]\nkvmock_bakends = ['lru']\n"),
+    ],
+    ids=["ini", "ini with others", "cfg", "toml", "native toml", "pytest.toml"],
+)
+def test_a_misspelt_setting_is_answered_with_the_nearest(nested, file, text):
+    if pytest.version_tuple < (9, 0) and (file == "pytest.toml" or text == TOML.replace(".ini_options", "")):
+        pytest.skip("pytest 9 reads such files")
+    result = nested("def test(): pass", files={file: text})
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    expected = f"unknown setting 'kvmock_bakends'; did you mean 'kvmock_backends'? known: {', '.join(SETTINGS)}"
+    assert [f"ERROR: {file}: {expected}"] == [line for line in result.errlines if line]
+
+
+def test_a_misspelt_override_of_a_setting_too(nested):
+    result = nested("def test(): pass", "-o", "kvmock_zzzzzz=1")
+
+    assert [f"ERROR: -o: unknown setting 'kvmock_zzzzzz'; known: {', '.join(SETTINGS)}"] == [
+        line for line in result.errlines if line
+    ]
+
+
+def test_a_setting_of_somebody_else_is_none_of_ours(nested):
+    files = {
+        "conftest.py": "def pytest_addoption(parser): parser.addini('kvmock_bakends', 'mine')",
+        "pytest.ini": "[pytest]\nkvmock_bakends = 7\n",
+    }
+    nested("def test(): pass", "-o", "kvmock_bakends=8", files=files).assert_outcomes(passed=1)
 
 
 # ---------------------------------------------------------------------------------------------------- markers
@@ -364,6 +441,43 @@ FIXTURES = {
         "kvmock: kv_base_profile must return an EngineProfile, got {'block_size': 4}",
     ),
 }
+
+
+MISSPELT = {
+    "an argument": ("def test(kv_evnts): pass", "kv_evnts", "'kv_events'"),
+    "one beside a right one": ("def test(kv_sink, kv_event): pass", "kv_event", "'kv_events'"),
+    "of a fixture": (
+        "@pytest.fixture\ndef engine(make_kv_snk): pass\ndef test(engine): pass",
+        "make_kv_snk",
+        "'make_kv_sink'",
+    ),
+    "by usefixtures": ("@pytest.mark.usefixtures('kv_manger')\ndef test(): pass", "kv_manger", "'kv_manager'"),
+}
+
+
+@pytest.mark.parametrize(("source", "name", "nearest"), [pytest.param(*c, id=name) for name, c in MISSPELT.items()])
+@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_a_misspelt_fixture_is_answered_with_the_nearest(nested, source, name, nearest, args):
+    result = nested(source, *args, plugins=["xdist"])
+
+    result.assert_outcomes(errors=1)
+    (said,) = (line for line in result.outlines if "did you mean" in line)
+    assert said.startswith(f"fixture '{name}' not found; did you mean {nearest}")
+    result.stdout.fnmatch_lines([f"E *fixture '{name}' not found", "*available fixtures: *", "*Captured kvmock setup*"])
+
+
+def test_a_fixture_that_is_like_none_of_ours_is_left_to_pytest(nested):
+    result = nested("def test(kv_zzzzzzzz): pass\ndef test_other(evnts): pass")
+
+    result.assert_outcomes(errors=2)
+    result.stdout.no_fnmatch_line("*did you mean*")
+    result.stdout.no_fnmatch_line("*Captured kvmock*")
+
+
+def test_a_fixture_of_somebody_else_is_none_of_ours(nested):
+    source = "@pytest.fixture\ndef kv_event(): return 7\ndef test(kv_event): assert 7 == kv_event"
+
+    nested(source).assert_outcomes(passed=1)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in FIXTURES.items()])
