@@ -71,15 +71,15 @@ class BackendSpec:
                 f"got {self.name!r}"
             )
         if not isinstance(self.follows, str):
-            raise ValueError(f"backend {self.name!r}: follows must be a string, got {self.follows!r:.80}")  # noqa: TRY004
+            raise ValueError(f"backend {self.name!r}: follows must be a string, got {self.follows!r:.80}")  # noqa: TRY004 - one error
         if not callable(self.make):
-            raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004
+            raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004 - one error
         if self.residency not in ("unique", "counted"):
             raise ValueError(f"backend {self.name!r}: residency must be 'unique' or 'counted', got {self.residency!r}")
         for field in ("prefix_closed", "in_matrix"):
             value = getattr(self, field)
             if not isinstance(value, bool):
-                raise ValueError(f"backend {self.name!r}: {field} must be True or False, got {value!r:.80}")  # noqa: TRY004
+                raise ValueError(f"backend {self.name!r}: {field} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
         for field in ("driver", "chain"):
             value = getattr(self, field)
             if value is not None and not callable(value):
@@ -160,7 +160,7 @@ class BackendSpec:
             return LogicalManager(backend=name, eviction=eviction, num_blocks=num_blocks, **sizes)
 
         if not callable(policy):
-            raise ValueError(f"backend {name!r}: policy must be callable, got {policy!r:.80}")  # noqa: TRY004
+            raise ValueError(f"backend {name!r}: policy must be callable, got {policy!r:.80}")  # noqa: TRY004 - one error
         return cls(name, follows, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
 
 
@@ -396,7 +396,7 @@ class EngineProfile:
         if self.chunk is not None:
             check_integer("chunk", self.chunk, 1, " tokens, or None")
         if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")  # noqa: TRY004
+            raise ValueError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")  # noqa: TRY004 - one error
         if not is_integer(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
 

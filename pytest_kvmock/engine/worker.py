@@ -140,7 +140,7 @@ class Request:
 
     @property
     def status(self) -> str:
-        """ "running", "preempted", "finished", or "lost" when its worker restarted."""  # noqa: D210
+        """ "running", "preempted", "finished", or "lost" when its worker restarted."""  # noqa: D210 - the text begins with a quotation mark
         return self._status
 
     @property

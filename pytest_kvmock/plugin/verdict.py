@@ -139,7 +139,7 @@ def _tell(case: Case, failure: BaseException) -> Problem | None:
     except pytest.exit.Exception:
         raise
     # What the user gave, an index or a hook, may raise or fail, and is not why the test failed.
-    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001
+    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 - as the comment says
         why = repr(error).removeprefix("kvmock: ")
         if why not in str(failure):  # kv_events.check() may have said it
             failure.add_note(f"kvmock: the events could not be judged: {why}")

@@ -78,7 +78,7 @@ class OverBackend:
     prefix_closed: ClassVar[bool] = True
     residency: ClassVar[Literal["unique", "counted"]] = "unique"
 
-    def make_manager(self, num_blocks: int, block_size: int, sink: Sink | None) -> KvManager:  # noqa: ARG002
+    def make_manager(self, num_blocks: int, block_size: int, sink: Sink | None) -> KvManager:  # noqa: ARG002 - for those who define it
         """Make a block manager, where there is no backend of it yet; to be defined by a subclass.
 
         Args:
@@ -135,7 +135,7 @@ class OverBackend:
         probe = self._probe("make_manager", lambda: self.make_manager(8, self.block_size, None))
         check_offers(self, probe, KvManager, "make_manager")
 
-        def make(*, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> KvManager:  # noqa: ARG001
+        def make(*, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> KvManager:  # noqa: ARG001 - the signature of BackendSpec.make
             return self.make_manager(num_blocks, block_size, sink)
 
         try:
