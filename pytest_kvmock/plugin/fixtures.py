@@ -93,7 +93,10 @@ class Case:
             name = resolve_placeholder(self.item) if isinstance(value, Placeholder) else value
             known = known_backends()
             if not isinstance(name, str) or name not in known:
-                pytest.fail(f"kvmock: kv_backend is {name!r}; known: {', '.join(known)}", pytrace=False)
+                from pytest_kvmock.checks import did_you_mean
+
+                hint = did_you_mean(name, known, f"known: {', '.join(known)}")
+                pytest.fail(f"kvmock: kv_backend is {name!r}{hint}", pytrace=False)
             try:
                 self.harness.use_backend(name)  # it makes sure, too, that its managers are what this name says
             except ValueError as error:

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import UUID
 
+from pytest_kvmock.checks import did_you_mean
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
@@ -164,7 +165,8 @@ class _Player:
 
     def _request(self, name: str) -> Request:
         if name not in self._requests:
-            raise ValueError(f"no request is named {name!r}; known: {', '.join(self._requests) or 'none'}")
+            known = f"known: {', '.join(self._requests) or 'none'}"
+            raise ValueError(f"no request is named {name!r}{did_you_mean(name, self._requests, known)}")
         return self._requests[name][0]
 
     def _block(self, block: int | str) -> Block:

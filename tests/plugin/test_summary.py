@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 FAIL = "(--kv-event-warnings=fail makes them fail)"
 
@@ -49,6 +52,13 @@ RUNS = {
         def test(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(2))
         """,
         "kvmock: 3 tests on lru, multi_lru, vllm; 3 events; no warnings",
+    ),
+    "what README shows": (
+        """
+        def test_engines(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(2))
+        def test_sink(kv_sink): kv_sink(GOOD); kv_sink(TWICE)
+        """,
+        next(line for line in README.splitlines() if line.startswith("kvmock: ")),
     ),
     "a warning": (
         "def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)",
