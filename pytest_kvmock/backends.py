@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from pytest_kvmock.checks import check_integer, did_you_mean, is_integer, unknown_text
+
 if TYPE_CHECKING:
     from random import Random
 
@@ -69,15 +71,15 @@ class BackendSpec:
                 f"got {self.name!r}"
             )
         if not isinstance(self.follows, str):
-            raise ValueError(f"backend {self.name!r}: follows must be a string, got {self.follows!r:.80}")  # noqa: TRY004
+            raise ValueError(f"backend {self.name!r}: follows must be a string, got {self.follows!r:.80}")  # noqa: TRY004 - one error
         if not callable(self.make):
-            raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004
+            raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004 - one error
         if self.residency not in ("unique", "counted"):
             raise ValueError(f"backend {self.name!r}: residency must be 'unique' or 'counted', got {self.residency!r}")
         for field in ("prefix_closed", "in_matrix"):
             value = getattr(self, field)
             if not isinstance(value, bool):
-                raise ValueError(f"backend {self.name!r}: {field} must be True or False, got {value!r:.80}")  # noqa: TRY004
+                raise ValueError(f"backend {self.name!r}: {field} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
         for field in ("driver", "chain"):
             value = getattr(self, field)
             if value is not None and not callable(value):
@@ -124,7 +126,8 @@ class BackendSpec:
         for option in options:
             if option not in self.options:
                 known = f"it has {', '.join(self.options)}" if self.options else "it has none"
-                raise ValueError(f"backend {self.name!r} has no option {option!r}; {known}")
+                hint = did_you_mean(option, self.options, known)
+                raise ValueError(f"backend {self.name!r} has no option {option!r}{hint}")
 
     @classmethod
     def of_policy(
@@ -157,7 +160,7 @@ class BackendSpec:
             return LogicalManager(backend=name, eviction=eviction, num_blocks=num_blocks, **sizes)
 
         if not callable(policy):
-            raise ValueError(f"backend {name!r}: policy must be callable, got {policy!r:.80}")  # noqa: TRY004
+            raise ValueError(f"backend {name!r}: policy must be callable, got {policy!r:.80}")  # noqa: TRY004 - one error
         return cls(name, follows, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
 
 
@@ -316,7 +319,7 @@ def backend_spec(name: str | BackendSpec) -> BackendSpec:
         return name
     spec = BACKENDS.get(name) or _registered.get(name)
     if spec is None:
-        raise ValueError(f"unknown backend {name!r}; known: {', '.join(known_backends())}")
+        raise ValueError(unknown_text("backend", name, known_backends()))
     return spec
 
 
@@ -348,7 +351,7 @@ def create_manager(
 
 
 MOST_WORKERS: Final = 2**16
-"""Worker ids are below this; those above are of sinks. Of a profile, so many workers and ranks at most."""
+"""So many workers and ranks a profile has at most."""
 
 MOST_RANKS: Final = 1024
 """Data-parallel ranks that one worker of a profile can have."""
@@ -381,7 +384,7 @@ class EngineProfile:
 
     def __post_init__(self) -> None:
         for name, least in (("block_size", 1), ("num_blocks", 1), ("workers", 0), ("dp_size", 1)):
-            _check_int(name, getattr(self, name), least)
+            check_integer(name, getattr(self, name), least)
         if self.workers > MOST_WORKERS:
             raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
         if self.dp_size > MOST_RANKS:
@@ -391,11 +394,11 @@ class EngineProfile:
                 f"workers times dp_size must be at most {MOST_WORKERS}, got {self.workers} workers of {self.dp_size} ranks"
             )
         if self.chunk is not None:
-            _check_int("chunk", self.chunk, 1, " tokens, or None")
+            check_integer("chunk", self.chunk, 1, " tokens, or None")
         if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")  # noqa: TRY004
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ValueError(f"seed must be an integer, got {self.seed!r}")  # noqa: TRY004 - one error a profile
+            raise ValueError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")  # noqa: TRY004 - one error
+        if not is_integer(self.seed):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
 
     def replace(self, **fields: Any) -> EngineProfile:
         """Return the same profile with some fields changed.
@@ -406,10 +409,5 @@ class EngineProfile:
         known = [field.name for field in dataclasses.fields(self)]
         for name in fields:
             if name not in known:
-                raise ValueError(f"unknown profile field {name!r}; known: {', '.join(known)}")
+                raise ValueError(unknown_text("profile field", name, known))
         return dataclasses.replace(self, **fields)
-
-
-def _check_int(name: str, value: object, least: int, unit: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}{unit}, got {value!r}")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
+from pytest_kvmock.checks import is_integer
+
 _U32: Final = 2**32 - 1
 _U64: Final = 2**64 - 1
 
@@ -344,6 +346,6 @@ def _unsigned(fields: Mapping[str, Any], key: str, where: str, top: int = _U64) 
 
 
 def _number(value: object, where: str, top: int = _U64) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= top:
+    if not is_integer(value, 0) or value > top:
         raise ValueError(f"{where}: expected an integer from 0 to {top} (u{top.bit_length()}), got {value!r:.80}")
     return value

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.strict_yaml import Node, Place, YamlError, boolean, integer, nullable, read_yaml, string
 
 
@@ -118,7 +119,7 @@ def _complete(name: str, drafts: Mapping[str, _Draft]) -> NamedProfile:
             break
         base = draft.base.value
         if base not in drafts:
-            raise draft.base.error(f"unknown profile {base!r}; known: {', '.join(drafts)}")
+            raise draft.base.error(unknown_text("profile", base, drafts))
         if base in chain:
             raise draft.base.error(f"a profile cannot be based on itself: {' -> '.join([*chain, base])}")
         chain.append(base)

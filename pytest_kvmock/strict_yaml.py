@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+from pytest_kvmock.checks import is_integer, unknown_text
+
 T = TypeVar("T")
 
 DEEPEST: Final = 32
@@ -121,7 +123,7 @@ class Node:
         given = self._mapping("keys " + ", ".join(readers))
         for key in given:
             if key not in readers:
-                raise self.key_error(key, f"unknown key {key!r}; known: {', '.join(readers)}")
+                raise self.key_error(key, unknown_text("key", key, readers))
         for key in required:
             if key not in given:
                 raise self.error(f"the key {key!r} is missing")
@@ -163,7 +165,7 @@ def string(node: Node) -> str:
 
 def integer(node: Node) -> int:
     """Read an integer."""
-    if not isinstance(node.value, int) or isinstance(node.value, bool):
+    if not is_integer(node.value):
         raise node.wrong_type("an integer")
     return node.value
 

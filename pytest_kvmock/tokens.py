@@ -22,6 +22,8 @@ from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
+from pytest_kvmock.checks import check_integer
+
 T = TypeVar("T")
 
 TokenIds: TypeAlias = Sequence[int]
@@ -47,11 +49,7 @@ def check_block_size(block_size: int) -> int:
         TypeError: it is not an integer.
         ValueError: it is below 1.
     """
-    if not isinstance(block_size, int) or isinstance(block_size, bool):
-        raise TypeError(f"block_size must be an integer of at least 1 (tokens a block), got {block_size!r}")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1 (tokens a block), got {block_size}")
-    return block_size
+    return check_integer("block_size", block_size, 1, " (tokens a block)", wrong_type=TypeError)
 
 
 def _token_bytes(tokens: TokenIds) -> bytes:  # noqa: RET503 - _raise_for_token does not return

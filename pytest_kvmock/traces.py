@@ -21,6 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final, NoReturn, TypeAlias
 
+from pytest_kvmock.checks import check_integer, integer_text
 from pytest_kvmock.tokens import Prompt, check_block_size
 
 MOONCAKE_BLOCK_SIZE: Final = 512
@@ -222,7 +223,7 @@ class _Row:
     def _length(self, field: str) -> int:
         value = self._required(field)
         if type(value) is not int or value < 0:  # a bool is no length
-            self._wrong(f"an integer of at least 0 (tokens) is expected, got {_shown(value)}", field)
+            self._wrong(f"{integer_text(0)} (tokens) is expected, got {_shown(value)}", field)
         return value
 
     def _milliseconds(self, field: str) -> float | None:
@@ -402,10 +403,7 @@ class _Workload:
 
 
 def _check_int(name: str, value: object, least: int, unit: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer of at least {least} ({unit}), got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least} ({unit}), got {value}")
+    check_integer(name, value, least, f" ({unit})", wrong_type=TypeError)
 
 
 def _check_range(name: str, value: object, least: int, unit: str) -> None:

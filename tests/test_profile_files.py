@@ -55,13 +55,19 @@ def test_a_profile_is_laid_over_its_base_in_any_file(read):
 WRONG = [
     pytest.param("", "a:1:1: the file is empty", id="empty"),
     pytest.param("profiles: [", "a:1:12: not YAML: *", id="not YAML"),
-    pytest.param("profile: {}", "a:1:1: unknown key 'profile'; known: profiles", id="unknown key of the file"),
+    pytest.param(
+        "profile: {}",
+        "a:1:1: unknown key 'profile'; did you mean 'profiles'? known: profiles",
+        id="unknown key of the file",
+    ),
     pytest.param("{}", "a:1:1: the key 'profiles' is missing", id="nothing"),
     pytest.param("profiles:", "a:1:10: profiles: got nothing; allowed: a mapping of names of your own", id="no names"),
     pytest.param("profiles: [a]", "a:1:11: profiles: got a list; allowed: a mapping of *", id="a list"),
     pytest.param("profiles: {s: 4}", "a:1:15: s: got 4; allowed: a mapping of keys base, description, block_size, *"),
     pytest.param(
-        "profiles: {s: {blok_size: 4}}", "a:1:16: s: unknown key 'blok_size'; known: base, *", id="unknown key"
+        "profiles: {s: {blok_size: 4}}",
+        "a:1:16: s: unknown key 'blok_size'; did you mean 'block_size'? known: base, *",
+        id="unknown key",
     ),
     pytest.param("profiles: {s: {block_size: x}}", "a:1:28: block_size: got 'x'; allowed: an integer", id="a string"),
     pytest.param("profiles: {s: {block_size: 0}}", "a:1:28: block_size must be an integer of at least 1, got 0"),

@@ -197,7 +197,7 @@ WRONG = [
     ("{chunk: x}", "f:1:9: chunk: got 'x'; allowed: an integer"),
     ("{names: a}", "f:1:9: names: got 'a'; allowed: a list"),
     ("{names: [a, 1]}", "f:1:13: names: got 1; allowed: a string"),
-    ("{nam: a}", "f:1:2: unknown key 'nam'; known: name, size, rate, on, chunk, names"),
+    ("{nam: a}", "f:1:2: unknown key 'nam'; did you mean 'name' or 'names'? known: name, size, rate, on, chunk, names"),
     ("[name]", "f:1:1: got a list; allowed: a mapping of keys name, size, rate, on, chunk, names"),
     ("name", "f:1:1: got 'name'; allowed: a mapping of keys name, *"),
 ]

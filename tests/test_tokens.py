@@ -321,8 +321,8 @@ def test_a_wrong_prompt_says_what_is_wrong(arguments, error, message):
 @pytest.mark.parametrize(
     ("tokens", "block_size", "error", "message"),
     [
-        ([1], 0, ValueError, r"block_size must be at least 1 \(tokens a block\), got 0"),
-        ([1], -4, ValueError, "block_size must be at least 1 .* got -4"),
+        ([1], 0, ValueError, r"block_size must be an integer of at least 1 \(tokens a block\), got 0"),
+        ([1], -4, ValueError, "block_size must be an integer of at least 1 .* got -4"),
         ([1], 4.0, TypeError, r"block_size must be an integer .* got 4\.0"),
         ([1], True, TypeError, "block_size must be an integer .* got True"),
         ([1], "4", TypeError, "block_size must be an integer .* got '4'"),

@@ -59,7 +59,7 @@ def test_a_prompt_needs_one_id_for_each_block():
 
 
 def test_a_trace_block_size_of_0_is_refused():
-    with pytest.raises(ValueError, match="block_size must be at least 1"):
+    with pytest.raises(ValueError, match="block_size must be an integer of at least 1"):
         TraceRequest(0.0, 1300, 5, (7, 8, 9)).prompt(0)
 
 
@@ -156,10 +156,10 @@ def test_a_limit_beyond_the_end_is_all():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"limit": 0}, ValueError, "limit must be at least 1 (requests; None reads all), got 0"),
+        ({"limit": 0}, ValueError, "limit must be an integer of at least 1 (requests; None reads all), got 0"),
         ({"limit": True}, TypeError, "limit must be an integer of at least 1 (requests; None reads all), got True"),
         ({"limit": 2.0}, TypeError, "limit must be an integer of at least 1 (requests; None reads all), got 2.0"),
-        ({"trace_block_size": 0}, ValueError, "block_size must be at least 1 (tokens a block), got 0"),
+        ({"trace_block_size": 0}, ValueError, "block_size must be an integer of at least 1 (tokens a block), got 0"),
     ],
 )
 def test_a_wrong_argument_is_refused_at_the_call(arguments, error, message):
@@ -468,18 +468,18 @@ def test_the_generator_makes_no_more_than_is_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"requests": 0}, ValueError, "requests must be at least 1 (requests), got 0"),
+        ({"requests": 0}, ValueError, "requests must be an integer of at least 1 (requests), got 0"),
         ({"requests": "5"}, TypeError, "requests must be an integer of at least 1 (requests), got '5'"),
-        ({"seed": -1}, ValueError, "seed must be at least 0 (of the generator), got -1"),
+        ({"seed": -1}, ValueError, "seed must be an integer of at least 0 (of the generator), got -1"),
         ({"seed": 1.5}, TypeError, "seed must be an integer of at least 0 (of the generator), got 1.5"),
-        ({"block_size": 0}, ValueError, "block_size must be at least 1 (tokens a block), got 0"),
-        ({"groups": 0}, ValueError, "groups must be at least 1 (shared prefixes), got 0"),
-        ({"interval_ms": -1}, ValueError, "interval_ms must be at least 0 (milliseconds), got -1"),
+        ({"block_size": 0}, ValueError, "block_size must be an integer of at least 1 (tokens a block), got 0"),
+        ({"groups": 0}, ValueError, "groups must be an integer of at least 1 (shared prefixes), got 0"),
+        ({"interval_ms": -1}, ValueError, "interval_ms must be an integer of at least 0 (milliseconds), got -1"),
         ({"turns": 3}, TypeError, "turns must be a pair of integers (lowest, highest; turns a session), got 3"),
-        ({"turns": (0, 3)}, ValueError, "the lowest of turns must be at least 1 (turns a session), got 0"),
-        ({"turns": (3, 2)}, ValueError, "the highest of turns must be at least 3 (turns a session), got 2"),
-        ({"input_tokens": (0, 9)}, ValueError, "the lowest of input_tokens must be at least 1 (tokens), got 0"),
-        ({"output_tokens": (-1, 9)}, ValueError, "the lowest of output_tokens must be at least 0 (tokens), got -1"),
+        ({"turns": (0, 3)}, ValueError, "the lowest of turns must be an integer of at least 1 (turns a session), got 0"),
+        ({"turns": (3, 2)}, ValueError, "the highest of turns must be an integer of at least 3 (turns a session), got 2"),
+        ({"input_tokens": (0, 9)}, ValueError, "the lowest of input_tokens must be an integer of at least 1 (tokens), got 0"),
+        ({"output_tokens": (-1, 9)}, ValueError, "the lowest of output_tokens must be an integer of at least 0 (tokens), got -1"),
         ({"prefix_blocks": (1, 2, 3)}, TypeError, "prefix_blocks must be a pair of integers (lowest, highest; blocks), got (1, 2, 3)"),
         ({"delay_ms": (0, 1.5)}, TypeError, "the highest of delay_ms must be an integer of at least 0 (milliseconds), got 1.5"),
     ],

@@ -118,7 +118,7 @@ class BlockPoolManager(RequestLevel):
         self.version = vllm_version(version)
         self.hasher = VllmHasher(version, hash_algorithm, hash_seed)
         if not isinstance(enable_caching, bool):
-            raise ValueError(f"enable_caching must be True or False, got {enable_caching!r}")  # noqa: TRY004
+            raise ValueError(f"enable_caching must be True or False, got {enable_caching!r}")  # noqa: TRY004 - one error
         self.enable_caching = enable_caching
         self._hashing = (version, hash_algorithm, hash_seed)
         self._free = OrderedDict.fromkeys(range(1, num_blocks + 1))

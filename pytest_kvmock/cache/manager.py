@@ -304,19 +304,19 @@ class RequestLevel(ManagerBase):
         """Refuse: it takes no moves."""
         self._refuse(type(move).__name__)
 
-    def use(self, *blocks: object, **fields: object) -> NoReturn:  # noqa: ARG002
+    def use(self, *blocks: object, **fields: object) -> NoReturn:  # noqa: ARG002 - the signature of KvManager
         """Refuse: it takes no moves."""
         self._refuse("Use")
 
-    def deref(self, *blocks: object) -> NoReturn:  # noqa: ARG002
+    def deref(self, *blocks: object) -> NoReturn:  # noqa: ARG002 - the signature of KvManager
         """Refuse: it takes no moves."""
         self._refuse("Deref")
 
-    def promote(self, *blocks: object, **fields: object) -> NoReturn:  # noqa: ARG002
+    def promote(self, *blocks: object, **fields: object) -> NoReturn:  # noqa: ARG002 - the signature of KvManager
         """Refuse: it takes no moves."""
         self._refuse("Promote")
 
-    def prefill_cost(self, sequence: object) -> NoReturn:  # noqa: ARG002
+    def prefill_cost(self, sequence: object) -> NoReturn:  # noqa: ARG002 - the signature of KvManager
         """Refuse: a sequence is for managers that take moves."""
         self._refuse("prefill_cost of a sequence")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pytest_kvmock.cache.rules import check_request_block_size
+from pytest_kvmock.checks import check_integer, is_integer
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ class PagedRequest:
         if not isinstance(self.request_id, str):
             raise ValueError(f"request_id must be a string, got {self.request_id!r:.80}")  # noqa: TRY004 - one error
         for name in ("num_prompt_tokens", "max_output_tokens", "num_computed_tokens"):
-            _check_integer(name, getattr(self, name), 0)
+            check_integer(name, getattr(self, name), 0)
 
 
 class KVCacheManager:
@@ -80,9 +81,9 @@ class KVCacheManager:
         kv_cache_bytes_per_token: int,
         enable_prefix_caching: bool = False,
     ) -> None:
-        _check_integer("kv_cache_capacity", kv_cache_capacity, 1, " (bytes)")
+        check_integer("kv_cache_capacity", kv_cache_capacity, 1, " (bytes)")
         self.block_size = check_request_block_size(block_size)
-        _check_integer("kv_cache_bytes_per_token", kv_cache_bytes_per_token, 1)
+        check_integer("kv_cache_bytes_per_token", kv_cache_bytes_per_token, 1)
         if not isinstance(enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching must be True or False, got {enable_prefix_caching!r:.80}")  # noqa: TRY004 - one error
         bytes_per_block = block_size * kv_cache_bytes_per_token
@@ -141,7 +142,7 @@ class KVCacheManager:
             ValueError: no request, or a number of tokens that is none.
         """
         _check_request(request, "allocate_blocks")
-        _check_integer("allocate_blocks: num_tokens", num_tokens, 0)
+        check_integer("allocate_blocks: num_tokens", num_tokens, 0)
         blocks = -(-(request.num_computed_tokens + num_tokens) // self.block_size)
         needed = max(0, blocks - len(request.kv_blocks))
         if needed > self.num_free_blocks:
@@ -231,13 +232,8 @@ class KVCacheManager:
         return block_ids
 
     def _check_block(self, block_id: object, what: str) -> None:
-        if not isinstance(block_id, int) or isinstance(block_id, bool) or not 0 <= block_id < self.total_blocks:
+        if not is_integer(block_id, 0) or block_id >= self.total_blocks:
             raise ValueError(f"{what} of block {block_id!r:.80}: there is none; ids are 0 to {self.total_blocks - 1}")
-
-
-def _check_integer(name: str, value: object, least: int, unit: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}{unit}, got {value!r:.80}")
 
 
 _READ = ("request_id", "num_prompt_tokens", "num_computed_tokens", "kv_blocks")
@@ -247,7 +243,7 @@ def _check_request(request: PagedRequest, what: str) -> None:
     if not all(hasattr(request, name) for name in _READ):  # a scheduler may have a class of its own
         raise ValueError(f"{what}: the request must be like a PagedRequest, got {request!r:.80}")
     for name in ("num_prompt_tokens", "num_computed_tokens"):  # the scheduler changes them as it goes
-        _check_integer(f"{what} of request {request.request_id!r:.80}: {name}", getattr(request, name), 0)
+        check_integer(f"{what} of request {request.request_id!r:.80}: {name}", getattr(request, name), 0)
     if not isinstance(request.kv_blocks, list):  # None, if what did not fit was assigned to it
         raise ValueError(  # noqa: TRY004 - one error
             f"{what} of request {request.request_id!r:.80}: kv_blocks must be a list of block ids, "

@@ -12,6 +12,7 @@ from uuid import UUID
 
 from pytest_kvmock.cache.names import Names
 from pytest_kvmock.cache.pool import EvictionPolicy, Slot
+from pytest_kvmock.checks import check_integer, is_integer
 from pytest_kvmock.moves import Block, MoveError, Promote, Use
 
 _U64 = 2**64 - 1
@@ -20,40 +21,29 @@ _PLH_END = 3 << 126
 
 def check_num_blocks(num_blocks: int) -> int:
     """Return `num_blocks`, or raise a ValueError that says what it must be."""
-    if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1:
-        raise ValueError(f"num_blocks must be an integer of at least 1, got {num_blocks!r}")
-    return num_blocks
+    return check_integer("num_blocks", num_blocks, 1)
 
 
 def check_logical_block_size(block_size: int) -> int:
     """Return `block_size`, or raise a ValueError: kvbm-logical takes powers of two, and a sequence two tokens or more."""
-    if (
-        not isinstance(block_size, int)
-        or isinstance(block_size, bool)
-        or not 2 <= block_size <= 1024
-        or block_size & (block_size - 1)
-    ):
+    if not is_integer(block_size, 2) or block_size > 1024 or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two from 2 to 1024 (tokens a block), got {block_size!r}")
     return block_size
 
 
 def check_sequence_block_size(block_size: int) -> int:
     """Return `block_size`, or raise a ValueError: the engines of dynamo-mocker 1.0.2 take any from two tokens on."""
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 2:
-        raise ValueError(f"block_size must be an integer of at least 2 (tokens a block), got {block_size!r}")
-    return block_size
+    return check_integer("block_size", block_size, 2, " (tokens a block)")
 
 
 def check_request_block_size(block_size: int) -> int:
     """Return `block_size`, or raise a ValueError: engines that think in requests take any."""
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-        raise ValueError(f"block_size must be an integer of at least 1 (tokens a block), got {block_size!r}")
-    return block_size
+    return check_integer("block_size", block_size, 1, " (tokens a block)")
 
 
 def check_dp_rank(dp_rank: int) -> int:
     """Return `dp_rank`, or raise a ValueError that says what it must be."""
-    if not isinstance(dp_rank, int) or isinstance(dp_rank, bool) or not 0 <= dp_rank < 2**32:
+    if not is_integer(dp_rank, 0) or dp_rank >= 2**32:
         raise ValueError(f"dp_rank must be an integer from 0 to 4294967295, got {dp_rank!r}")
     return dp_rank
 
@@ -70,7 +60,7 @@ def check_policy(backend: str, policy: EvictionPolicy) -> EvictionPolicy:
 
 def is_full(block: object) -> bool:
     """Whether this names a full block: a u64."""
-    return isinstance(block, int) and not isinstance(block, bool) and 0 <= block <= _U64
+    return isinstance(block, int) and not isinstance(block, bool) and 0 <= block <= _U64  # hot: no call
 
 
 def check_full(block: object, what: str) -> None:

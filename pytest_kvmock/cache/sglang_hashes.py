@@ -36,7 +36,7 @@ class SglangHasher:
     dynamo_kv_event_format: bool = False
     is_eagle: bool = False
 
-    def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002
+    def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
         """Chained digest of each complete page.
 
         Args:

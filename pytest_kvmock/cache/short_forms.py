@@ -24,7 +24,7 @@ class ShortForms(ABC):
     def _caches(self, block: int) -> bool:
         """Whether a full block is cached, in use or not."""
 
-    def _lineage(self, names: Sequence[int], parent: int | None) -> list[int]:  # noqa: ARG002
+    def _lineage(self, names: Sequence[int], parent: int | None) -> list[int]:  # noqa: ARG002 - for those who define it
         """Lineage hashes of `names`, the first of which stands below `parent`; none where the manager needs none."""
         return []
 

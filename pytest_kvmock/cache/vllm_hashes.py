@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from xxhash import xxh3_128_digest
 
 from pytest_kvmock.cache.vllm_versions import vllm_version
+from pytest_kvmock.checks import did_you_mean
 
 # Theory of operation
 #
@@ -109,7 +110,10 @@ class VllmHasher:
         keys: ExtraKeys | None = None,
     ) -> None:
         if algorithm not in ALGORITHMS:
-            raise ValueError(f"hash_algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+            raise ValueError(
+                f"hash_algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}"
+                f"{did_you_mean(algorithm, ALGORITHMS)}"
+            )
         release = vllm_version(version)
         function, _, form = algorithm.partition("_")
         if seed is None:

@@ -33,7 +33,7 @@ class BlockPoolDriver:
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         if not isinstance(manager, BlockPoolManager):
-            raise ValueError(f"a BlockPoolDriver drives a BlockPoolManager, got {manager!r:.80}")  # noqa: TRY004
+            raise ValueError(f"a BlockPoolDriver drives a BlockPoolManager, got {manager!r:.80}")  # noqa: TRY004 - one error
         self.manager = manager
         self._rng = rng
         if not prefix_caching:

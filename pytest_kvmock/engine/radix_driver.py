@@ -39,7 +39,7 @@ class RadixDriver:
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         if not isinstance(manager, RadixCacheManager):
-            raise ValueError(f"a RadixDriver drives a RadixCacheManager, got {manager!r:.80}")  # noqa: TRY004
+            raise ValueError(f"a RadixDriver drives a RadixCacheManager, got {manager!r:.80}")  # noqa: TRY004 - one error
         if manager.hasher.is_eagle:
             raise ValueError("a worker has no bigrams: is_eagle is for a manager that is called by hand")
         self.manager = manager

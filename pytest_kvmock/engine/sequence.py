@@ -6,6 +6,7 @@ from random import Random
 from typing import Literal
 from uuid import UUID
 
+from pytest_kvmock.checks import check_integer
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, Promote, Use
 from pytest_kvmock.tokens import Prompt, TokenIds, block_hashes, chained_hash, lineage_hash
 
@@ -82,10 +83,8 @@ class ActiveSequence:
     ) -> None:
         if semantics not in (None, "e0"):
             raise ValueError(f'semantics must be None or "e0", got {semantics!r}')
-        if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 2:
-            raise ValueError(f"block_size must be an integer of at least 2 (tokens a block), got {block_size!r}")
-        if not isinstance(max_output_tokens, int) or max_output_tokens < 0:
-            raise ValueError(f"max_output_tokens must be an integer of at least 0, got {max_output_tokens!r}")
+        check_integer("block_size", block_size, 2, " (tokens a block)")
+        check_integer("max_output_tokens", max_output_tokens, 0)
         prompt = Prompt.of(tokens)
         self.num_input_tokens = prompt.length(block_size)
         if not self.num_input_tokens:

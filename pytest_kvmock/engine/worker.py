@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias
 
+from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
@@ -139,7 +140,7 @@ class Request:
 
     @property
     def status(self) -> str:
-        """ "running", "preempted", "finished", or "lost" when its worker restarted."""  # noqa: D210
+        """ "running", "preempted", "finished", or "lost" when its worker restarted."""  # noqa: D210 - the text begins with a quotation mark
         return self._status
 
     @property
@@ -348,8 +349,8 @@ class KvWorker:
     def _steps(self, tokens: int | Sequence[int]) -> Sequence[int]:
         """The tokens of so many decode steps."""
         if isinstance(tokens, int):
-            if isinstance(tokens, bool) or tokens < 0:
-                raise ValueError(f"decode: a count of tokens is an integer of at least 0, got {tokens!r}")
+            if not is_integer(tokens, 0):
+                raise ValueError(f"decode: a count of tokens is {integer_text(0)}, got {tokens!r}")
             return [self._rng.getrandbits(32) for _ in range(tokens)]
         steps = Prompt.of(tokens).tokens
         if steps is None:

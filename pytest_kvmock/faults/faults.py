@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from random import Random
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
+from pytest_kvmock.checks import check_integer, is_integer, unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent
 from pytest_kvmock.faults import changes
 from pytest_kvmock.faults.fault import Fault, RandomFault, wanted
@@ -88,7 +89,7 @@ class Faults:
 
     def wrong_parent(self, n: int | None = 1, *, parent: int | None = None, worker: WorkerKey | None = None) -> Fault:
         """Stored events name this parent, or a block that nobody stored. Other arguments and errors: see `lose`."""
-        if parent is not None and (not _is_int(parent) or not 0 <= parent < 2**64):
+        if parent is not None and (not is_integer(parent) or not 0 <= parent < 2**64):
             raise ValueError(
                 f"kv_router.faults.wrong_parent: parent must be a hash from 0 to 2**64 - 1, got {parent!r}"
             )
@@ -370,7 +371,7 @@ class Faults:
             _check_count(name, "n", n)
         only = said.get("kind")
         if only is not None and only not in KINDS:
-            raise ValueError(f"kv_router.faults.{name}: unknown kind {only!r}; known: {', '.join(KINDS)}")
+            raise ValueError(f"kv_router.faults.{name}: {unknown_text('kind', only, KINDS)}")
         if worker is not None:
             self._streams(name, "worker", worker)
         worker_id, dp_rank = worker if isinstance(worker, tuple) else (worker, None)
@@ -402,7 +403,7 @@ class Faults:
         """
         known = sorted(self._judge.ledger.streams)
         found = [key for key in known if (key == worker if isinstance(worker, tuple) else key[0] == worker)]
-        if not found or not all(map(_is_int, worker if isinstance(worker, tuple) else (worker,))):
+        if not found or not all(map(is_integer, worker if isinstance(worker, tuple) else (worker,))):
             named = ", ".join(map(str, known if isinstance(worker, tuple) else dict.fromkeys(key[0] for key in known)))
             raise ValueError(
                 f"kv_router.faults.{fault}: {argument}: there is no worker {worker!r}; there are: {named or 'none yet'}"
@@ -420,12 +421,7 @@ class Faults:
 
 
 def _check_count(fault: str, name: str, value: object) -> None:
-    if not _is_int(value) or value < 1:
-        raise ValueError(f"kv_router.faults.{fault}: {name} must be an integer of at least 1, got {value!r}")
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    check_integer(f"kv_router.faults.{fault}: {name}", value, 1)
 
 
 def _is_text(value: object) -> bool:

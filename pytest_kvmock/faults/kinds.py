@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from pytest_kvmock.checks import unknown_text
+
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
@@ -101,5 +103,5 @@ def check_fault(name: object) -> str:
         ValueError: none has; the known ones are listed.
     """
     if not isinstance(name, str) or name not in FAULTS:
-        raise ValueError(f"unknown fault {name!r}; known: {', '.join(FAULTS)}")
+        raise ValueError(unknown_text("fault", name, FAULTS))
     return name

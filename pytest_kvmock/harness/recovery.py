@@ -6,6 +6,7 @@ from dataclasses import replace
 from threading import Lock, RLock
 from typing import TYPE_CHECKING
 
+from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import Stored
 from pytest_kvmock.harness.judge import Told
 from pytest_kvmock.hygiene.ledger import Ledger
@@ -86,7 +87,7 @@ class Recovery:
         if judge is None:
             raise RuntimeError("nobody can be asked yet: the recovery belongs to no RouterHarness")
         key = (worker_id, dp_rank)
-        is_key = all(isinstance(number, int) and not isinstance(number, bool) for number in key)
+        is_key = all(map(is_integer, key))
         with self._lock:
             local = self._local.get(key) if is_key else None
             if not is_key or (local is None and key not in judge.ledger.streams):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import count
 from random import Random
 from threading import RLock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
+from pytest_kvmock.checks import check_integer, integer_text, is_integer, unknown_text
 from pytest_kvmock.events import (
     Cleared,
     KvCacheEvent,
@@ -40,7 +42,14 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker, Request
     from pytest_kvmock.faults.fault import Fault
     from pytest_kvmock.faults.faults import Faults
+    from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.sinks import Sink
+
+
+MOST_WORKER_ID: Final = 2**64 - 1
+
+ENGINES_OWN: Final = frozenset({"evicted_and_restored", "wrong_hash"})
+"""What faithful engines do wrong by themselves where a block may go before its parent, as warnings."""
 
 
 class RouterHarness(Questions):
@@ -69,6 +78,7 @@ class RouterHarness(Questions):
         profile: the profile in force.
         delivery: from worker to router.
         recording: what happened, as far as it can be replayed.
+        by_hand: the workers and ranks that events made by hand name.
     """
 
     def __init__(
@@ -85,7 +95,7 @@ class RouterHarness(Questions):
         survive: Collection[str] = (),
     ) -> None:
         if sync not in SYNC:
-            raise ValueError(f"unknown sync {sync!r}; known: {', '.join(SYNC)}")
+            raise ValueError(unknown_text("sync", sync, SYNC))
         if profile is not None and not isinstance(profile, EngineProfile):
             raise TypeError(f"profile must be an EngineProfile, got {profile!r:.80}")
         if isinstance(allow, str):
@@ -105,7 +115,9 @@ class RouterHarness(Questions):
         self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
         self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
-        self._sinks = 0
+        self._sinks: set[int] = set()
+        self.by_hand: set[StreamKey] = set()
+        self._holed: set[StreamKey] = set()  # of engines whose blocks may go before their parents
         self._begun: frozenset[Request] = frozenset()
         self._recovery: Recovery | None = None
         if recovery is not None:
@@ -187,12 +199,13 @@ class RouterHarness(Questions):
         """The worker of this id and rank; made now if there is none.
 
         Args:
-            id: its id, from 0 to 2**16 - 1.
+            id: its id, from 0 to 2**64 - 1.
             dp_rank: its data-parallel rank.
             backend: a backend of its own; the harness's if None.
 
         Raises:
-            ValueError: an id out of range, an unknown backend, another backend than the worker has, or none at all.
+            ValueError: an id out of range or of a sink, an unknown backend, another backend than the worker has, or
+                none at all.
         """
         key = self._key(id, dp_rank)
         found = self._workers.get(key)
@@ -205,8 +218,12 @@ class RouterHarness(Questions):
 
     def next_worker(self, backend: BackendSpec | str | None = None) -> KvWorker:
         """Make one more worker, with the lowest id that is free."""
-        taken = {worker.worker_id for worker in self._workers.values()}
-        return self._add_worker(next(i for i in range(len(taken) + 1) if i not in taken), 0, backend)
+        return self._add_worker(self._free_id(), 0, backend)
+
+    def _free_id(self) -> int:
+        """The lowest id that no engine and no sink has."""
+        taken = {*self._sinks, *(worker.worker_id for worker in self._workers.values())}
+        return next(i for i in count() if i not in taken)
 
     def misfit(self, id: int | None, **fields: Any) -> KvWorker:  # noqa: A002 - as above
         """Make one more worker with another profile than the router's; see `Faults.block_size`.
@@ -218,19 +235,20 @@ class RouterHarness(Questions):
         Raises:
             ValueError: a field out of range, or a worker that exists.
         """
-        taken = {worker.worker_id for worker in self._workers.values()}
-        worker_id = next(i for i in range(len(taken) + 1) if i not in taken) if id is None else id
-        if worker_id in taken:
+        worker_id = self._free_id() if id is None else id
+        if any(worker.worker_id == worker_id for worker in self._workers.values()):
             raise ValueError(f"worker {worker_id} exists already; its profile is the router's")
         return self._add_worker(worker_id, 0, None, self.profile.replace(**fields))
 
     def _add_worker(
         self, worker_id: int, dp_rank: int, backend: BackendSpec | str | None, profile: EngineProfile | None = None
     ) -> KvWorker:
-        if not isinstance(worker_id, int) or not 0 <= worker_id < FIRST_SINK_WORKER:
-            raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1}, got {worker_id!r}")
-        if not isinstance(dp_rank, int) or dp_rank < 0:
-            raise ValueError(f"a dp_rank is an integer of at least 0, got {dp_rank!r}")
+        if not is_integer(worker_id, 0) or worker_id > MOST_WORKER_ID:
+            raise ValueError(f"a worker id is an integer from 0 to {MOST_WORKER_ID}, got {worker_id!r}")
+        if worker_id in self._sinks:
+            raise ValueError(f"worker {worker_id} is a sink of this test; take another id for an engine")
+        if not is_integer(dp_rank, 0):
+            raise ValueError(f"a dp_rank is {integer_text(0)}, got {dp_rank!r}")
         spec = self._spec if backend is None else backend_spec(backend)
         if spec is None:
             raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
@@ -238,6 +256,8 @@ class RouterHarness(Questions):
         # The worker is made before it is heard: it may be refused, and some engines speak as they begin.
         worker = HarnessWorker(self, spec, worker_id, dp_rank, rng, profile=profile)
         self._workers[self._key(worker_id, dp_rank)] = worker
+        if not spec.prefix_closed:
+            self._holed.add((worker_id, dp_rank))
         self._judge.open(
             (worker_id, dp_rank),
             first_id=0,
@@ -274,14 +294,13 @@ class RouterHarness(Questions):
         Raises:
             ValueError: a capacity below 1, or another residency.
         """
-        if num_blocks is not None and (
-            not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1
-        ):
-            raise ValueError(f"make_kv_sink: num_blocks must be an integer of at least 1, or None, got {num_blocks!r}")
+        if num_blocks is not None:
+            check_integer("make_kv_sink: num_blocks", num_blocks, 1, ", or None")
         if residency not in RESIDENCIES:
-            raise ValueError(f"make_kv_sink: unknown residency {residency!r}; known: {', '.join(RESIDENCIES)}")
-        worker_id = FIRST_SINK_WORKER + self._sinks
-        self._sinks += 1
+            raise ValueError(f"make_kv_sink: {unknown_text('residency', residency, RESIDENCIES)}")
+        taken = {*self._sinks, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
+        worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)
+        self._sinks.add(worker_id)
         self._judge.open(
             (worker_id, 0),
             first_id=None,
@@ -351,6 +370,7 @@ class RouterHarness(Questions):
 
         Raises:
             TypeError: something else. The events before it have been heard.
+            ValueError: events of a sink, which publishes them itself. Likewise.
         """
         if isinstance(events, (Stored, Removed, Cleared, KvCacheEvent, RouterEvent)):
             events = (events,)
@@ -358,7 +378,9 @@ class RouterHarness(Questions):
             _refuse(events)
         for event in events:
             with self._lock:  # from the next id on, or two threads would get one id
-                self.hear(self._addressed(event, worker_id, dp_rank))
+                addressed = self._addressed(event, worker_id, dp_rank)
+                self.by_hand.add((addressed.worker_id, addressed.event.dp_rank))
+                self.hear(addressed)
 
     def _addressed(self, event: Published, worker_id: int, dp_rank: int) -> RouterEvent:
         """An event with what it lacks: id, rank and worker."""
@@ -368,6 +390,8 @@ class RouterHarness(Questions):
             event = RouterEvent(worker_id, event)
         if not is_event(event):
             _refuse(event)
+        if event.worker_id in self._sinks:
+            raise ValueError(f"worker {event.worker_id} is a sink of this test; publish its events through the sink")
         return event
 
     def hear(self, event: RouterEvent, *, chained: bool = False) -> None:
@@ -514,6 +538,11 @@ class RouterHarness(Questions):
             if self._faults is not None:
                 verdict.unmet.extend(self._faults.unmet())
             return verdict
+
+    def is_engines_own(self, warning: Problem) -> bool:
+        """Whether a warning is about what a faithful mock engine does by itself, as `multi_lru` and `hash_cache` do."""
+        key = (warning.worker_id, warning.dp_rank)
+        return warning.rule in ENGINES_OWN and key in self._holed and key not in self.by_hand and warning.fault is None
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness.router_harness import RouterHarness
 
 FIRST_SINK_WORKER: Final = MOST_WORKERS
-"""Sinks are workers of their own, with ids from here on."""
+"""Sinks are workers of their own, with the first ids from here on that are free."""
 
 Published = EventData | KvCacheEvent | RouterEvent
 
@@ -64,7 +64,7 @@ class KvSink:
     the next one. A RouterEvent is relabelled with this worker; its rank, id and tier stay.
 
     Attributes:
-        worker_id: the worker's id, from 2**16 on.
+        worker_id: the worker's id, the first from 2**16 on that was free.
         events: the events so far, in order.
         chained: whether hashes must be Dynamo's chain.
     """

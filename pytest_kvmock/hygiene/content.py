@@ -27,7 +27,7 @@ class DynamoChain:
     """Dynamo's rule: the hash of the parent's name and the local hash."""
 
     @staticmethod
-    def expected(data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int]:  # noqa: ARG004
+    def expected(data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int]:  # noqa: ARG004 - the signature of Chain
         """As `Chain.expected`."""
         return sequence_hashes(data.tokens_hashes, parent=data.parent_hash)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
+from pytest_kvmock.checks import check_integer, unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
 from pytest_kvmock.hygiene.report import entry_line, expectation_text, problems_text
 from pytest_kvmock.hygiene.rules import RULES, check_rule
@@ -222,9 +223,9 @@ class EventLog:
             ValueError: an unknown kind or status.
         """
         if kind not in KINDS:
-            raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
+            raise ValueError(unknown_text("kind", kind, KINDS))
         if status not in ("ok", *STATUSES):
-            raise ValueError(f"unknown status {status!r}; known: ok, {', '.join(STATUSES)}")
+            raise ValueError(unknown_text("status", status, ("ok", *STATUSES)))
         wrong: dict[int, str] = {}
         for problem in self.problems:
             if problem.rule in STATUSES and problem.event is not None and kind_of(problem.event) == kind:
@@ -322,8 +323,7 @@ class EventLog:
             ValueError: an unknown rule, or one that is known only at the end of a test, in a `with`.
         """
         check_rule(rule)
-        if not isinstance(times, int) or isinstance(times, bool) or times < 1:
-            raise ValueError(f"expect_error: times must be an integer of at least 1, got {times!r}")
+        check_integer("expect_error: times", times, 1)
         expectation = Expectation(self, rule, times)
         self.expectations.append(expectation)
         return expectation

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
 
+from pytest_kvmock.checks import unknown_text
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -121,5 +123,5 @@ def check_rule(name: object) -> str:
         ValueError: none has; the known ones are listed.
     """
     if not isinstance(name, str) or name not in RULES:
-        raise ValueError(f"unknown rule {name!r}; known: {', '.join(RULES)}")
+        raise ValueError(unknown_text("rule", name, RULES))
     return name

@@ -53,9 +53,21 @@ class Case:
         passed: the call phase ended without a failure.
         failed_before: failures of the session when it ended.
         errors: event errors that counted so far.
+        warnings: event warnings so far, by rule, but for those of `engine_warnings`.
+        engine_warnings: those of what a faithful engine does by itself, by rule.
     """
 
-    __slots__ = ("backend", "errors", "failed_before", "harness", "item", "passed", "policy")
+    __slots__ = (
+        "backend",
+        "engine_warnings",
+        "errors",
+        "failed_before",
+        "harness",
+        "item",
+        "passed",
+        "policy",
+        "warnings",
+    )
 
     def __init__(self, item: pytest.Item, harness: RouterHarness, policy: Policy) -> None:
         self.item = item
@@ -65,6 +77,15 @@ class Case:
         self.passed = False
         self.failed_before = 0
         self.errors = 0
+        self.warnings: dict[str, int] = {}
+        self.engine_warnings: dict[str, int] = {}
+
+    def count(self, errors: Sequence[Problem], warnings: Sequence[Problem]) -> None:
+        """Count what was found since the last look."""
+        self.errors += len(errors)
+        for warning in warnings:
+            counts = self.engine_warnings if self.harness.is_engines_own(warning) else self.warnings
+            counts[warning.rule] = counts.get(warning.rule, 0) + 1
 
     def with_backend(self, value: object) -> RouterHarness:
         """Return the harness, with engines of this backend."""
@@ -72,7 +93,10 @@ class Case:
             name = resolve_placeholder(self.item) if isinstance(value, Placeholder) else value
             known = known_backends()
             if not isinstance(name, str) or name not in known:
-                pytest.fail(f"kvmock: kv_backend is {name!r}; known: {', '.join(known)}", pytrace=False)
+                from pytest_kvmock.checks import did_you_mean
+
+                hint = did_you_mean(name, known, f"known: {', '.join(known)}")
+                pytest.fail(f"kvmock: kv_backend is {name!r}{hint}", pytrace=False)
             try:
                 self.harness.use_backend(name)  # it makes sure, too, that its managers are what this name says
             except ValueError as error:
@@ -343,3 +367,9 @@ def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> 
         except (OSError, ValueError) as error:
             _fail_in_one_line(request.node, f"kv_trace: {error}")
     return traces[key]
+
+
+FIXTURE_PREFIXES: Final = ("kv_", "make_kv_")
+
+FIXTURES: Final = tuple(name for name in globals() if name.startswith(FIXTURE_PREFIXES))
+"""The names of the public fixtures."""

@@ -11,9 +11,12 @@ from typing import Final
 import pytest
 
 from pytest_kvmock.plugin import hookspecs
-from pytest_kvmock.plugin.fixtures import CASE
+from pytest_kvmock.plugin.fixtures import CASE, FIXTURE_PREFIXES, FIXTURES
 from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, deselect, generate
-from pytest_kvmock.plugin.options import MARKERS, SETTINGS, add_options, read_settings
+from pytest_kvmock.plugin.options import MARKERS, SETTINGS, add_options, check_flags, read_settings
+
+EVENTS: Final = "kvmock.events"
+"""The property that the report of each test has whose events were judged."""
 
 _REGISTERED_BY: Final = pytest.StashKey[Mapping[str, str]]()
 
@@ -26,6 +29,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     """Say which hooks there are for others to implement."""
     pluginmanager.add_hookspecs(hookspecs)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(args: list[str], parser: pytest.Parser) -> Generator[None]:
+    """Answer a misspelt option of ours with the nearest ones, when conftests have added theirs."""
+    yield
+    if any(arg.startswith("--kv") for arg in args):
+        check_flags(args, parser)
 
 
 def register_backends(config: pytest.Config) -> None:
@@ -110,6 +121,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         or "kv_backends" in keywords
     ):
         generate(metafunc)
+    for name in names:
+        if name.startswith(FIXTURE_PREFIXES) and name not in FIXTURES:
+            from pytest_kvmock.plugin.nearest import expect_lookup_errors
+
+            expect_lookup_errors(metafunc.config)
 
 
 @pytest.hookimpl(trylast=True)
@@ -119,11 +135,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Show the event logs of tests that passed, with --kv-events=all."""
-    if config.stash[SETTINGS].get("log") == "all":
+    """Show the event logs of tests that passed, with --kv-events=all; say in a line what was judged, but with -q."""
+    settings = config.stash[SETTINGS]
+    if settings.get("log") == "all":
         from pytest_kvmock.plugin.report import passed_logs
 
         passed_logs(terminalreporter)
+    if config.get_verbosity() < 0:
+        return
+    judged = [  # only the report of a teardown has all that was found
+        report
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "teardown" and any(name == EVENTS for name, _ in report.user_properties)
+    ]
+    if judged:
+        from pytest_kvmock.plugin.report import summary_line
+
+        line = summary_line(judged, settings)
+        if line is not None:
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.plugin.options import (
     PROFILE_KEYS,
     REACTIONS,
@@ -28,30 +30,22 @@ POLICY_KEYS: Final = ("event_errors", "event_warnings", "allow")
 KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", *POLICY_KEYS, "faults", "survive")
 
 
-def check_kv_backends(mark: pytest.Mark) -> None:
-    """Check the arguments of one `kv_backends` marker.
-
-    Raises:
-        ValueError: one is wrong. The message shows the marker.
-    """
+def wrong_in_kv_backends(mark: pytest.Mark) -> Iterator[str]:
+    """What is wrong with one `kv_backends` marker: a sentence for each argument."""
     for key in mark.kwargs:
         if key != "exclude":
-            raise ValueError(f"{show_mark(mark)}: unknown key {key!r}; known: exclude")
-    try:
-        backend_names(mark.args)
-        backend_names(mark.kwargs.get("exclude", ()))
-    except ValueError as error:
-        raise ValueError(f"{show_mark(mark)}: {error}") from None
+            yield unknown_text("key", key, ["exclude"])
+    for value in (mark.args, mark.kwargs.get("exclude", ())):
+        try:
+            backend_names(value)
+        except ValueError as error:
+            yield str(error)
 
 
-def check_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> None:
-    """Check the arguments of one `kvmock` marker; `profiles` are the named ones that there are.
-
-    Raises:
-        ValueError: one is wrong. The message shows the marker.
-    """
+def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> Iterator[str]:
+    """What is wrong with one `kvmock` marker: a sentence for each argument; `profiles` are the named ones there are."""
     if mark.args:
-        raise ValueError(f"{show_mark(mark)}: takes keywords only; known: {', '.join(KVMOCK_KEYS)}")
+        yield f"takes keywords only; known: {', '.join(KVMOCK_KEYS)}"
     checks: Mapping[str, Callable[[Any], Any]] = {
         "event_errors": one_of(*REACTIONS),
         "event_warnings": one_of(*REACTIONS),
@@ -63,26 +57,84 @@ def check_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> Non
     }
     for key, value in mark.kwargs.items():
         if key not in KVMOCK_KEYS:
-            raise ValueError(f"{show_mark(mark)}: unknown key {key!r}; known: {', '.join(KVMOCK_KEYS)}")
+            yield unknown_text("key", key, KVMOCK_KEYS)
+            continue
         try:
             if key in PROFILE_KEYS:
                 profile_of({key: value})
             else:
                 checks[key](value)
         except ValueError as error:
-            raise ValueError(f"{show_mark(mark)}: {key}: {error}") from None
+            yield f"{key}: {error}"
+
+
+def wrong_in(mark: pytest.Mark, config: pytest.Config) -> list[str]:
+    """What is wrong with a marker of ours, each with the marker as it was written; nothing of another's marker."""
+    if mark.name == "kv_backends":
+        wrong = wrong_in_kv_backends(mark)
+    elif mark.name == "kvmock":
+        wrong = wrong_in_kvmock(mark, config.stash[SETTINGS].profiles)
+    else:
+        return []
+    return [f"{show_mark(mark)}: {what}" for what in wrong]
 
 
 def check_markers(node: pytest.Item) -> None:
     """Check all markers of ours that a test has.
 
     Raises:
-        ValueError: one is wrong.
+        ValueError: one is wrong; a line for each thing that is.
     """
-    for mark in node.iter_markers("kv_backends"):
-        check_kv_backends(mark)
-    for mark in node.iter_markers("kvmock"):
-        check_kvmock(mark, node.config.stash[SETTINGS].profiles)
+    wrong = [line for mark in node.iter_markers() for line in wrong_in(mark, node.config)]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def wrong_markers(definition: pytest.Item) -> str:
+    """All wrong markers of the file, or class, where pytest came upon a test with one: its collector cannot go on.
+
+    A marker that several tests have, that of a class for instance, is listed with the first of them.
+
+    Returns:
+        A line for each thing that is wrong, with the test's id.
+    """
+    tests: list[tuple[str, Iterable[pytest.Mark]]] = []
+    collector = definition.parent
+    if isinstance(collector, pytest.Module | pytest.Class):
+        tests += _tests_of(collector, collector.obj, collector.nodeid, [*collector.iter_markers()])
+    tests.append((definition.nodeid, definition.iter_markers()))  # a hook may have made it, or its marker
+    seen: set[int] = set()
+    lines = []
+    for nodeid, marks in tests:
+        for mark in marks:
+            if id(mark) not in seen:
+                seen.add(id(mark))
+                lines += [f"{nodeid}: {wrong}" for wrong in wrong_in(mark, definition.config)]
+    return "\n".join(lines)
+
+
+def _tests_of(
+    collector: pytest.Module | pytest.Class, holder: Any, nodeid: str, outer: Sequence[pytest.Mark]
+) -> Iterator[tuple[str, Sequence[pytest.Mark]]]:
+    """The tests of a module or class by id, each with its markers; `outer` are those of the holder and around it."""
+    holders = holder.__mro__ if isinstance(holder, type) else (holder,)
+    for name in dict.fromkeys(name for each in holders for name in vars(each)):
+        thing = getattr_static(holder, name)
+        marks = [*_marks_of(thing), *outer]
+        if isinstance(thing, type):
+            if collector.istestclass(thing, name) and f"::{name}" not in nodeid:  # a class may have itself as attribute
+                yield from _tests_of(collector, thing, f"{nodeid}::{name}", marks)
+        elif collector.istestfunction(thing, name):
+            yield f"{nodeid}::{name}", marks
+
+
+def _marks_of(thing: object) -> Iterator[pytest.Mark]:
+    """The markers that a function or class has itself."""
+    said = getattr(thing, "pytestmark", ())
+    for mark in said if isinstance(said, list | tuple) else (said,):
+        found = getattr(mark, "mark", mark)  # a decorator, in a list that was written by hand
+        if isinstance(found, pytest.Mark):
+            yield found
 
 
 def show_mark(mark: pytest.Mark) -> str:

@@ -62,13 +62,13 @@ def generate(metafunc: pytest.Metafunc) -> None:
     Raises:
         pytest.Collector.CollectError: a marker is wrong, or the user's `pytest_generate_tests` was here before.
     """
-    from pytest_kvmock.plugin.markers import check_markers
+    from pytest_kvmock.plugin.markers import check_markers, wrong_markers
 
     definition = metafunc.definition
     try:
         check_markers(definition)
-    except ValueError as error:
-        raise pytest.Collector.CollectError(f"{definition.nodeid}: {error}") from None
+    except ValueError:
+        raise pytest.Collector.CollectError(wrong_markers(definition)) from None
     if DETECTOR not in metafunc.fixturenames or _is_parametrised_by_mark(definition):
         return
     marks = tuple(definition.iter_markers("kv_backends"))
@@ -127,14 +127,12 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _excluded_later(item: pytest.Item, backend: MatrixName) -> bool:
-    from pytest_kvmock.plugin.markers import check_kv_backends
+    from pytest_kvmock.plugin.markers import wrong_in_kv_backends
 
     for mark in item.iter_markers("kv_backends"):
         if any(mark is seen for seen in backend.marks):
             continue
-        try:
-            check_kv_backends(mark)
-        except ValueError:
+        if any(wrong_in_kv_backends(mark)):
             continue  # said when the test is set up: an error here would end the session, and confuse pytest-xdist
         if (mark.args and backend not in mark.args) or backend in names(mark.kwargs.get("exclude", ())):
             return True

@@ -63,7 +63,9 @@ def one_of(*allowed: str) -> Callable[[object], str]:
 
     def check(value: object) -> str:
         if value not in allowed:
-            raise ValueError(f"got {value!r}; allowed: {', '.join(allowed)}")
+            from pytest_kvmock.checks import not_allowed_text  # for those who made a mistake, as below
+
+            raise ValueError(not_allowed_text(value, allowed))
         return str(value)
 
     return check
@@ -81,7 +83,9 @@ def positive(value: object) -> int:
     """Read an integer of at least 1."""
     number = integer(value)
     if number < 1:
-        raise ValueError(f"got {value!r}; allowed: an integer of at least 1")
+        from pytest_kvmock.checks import integer_text
+
+        raise ValueError(f"got {value!r}; allowed: {integer_text(1)}")
     return number
 
 
@@ -117,7 +121,9 @@ def backend_names(value: object) -> tuple[str, ...]:
     known = known_backends()
     for name in given:
         if name not in known:
-            raise ValueError(f"unknown backend {name!r}; known: {', '.join(known)}")
+            from pytest_kvmock.checks import unknown_text
+
+            raise ValueError(unknown_text("backend", name, known))
     return given
 
 
@@ -129,13 +135,9 @@ def backend_choice(value: object) -> tuple[str, ...]:
 
 def rule_names(value: object) -> tuple[str, ...]:
     """Read names of hygiene rules."""
-    from pytest_kvmock.hygiene.rules import RULES
+    from pytest_kvmock.hygiene.rules import check_rule
 
-    given = names(value)
-    for name in given:
-        if name not in RULES:
-            raise ValueError(f"unknown rule {name!r}; known: {', '.join(RULES)}")
-    return given
+    return tuple(map(check_rule, names(value)))
 
 
 def fault_rates(value: object) -> dict[str, float]:
@@ -332,6 +334,12 @@ class Settings(NamedTuple):
         return self.command_line.get(key, self.ini.get(key, default))
 
 
+LISTS: Final = {
+    "--kv-list-backends": "list the backends, with what each follows, and exit",
+    "--kv-list-profiles": "list the named engine profiles, with where they stand, and exit",
+}
+"""The options that list something, each with its help."""
+
 SETTINGS: Final = pytest.StashKey[Settings]()
 
 
@@ -351,18 +359,8 @@ def add_options(parser: pytest.Parser) -> None:
         if option.ini:
             # A default of None tells "not given" from every value that can be given.
             parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]
-    group.addoption(
-        "--kv-list-backends",
-        action="store_true",
-        default=False,
-        help="list the backends, with what each follows, and exit",
-    )
-    group.addoption(
-        "--kv-list-profiles",
-        action="store_true",
-        default=False,
-        help="list the named engine profiles, with where they stand, and exit",
-    )
+    for flag, what in LISTS.items():
+        group.addoption(flag, action="store_true", default=False, help=what)
 
 
 def read_settings(config: pytest.Config) -> Settings:
@@ -386,11 +384,62 @@ def read_settings(config: pytest.Config) -> Settings:
                 raise pytest.UsageError(f"{_ini_place(config, option)}: {expected} is expected: {error}") from None
             if value is not None:
                 ini[option.key] = _checked(option, value, _ini_place(config, option))
+    _check_ini_names(config)
     settings = Settings(command_line, ini, _named_profiles(config, ini))
     _check_profile(config, settings)
     _check_trace(config, settings)
     _check_save_scenario(config, settings)
     return settings
+
+
+def check_flags(args: list[str], parser: pytest.Parser) -> None:
+    """Check the options on the command line that begin as ours do.
+
+    Raises:
+        pytest.UsageError: there is no such option, and it is like one of ours.
+    """
+    from pytest_kvmock.checks import nearest, unknown_text
+
+    flags = [*(option.flag for option in OPTIONS if option.flag), *LISTS]
+    for arg in parser.parse_known_and_unknown_args(args)[1]:
+        flag = arg.partition("=")[0]
+        if flag.startswith("--kv") and nearest(flag, flags):
+            raise pytest.UsageError(unknown_text("option", flag, flags))
+
+
+def _check_ini_names(config: pytest.Config) -> None:
+    """Check the names of settings that begin as ours do: pytest passes over what it does not know, or warns."""
+    said = [(str(text).partition("=")[0], "-o") for text in config.getoption("override_ini", None) or ()]
+    if config.inipath is not None:
+        text = config.inipath.read_text(encoding="utf-8", errors="replace")
+        if "kvmock_" in text:
+            said += [(name, config.inipath.name) for name in _names_in(config.inipath, text)]
+    known = [option.ini for option in OPTIONS if option.ini]
+    for name, place in said:
+        if name.startswith("kvmock_") and name not in known:
+            try:
+                config.getini(name)  # of another plugin
+            except (KeyError, ValueError):
+                from pytest_kvmock.checks import unknown_text
+
+                raise pytest.UsageError(f"{place}: {unknown_text('setting', name, known)}") from None
+
+
+def _names_in(path: Path, text: str) -> list[str]:
+    """The names of the settings in an ini file of pytest."""
+    if path.suffix == ".toml":
+        import tomllib
+
+        document = tomllib.loads(text)
+        table = document.get("pytest") or document.get("tool", {}).get("pytest", {})
+        return [*table, *table.get("ini_options", {})]
+    found, section = [], ""
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line.strip("[] \t")
+        elif section in ("pytest", "tool:pytest") and line[:1].isalpha():  # what is indented goes on with a value
+            found.append(line.replace(":", "=").partition("=")[0].strip())
+    return found
 
 
 def _dest(option: Option) -> str:
@@ -437,9 +486,11 @@ def profile_name(value: object, profiles: Mapping[str, NamedProfile]) -> str:
     if not isinstance(value, str):
         raise ValueError(f"got {value!r}; allowed: the name of a profile")  # noqa: TRY004 - one family of errors
     if value not in profiles:
+        from pytest_kvmock.checks import did_you_mean
+
         known = ", ".join(f"{name} ({profile.place.file})" for name, profile in profiles.items())
         hint = f"known: {known}" if known else "none is known: ini kvmock_profiles names their files"
-        raise ValueError(f"unknown profile {value!r}; {hint}")
+        raise ValueError(f"unknown profile {value!r}{did_you_mean(value, profiles, hint)}")
     return value
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -137,11 +138,14 @@ def _save(case: Case, found: Reproduction) -> str:
     wanted = case.item.config.stash[SETTINGS].get("save_scenario")
     if wanted is None:
         return ""
+    from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
     from pytest_kvmock.hygiene.rules import RULES
     from pytest_kvmock.scenarios.writing import scenario_text
 
     if RULES[found.rule].at_end and not found.breach.is_error:
         return f"\n# not saved: {found.rule} is known only when a test is over"
+    if any(step.worker[0] >= FIRST_SINK_WORKER for step in found.operations):
+        return f"\n# not saved: in a scenario file, the ids of engines end at {FIRST_SINK_WORKER - 1}"
     # A test has one file, whoever runs it: the workers of pytest-xdist do not meet.
     path = Path(wanted, re.sub(r"[^\w.-]+", "-", case.item.nodeid).strip("-") + ".kv.yaml")
     target = case.item.config.invocation_params.dir / path
@@ -167,7 +171,7 @@ def passed_logs(reporter: pytest.TerminalReporter) -> None:
 
 
 def record_properties(case: Case) -> None:
-    """Put backend, events and errors where junit and pytest-xdist find them.
+    """Put backend, events, errors and warnings where junit, pytest-xdist and the summary find them.
 
     Replaced, not appended: a rerun judges the same item again.
     """
@@ -176,5 +180,58 @@ def record_properties(case: Case) -> None:
         mine.append(("kvmock.backend", case.backend))
     mine.append(("kvmock.events", case.harness.events.total))
     mine.append(("kvmock.errors", case.errors))
+    if case.warnings:
+        mine.append(("kvmock.warnings", _counts_text(case.warnings)))
+    if case.engine_warnings:
+        mine.append(("kvmock.engine_warnings", _counts_text(case.engine_warnings)))
     properties = case.item.user_properties
     properties[:] = [pair for pair in properties if not pair[0].startswith("kvmock.")] + mine
+
+
+def _counts_text(counts: Mapping[str, int]) -> str:
+    """Return "2 duplicate_store, 1 orphaned_child"."""
+    return ", ".join(f"{count} {rule}" for rule, count in counts.items())
+
+
+def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> str | None:
+    """What a run says of the events that it judged: tests, backends, events, warnings by rule; None: there were none.
+
+    Args:
+        reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.
+        settings: of the run.
+    """
+    from pytest_kvmock.hygiene.rules import RULES
+
+    tests = events = 0
+    backends: set[str] = set()
+    warnings: Counter[str] = Counter()
+    engine_warnings: Counter[str] = Counter()
+    for report in {each.nodeid: each for each in sorted(reports, key=lambda one: one.start)}.values():
+        said: dict[str, Any] = dict(report.user_properties)
+        if not said["kvmock.events"]:
+            continue
+        tests += 1
+        events += said["kvmock.events"]
+        if "kvmock.backend" in said:
+            backends.add(said["kvmock.backend"])
+        for key, counts in (("kvmock.warnings", warnings), ("kvmock.engine_warnings", engine_warnings)):
+            for part in said.get(key, "").split(", ") if key in said else ():
+                count, _, rule = part.partition(" ")
+                counts[rule] += int(count)
+    if not tests:
+        return None
+    order = [*RULES]
+    known = known_backends()
+    names = sorted(backends, key=lambda name: (known.index(name) if name in known else len(known), name))
+    line = f"kvmock: {tests:,} test{'s' * (tests != 1)}{' on ' * bool(names)}{', '.join(names)}; "
+    line += f"{events:,} event{'s' * (events != 1)}; "
+    if warnings:
+        line += f"warnings: {_counts_text({rule: warnings[rule] for rule in order if rule in warnings})}"
+        if settings.get("event_warnings") != "fail":
+            line += " (--kv-event-warnings=fail makes them fail)"
+    else:
+        line += "no warnings"
+    if engine_warnings:
+        own = _counts_text({rule: engine_warnings[rule] for rule in order if rule in engine_warnings})
+        line += f"; the engines' own: {own}"
+    return line

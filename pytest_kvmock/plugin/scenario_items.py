@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.plugin.fixtures import CASE, Case, let_waive
 from pytest_kvmock.plugin.matrix import matrix_of
@@ -74,7 +75,9 @@ class ScenarioFile(pytest.File):
         for scenario in scenarios:
             for name in scenario.backends or ():
                 if name not in known:
-                    message = f"{scenario.backends_at or scenario.place}: backends: unknown backend {name!r}; known: {', '.join(known)}"
+                    message = (
+                        f"{scenario.backends_at or scenario.place}: backends: {unknown_text('backend', name, known)}"
+                    )
                     raise self.CollectError(message)
             try:
                 profile = _profile(scenario, self.config)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class _Findings:
     """What was found since the last look, sorted by what the test's policy makes of it."""
 
-    __slots__ = ("errors", "fatal", "told", "unmet")
+    __slots__ = ("errors", "fatal", "told", "unmet", "warnings")
 
     def __init__(self, case: Case) -> None:
         verdict = case.harness.judge()
@@ -35,6 +35,7 @@ class _Findings:
             self.errors = unwaived(self.errors)
         if policy.event_warnings != "ignore":
             warnings = unwaived(warnings)
+        self.warnings = warnings
         self.unmet: list[str] = list(verdict.unmet)
         self.fatal: list[Problem] = []
         self.told: list[Problem] = []
@@ -110,9 +111,8 @@ def _finish(case: Case, found: _Findings, phase: str) -> None:
     from pytest_kvmock.hygiene.report import failure_text
 
     late = phase == "teardown"
-    case.errors += len(found.errors)
-    if not late or found.errors:
-        record_properties(case)
+    case.count(found.errors, found.warnings)
+    record_properties(case)
     failure = failure_text(found.fatal, found.unmet, late=late) if found.is_failure else None
     if found.told:
         text = failure_text(found.told, late=late)
@@ -139,12 +139,12 @@ def _tell(case: Case, failure: BaseException) -> Problem | None:
     except pytest.exit.Exception:
         raise
     # What the user gave, an index or a hook, may raise or fail, and is not why the test failed.
-    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001
+    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 - as the comment says
         why = repr(error).removeprefix("kvmock: ")
         if why not in str(failure):  # kv_events.check() may have said it
             failure.add_note(f"kvmock: the events could not be judged: {why}")
         return None
-    case.errors += len(found.errors)
+    case.count(found.errors, found.warnings)
     record_properties(case)
     problems = found.fatal + found.told
     first = next(iter(problems), None)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
 from pytest_kvmock.harness.recording import MOST, Forgotten, Operation
 from pytest_kvmock.hygiene.rules import check_rule
@@ -69,7 +70,7 @@ def reproduce(
         ValueError: an unknown level or rule.
     """
     if level not in (None, "events", "requests"):
-        raise ValueError(f"unknown level {level!r}; known: events, requests")
+        raise ValueError(unknown_text("level", level, ("events", "requests")))
     ignored = {*map(check_rule, allow), *(e.rule for e in kv.events.problems if e.expected_by is not None)}
     if problem is None:
         problem = next((p for p in kv.events.errors if not p.covered() and p.rule not in ignored), None)

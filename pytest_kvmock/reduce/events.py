@@ -257,7 +257,10 @@ class EventCutter:
             ),
             profile=look.profile or self._whole.profile,
             steps=tuple(steps),
-            workers=tuple(made for made in self._whole.workers if names.get(made[0][0]) == made[0][0]) * look.made,
+            workers=tuple(
+                made for made in self._whole.workers if names.get(made[0][0]) == made[0][0] < FIRST_SINK_WORKER
+            )
+            * look.made,
             sinks=tuple(sinks),
             with_ids=look.with_ids,
         )

@@ -103,7 +103,7 @@ class Replayer:
             spend()
             if isinstance(step, RouterEvent):
                 if begun and (first := begun.get((step.worker_id, step.event.dp_rank))):
-                    step = replace(step, event=replace(step.event, event_id=step.event.event_id + first))  # noqa: PLW2901
+                    step = replace(step, event=replace(step.event, event_id=step.event.event_id + first))  # noqa: PLW2901 - the same step, with another id
                 hear(step, chained=step.worker_id in chained)
             elif isinstance(step, Forgotten):
                 if step.first_id is None:

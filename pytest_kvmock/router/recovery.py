@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.router.tree import WorkerRank
@@ -192,8 +193,8 @@ class LocalIndex:
             ValueError: an id that is none.
         """
         for name, value in (("start", start), ("end", end)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise ValueError(f"{name} is an event id, an integer of at least 0, or None, got {value!r:.80}")
+            if value is not None and not is_integer(value, 0):
+                raise ValueError(f"{name} is an event id, {integer_text(0)}, or None, got {value!r:.80}")
         if start is not None and end is not None and end < start:
             return InvalidRange(start, end)
         oldest, newest = self.oldest, self.newest
@@ -229,8 +230,8 @@ def ring_size(size: object) -> int:
     Raises:
         ValueError: it cannot.
     """
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"ring is a number of events, an integer of at least 1, got {size!r:.80}")
+    if not is_integer(size, 1):
+        raise ValueError(f"ring is a number of events, {integer_text(1)}, got {size!r:.80}")
     if size > sys.maxsize:  # of a deque
         raise ValueError(f"ring is a number of events, at most {sys.maxsize}, got {size!r:.80}")
     return size

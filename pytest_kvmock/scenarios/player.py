@@ -6,6 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import UUID
 
+from pytest_kvmock.checks import did_you_mean
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
@@ -154,11 +155,18 @@ class _Player:
         return worker if isinstance(worker, tuple) else FIRST
 
     def _worker(self, worker: WorkerName) -> KvWorker:
-        return self._harness.worker(*worker)
+        return self._engine(worker)
+
+    def _engine(self, worker: WorkerName, backend: str | None = None) -> KvWorker:
+        """The mock engine of an id; in a file, ids from 2**16 on are of sinks."""
+        if worker[0] >= FIRST_SINK_WORKER:
+            raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1} here, got {worker[0]}")
+        return self._harness.worker(*worker, backend)
 
     def _request(self, name: str) -> Request:
         if name not in self._requests:
-            raise ValueError(f"no request is named {name!r}; known: {', '.join(self._requests) or 'none'}")
+            known = f"known: {', '.join(self._requests) or 'none'}"
+            raise ValueError(f"no request is named {name!r}{did_you_mean(name, self._requests, known)}")
         return self._requests[name][0]
 
     def _block(self, block: int | str) -> Block:
@@ -213,7 +221,7 @@ class _Player:
         self._worker(worker).restart(announced=announced)
 
     def _do_worker(self, id: WorkerName, backend: str | None = None) -> None:  # noqa: A002 - the key in the file
-        self._harness.worker(*id, backend)
+        self._engine(id, backend)
 
     def _do_remove_worker(self, worker: int) -> None:
         known = {made.worker_id for made in self._harness.workers.values()}
@@ -237,6 +245,7 @@ class _Player:
         event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]
         event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, tokens)
+        self._harness.by_hand.add(worker)
         self._harness.hear(event, chained=given.get("chained", False))
 
     def _do_fault(self, fault: str, arguments: Mapping[str, Any] | tuple[Any, ...]) -> None:

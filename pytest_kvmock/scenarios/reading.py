@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
@@ -158,7 +159,7 @@ def _numbers(node: Node) -> Numbers:
         if last - first >= MOST_TOKENS:
             raise node.error(f"the range {node.value} has {last - first + 1} numbers; at most {MOST_TOKENS} are taken")
         return (range(first, last + 1),)
-    if isinstance(node.value, int) and not isinstance(node.value, bool):
+    if is_integer(node.value):
         number = _natural(node)
         return (range(number, number + 1),)
     raise node.wrong_type("a number, a range such as 0..15, or a list of these")
@@ -168,7 +169,7 @@ def _block(node: Node) -> int | str:
     """A full block by its hash, or a partial one by a name."""
     if isinstance(node.value, str) and node.value:
         return node.value
-    if isinstance(node.value, int) and not isinstance(node.value, bool):
+    if is_integer(node.value):
         return _natural(node)
     raise node.wrong_type("a block hash, or a name for a partial block")
 

@@ -31,7 +31,7 @@ class EvictionContract:
     capacity: ClassVar[int] = 16
     prefix_closed: ClassVar[bool] = False
 
-    def make_policy(self, *args: Any, **kwargs: Any) -> EvictionPolicy:  # noqa: ARG002
+    def make_policy(self, *args: Any, **kwargs: Any) -> EvictionPolicy:  # noqa: ARG002 - for those who define it
         """Make a new policy; to be defined by a subclass, with the capacity in blocks as argument or with none."""
         __tracebackhide__ = True
         refuse(self, "define make_policy(self) or make_policy(self, capacity), which makes a new eviction policy")

@@ -33,7 +33,7 @@ class IndexContract:
     block_size: ClassVar[int] = 4
     tells_ranks_apart: ClassVar[bool] = True
 
-    def make_index(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+    def make_index(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
         """Make a new index; to be defined by a subclass, with the tokens a block as argument or with none."""
         __tracebackhide__ = True
         refuse(self, "define make_index(self) or make_index(self, block_size), which makes a new index")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
+from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.testing.program import Clear, Decode, Finish, Player, Preempt, Prefill, Resume, Step
 
@@ -72,7 +73,7 @@ class KvStateMachine(RuleBasedStateMachine):
         known = ("num_blocks", "block_size", "workers", "chunk", "make_index")
         for name in attributes:
             if name not in known:
-                raise TypeError(f"for_backend: unknown attribute {name!r}; known: {', '.join(known)}")
+                raise TypeError(f"for_backend: {unknown_text('attribute', name, known)}")
         name = backend.name if isinstance(backend, BackendSpec) else backend
         make: Callable[[], Any] | None = attributes.get("make_index")
         body = {**attributes, "backend": backend, "__module__": cls.__module__}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
+from pytest_kvmock.checks import check_integer
 from pytest_kvmock.testing.program import Draft, Program, resolve
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ def traffic(
         ("numbers", numbers, 1),
         ("most_tokens", most_tokens, 1),
     ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"traffic: {name} must be an integer of at least {least}, got {value!r}")
+        check_integer(f"traffic: {name}", value, least)
     # At most five choices a step, that of going on counted: Hypothesis deletes runs of up to five when it shrinks.
     number, which = st.integers(0, numbers - 1), st.integers(0, 7)
     worker = st.integers(0, workers - 1) if workers > 1 else st.just(0)

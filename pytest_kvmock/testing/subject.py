@@ -12,6 +12,7 @@ import pytest
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
 from pytest_kvmock.cache.manager import KvManager, unlike
+from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.harness.router_harness import RouterHarness
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class OverBackend:
     prefix_closed: ClassVar[bool] = True
     residency: ClassVar[Literal["unique", "counted"]] = "unique"
 
-    def make_manager(self, num_blocks: int, block_size: int, sink: Sink | None) -> KvManager:  # noqa: ARG002
+    def make_manager(self, num_blocks: int, block_size: int, sink: Sink | None) -> KvManager:  # noqa: ARG002 - for those who define it
         """Make a block manager, where there is no backend of it yet; to be defined by a subclass.
 
         Args:
@@ -94,8 +95,8 @@ class OverBackend:
         """The backend under contract, whose managers are checked when they are made."""
         __tracebackhide__ = True
         size = self.block_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            refuse(self, f"block_size must be an integer of at least 1, got {size!r:.80}")
+        if not is_integer(size, 1):
+            refuse(self, f"block_size must be {integer_text(1)}, got {size!r:.80}")
         spec = self._given()
         made_by = "make_manager" if self.backend is None else f"backend {spec.name!r}"
         if self.backend is not None:
@@ -134,7 +135,7 @@ class OverBackend:
         probe = self._probe("make_manager", lambda: self.make_manager(8, self.block_size, None))
         check_offers(self, probe, KvManager, "make_manager")
 
-        def make(*, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> KvManager:  # noqa: ARG001
+        def make(*, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> KvManager:  # noqa: ARG001 - the signature of BackendSpec.make
             return self.make_manager(num_blocks, block_size, sink)
 
         try:

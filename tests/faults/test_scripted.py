@@ -506,7 +506,10 @@ REFUSED = {
     "n is True": (lambda faults: faults.reorder(True), rf"reorder: {COUNT} True"),
     "n is a text": (lambda faults: faults.self_parent("1"), rf"self_parent: {COUNT} '1'"),
     "by is 0": (lambda faults: faults.delay(by=0), r"delay: by must be an integer of at least 1, got 0"),
-    "kind": (lambda faults: faults.lose(kind="store"), r"lose: unknown kind 'store'; known: stored, removed, cleared"),
+    "kind": (
+        lambda faults: faults.lose(kind="store"),
+        r"lose: unknown kind 'store'; did you mean 'stored'\? known: stored, removed, cleared",
+    ),
     "no such worker": (lambda faults: faults.lose(worker=7), rf"lose: {NOBODY}"),
     "no such rank": (
         lambda faults: faults.late_join(worker=(0, 1)),
@@ -586,7 +589,7 @@ def test_a_sink_has_no_engine_to_restart(kv):
 @pytest.mark.parametrize(
     ("rates", "message"),
     [
-        ({"loose": 0.1}, "unknown fault 'loose'; known: lose, "),
+        ({"loose": 0.1}, r"unknown fault 'loose'; did you mean 'lose'\? known: lose, "),
         ({"late_join": 0.1}, "late_join has no rate, it is scripted; those that have: lose, "),
         ({"lose": 2}, "lose: got 2; allowed: a rate from 0 to 1"),
         ({"lose": float("nan")}, "lose: got nan; allowed: a rate from 0 to 1"),

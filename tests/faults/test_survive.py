@@ -285,7 +285,7 @@ def test_an_announced_restart_ends_what_was_hurt():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["loose"], r"unknown fault 'loose'; known: lose, double, reorder, "),
+        (["loose"], r"unknown fault 'loose'; did you mean 'lose'\? known: lose, double, reorder, "),
         ([7], r"unknown fault 7; known: lose"),
         (["block_size"], r"block_size is nothing that a router can survive"),
     ],

@@ -85,19 +85,28 @@ def test_a_harness_without_a_backend_has_no_worker_until_it_gets_one(make_kv):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda kv: kv.worker(-1), "a worker id is an integer from 0 to 65535, got -1"),
-        (lambda kv: kv.worker(2**16), "got 65536"),
+        (lambda kv: kv.worker(-1), "a worker id is an integer from 0 to 18446744073709551615, got -1"),
+        (lambda kv: kv.worker(2**64), "got 18446744073709551616"),
         (lambda kv: kv.worker("0"), "got '0'"),
         (lambda kv: kv.worker(0, -1), "a dp_rank is an integer of at least 0, got -1"),
         (lambda kv: kv.worker(1, backend="nope"), f"unknown backend 'nope'; known: {', '.join(BACKENDS)}"),
         (lambda kv: kv.worker(0, backend="lru"), "worker 0 has backend 'lineage', not 'lru'"),
         (lambda kv: kv.drop_next(0), "n must be an integer of at least 1, got 0"),
         (lambda kv: kv.drop_next(True), "got True"),
-        (lambda kv: kv.drop_next(kind="store"), "unknown kind 'store'; known: stored, removed, cleared"),
-        (lambda kv: kv.ok_count("store"), "unknown kind 'store'; known: stored, removed, cleared"),
+        (
+            lambda kv: kv.drop_next(kind="store"),
+            r"unknown kind 'store'; did you mean 'stored'\? known: stored, removed, cleared",
+        ),
+        (
+            lambda kv: kv.ok_count("store"),
+            r"unknown kind 'store'; did you mean 'stored'\? known: stored, removed, cleared",
+        ),
         (lambda kv: kv.status_count("stored", "bad"), "unknown status 'bad'; known: ok, parent_block_not_found"),
         (lambda kv: RouterHarness(backend="nope"), "unknown backend 'nope'"),
-        (lambda kv: RouterHarness(sync="never"), "unknown sync 'never'; known: every, auto, end"),
+        (
+            lambda kv: RouterHarness(sync="never"),
+            r"unknown sync 'never'; did you mean 'every'\? known: every, auto, end",
+        ),
         (lambda kv: RouterHarness(allow=["nope"]), "unknown rule 'nope'; known: parent_block_not_found"),
     ],
     ids=range(14),
@@ -118,7 +127,11 @@ def test_what_cannot_be_is_refused_with_what_can(kv, call, message):
         ({"survive": None}, ValueError, "survive: got None; allowed: a fault, or a list of faults"),
         ({"survive": 3}, ValueError, "survive: got 3; allowed: a fault, or a list of faults"),
         ({"survive": {"lose": 1}}, ValueError, "survive: got {'lose': 1}; allowed: a fault, or a list of faults"),
-        ({"survive": ["lost"]}, ValueError, "survive: unknown fault 'lost'; known: lose, double"),
+        (
+            {"survive": ["lost"]},
+            ValueError,
+            r"survive: unknown fault 'lost'; did you mean 'lose'\? known: lose, double",
+        ),
     ],
     ids=str,
 )

@@ -2,8 +2,9 @@
 
 import pytest
 
-from pytest_kvmock import KvEventsError, RouterHarness, create_manager
+from pytest_kvmock import KvEventsError, RadixIndex, RouterHarness, create_manager
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.tokens import sequence_hashes
 
 FIRST = 2**16
@@ -314,3 +315,108 @@ def test_signed_block_hashes_are_unsigned_in_dynamos_json():
     event = KvCacheEvent(0, Stored(-2, (-1,), (11,)))
     assert Stored(2**64 - 2, (2**64 - 1,), (11,)) == KvCacheEvent.from_json(event.to_json()).data
     assert Removed((2**63,)) == KvCacheEvent.from_json(KvCacheEvent(0, Removed((-(2**63),))).to_json()).data
+
+
+# ---------------------------------------------------------------------------------------------------- whose id
+
+
+def test_a_sink_takes_the_first_id_that_is_free(make_kv):
+    kv = make_kv("lru")
+    kv.worker(FIRST)
+    kv.worker(FIRST + 1, 1)
+    kv.apply(one_block(1), worker_id=FIRST + 3)
+
+    assert [FIRST + 2, FIRST + 4, FIRST + 5] == [kv.make_sink().worker_id for _ in range(3)]
+    kv.make_sink()(one_block(1))
+    kv.assert_no_event_errors()
+
+
+def test_the_id_of_a_sink_that_the_router_has_forgotten_is_not_free(kv, sink):
+    sink(one_block(1))
+    kv.remove_worker(FIRST)
+    assert FIRST + 1 == kv.make_sink().worker_id
+
+
+@pytest.mark.parametrize("worker_id", [2**16, 2**53 + 1, 2**63, 2**64 - 1])
+def test_a_worker_may_have_any_id_of_64_bits(make_kv, worker_id):
+    kv = make_kv("lru", RadixIndex(), dp_size=2)
+    prompt = kv.prompt(3)
+    kv.worker(worker_id).serve(prompt)
+    kv.worker(worker_id, 1).serve(prompt)
+    assert {(worker_id, 0): 3, (worker_id, 1): 3} == kv.overlap(prompt)
+    kv.worker(worker_id).restart(announced=True)
+    assert {(worker_id, 1): 3} == kv.overlap(prompt)
+    kv.remove_worker(worker_id)
+    assert {} == kv.overlap(prompt)
+    assert ([], []) == kv.judge()[:2]
+
+
+CLASHES = {
+    "a worker": (lambda kv: kv.worker(FIRST), f"worker {FIRST} is a sink of this test; take another id for an engine"),
+    "a rank": (lambda kv: kv.worker(FIRST, 1), f"worker {FIRST} is a sink of this test; take another id for an engine"),
+    "a misfit": (
+        lambda kv: kv.faults.block_size(2, worker=FIRST),
+        f"kv_router.faults.block_size: worker {FIRST} is a sink of this test; take another id for an engine",
+    ),
+    "an event by hand": (
+        lambda kv: kv.apply(one_block(1), worker_id=FIRST),
+        f"worker {FIRST} is a sink of this test; publish its events through the sink",
+    ),
+    "an event with its worker": (
+        lambda kv: kv.apply(RouterEvent(FIRST, KvCacheEvent(0, one_block(1), 2))),
+        f"worker {FIRST} is a sink of this test; publish its events through the sink",
+    ),
+}
+
+
+@pytest.mark.parametrize(("act", "message"), [pytest.param(*case, id=name) for name, case in CLASHES.items()])
+def test_nothing_else_takes_the_id_of_a_sink(make_kv, act, message):
+    kv = make_kv("lru")
+    sink = kv.make_sink()
+    with pytest.raises(ValueError, match=rf"^{message}$"):
+        act(kv)
+    sink(one_block(1))
+    assert 1 == kv.events.total
+    kv.assert_no_event_errors()
+
+
+def test_the_next_worker_passes_over_nothing_but_ids_that_are_taken(make_kv):
+    kv = make_kv("lru", workers=2)
+    kv.make_sink()
+    kv.worker(2**64 - 1)
+    assert 2 == kv.next_worker().worker_id
+
+
+def test_a_failure_of_such_a_worker_beside_a_sink_is_reproduced(make_kv):
+    kv = make_kv("lru")
+    sink = kv.make_sink()
+    engine = kv.worker(FIRST + 1)
+    for number in range(30):
+        sink(one_block(number))
+        engine.serve(kv.prompt(2))
+    kv.make_sink()(Removed((7,)))
+
+    found = reproduce(kv)
+
+    assert (1, "block_not_found") == (found.size, found.rule)
+    namespace = {}
+    exec(found.as_test(), namespace)
+    with pytest.raises(KvEventsError, match=r"^1 KV event error: block_not_found"):
+        namespace["test_reproduction"]()
+    assert not kv.workers.keys() & {sink.worker_id}
+
+
+@pytest.mark.parametrize("worker_id", [FIRST, 2**40])
+def test_a_failure_of_such_a_worker_is_reproduced(make_kv, worker_id):
+    kv = make_kv("lru", num_blocks=64)
+    kv.worker(worker_id).serve(kv.prompt(2))
+    for number in range(30):
+        kv.apply(one_block(number), worker_id=worker_id)
+    kv.apply(Removed((77,)), worker_id=worker_id)
+
+    found = reproduce(kv)
+
+    namespace = {}
+    exec(found.as_test(), namespace)
+    with pytest.raises(KvEventsError, match=r"^1 KV event error: block_not_found"):
+        namespace["test_reproduction"]()

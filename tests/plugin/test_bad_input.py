@@ -7,13 +7,17 @@ import textwrap
 import pytest
 
 from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock.plugin.markers import KVMOCK_KEYS
+from pytest_kvmock.plugin.options import OPTIONS as OPTIONS_OF_KVMOCK
+from pytest_kvmock.plugin.options import SYNCS
 
 KNOWN = ", ".join(BACKENDS)
 
 # ---------------------------------------------------------------------------------------------------- options
 
 OPTIONS = [
-    ("--kv-backend=lruu", f"unknown backend 'lruu'; known: {KNOWN}"),
+    ("--kv-backend=lruu", f"unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"),
     ("--kv-event-errors=oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("--kv-event-warnings=", "got ''; allowed: fail, warn, ignore"),
     ("--kv-events=some", "got 'some'; allowed: failed, all, none"),
@@ -41,7 +45,7 @@ def test_a_wrong_option_is_a_usage_error_under_xdist(nested):
 
 
 INI = [
-    ("kvmock_backends = lineage lruu", f"unknown backend 'lruu'; known: {KNOWN}"),
+    ("kvmock_backends = lineage lruu", f"unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"),
     ("kvmock_event_errors = oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock_event_warnings =", "got ''; allowed: fail, warn, ignore"),
     ("kvmock_events = some", "got 'some'; allowed: failed, all, none"),
@@ -90,16 +94,92 @@ def test_values_of_pyproject_are_typed(nested):
     result.assert_outcomes(passed=2)
 
 
+FLAGS = [*(option.flag for option in OPTIONS_OF_KVMOCK if option.flag), "--kv-list-backends", "--kv-list-profiles"]
+SETTINGS = [option.ini for option in OPTIONS_OF_KVMOCK if option.ini]
+
+
+@pytest.mark.parametrize(
+    ("args", "flag", "nearest"),
+    [
+        (["--kv-backnd=lru"], "--kv-backnd", "--kv-backend"),
+        (["--kv-backends", "lru"], "--kv-backends", "--kv-backend"),
+        (["--kv-list-backend"], "--kv-list-backend", "--kv-list-backends"),
+        (["--kv-event-warning=fail"], "--kv-event-warning", "--kv-event-warnings"),
+    ],
+)
+def test_a_misspelt_option_is_answered_with_the_nearest(nested, args, flag, nearest):
+    result = nested("def test(): pass", *args)
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    (line,) = (line for line in result.errlines if line)
+    assert line.startswith(f"ERROR: unknown option '{flag}'; did you mean '{nearest}'")
+    assert line.endswith(f"? known: {', '.join(FLAGS)}")
+
+
+def test_an_option_that_is_like_none_of_ours_is_left_to_pytest(nested):
+    result = nested("def test(): pass", "--kv-zzzzzzzzzz")
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    result.stderr.fnmatch_lines(["*: error: unrecognized arguments: --kv-zzzzzzzzzz"])
+
+
+def test_an_option_of_somebody_else_is_none_of_ours(nested):
+    conftest = "def pytest_addoption(parser): parser.addoption('--kv-backnd')"
+
+    nested("def test(): pass", "--kv-backnd=7", files={"conftest.py": conftest}).assert_outcomes(passed=1)
+
+
+TOML = "[tool.pytest.ini_options]\nkvmock_bakends = ['lru']\n[tool.other]\nkvmock_sede = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("pytest.ini", "[pytest]\nkvmock_bakends = lru\n"),
+        ("pytest.ini", "[pytest]\nmarkers =\n  kvmock_slow: mine\nkvmock_bakends: lru\n"),
+        ("setup.cfg", "[other]\nkvmock_sede = 1\n[tool:pytest]\nkvmock_bakends=lru\n"),
+        ("pyproject.toml", TOML),
+        ("pyproject.toml", TOML.replace(".ini_options", "")),
+        ("pytest.toml", "[pytest]\nkvmock_bakends = ['lru']\n"),
+    ],
+    ids=["ini", "ini with others", "cfg", "toml", "native toml", "pytest.toml"],
+)
+def test_a_misspelt_setting_is_answered_with_the_nearest(nested, file, text):
+    if pytest.version_tuple < (9, 0) and (file == "pytest.toml" or text == TOML.replace(".ini_options", "")):
+        pytest.skip("pytest 9 reads such files")
+    result = nested("def test(): pass", files={file: text})
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    expected = f"unknown setting 'kvmock_bakends'; did you mean 'kvmock_backends'? known: {', '.join(SETTINGS)}"
+    assert [f"ERROR: {file}: {expected}"] == [line for line in result.errlines if line]
+
+
+def test_a_misspelt_override_of_a_setting_too(nested):
+    result = nested("def test(): pass", "-o", "kvmock_zzzzzz=1")
+
+    assert [f"ERROR: -o: unknown setting 'kvmock_zzzzzz'; known: {', '.join(SETTINGS)}"] == [
+        line for line in result.errlines if line
+    ]
+
+
+def test_a_setting_of_somebody_else_is_none_of_ours(nested):
+    files = {
+        "conftest.py": "def pytest_addoption(parser): parser.addini('kvmock_bakends', 'mine')",
+        "pytest.ini": "[pytest]\nkvmock_bakends = 7\n",
+    }
+    nested("def test(): pass", "-o", "kvmock_bakends=8", files=files).assert_outcomes(passed=1)
+
+
 # ---------------------------------------------------------------------------------------------------- markers
 
 MARKERS = [
-    ("kv_backends('lruu')", f"unknown backend 'lruu'; known: {KNOWN}"),
+    ("kv_backends('lruu')", f"unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"),
     ("kv_backends(7)", "got 7; allowed: names, as strings"),
-    ("kv_backends(exclude=['lruu'])", f"unknown backend 'lruu'; known: {KNOWN}"),
+    ("kv_backends(exclude=['lruu'])", f"unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"),
     ("kv_backends(exclude=7)", "got 7; allowed: a name, or a list of names"),
-    ("kv_backends(excluding='lru')", "unknown key 'excluding'; known: exclude"),
+    ("kv_backends(excluding='lru')", "unknown key 'excluding'; did you mean 'exclude'? known: exclude"),
     ("kvmock(8)", "takes keywords only; known: block_size, *"),
-    ("kvmock(blok_size=8)", "unknown key 'blok_size'; known: block_size, num_blocks, *"),
+    ("kvmock(blok_size=8)", "unknown key 'blok_size'; did you mean 'block_size'? known: block_size, num_blocks, *"),
     (
         "kvmock(profile='small')",
         "profile: unknown profile 'small'; none is known: ini kvmock_profiles names their files",
@@ -110,10 +190,13 @@ MARKERS = [
     ("kvmock(seed=None)", "seed*must be an integer, got None"),
     ("kvmock(event_errors='oops')", "event_errors: got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock(event_warnings=True)", "event_warnings: got True; allowed: fail, warn, ignore"),
-    ("kvmock(sync='never')", "sync: got 'never'; allowed: every, auto, end"),
+    ("kvmock(sync='never')", "sync: got 'never'; did you mean 'every'? allowed: every, auto, end"),
     ("kvmock(allow=['nonsense'])", "allow: unknown rule 'nonsense'; known: parent_block_not_found, *"),
     ("kvmock(allow=7)", "allow: got 7; allowed: a name, or a list of names"),
-    ("kvmock(faults={'loose': 0.1})", "faults: unknown fault 'loose'; known: lose, double, reorder, *"),
+    (
+        "kvmock(faults={'loose': 0.1})",
+        "faults: unknown fault 'loose'; did you mean 'lose'? known: lose, double, reorder, *",
+    ),
     ("kvmock(faults={'lose': 1.5})", "faults: lose: got 1.5; allowed: a rate from 0 to 1"),
     ("kvmock(faults={'lose': -0.1})", "faults: lose: got -0.1; allowed: a rate from 0 to 1"),
     ("kvmock(faults={'lose': True})", "faults: lose: got True; allowed: a rate from 0 to 1"),
@@ -123,7 +206,7 @@ MARKERS = [
         "faults: restart has no rate, it is scripted; those that have: lose, double, reorder, delay, wrong_parent, *",
     ),
     ("kvmock(faults='lose')", "faults: got 'lose'; allowed: a mapping of faults to rates"),
-    ("kvmock(survive=('lose', 'loose'))", "survive: unknown fault 'loose'; known: lose, *"),
+    ("kvmock(survive=('lose', 'loose'))", "survive: unknown fault 'loose'; did you mean 'lose'? known: lose, *"),
     ("kvmock(survive=['block_size'])", "survive: block_size is nothing that a router can survive"),
     ("kvmock(survive=7)", "survive: got 7; allowed: a fault, or a list of faults"),
 ]
@@ -177,6 +260,111 @@ def test_a_wrong_marker_further_out_is_found_too(nested, place):
     result.stdout.fnmatch_lines(["test_it.py::TestC::test: kvmock(nonsense=1): unknown key 'nonsense'; known: *"])
 
 
+KEYS = ", ".join(KVMOCK_KEYS)
+
+
+def unknown(name, nearest, what="key", known=KEYS):
+    return f"unknown {what} {name!r}; did you mean {nearest!r}? known: {known}"
+
+
+def errors_of(result):
+    """The lines of the report between the headline of each error and the summary."""
+    lines = iter(result.outlines)
+    found = []
+    for line in lines:
+        if "ERROR collecting" in line:
+            found.append([line.strip("_ ").removeprefix("ERROR collecting ")])
+        elif line.startswith(("=", "!")):
+            continue
+        elif found and not line.startswith("ERROR "):
+            found[-1].append(line)
+    return found
+
+
+def test_all_wrong_markers_of_a_file_are_said_at_once(nested):
+    result = nested(
+        """
+        pytestmark = [pytest.mark.kvmock(wrokers=2)]
+
+        def test_right(kv_sink): pass
+
+        @pytest.mark.kvmock(event_warning="fail", aloww=["wrong_hash"])
+        @pytest.mark.kv_backends("lineag")
+        def test_two(kv_sink): pass
+
+        @pytest.mark.kvmock(chunk=0)
+        class TestAll:
+            def test_first(self, kv_sink): pass
+            def test_second(self, kv_sink): pass
+            @pytest.mark.kvmock(allow=["parent_not_found"])
+            def test_third(self, kv_sink): pass
+            class TestInner:
+                @pytest.mark.kvmock(sync="alto")
+                def test(self, kv_sink): pass
+
+        @pytest.mark.kvmock(blocks_size=8)
+        def no_test(): pass
+        """
+    )
+
+    result.assert_outcomes(errors=1)
+    two = "kvmock(event_warning='fail', aloww=['wrong_hash'])"
+    third = "allow=['parent_not_found']"
+    least = "chunk must be an integer of at least 1 tokens, or None, got 0"
+    sync = "got 'alto'; did you mean 'auto'? allowed: " + ", ".join(SYNCS)
+    assert [
+        [
+            "test_it.py",
+            f"test_it.py::test_right: kvmock(wrokers=2): {unknown('wrokers', 'workers')}",
+            f"test_it.py::test_two: kv_backends('lineag'): {unknown('lineag', 'lineage', 'backend', KNOWN)}",
+            f"test_it.py::test_two: {two}: {unknown('event_warning', 'event_warnings')}",
+            f"test_it.py::test_two: {two}: {unknown('aloww', 'allow')}",
+            f"test_it.py::TestAll::test_first: kvmock(chunk=0): chunk: {least}",
+            f"test_it.py::TestAll::test_third: kvmock({third}): allow: "
+            + unknown("parent_not_found", "parent_block_not_found", "rule", ", ".join(RULES)),
+            f"test_it.py::TestAll::TestInner::test: kvmock(sync='alto'): sync: {sync}",
+        ]
+    ] == errors_of(result)
+
+
+@pytest.mark.parametrize("args", [[], ["-n", "2"]], ids=["alone", "xdist"])
+def test_wrong_markers_of_several_files_and_classes_are_all_said(nested, args):
+    wrong = "@pytest.mark.kvmock(sede=1)\n{}def test{}(kv_sink): pass\n"
+    method = "    @pytest.mark.kvmock(sede=1)\n    def test(self, kv_sink): pass\n"
+    files = {
+        "test_a.py": "import pytest\n" + wrong.format("", 1) + wrong.format("", 2),
+        "test_b.py": "import pytest\ndef test(kv_sink): pass\nclass TestA:\n" + method + "class TestB:\n" + method,
+    }
+
+    result = nested("", *args, plugins=["xdist"], files=files)
+
+    result.assert_outcomes(errors=3, passed=1 if args else 0)  # pytest-xdist goes on
+    line = f"kvmock(sede=1): {unknown('sede', 'seed')}"
+    assert [
+        ["test_a.py", f"test_a.py::test1: {line}", f"test_a.py::test2: {line}"],
+        ["test_b.py", f"test_b.py::TestA::test: {line}"],
+        ["test_b.py", f"test_b.py::TestB::test: {line}"],
+    ] == sorted(errors_of(result))
+
+
+def test_a_marker_from_a_hook_is_said_with_its_test(nested):
+    files = {
+        "conftest.py": """
+        import pytest
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_pycollect_makeitem(collector, name, obj):
+            if getattr(obj, "late", False):
+                obj.pytestmark = [pytest.mark.kvmock(sede=1).mark]
+            return (yield)
+        """
+    }
+    result = nested("def test_a(kv_sink): pass\ntest_a.late = True\ndef test_b(kv_sink): pass", files=files)
+
+    result.assert_outcomes(errors=1)
+    assert [["test_it.py", f"test_it.py::test_a: kvmock(sede=1): {unknown('sede', 'seed')}"]] == errors_of(result)
+
+
 @pytest.mark.parametrize(("marker", "message"), MARKERS)
 def test_a_wrong_marker_of_a_testcase_is_one_line_at_setup(nested, marker, message):
     result = nested(
@@ -217,7 +405,9 @@ def test_a_wrong_marker_that_came_late_is_the_same_over_the_matrix_and_under_xdi
     result = nested("def test(kv_router): pass", "-n", "2", plugins=["xdist"], files=files)
 
     result.assert_outcomes(errors=3)
-    result.stdout.fnmatch_lines([f"kvmock: kv_backends('lruu'): unknown backend 'lruu'; known: {KNOWN}"])
+    result.stdout.fnmatch_lines(
+        [f"kvmock: kv_backends('lruu'): unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"]
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- fixtures
@@ -251,6 +441,43 @@ FIXTURES = {
         "kvmock: kv_base_profile must return an EngineProfile, got {'block_size': 4}",
     ),
 }
+
+
+MISSPELT = {
+    "an argument": ("def test(kv_evnts): pass", "kv_evnts", "'kv_events'"),
+    "one beside a right one": ("def test(kv_sink, kv_event): pass", "kv_event", "'kv_events'"),
+    "of a fixture": (
+        "@pytest.fixture\ndef engine(make_kv_snk): pass\ndef test(engine): pass",
+        "make_kv_snk",
+        "'make_kv_sink'",
+    ),
+    "by usefixtures": ("@pytest.mark.usefixtures('kv_manger')\ndef test(): pass", "kv_manger", "'kv_manager'"),
+}
+
+
+@pytest.mark.parametrize(("source", "name", "nearest"), [pytest.param(*c, id=name) for name, c in MISSPELT.items()])
+@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_a_misspelt_fixture_is_answered_with_the_nearest(nested, source, name, nearest, args):
+    result = nested(source, *args, plugins=["xdist"])
+
+    result.assert_outcomes(errors=1)
+    (said,) = (line for line in result.outlines if "did you mean" in line)
+    assert said.startswith(f"fixture '{name}' not found; did you mean {nearest}")
+    result.stdout.fnmatch_lines([f"E *fixture '{name}' not found", "*available fixtures: *", "*Captured kvmock setup*"])
+
+
+def test_a_fixture_that_is_like_none_of_ours_is_left_to_pytest(nested):
+    result = nested("def test(kv_zzzzzzzz): pass\ndef test_other(evnts): pass")
+
+    result.assert_outcomes(errors=2)
+    result.stdout.no_fnmatch_line("*did you mean*")
+    result.stdout.no_fnmatch_line("*Captured kvmock*")
+
+
+def test_a_fixture_of_somebody_else_is_none_of_ours(nested):
+    source = "@pytest.fixture\ndef kv_event(): return 7\ndef test(kv_event): assert 7 == kv_event"
+
+    nested(source).assert_outcomes(passed=1)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in FIXTURES.items()])

@@ -71,6 +71,7 @@ def test_the_hooks_that_run_for_every_test_are_these():
         "pytest_addoption",
         "pytest_cmdline_main",
         "pytest_configure",
+        "pytest_load_initial_conftests",
         "pytest_report_header",
         "pytest_terminal_summary",
     }

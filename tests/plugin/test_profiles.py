@@ -120,7 +120,11 @@ def test_profiles_work_under_xdist(run):
 WRONG_FILES = [
     pytest.param("", "profiles.yaml:1:1: the file is empty", id="empty"),
     pytest.param("profiles: [", "profiles.yaml:1:12: not YAML: *", id="not YAML"),
-    pytest.param("profiles: {s: {size: 4}}", "profiles.yaml:1:16: s: unknown key 'size'; known: *", id="unknown key"),
+    pytest.param(
+        "profiles: {s: {size: 4}}",
+        "profiles.yaml:1:16: s: unknown key 'size'; did you mean 'dp_size'? known: *",
+        id="unknown key",
+    ),
     pytest.param("profiles: {s: {workers: x}}", "profiles.yaml:1:25: workers: got 'x'; allowed: an integer", id="type"),
     pytest.param("a: &a [x]\nb: [*a, *a]", "profiles.yaml:1:4: the anchor &a: anchors are not taken", id="anchor bomb"),
 ]
@@ -142,7 +146,9 @@ def test_an_unknown_profile_is_one_line_that_lists_the_known_ones(run):
 
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
-        ["test_it.py::test: kvmock(profile='smal'): *'smal'; known: small (profiles.yaml), small-fleet (profiles.yaml)"]
+        [
+            "test_it.py::test: kvmock(profile='smal'): *'smal'; did you mean 'small'? known: small (profiles.yaml), small-fleet (profiles.yaml)"
+        ]
     )
 
 
@@ -150,7 +156,9 @@ def test_an_unknown_default_is_a_usage_error(run):
     result = run("def test(): pass", ini="kvmock_profile = smal")
 
     assert pytest.ExitCode.USAGE_ERROR == result.ret
-    result.stderr.fnmatch_lines(["ERROR: pytest.ini: kvmock_profile: unknown profile 'smal'; known: small (*), *"])
+    result.stderr.fnmatch_lines(
+        ["ERROR: pytest.ini: kvmock_profile: unknown profile 'smal'; did you mean 'small'? known: small (*), *"]
+    )
 
 
 def test_a_block_size_that_a_backend_refuses_is_traced_to_the_profile(run):

@@ -86,7 +86,10 @@ def test_a_wrong_file_is_one_line_with_its_place(nested):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("backends: [lruu]\n" + PASSES, "a.kv.yaml:1:1: backends: unknown backend 'lruu'; known: lineage, lru*"),
+        (
+            "backends: [lruu]\n" + PASSES,
+            "a.kv.yaml:1:1: backends: unknown backend 'lruu'; did you mean 'lru'? known: lineage, lru*",
+        ),
         ("profile: {workers: 99999}\n" + PASSES, "a.kv.yaml:1:20: workers must be at most 65536, got 99999"),
     ],
 )

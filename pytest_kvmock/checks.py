@@ -1,0 +1,82 @@
+"""Checks of what users pass in, and the words of their refusals. The lowest layer: every other module may import it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from os.path import commonprefix
+from typing import TypeGuard
+
+MOST_NEAREST = 3
+"""How many nearest names a message lists."""
+
+LEAST_ALIKE = 0.7
+"""How much like a name the nearest are, as difflib counts: `dp_size` is not meant by `blok_size`."""
+
+
+def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Whether it is an integer, True and False excluded, and at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def integer_text(least: int) -> str:
+    """Return "an integer of at least 1"."""
+    return f"an integer of at least {least}"
+
+
+def check_integer(
+    name: str, value: object, least: int, unit: str = "", *, wrong_type: type[Exception] = ValueError
+) -> int:
+    """Return `value` if it is an integer of at least `least`.
+
+    Args:
+        name: what the message calls it.
+        value: what was passed in.
+        least: the smallest integer that is allowed.
+        unit: what the message says after the range: " tokens, or None".
+        wrong_type: the error for what is no integer.
+
+    Raises:
+        ValueError: it is smaller; or no integer, unless `wrong_type` says otherwise.
+    """
+    if is_integer(value, least):
+        return value
+    error = ValueError if is_integer(value) else wrong_type
+    raise error(f"{name} must be {integer_text(least)}{unit}, got {value!r:.80}")
+
+
+def nearest(name: object, known: Iterable[str]) -> list[str]:
+    """Return the known names that are most like `name`, the likest first; none where no name is like it."""
+    if not isinstance(name, str):
+        return []
+    from difflib import get_close_matches  # for those who misspelt something
+
+    known = list(known)
+    # `kvmock_sede` is like every `kvmock_...`, but for what comes after that.
+    prefix = commonprefix([name, *known])  # noqa: RUF071 - of characters, not of paths
+    if not prefix.endswith(("_", "-")):
+        prefix = ""
+    rests = [each.removeprefix(prefix) for each in known]
+    found = get_close_matches(name.removeprefix(prefix), rests, MOST_NEAREST, LEAST_ALIKE)
+    return [prefix + rest for rest in found]
+
+
+def did_you_mean(name: object, known: Iterable[str], then: str = "") -> str:
+    """Return "; did you mean 'lru'? ", or "; " where no known name is like `name`, and `then`.
+
+    Without `then`: "; did you mean 'lru'?", or nothing.
+    """
+    found = nearest(name, known)
+    hint = f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    return f"{hint or ';'} {then}" if then else hint
+
+
+def unknown_text(what: str, name: object, known: Iterable[str]) -> str:
+    """Return "unknown rule 'wrong_hsah'; did you mean 'wrong_hash'? known: ..."."""
+    known = list(known)
+    return f"unknown {what} {name!r:.80}{did_you_mean(name, known, 'known: ' + ', '.join(known))}"
+
+
+def not_allowed_text(value: object, allowed: Iterable[str]) -> str:
+    """Return "got 'fial'; did you mean 'fail'? allowed: fail, warn, ignore"."""
+    allowed = list(allowed)
+    return f"got {value!r:.80}{did_you_mean(value, allowed, 'allowed: ' + ', '.join(allowed))}"

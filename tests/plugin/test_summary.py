@@ -1,0 +1,245 @@
+"""The line that a run ends with where events were judged: warnings leave a trace in a green run."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+FAIL = "(--kv-event-warnings=fail makes them fail)"
+
+HOLE = """
+        @pytest.mark.kv_backends("multi_lru")
+        @pytest.mark.kvmock(num_blocks=3)
+        def test_hole(kv_router, kv_worker, kv_prompt):
+            a, c, d = kv_prompt(1), kv_prompt(1), kv_prompt(1)
+            a_b = kv_prompt(1, after=a)
+            with kv_worker.prefill(a):
+                kv_worker.serve(a_b)
+                kv_worker.serve(a_b)
+            kv_worker.serve(c)
+            kv_worker.serve(c)
+            with kv_worker.prefill(d):
+                kv_worker.serve(a_b)
+"""
+
+BOTH = f"2 evicted_and_restored {FAIL}; the engines' own: 1 evicted_and_restored"
+
+
+def line_of(result):
+    lines = [line for line in result.outlines if line.startswith("kvmock:") and "backends=" not in line]
+    assert 2 > len(lines)
+    return lines[0] if lines else None
+
+
+def properties_of(pytester):
+    cases = ET.parse(pytester.path / "out.xml").iter("testcase")
+    return [{one.get("name"): one.get("value") for one in case.iter("property")} for case in cases]
+
+
+RUNS = {
+    "one event": ("def test(kv_sink): kv_sink(GOOD)", "kvmock: 1 test; 1 event; no warnings"),
+    "a matrix": (
+        "def test(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(2))",
+        "kvmock: 3 tests on lineage, lru, multi_lru; 3 events; no warnings",
+    ),
+    "backends in the order of the list": (
+        """
+        @pytest.mark.parametrize("kv_backend", ["vllm", "multi_lru", "lru"])
+        def test(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(2))
+        """,
+        "kvmock: 3 tests on lru, multi_lru, vllm; 3 events; no warnings",
+    ),
+    "what README shows": (
+        """
+        def test_engines(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(2))
+        def test_sink(kv_sink): kv_sink(GOOD); kv_sink(TWICE)
+        """,
+        next(line for line in README.splitlines() if line.startswith("kvmock: ")),
+    ),
+    "a warning": (
+        "def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)",
+        f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}",
+    ),
+    "several rules": (
+        """
+        def test_one(kv_sink):
+            kv_sink(Stored(None, (1, 2, 3), (1, 2, 3)))
+            kv_sink(Removed((1,)))
+        def test_two(kv_sink):
+            kv_sink(GOOD)
+            kv_sink(TWICE)
+            kv_sink(TWICE)
+        @pytest.mark.kv_backends("lru")
+        def test_three(kv_worker, kv_prompt):
+            kv_worker.prefill(kv_prompt(1))
+        """,
+        f"kvmock: 3 tests on lru; 6 events; warnings: 2 duplicate_store, 1 orphaned_child, 1 leaked_requests {FAIL}",
+    ),
+    "a test that failed, one that was expected to, one without events": (
+        """
+        def test_fails(kv_sink): kv_sink(GOOD); kv_sink(TWICE); kv_sink(BAD)
+        @pytest.mark.xfail
+        def test_xfails(kv_sink): kv_sink(GOOD); kv_sink(TWICE); assert 0
+        def test_nothing(kv_sink): pass
+        def test_another(): pass
+        """,
+        f"kvmock: 2 tests; 5 events; warnings: 2 duplicate_store {FAIL}",
+    ),
+    "what is allowed or expected": (
+        """
+        @pytest.mark.kvmock(allow=["duplicate_store"])
+        def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)
+        def test_expected(kv_sink, kv_events):
+            kv_events.expect_error("duplicate_store")
+            kv_sink(GOOD); kv_sink(TWICE)
+        """,
+        "kvmock: 2 tests; 4 events; no warnings",
+    ),
+    "after the body": (
+        """
+        @pytest.fixture
+        def engine(kv_sink):
+            yield
+            kv_sink(GOOD)
+            kv_sink(TWICE)
+        def test(engine): pass
+        """,
+        f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}",
+    ),
+    "what a faithful engine does by itself": (
+        HOLE,
+        "kvmock: 1 test on multi_lru; 7 events; no warnings; the engines' own: 1 evicted_and_restored",
+    ),
+    "and what a test does by hand": (
+        """
+        @pytest.mark.kv_backends("multi_lru")
+        def test_by_hand(kv_router):
+            kv_router.apply([GOOD, TWICE, Removed((2,))])
+        def test_sink(make_kv_sink):
+            sink = make_kv_sink(prefix_closed=False)
+            sink(GOOD); sink(TWICE); sink(Removed((2,)))
+        """
+        + HOLE,
+        f"kvmock: 3 tests on multi_lru; 13 events; warnings: {BOTH}",
+    ),
+    "a test of a TestCase": (
+        """
+        class T(unittest.TestCase):
+            @pytest.fixture(autouse=True)
+            def _kv(self, kv_sink): self.sink = kv_sink
+            def test(self): self.sink(GOOD); self.sink(TWICE)
+        """,
+        f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}",
+    ),
+    "no event": ("def test(kv_sink): pass", None),
+    "no use of the plugin": ("def test(record_property): record_property('events', 7)", None),
+}
+
+
+@pytest.mark.parametrize(("source", "line"), [pytest.param(*case, id=name) for name, case in RUNS.items()])
+@pytest.mark.parametrize("args", [[], ["-n", "2"]], ids=["alone", "xdist"])
+def test_the_line_says_what_was_judged(nested, source, line, args):
+    assert line == line_of(nested(source, *args, plugins=["xdist"]))
+
+
+@pytest.mark.parametrize("args", [["-q"], ["-q", "-n", "1"], ["--collect-only"], ["-p", "no:terminal"]])
+def test_there_is_no_line(nested, args):
+    assert line_of(nested("def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)", *args, plugins=["xdist"])) is None
+
+
+@pytest.mark.parametrize(
+    ("args", "ini"),
+    [(["--kv-event-warnings=fail"], ""), ([], "kvmock_event_warnings = fail")],
+    ids=["command line", "ini"],
+)
+def test_what_fails_already_is_not_advised(nested, args, ini):
+    files = {"pytest.ini": f"[pytest]\n{ini}\n"}
+    result = nested("def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)", *args, files=files)
+
+    result.assert_outcomes(failed=1)
+    assert "kvmock: 1 test; 2 events; warnings: 1 duplicate_store" == line_of(result)
+
+
+def test_the_option_that_the_line_names_makes_them_fail(nested):
+    source = "def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)"
+    nested(source).assert_outcomes(passed=1)
+
+    nested("", "--kv-event-warnings=fail").assert_outcomes(failed=1)
+
+
+@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_a_rerun_does_not_count_twice(nested, args):
+    result = nested(
+        """
+        import pathlib
+        def test(kv_sink):
+            kv_sink(GOOD)
+            kv_sink(TWICE)
+            ran = pathlib.Path("ran")
+            if not ran.exists():
+                ran.touch()
+                assert 0
+        """,
+        "--reruns=2",
+        *args,
+        plugins=["xdist", "rerunfailures"],
+    )
+
+    assert f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}" == line_of(result)
+
+
+def test_scenario_files_count_too(nested):
+    files = {
+        "pytest.ini": "[pytest]\nkvmock_scenarios = *.kv.yaml\n",
+        "a.kv.yaml": "backends: [lru, multi_lru]\nsteps: [{event: {stored: [1]}}, {event: {stored: [1]}}]\n",
+        "b.kv.yaml": "backends: [multi_lru]\n"
+        "steps: [{event: {stored: [1]}}, {event: {stored: [1]}}, {event: {removed: [1]}}]\n",
+    }
+    result = nested("", files=files)
+
+    result.assert_outcomes(passed=3)
+    warnings = "2 duplicate_store, 1 evicted_and_restored"
+    assert f"kvmock: 3 tests on lru, multi_lru; 7 events; warnings: {warnings} {FAIL}" == line_of(result)
+
+
+@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_junit_has_the_warnings_where_there_are_any(nested, pytester, args):
+    nested(
+        "def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE); kv_sink(TWICE)\n"
+        "def test_none(kv_sink): kv_sink(GOOD)\n" + HOLE.replace("\n        ", "\n"),
+        "--junit-xml=out.xml",
+        *args,
+        plugins=["xdist"],
+    )
+
+    counts = {"kvmock.errors": "0"}
+    assert [
+        {"kvmock.events": "3", **counts, "kvmock.warnings": "2 duplicate_store"},
+        {"kvmock.events": "1", **counts},
+        {
+            "kvmock.backend": "multi_lru",
+            "kvmock.events": "7",
+            **counts,
+            "kvmock.engine_warnings": "1 evicted_and_restored",
+        },
+    ] == properties_of(pytester)
+
+
+def test_events_of_a_teardown_are_in_the_properties(nested, pytester):
+    nested(
+        """
+        @pytest.fixture
+        def engine(kv_sink):
+            kv_sink(GOOD)
+            yield
+            kv_sink(Removed((2,)))
+        def test(engine): pass
+        """,
+        "--junit-xml=out.xml",
+    )
+
+    assert [{"kvmock.events": "2", "kvmock.errors": "0"}] == properties_of(pytester)

@@ -1,0 +1,57 @@
+"""The words of refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvmock.checks import check_integer, did_you_mean, not_allowed_text, unknown_text
+
+RULES = ["parent_block_not_found", "block_not_found", "event_id_gap", "wrong_hash"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wrong_hsah", f"unknown rule 'wrong_hsah'; did you mean 'wrong_hash'? known: {', '.join(RULES)}"),
+        (
+            "parent_not_found",
+            f"unknown rule 'parent_not_found'; did you mean 'parent_block_not_found'? known: {', '.join(RULES)}",
+        ),
+        ("nonsense", f"unknown rule 'nonsense'; known: {', '.join(RULES)}"),
+        (7, f"unknown rule 7; known: {', '.join(RULES)}"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest_and_all_known_ones(name, message):
+    assert message == unknown_text("rule", name, RULES)
+
+
+def test_a_value_that_is_not_allowed_is_answered_likewise():
+    assert "got 'fial'; did you mean 'fail'? allowed: fail, warn" == not_allowed_text("fial", ("fail", "warn"))
+    assert "got None; allowed: fail, warn" == not_allowed_text(None, ("fail", "warn"))
+
+
+def test_the_nearest_names_stand_by_themselves_too():
+    assert "; did you mean 'lru'?" == did_you_mean("lruu", ["lru", "lineage"])
+    assert "; did you mean 'name' or 'names'?" == did_you_mean("nam", ["names", "name", "rank"])
+    assert "" == did_you_mean("nonsense", ["lru", "lineage"])
+
+
+def test_what_all_names_begin_with_makes_none_nearer():
+    known = ["kvmock_backends", "kvmock_events", "kvmock_seed"]
+    assert "; did you mean 'kvmock_backends'?" == did_you_mean("kvmock_bakends", known)
+    assert "" == did_you_mean("kvmock_zzzz", known)
+
+
+@pytest.mark.parametrize("value", [1, 7, 2**64])
+def test_an_integer_of_at_least_n_is_returned(value):
+    assert value == check_integer("size", value, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), ("1", TypeError), (1.0, TypeError)]
+)
+def test_anything_else_is_refused(value, error):
+    with pytest.raises(ValueError, match=rf"^size must be an integer of at least 1 \(blocks\), got {value!r}$"):
+        check_integer("size", value, 1, " (blocks)")
+    with pytest.raises(error, match=rf"^size must be an integer of at least 1, got {value!r}$"):
+        check_integer("size", value, 1, wrong_type=TypeError)
