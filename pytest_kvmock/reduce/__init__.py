@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.harness.recording import Arrival
     from pytest_kvmock.hygiene.problem import Problem
-    from pytest_kvmock.hygiene.stream import Stream
+    from pytest_kvmock.hygiene.stream import StreamKey
 
 WORK: Final = 500_000
 """How many steps a search replays at most, unless it is told otherwise."""
@@ -63,7 +63,7 @@ def reproduce(
         problem: what to reproduce; None for the first error that stands by itself and was not expected.
         level: "events" or "requests"; None for what suits the problem, and the other where that does not show it.
         allow: rules that a replay may break besides.
-        work: how many steps, over all replays, to spend at most, for each level.
+        work: how many steps, over all replays, to spend at most, for each level and way of comparing.
         expired: asked before each step; True ends the search with what it has by then.
 
     Raises:
@@ -220,8 +220,7 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     }
     if with_capacity:  # what is held is too much: what was removed does not matter, nor in how many events it came
         with suppress(NotReduced):
-            held = _held(arrivals, kv.streams[whole.breach.worker])
-            return EventCutter(whole, held, replayer, kinds).cut()
+            return EventCutter(whole, _held(arrivals, whole.breach.worker), replayer, kinds).cut()
     return EventCutter(whole, arrivals, replayer, kinds).cut()
 
 
@@ -249,10 +248,10 @@ def _upto(arrivals: list[Arrival], position: int) -> list[Arrival]:
     return arrivals
 
 
-def _held(arrivals: list[Arrival], stream: Stream) -> list[Arrival]:
+def _held(arrivals: list[Arrival], key: StreamKey) -> list[Arrival]:
     """What a worker and rank holds on the device after these, as one Stored; copies of a block are one more each."""
     held: dict[int, list[int]] = {}  # the local hash of each copy
-    worker_id, rank = key = stream.worker_id, stream.dp_rank
+    worker_id, rank = key
     for arrival in arrivals:
         if isinstance(arrival, Forgotten):
             if arrival.worker_id == worker_id and arrival.dp_rank in (None, rank):
@@ -265,8 +264,7 @@ def _held(arrivals: list[Arrival], stream: Stream) -> list[Arrival]:
             held.clear()
         elif event.storage_tier is StorageTier.DEVICE and isinstance(data, Stored):
             for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
-                copies = held.setdefault(block, [])
-                copies += [local] * (not copies or stream.residency == "counted")
+                held.setdefault(block, []).append(local)
         elif event.storage_tier is StorageTier.DEVICE:
             for block in data.block_hashes:
                 copies = held.get(block, [])
