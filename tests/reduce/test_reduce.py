@@ -256,18 +256,6 @@ def test_what_is_held_beyond_the_capacity_of_a_sink_is_one_stored(failure_of):
     assert failure_of(found).startswith("1 KV event error: over_capacity (worker 65536)")
 
 
-def test_a_doubled_stored_counts_once_where_copies_are_not_counted():
-    """So what is left of it, when it is removed, is nothing."""
-
-    def say(sink):
-        for _ in range(2):
-            sink(Stored(None, (1, 2), (1, 2)))
-        sink(Removed((2, 1)))
-        noise(sink, count=1)
-
-    assert [Stored(None, (1, 2, 3), (1, 2, 3))] == [e.event.data for e in reproduce(sunk(say, num_blocks=2)).events]
-
-
 def test_copies_beyond_the_capacity_of_a_sink_are_a_stored_each(failure_of):
     def say(sink):
         for _ in range(3):
