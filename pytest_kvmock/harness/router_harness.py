@@ -76,6 +76,7 @@ class RouterHarness(Questions):
     Attributes:
         events: every event that arrived, with its verdict.
         profile: the profile in force.
+        sync: when an index under test is compared.
         delivery: from worker to router.
         recording: what happened, as far as it can be replayed.
         by_hand: the workers and ranks that events made by hand name.
@@ -103,6 +104,7 @@ class RouterHarness(Questions):
         if isinstance(allow, Mapping) or not isinstance(allow, Iterable):
             raise TypeError(f"allow takes a list or tuple of rules, got {allow!r:.80}")
         self.profile = profile or EngineProfile()
+        self.sync = sync
         self._allow = frozenset(map(check_rule, allow))
         self.events = EventLog(self.flush, allow=self._allow)
         self._seed = f"{self.profile.seed}:{name}"

@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -129,8 +130,17 @@ def _reproduction(case: Case, problem: Problem, seconds: float, until: float) ->
     except Exception as error:  # noqa: BLE001 - a user's index or backend, replayed; the verdict must be told all the same
         return f"none: the search ended in {type(error).__name__}: {error}"
     saved = _save(case, found)
+    text = found.as_test(awaited_by=_awaited_by(case.item))
     more = "" if found.complete else f"; perhaps not the smallest, because --kv-reduce={seconds:g} ended the search"
-    return f"# cut from {found.cut_from:,} {found.level} to {found.size:,}{more}{saved}\n{found.as_test().rstrip()}"
+    return f"# cut from {found.cut_from:,} {found.level} to {found.size:,}{more}{saved}\n{text.rstrip()}"
+
+
+def _awaited_by(item: pytest.Item) -> str | None:
+    """How a test like this one is awaited: by a plugin that wants this marker, or none (""); None: by itself."""
+    for marker in ("asyncio", "anyio"):
+        if item.get_closest_marker(marker) is not None:
+            return marker
+    return "" if iscoroutinefunction(getattr(item, "function", None)) else None
 
 
 def _save(case: Case, found: Reproduction) -> str:
@@ -146,6 +156,10 @@ def _save(case: Case, found: Reproduction) -> str:
         return f"\n# not saved: {found.rule} is known only when a test is over"
     if any(step.worker[0] >= FIRST_SINK_WORKER for step in found.operations):
         return f"\n# not saved: in a scenario file, the ids of engines end at {FIRST_SINK_WORKER - 1}"
+    if found.aflush is not None:
+        return "\n# not saved: a scenario cannot await an async index"
+    if found.sync != "auto":
+        return f"\n# not saved: a scenario flushes the index after each step, and this needs sync={found.sync!r}"
     # A test has one file, whoever runs it: the workers of pytest-xdist do not meet.
     path = Path(wanted, re.sub(r"[^\w.-]+", "-", case.item.nodeid).strip("-") + ".kv.yaml")
     target = case.item.config.invocation_params.dir / path

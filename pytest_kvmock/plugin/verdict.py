@@ -8,7 +8,7 @@ judged when all finalizers are done.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -18,6 +18,9 @@ from pytest_kvmock.plugin.report import add_log, add_reproduction, record_proper
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.plugin.fixtures import Case
+
+_OF_THE_END: Final = ("leaked_requests", "not_flushed")
+"""Rules that a body breaks that does not come to its end."""
 
 
 class _Findings:
@@ -67,12 +70,19 @@ def judge_failed_body(case: Case, failure: BaseException) -> None:
     """Tell what a test whose body failed by itself should know: its failure stays the only one."""
     from pytest_kvmock.hygiene.log import KvEventsError
 
-    if not _keeps_its_outcome(failure):
-        first = _tell(case, failure)
-        if case.policy.log != "none":
-            add_log(case, "call", first)
-        if first is not None and isinstance(failure, KvEventsError):  # of kv_events.check(), say
-            add_reproduction(case, "call", first)
+    if _keeps_its_outcome(failure):
+        return
+    found = _tell(case, failure)
+    if case.policy.log != "none":
+        add_log(case, "call", _first(found))
+    if found is None:
+        return
+    if isinstance(failure, KvEventsError):  # of kv_events.check(), say: it is about any of them
+        problem = _first(found)
+    else:
+        problem = next((problem for problem in found.fatal if problem.rule not in _OF_THE_END), None)
+    if problem is not None and not _is_expected(case.item, failure):
+        add_reproduction(case, "call", problem)
 
 
 def judge_late(case: Case) -> None:
@@ -91,7 +101,7 @@ def judge_late(case: Case) -> None:
 def judge_failed_teardown(case: Case, failure: BaseException) -> None:
     """Tell what a test whose teardown failed by itself should know."""
     if case.passed and not _keeps_its_outcome(failure):
-        first = _tell(case, failure)
+        first = _first(_tell(case, failure))
         if first is not None and case.policy.log != "none":
             add_log(case, "teardown", first)
 
@@ -130,8 +140,12 @@ def _finish(case: Case, found: _Findings, phase: str) -> None:
         pytest.fail(failure, pytrace=False)
 
 
-def _tell(case: Case, failure: BaseException) -> Problem | None:
-    """Add a note to a failure of the test's own, if there is something to tell; return the first problem."""
+def _first(found: _Findings | None) -> Problem | None:
+    return None if found is None else next(iter(found.fatal + found.told), None)
+
+
+def _tell(case: Case, failure: BaseException) -> _Findings | None:
+    """Add a note to a failure of the test's own, if there is something to tell; None where it cannot be judged."""
     from pytest_kvmock.hygiene.report import failure_text
 
     try:
@@ -146,13 +160,26 @@ def _tell(case: Case, failure: BaseException) -> Problem | None:
         return None
     case.count(found.errors, found.warnings)
     record_properties(case)
-    problems = found.fatal + found.told
-    first = next(iter(problems), None)
+    first = _first(found)
     if first is not None:
-        first_line = failure_text(problems).partition("\n")[0]
+        first_line = failure_text(found.fatal + found.told).partition("\n")[0]
         if first_line not in str(failure):  # kv_events.check() may have said it
             failure.add_note(f"kvmock: also {first_line}\n  known: {first.known}\n  right: {first.right}")
-    return first
+    return found
+
+
+def _is_expected(item: pytest.Item, failure: BaseException) -> bool:
+    """Whether an xfail mark says that the test fails so, as far as it can be told: what is attached is shown nowhere."""
+    if item.config.getoption("runxfail", False):
+        return False
+    for mark in item.iter_markers("xfail"):
+        conditions = [*mark.args, *([mark.kwargs["condition"]] if "condition" in mark.kwargs else [])]
+        holds = not conditions or any(c for c in conditions if not isinstance(c, str))  # pytest evaluates strings
+        raises = mark.kwargs.get("raises") or BaseException
+        kinds = raises if isinstance(raises, tuple) else (raises,)
+        if holds and isinstance(failure, tuple(kind for kind in kinds if isinstance(kind, type))):
+            return True
+    return False
 
 
 def _keeps_its_outcome(failure: BaseException) -> bool:

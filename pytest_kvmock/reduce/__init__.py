@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import MOST, Forgotten, Operation
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.reduce.events import EventCutter
@@ -21,7 +21,7 @@ from pytest_kvmock.reduce.program import Level as Level
 from pytest_kvmock.reduce.program import NotReduced as NotReduced
 from pytest_kvmock.reduce.program import Reproduction as Reproduction
 from pytest_kvmock.reduce.program import SinkKind
-from pytest_kvmock.reduce.replay import ASKED_ALWAYS, Replayer, index_maker
+from pytest_kvmock.reduce.replay import ASKED_ALWAYS, MakeIndex, Replayer, in_a_thread
 from pytest_kvmock.reduce.requests import RequestCutter
 from pytest_kvmock.reduce.search import Budget
 from pytest_kvmock.tokens import Prompt
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.harness.recording import Arrival
     from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.hygiene.stream import StreamKey
 
 WORK: Final = 500_000
 """How many steps a search replays at most, unless it is told otherwise."""
@@ -55,14 +56,15 @@ def reproduce(
 
     The harness stays as it is; all replays have worlds of their own. An index under test is made anew for each: by its
     `new()`, where it has one, else by its class, called with nothing or with what of the profile its parameters are
-    named after.
+    named after. An async one is awaited in event loops of a thread of its own (asyncio); where it does not come back,
+    the search ends soon after `expired` says so.
 
     Args:
         kv: the harness.
         problem: what to reproduce; None for the first error that stands by itself and was not expected.
         level: "events" or "requests"; None for what suits the problem, and the other where that does not show it.
         allow: rules that a replay may break besides.
-        work: how many steps, over all replays, to spend at most, for each level.
+        work: how many steps, over all replays, to spend at most, for each level and way of comparing.
         expired: asked before each step; True ends the search with what it has by then.
 
     Raises:
@@ -78,40 +80,71 @@ def reproduce(
             raise NotReduced("there is no problem to reproduce")
     whole, make_index = _whole(kv, problem)
     levels = _levels(kv, problem) if level is None else (level,)
+
+    def search(is_over: Callable[[], bool] | None) -> Reproduction:
+        def replayer() -> Replayer:
+            return Replayer(make_index, ignored, Budget(work, is_over), kv.backends)
+
+        if make_index is not None:
+            make_index.probe(replayer().budget)
+        try:
+            return _search(kv, problem, whole, levels, replayer)
+        except NotReduced as reason:
+            if make_index is None or "limit" in str(reason):
+                raise
+            raise NotReduced(f"{reason}{make_index.why_not()}") from None
+
+    return search(expired) if whole.aflush is None else in_a_thread(search, expired)
+
+
+def _search(
+    kv: RouterHarness,
+    problem: Problem,
+    whole: Reproduction,
+    levels: tuple[Level, ...],
+    replayer: Callable[[], Replayer],
+) -> Reproduction:
+    """Try the levels, the first of which is wanted, and the ways in which an index may be asked."""
     found: list[Reproduction] = []
-    reasons = []
+    reasons: dict[str, None] = {}
     # Events first, whichever is wanted: they cost little, and are at hand where requests do not show it in time.
     for chosen in sorted(levels):
-        replayer = Replayer(make_index, ignored, Budget(work, expired), kv.backends)
-        try:
-            cut = _finished(_cut(kv, problem, whole.replace(level=chosen), replayer), replayer, ignored)
-        except NotReduced as reason:
-            reasons.append(str(reason))
-            if make_index is not None and "again" in reasons[-1]:
-                kind = type(kv.index).__name__
-                reasons[-1] += f" with a new {kind}() (its method new() would say how to make one that is like yours)"
-        else:
-            if chosen == levels[0]:
-                return cut
-            found.append(cut)
+        for way in _ways(whole.replace(level=chosen)):
+            fresh = replayer()
+            try:
+                cut = _finished(_cut(kv, problem, way, fresh), fresh)
+            except NotReduced as reason:
+                reasons[str(reason)] = None
+            else:
+                if chosen == levels[0]:
+                    return cut
+                found.append(cut)
+                break
     if found:
         return found[0]
-    raise NotReduced("; ".join(dict.fromkeys(reasons)))
+    raise NotReduced("; ".join(reasons))
 
 
-def _whole(kv: RouterHarness, problem: Problem) -> tuple[Reproduction, Callable[[], Any] | None]:
+def _ways(whole: Reproduction) -> Iterator[Reproduction]:
+    """The ways in which an index may be asked: as the test did, then others that may show what that did not."""
+    yield whole
+    if whole.aflush == "end":  # how often the test did it is not known
+        yield whole.replace(aflush="every")
+    elif whole.with_index and whole.sync != "end":  # in a long test it was not flushed after each event
+        yield whole.replace(sync="end")
+
+
+def _whole(kv: RouterHarness, problem: Problem) -> tuple[Reproduction, MakeIndex | None]:
     """The failing test as a program without steps, and how an index like its own is made."""
     if problem.rule in _OF_NO_STREAM:
         raise NotReduced(f"{problem.rule} is not about what a stream says")
     make_index = None
     if problem.rule in _OF_AN_INDEX:
-        if kv.is_async:
-            raise NotReduced("the index under test is async; only a test can await it")
         if kv.asks_recovery:
             raise NotReduced("the router asks workers for what it missed, which is not replayed")
         if problem.fault is not None and problem.fault.survived:
             raise NotReduced("the router must survive faults, which are not replayed")
-        make_index = index_maker(kv.index, kv.profile)
+        make_index = MakeIndex(kv.index, kv.profile, is_async=kv.is_async)
     made = [
         ((worker.worker_id, worker.dp_rank), None if worker.backend == kv.backend else worker.backend)
         for worker in kv.workers.values()
@@ -127,6 +160,8 @@ def _whole(kv: RouterHarness, problem: Problem) -> tuple[Reproduction, Callable[
             kv.profile,
             workers=tuple(made),
             with_index=make_index is not None,
+            sync="auto" if make_index is None or kv.sync == "every" else kv.sync,
+            aflush="end" if make_index is not None and kv.is_async else None,
         ),
         make_index,
     )
@@ -171,11 +206,22 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
         raise NotReduced("what an engine holds cannot be replayed from its events")
     arrivals = _upto(recording.arrivals, problem.position)
     whole = whole.replace(cut_from=kv.events.total)
+    # What is published must be the engine's chain only where that is what is wrong: else blocks get other names. And a
+    # capacity only makes a test longer that is about something else.
+    chained = {
+        a[0].worker_id for a in arrivals if not isinstance(a, Forgotten) and a[1] and problem.rule == "wrong_hash"
+    }
+    with_capacity = problem.rule == "over_capacity"
     kinds = {
-        worker_id: SinkKind(False, about.residency, about.prefix_closed)
+        worker_id: SinkKind(
+            worker_id in chained, about.num_blocks if with_capacity else None, about.residency, about.prefix_closed
+        )
         for (worker_id, rank), about in kv.streams.items()
         if not rank
     }
+    if with_capacity:  # what is held is too much: what was removed does not matter, nor in how many events it came
+        with suppress(NotReduced):
+            return EventCutter(whole, _held(arrivals, whole.breach.worker), replayer, kinds).cut()
     return EventCutter(whole, arrivals, replayer, kinds).cut()
 
 
@@ -203,6 +249,37 @@ def _upto(arrivals: list[Arrival], position: int) -> list[Arrival]:
     return arrivals
 
 
+def _held(arrivals: list[Arrival], key: StreamKey) -> list[Arrival]:
+    """What a worker and rank holds on the device after these, as one Stored; copies of a block are one more each."""
+    held: dict[int, list[int]] = {}  # the local hash of each copy
+    worker_id, rank = key
+    for arrival in arrivals:
+        if isinstance(arrival, Forgotten):
+            if arrival.worker_id == worker_id and arrival.dp_rank in (None, rank):
+                held.clear()
+            continue
+        event, data = arrival[0], arrival[0].event.data
+        if (event.worker_id, event.event.dp_rank) != key:
+            continue
+        if isinstance(data, Cleared):
+            held.clear()
+        elif event.storage_tier is StorageTier.DEVICE and isinstance(data, Stored):
+            for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+                held.setdefault(block, []).append(local)
+        elif event.storage_tier is StorageTier.DEVICE:
+            for block in data.block_hashes:
+                copies = held.get(block, [])
+                del copies[-1:]
+                if not copies:
+                    held.pop(block, None)
+    out: list[Arrival] = []
+    while held:
+        data = Stored(None, tuple(held), tuple(copies[0] for copies in held.values()))
+        out.append((RouterEvent(worker_id, KvCacheEvent(len(out), data, rank)), False))
+        held = {block: copies[1:] for block, copies in held.items() if copies[1:]}
+    return out
+
+
 def _around(kv: RouterHarness, problem: Problem) -> list[int]:
     """Numbers of events around which it may have gone wrong: where it shows, and the last that names its block."""
     places = [] if problem.event is None else [problem.position]
@@ -223,11 +300,14 @@ def _around(kv: RouterHarness, problem: Problem) -> list[int]:
     return places if named is None or named in places else [*places, named]
 
 
-def _finished(found: Reproduction, replayer: Replayer, ignored: Collection[str]) -> Reproduction:
+def _finished(found: Reproduction, replayer: Replayer) -> Reproduction:
     """The program with what it says of itself."""
     replays = replayer.budget.replays
     replayer.budget = Budget(WORK)  # once or twice more, at whatever cost: it is short
-    if len(found.steps) > MOST_STEPS or not (len(found.steps) <= ASKED_ALWAYS or replayer.breaks(found, sync="auto")):
+    if len(found.steps) > MOST_STEPS or not (len(found.steps) <= ASKED_ALWAYS or replayer.breaks(found, as_test=True)):
         raise NotReduced(f"cut to {found.size:,} of {found.cut_from:,} {found.level} before the limit was reached")
-    besides = {p.rule for p in replayer.verdict(found).errors} & set(ignored) - {found.rule}
+    plain = found.replace(sync="auto")
+    if found.sync != "auto" and replayer.breaks(plain, as_test=True):
+        found = plain
+    besides = {p.rule for p in replayer.verdict(found).errors} & replayer.ignored - {found.rule}
     return found.replace(allow=tuple(sorted(besides)), replays=replays)

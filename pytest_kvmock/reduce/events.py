@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 #
 # Nearly always the events that name the block of the problem, or one of its ancestors, are enough; they are tried first
 # and the whole stream last, so that a stream of a million events costs no more than a short one.
+
+
+_WINDOWS: Final = (16, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,11 @@ class EventCutter:
             for among in (own, pieces):
                 kept = [piece.only(line) for piece in among]
                 yield [piece for piece in kept if piece.blocks or not _names_blocks(piece)]
+        if self._whole.sync != "auto" or self._whole.aflush is not None:
+            # What is compared late may go wrong for want of room: by the events before the last that names the block.
+            end = next((n for n in range(len(own), 0, -1) if block in own[n - 1].blocks), len(own))
+            for size in _WINDOWS:
+                yield own[max(0, end - size) : end]
         yield own
         yield pieces
 
@@ -214,13 +222,13 @@ class EventCutter:
         mender = (_Roots if self._chained else _Mender)(self._parents, self._whole.breach.block)
         for piece in pieces:
             arrival = piece.arrival
-            is_chained = self._chained and not isinstance(arrival, Forgotten) and arrival[1]
             worker_id, rank = piece.key
             if worker_id not in names:
                 names[worker_id] = worker_id
-                if worker_id >= FIRST_SINK_WORKER or is_chained:
+                kind = self._kinds.get(worker_id, SinkKind())
+                if worker_id >= FIRST_SINK_WORKER or kind.chained:
                     names[worker_id] = FIRST_SINK_WORKER + len(sinks)
-                    sinks.append(self._kinds.get(worker_id, SinkKind())._replace(chained=is_chained))
+                    sinks.append(kind)
             if isinstance(arrival, Forgotten):
                 steps.append(arrival._replace(worker_id=names[worker_id]))
                 mender.forget(piece.key)
@@ -250,11 +258,7 @@ class EventCutter:
             steps = [renamer.renamed(step) for step in steps]
         block = breach.block if renamer is None or breach.block is None else renamer.blocks.get(breach.block)
         return self._whole.replace(
-            breach=breach.replace(
-                worker=(names[breach.worker[0]], breach.worker[1]),
-                block=block,
-                is_error=breach.is_error or names[breach.worker[0]] != breach.worker[0],
-            ),
+            breach=breach.replace(worker=(names[breach.worker[0]], breach.worker[1]), block=block),
             profile=look.profile or self._whole.profile,
             steps=tuple(steps),
             workers=tuple(

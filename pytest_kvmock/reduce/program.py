@@ -13,6 +13,7 @@ from pytest_kvmock.harness.recording import Forgotten, Operation
 from pytest_kvmock.hygiene.stream import Residency
 
 if TYPE_CHECKING:
+    from pytest_kvmock.harness.comparison import Sync
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.hygiene.stream import StreamKey
 
@@ -90,6 +91,7 @@ class SinkKind(NamedTuple):
     """How a sink of a program is made: the arguments of `make_kv_sink`."""
 
     chained: bool = False
+    num_blocks: int | None = None
     residency: Residency = "unique"
     prefix_closed: bool = True
 
@@ -108,6 +110,8 @@ class Reproduction:
             need not.
         sinks: the sinks that speak; the first is worker 2**16.
         with_index: whether the index under test takes part.
+        sync: when it is compared; see `RouterHarness`.
+        aflush: when the test awaits `aflush()`: after "every" step, or at the "end"; None where no async index takes part.
         with_ids: whether the ids of the events matter; if not, they count from 0.
         allow: rules that it breaks besides, and that the test let pass.
         cut_from: how many events, or requests, the failing test had.
@@ -123,6 +127,8 @@ class Reproduction:
     workers: tuple[tuple[StreamKey, str | None], ...] = ()
     sinks: tuple[SinkKind, ...] = ()
     with_index: bool = False
+    sync: Sync = "auto"
+    aflush: Literal["every", "end"] | None = None
     with_ids: bool = False
     allow: tuple[str, ...] = ()
     cut_from: int = 0
@@ -155,8 +161,14 @@ class Reproduction:
         """Return the same with some fields changed."""
         return dataclasses.replace(self, **fields)
 
-    def as_test(self, name: str = "test_reproduction") -> str:
-        """The text of a Python test that breaks the rule; where an index takes part, it is the fixture `kv_index`."""
+    def as_test(self, name: str = "test_reproduction", *, awaited_by: str | None = None) -> str:
+        """The text of a Python test that breaks the rule; where an index takes part, it is the fixture `kv_index`.
+
+        Args:
+            name: the name of the test.
+            awaited_by: where an async index takes part, the marker by which a plugin runs async tests ("asyncio",
+                "anyio"), or "" where it needs none; None for a test that runs by itself (`asyncio.run`).
+        """
         from pytest_kvmock.reduce.text import test_text
 
-        return test_text(self, name)
+        return test_text(self, name, awaited_by)

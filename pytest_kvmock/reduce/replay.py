@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from inspect import Parameter, signature
+from inspect import Parameter, isawaitable, signature
+from threading import Event, Thread
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.harness import RouterHarness, Verdict
@@ -20,9 +21,16 @@ from pytest_kvmock.reduce.search import Spent
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec, EngineProfile
     from pytest_kvmock.engine.worker import Request
-    from pytest_kvmock.harness.comparison import Sync
     from pytest_kvmock.reduce.program import Reproduction
     from pytest_kvmock.reduce.search import Budget
+
+T = TypeVar("T")
+
+_LOOK: Final = 0.05
+"""Seconds between two looks whether a search in another thread is to end."""
+
+_GRACE: Final = 1.0
+"""Seconds that it has to come to its end then, before it is left alone."""
 
 ASKED_ALWAYS: Final = 50
 """Up to so many steps an index is compared as in a test; in longer replays at the end alone, which is the last step."""
@@ -32,48 +40,57 @@ class Replayer:
     """Replays programs, each in a world of its own.
 
     Args:
-        new_index: makes an empty index of the kind under test; None: none takes part.
+        make_index: makes empty indexes of the kind under test; None: none takes part.
         ignored: rules that the failing test let pass.
         budget: pays for every step.
         specs: backends that are known here only, by name.
+
+    Attributes:
+        ignored: as above.
+        budget: as above; it may be replaced.
     """
 
     def __init__(
         self,
-        new_index: Callable[[], Any] | None,
+        make_index: MakeIndex | None,
         ignored: Collection[str],
         budget: Budget,
         specs: Mapping[str, BackendSpec] = MappingProxyType({}),
     ) -> None:
         self.budget = budget
         self._specs = specs
-        self._new_index = new_index
-        self._ignored = frozenset(ignored)
+        self._make_index = make_index
+        self.ignored = frozenset(ignored)
 
-    def breaks(self, program: Reproduction, *, sync: Sync | None = None, strict: bool = False) -> bool:
+    def breaks(self, program: Reproduction, *, as_test: bool = False, strict: bool = False) -> bool:
         """Whether a program breaks its rule, and no other before it.
 
         Args:
             program: what to replay.
-            sync: when an index is compared; None: by the length.
+            as_test: compare an index as the program's test does, however long it is.
             strict: an operation that raises is no reproduction; else it is passed over.
 
         Raises:
             Spent: the budget is used up.
         """
         try:
-            verdict = self.verdict(program, sync=sync, strict=strict)
+            verdict = self.verdict(program, as_test=as_test, strict=strict)
         except Spent:
             raise
         except Exception:  # noqa: BLE001 - an index or a backend of the user's, on a stream that it never saw
             return False
         breach = program.breach
-        errors = [p for p in verdict.errors if p.rule == breach.rule or p.rule not in self._ignored]
+        errors = [p for p in verdict.errors if p.rule == breach.rule or p.rule not in self.ignored]
+        if self._make_index is not None and breach.rule != "index_failure":
+            self._make_index.failures += [p.known for p in errors if p.rule == "index_failure"]
         if breach.is_error:
-            return bool(errors) and breach.shows_in(errors[0])
+            # What is compared at one time has no order in time: then it may be any, where all are of one kind.
+            at_once = program.sync != "auto" or program.aflush is not None
+            at_once = at_once and all(p.rule == breach.rule for p in errors)
+            return any(map(breach.shows_in, errors if at_once else errors[:1]))
         return not errors and any(map(breach.shows_in, verdict.warnings))
 
-    def verdict(self, program: Reproduction, *, sync: Sync | None = None, strict: bool = False) -> Verdict:
+    def verdict(self, program: Reproduction, *, as_test: bool = False, strict: bool = False) -> Verdict:
         """What is found in a program.
 
         Raises:
@@ -81,20 +98,40 @@ class Replayer:
             Exception: whatever a user's own index or backend raises.
         """
         self.budget.replays += 1
-        index = self._new_index() if program.with_index and self._new_index is not None else None
-        sync = sync or ("auto" if len(program.steps) <= ASKED_ALWAYS else "end")
-        kv = RouterHarness(program.profile, self._specs.get(program.backend, program.backend), index, sync=sync)
-        for key, backend in program.workers:
-            kv.worker(*key, backend=None if backend is None else self._specs.get(backend, backend))
-        for sink in program.sinks:
-            kv.make_sink(**sink._asdict())
-        if program.level == "events":
-            self._hear(kv, program)
-        else:
-            self._operate(kv, program, strict=strict)
+        if not as_test and len(program.steps) > ASKED_ALWAYS:
+            aflush = program.aflush and "end"
+            program = program.replace(sync="end" if program.sync == "auto" else program.sync, aflush=aflush)
+        if program.aflush is not None:
+            return in_a_loop(self._aplay(program, strict=strict), self.budget)
+        index = self._make_index() if program.with_index and self._make_index is not None else None
+        kv = self._world(program, index)
+        for _ in self._steps(kv, program, strict=strict):
+            pass
         return kv.judge()
 
-    def _hear(self, kv: RouterHarness, program: Reproduction) -> None:
+    async def _aplay(self, program: Reproduction, *, strict: bool) -> Verdict:
+        assert self._make_index is not None
+        kv = self._world(program, await self._make_index.amake())
+        for _ in self._steps(kv, program, strict=strict):
+            if program.aflush == "every":
+                await kv.aflush()
+        await kv.aflush()
+        return kv.judge()
+
+    def _world(self, program: Reproduction, index: Any) -> RouterHarness:
+        backend = self._specs.get(program.backend, program.backend)
+        kv = RouterHarness(program.profile, backend, index, sync=program.sync)
+        for key, name in program.workers:
+            kv.worker(*key, backend=None if name is None else self._specs.get(name, name))
+        for sink in program.sinks:
+            kv.make_sink(**sink._asdict())
+        return kv
+
+    def _steps(self, kv: RouterHarness, program: Reproduction, *, strict: bool) -> Iterator[None]:
+        """Do one step after the other."""
+        return self._hear(kv, program) if program.level == "events" else self._operate(kv, program, strict=strict)
+
+    def _hear(self, kv: RouterHarness, program: Reproduction) -> Iterator[None]:
         spend, hear = self.budget.spend, kv.hear
         chained = {FIRST_SINK_WORKER + i for i, sink in enumerate(program.sinks) if sink.chained}
         # Some engines have spoken by now (SGLang's begins with a Cleared); what is told from here on comes after.
@@ -110,8 +147,9 @@ class Replayer:
                     kv.remove_worker(step.worker_id)
                 else:
                     kv.worker(step.worker_id, step.dp_rank or 0).restart(announced=True)
+            yield
 
-    def _operate(self, kv: RouterHarness, program: Reproduction, *, strict: bool) -> None:
+    def _operate(self, kv: RouterHarness, program: Reproduction, *, strict: bool) -> Iterator[None]:
         requests: dict[int, Request] = {}
         for step in program.steps:
             self.budget.spend()
@@ -121,6 +159,7 @@ class Replayer:
             except Exception:
                 if strict:
                     raise
+            yield
 
 
 def operate(kv: RouterHarness, step: Operation, requests: dict[int, Request]) -> None:
@@ -157,32 +196,80 @@ def operate(kv: RouterHarness, step: Operation, requests: dict[int, Request]) ->
         kv.drop_next(count, kind=of_kind)
 
 
-def index_maker(index: Any, profile: EngineProfile) -> Callable[[], Any]:
-    """How to make an empty index like the one under test.
+class MakeIndex:
+    """Makes empty indexes like the one under test.
 
     By its `new()`, where it has one; else by its class, called with nothing, or with what of the profile its parameters
     are named after (`block_size`).
 
+    Args:
+        index: the index under test.
+        profile: what the parameters of its class are named after.
+        is_async: whether it is to be awaited; then it may need an event loop to be made in.
+
     Raises:
-        NotReduced: it cannot be made.
+        NotReduced: its class needs something else.
+
+    Attributes:
+        failures: how those that were made have failed, in replays of what is no `index_failure`.
     """
-    kind: Any = type(index)
-    new = getattr(index, "new", None)
-    if callable(new):
-        make: Callable[[], Any] = new
-    else:
+
+    def __init__(self, index: Any, profile: EngineProfile, *, is_async: bool) -> None:
+        self.failures: list[str] = []
+        self._kind: Any = type(index)
+        self._profile, self._is_async = profile, is_async
+        new = getattr(index, "new", None)
+        self._has_new = callable(new)
+        self._make: Callable[[], Any] = new if callable(new) else self._by_class()
+
+    def _by_class(self) -> Callable[[], Any]:
         given: dict[str, Any] = {}
         with suppress(TypeError, ValueError):  # a class that is not written in Python has no signature
-            for parameter in _needed(signature(kind).parameters.values()):
-                if not hasattr(profile, parameter.name):
-                    raise NotReduced(_no_second(kind, f"its class needs {parameter.name!r}"))
-                given[parameter.name] = getattr(profile, parameter.name)
-        make = partial(kind, **given)
-    try:
-        RouterHarness(profile, None, make())
-    except Exception as error:
-        raise NotReduced(_no_second(kind, f"{type(error).__name__}: {error}")) from error
-    return make
+            for parameter in _needed(signature(self._kind).parameters.values()):
+                if not hasattr(self._profile, parameter.name):
+                    raise NotReduced(_no_second(self._kind, f"its class needs {parameter.name!r}"))
+                given[parameter.name] = getattr(self._profile, parameter.name)
+        return partial(self._kind, **given)
+
+    def __call__(self) -> Any:
+        """Make one."""
+        return self._make()
+
+    async def amake(self) -> Any:
+        """Make one where its event loop runs."""
+        made = self._make()
+        return await made if isawaitable(made) else made
+
+    def probe(self, budget: Budget) -> None:
+        """Make one, to see that it can be done.
+
+        Args:
+            budget: ends the wait for an async one.
+
+        Raises:
+            NotReduced: it cannot.
+        """
+        try:
+            self._try(budget)
+        except Spent:
+            raise NotReduced(_no_second(self._kind, "it took longer than the limit")) from None
+        except Exception as error:
+            if self._has_new:  # that of a base class perhaps, which does not know how this one is made
+                with suppress(Exception):
+                    self._make = self._by_class()
+                    self._try(budget)
+                    return
+            raise NotReduced(_no_second(self._kind, f"{type(error).__name__}: {error}")) from error
+
+    def _try(self, budget: Budget) -> None:
+        RouterHarness(self._profile, None, in_a_loop(self.amake(), budget) if self._is_async else self())
+
+    def why_not(self) -> str:
+        """What may be the reason why a replay does not show what was wrong with the index under test."""
+        name = self._kind.__name__
+        if self.failures:
+            return f"; a new {name} failed there: {self.failures[0]}"
+        return "" if self._has_new else f"; if yours is not as {name}() makes it, give it a method new()"
 
 
 def _needed(parameters: Iterable[Parameter]) -> list[Parameter]:
@@ -192,3 +279,69 @@ def _needed(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 def _no_second(kind: type, why: str) -> str:
     return f"no second {kind.__name__} can be made to try with ({why}); give it a method new() that makes an empty one"
+
+
+# ------------------------------------------------------------------------------------------------- async indexes
+
+
+def in_a_thread(search: Callable[[Callable[[], bool]], T], expired: Callable[[], bool] | None) -> T:
+    """Search in a thread of its own: the caller's may run an event loop already.
+
+    Args:
+        search: called with what says when to end.
+        expired: whether to end; None: never.
+
+    Raises:
+        NotReduced: an index does not come back; the thread is left alone, and ends when it does.
+        BaseException: whatever the search raises.
+    """
+    stopped = Event()
+    ended: list[tuple[T | None, BaseException | None]] = []
+
+    def is_over() -> bool:
+        return stopped.is_set() or (expired is not None and expired())
+
+    def run() -> None:
+        try:
+            ended.append((search(is_over), None))
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            ended.append((None, error))
+
+    thread = Thread(target=run, name="kvmock reduce", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive() and not is_over():
+            thread.join(_LOOK)
+        thread.join(_GRACE)
+    finally:
+        stopped.set()
+    if not ended:
+        raise NotReduced("a call of the index under test did not return when it was replayed")
+    found, error = ended[0]
+    if error is not None:
+        raise error
+    return cast("T", found)
+
+
+def in_a_loop(replay: Coroutine[Any, Any, T], budget: Budget) -> T:
+    """Run a replay in an event loop of its own, and end it when the budget is used up.
+
+    Raises:
+        Spent: the budget is used up.
+        Exception: whatever the replay raises.
+    """
+    import asyncio  # for those who have an async index
+
+    async def main() -> T:
+        # What tasks of an index come to is its own affair: the replay looks at its answers.
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        task = asyncio.ensure_future(replay)
+        while not task.done():
+            await asyncio.wait((task,), timeout=_LOOK)
+            if not task.done() and budget.is_spent:
+                raise Spent
+        if task.cancelled():
+            raise RuntimeError("the index under test cancelled the task that called it")
+        return task.result()
+
+    return asyncio.run(main())

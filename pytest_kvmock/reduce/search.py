@@ -41,8 +41,13 @@ class Budget:
             Spent: there is nothing left.
         """
         self.used += 1
-        if self.used > self._work or (self._expired is not None and self._expired()):
+        if self.is_spent:
             raise Spent
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether there is nothing left."""
+        return self.used > self._work or (self._expired is not None and self._expired())
 
 
 def minimal(items: Sequence[T], attempt: Callable[[Sequence[T]], bool]) -> Sequence[T]:

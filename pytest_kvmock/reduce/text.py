@@ -24,25 +24,37 @@ _PUBLIC = (
 )
 
 
-def test_text(program: Reproduction, name: str) -> str:
-    """The text of a test that does what a program says, and fails for the same rule."""
+def test_text(program: Reproduction, name: str, awaited_by: str | None) -> str:
+    """The text of a test that does what a program says, and fails for the same rule.
+
+    Args:
+        program: the program.
+        name: the name of the test.
+        awaited_by: see `Reproduction.as_test`.
+    """
     body = [*_world(program)]
     body += _events(program) if program.level == "events" else _operations(program)
+    if program.aflush == "end":
+        body.append("await kv.aflush()")
     if not program.breach.is_error:
         body.append(f'assert [] == [p for p in kv.judge().warnings if p.rule == "{program.rule}"]')
     index = "kv_index" if program.with_index else ""
     size = program.profile.block_size
-    marked = program.with_index and size != EngineProfile().block_size  # for a kv_index that reads kv_profile
-    lines = [
-        *([f"@pytest.mark.kvmock(block_size={size})"] * marked),
-        f"def {name}({index}):",
-        f"    with RouterHarness({_harness(program)}) as kv:",
-        *(f"        {line}" for line in body),
-    ]
+    marks = []
+    if program.with_index and size != EngineProfile().block_size:  # for a kv_index that reads kv_profile
+        marks.append(f"@pytest.mark.kvmock(block_size={size})")
+    if program.aflush is not None and awaited_by:
+        marks.append(f"@pytest.mark.{awaited_by}")
+    with_harness = [f"with RouterHarness({_harness(program)}) as kv:", *(f"    {line}" for line in body)]
+    runs_itself = program.aflush is not None and awaited_by is None
+    if runs_itself:
+        with_harness = ["async def body():", *(f"    {line}" for line in with_harness), "", "asyncio.run(body())"]
+    kind = "def" if program.aflush is None or runs_itself else "async def"
+    lines = [*marks, f"{kind} {name}({index}):", *(f"    {line}".rstrip() for line in with_harness)]
     text = "\n".join(lines)
     names = [public for public in _PUBLIC if f"{public}(" in text or f"{public}." in text]
-    pytest = "import pytest\n\n" if marked else ""
-    return f"{pytest}from pytest_kvmock import {', '.join(names)}\n\n\n{text}\n"
+    imports = ["import asyncio\n\n"] * runs_itself + ["import pytest\n\n"] * bool(marks)
+    return f"{''.join(imports)}from pytest_kvmock import {', '.join(names)}\n\n\n{text}\n"
 
 
 def _harness(program: Reproduction) -> str:
@@ -60,6 +72,8 @@ def _harness(program: Reproduction) -> str:
         arguments.append(f'{named}"{program.backend}"')
     if program.with_index:
         arguments.append("index=kv_index")
+    if program.sync != "auto":
+        arguments.append(f"sync={_quoted(program.sync)}")
     if program.allow:
         arguments.append(f"allow=[{', '.join(map(_quoted, program.allow))}]")
     return ", ".join(arguments)
@@ -89,6 +103,11 @@ def _world(program: Reproduction) -> Iterator[str]:
 
 
 def _events(program: Reproduction) -> Iterator[str]:
+    if program.aflush == "every":
+        for step in program.steps:
+            yield from _events(program.replace(steps=(step,), aflush="end"))
+            yield "await kv.aflush()"
+        return
     for (kind, where), group in groupby(program.steps, _place):
         steps = [*group]
         if kind == "forget":
@@ -185,6 +204,13 @@ def _tuple(hashes: Sequence[int]) -> str:
 
 
 def _operations(program: Reproduction) -> Iterator[str]:
+    for line in _calls(program):
+        yield line
+        if program.aflush == "every":
+            yield "await kv.aflush()"
+
+
+def _calls(program: Reproduction) -> Iterator[str]:
     steps = list(program.operations)
     size = program.profile.block_size
     prefills = {step.request: step for step in steps if step.kind == "prefill"}
@@ -194,7 +220,7 @@ def _operations(program: Reproduction) -> Iterator[str]:
         if step.kind == "prefill":
             own = [s for s in steps if s.request == step.request]
             kinds = [s.kind for s in own]
-            together = steps[: len(own)] == own
+            together = steps[: len(own)] == own and program.aflush != "every"
             if together and kinds in (["finish"], ["decode", "finish"]) and isinstance(own[0].argument or 0, int):
                 steps = steps[len(own) :]
                 output = f", {own[0].argument}" if own[0].kind == "decode" else ""

@@ -32,6 +32,10 @@ FIRST: Final = (0, 0)
 """The worker that a step is about which does not say so."""
 
 
+_OF_A_SINK: Final = ("num_blocks", "residency", "prefix_closed")
+"""Keys of an event that say how its sink is made."""
+
+
 class ScenarioFailure(AssertionError):  # noqa: N818 - the file is no error, what came of it is
     """Something that a scenario expects is not so. The first line of the message begins with file and line.
 
@@ -240,7 +244,7 @@ class _Player:
         elif "removed" in given:
             data = Removed(tuple(given["removed"]))
         while worker[0] - FIRST_SINK_WORKER >= self._sinks:
-            self._harness.make_sink(residency=given.get("residency", "unique"))
+            self._harness.make_sink(**{key: given[key] for key in _OF_A_SINK if key in given})
             self._sinks += 1
         event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]

@@ -143,6 +143,13 @@ def _count(node: Node) -> int:
     return number
 
 
+def _capacity(node: Node) -> int:
+    number = integer(node)
+    if number < 1:
+        raise node.wrong_type("an integer of at least 1")
+    return number
+
+
 def _numbers(node: Node) -> Numbers:
     """A number, a range such as `0..15` (both ends included), or a list of these."""
     if isinstance(node.value, list):
@@ -230,7 +237,10 @@ def _event(node: Node) -> dict[str, Any]:
         "tier": _tier,
         "token_ids": list_of(_numbers),
         "chained": boolean,
+        # How the sink is made, of the event that is its first.
+        "num_blocks": _capacity,
         "residency": _residency,
+        "prefix_closed": boolean,
     }
     given = node.fields(readers)
     _one_of(node, "stored", "removed", "cleared")
@@ -258,7 +268,6 @@ def _tier(node: Node) -> StorageTier:
 
 
 def _residency(node: Node) -> Residency:
-    """Of the sink that says it first."""
     for residency in RESIDENCIES:
         if node.value == residency:
             return residency

@@ -97,7 +97,9 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
     if event.worker_id >= FIRST_SINK_WORKER:
         sink = program.sinks[event.worker_id - FIRST_SINK_WORKER]
         said |= {"chained": True} if sink.chained else {}
+        said |= {} if sink.num_blocks is None else {"num_blocks": sink.num_blocks}
         said |= {"residency": sink.residency} if sink.residency != "unique" else {}
+        said |= {} if sink.prefix_closed else {"prefix_closed": False}
     return said
 
 

@@ -116,6 +116,96 @@ def test(kv_worker, kv_prompt):
     again.stdout.fnmatch_lines(["*KV event error*: over_capacity (worker 0*"])
 
 
+WITH_AN_INDEX = (
+    FORGETFUL
+    + """
+@pytest.mark.kvmock(num_blocks=30)
+@pytest.mark.kv_backends("lru")
+def test(kv_router, kv_worker, kv_prompt):
+    first = kv_prompt(blocks=5)
+    kv_worker.serve(first)
+    for _ in range(40):
+        kv_worker.serve(kv_prompt(blocks=5))
+    assert {} == kv_router.overlap(first)
+"""
+)
+
+
+def test_a_body_that_fails_because_the_index_is_wrong_is_cut_down_too(nested):
+    """The failure stays the test's own."""
+    result = nested(WITH_AN_INDEX)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E       assert {} == {0: 5}", "E *kvmock: also * KV event error*: index_drift *", SECTION]
+    )
+    again = nested(FORGETFUL + reproduction_of(result))
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["*KV event error*: index_drift (worker 0, event *"])
+
+
+def test_a_body_that_fails_leaves_its_requests_open_and_is_cut_down_all_the_same(nested):
+    result = nested(
+        FAULTY_BACKEND
+        + """
+@pytest.mark.kvmock(num_blocks=12, event_warnings="fail")
+@pytest.mark.kv_backends("quiet")
+def test(kv_worker, kv_prompt):
+    for _ in range(20):
+        kv_worker.serve(kv_prompt(blocks=5))
+    kv_worker.prefill(kv_prompt(blocks=5))
+    assert 0
+""",
+        subprocess=True,
+    )
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E       assert 0", SECTION, "# cut from 21 requests to 2"])
+
+
+REQUESTS = """
+@pytest.mark.kvmock(event_warnings="fail")
+@pytest.mark.kv_backends("lru")
+def test(kv_worker, kv_prompt):
+    for _ in range(20):
+        kv_worker.prefill(kv_prompt(blocks=1))
+"""
+
+
+def test_requests_that_a_failed_body_left_open_are_no_problem_to_cut_down(nested):
+    result = nested(REQUESTS + "    assert 0")
+
+    result.stdout.fnmatch_lines(["E       assert 0", "E *kvmock: also 1 KV event *: leaked_requests*"])
+    result.stdout.no_fnmatch_line(SECTION)
+    nested(REQUESTS).stdout.fnmatch_lines([SECTION])
+
+
+@pytest.mark.parametrize(
+    ("mark", "args"),
+    [
+        ("condition=False, reason='other'", []),
+        ("False, reason='other'", []),
+        ("'sys.platform == 0', reason='evaluated by pytest'", []),
+        ("raises=KeyError", []),
+        ("raises=(KeyError, OSError)", []),
+        ("strict=True", ["--runxfail"]),
+    ],
+)
+def test_a_failure_that_no_xfail_mark_expects_is_cut_down(nested, mark, args):
+    result = nested(f"@pytest.mark.xfail({mark})" + LARGE + "    assert 0\n", *args)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E       assert 0", SECTION, "# cut from 42 events to 3"])
+
+
+def test_the_time_of_a_run_is_that_of_failed_bodies_too(nested, monkeypatch):
+    monkeypatch.setattr("pytest_kvmock.plugin.report._SESSION", 0)
+
+    nested(LARGE + "    assert 0\n").stdout.fnmatch_lines(
+        ["E       assert 0", SECTION, "none: 0 seconds of this run went into those of other tests; run this one alone"]
+    )
+
+
 def test_a_failure_of_a_check_is_cut_down_too(nested):
     result = nested(LARGE.replace("kv_sink)", "kv_sink, kv_events)") + "    kv_events.check()\n")
 
@@ -128,13 +218,36 @@ def test_a_failure_of_a_check_is_cut_down_too(nested):
     [
         "def test(kv_sink): kv_sink(BAD)",
         "def test(kv_sink):\n    for n in range(100): kv_sink(Stored(None, (n,), (n,)))",
-        LARGE + "    assert 0\n",
+        "def test(kv_sink):\n    kv_sink(BAD)\n    assert 0",
+        "def test(kv_sink):\n    for n in range(100): kv_sink(Stored(None, (n,), (n,)))\n    assert 0",
         "@pytest.mark.kvmock(event_errors='ignore')" + LARGE,
+        "@pytest.mark.kvmock(event_errors='ignore')" + LARGE + "    assert 0\n",
+        "@pytest.mark.kvmock(event_errors='warn')" + LARGE + "    assert 0\n",
+        LARGE + "    pytest.skip('why')\n",
+        LARGE + "    raise unittest.SkipTest('why')\n",
+        LARGE + "    pytest.xfail('why')\n",
+        "@pytest.mark.xfail" + LARGE + "    assert 0\n",
+        "@pytest.mark.xfail(condition=True, reason='why', strict=True)" + LARGE + "    assert 0\n",
+        "@pytest.mark.xfail(sys.version_info > (3,), raises=(AssertionError, OSError))" + LARGE + "    assert 0\n",
     ],
-    ids=["small", "passes", "fails by itself", "ignored"],
+    ids=[
+        "small",
+        "passes",
+        "fails, small",
+        "fails, nothing wrong",
+        "ignored",
+        "fails, ignored",
+        "fails, warned of",
+        "skipped",
+        "unittest",
+        "xfailed",
+        "xfail",
+        "xfail, strict",
+        "xfail, raises",
+    ],
 )
 def test_other_tests_are_not_cut_down(nested, source):
-    nested(source, "-rA").stdout.no_fnmatch_line(SECTION)
+    nested(source, "-rA", "--xfail-tb").stdout.no_fnmatch_line(SECTION)
 
 
 @pytest.mark.parametrize("args", [["--kv-reduce=off"], ["-o", "kvmock_reduce=off"]])
@@ -215,6 +328,135 @@ def test_a_search_that_breaks_down_leaves_the_verdict(nested, monkeypatch):
     result.stdout.fnmatch_lines(
         ["*1 KV event error: block_not_found*", SECTION, "none: the search ended in ZeroDivisionError: no"]
     )
+
+
+# --------------------------------------------------------------------------------- indexes that are compared later
+
+OVERFLOWS = """
+from pytest_kvmock import RadixIndex
+
+class Overflows(RadixIndex):
+    'Its queue has room for 10 events until it is flushed.'
+    def __init__(self):
+        super().__init__()
+        self.queue = []
+    def apply(self, event):
+        if len(self.queue) < 10:
+            self.queue.append(event)
+    def flush(self):
+        for event in self.queue:
+            super().apply(event)
+        self.queue.clear()
+
+@pytest.fixture
+def kv_index():
+    return Overflows()
+"""
+
+
+def test_what_is_compared_at_the_end_is_pasted_so(nested):
+    test = """
+@pytest.mark.kvmock(sync="end")
+def test(kv_sink):
+    for n in range(40):
+        kv_sink(Stored(None, (n,), (n,)))
+"""
+    result = nested(OVERFLOWS + test, "--kv-save-scenario=saved", "--kv-reduce=60")
+    pasted = reproduction_of(result)
+
+    assert pasted.startswith(
+        "# cut from 40 events to 11\n"
+        "# not saved: a scenario flushes the index after each step, and this needs sync='end'\n"
+    )
+    assert '    with RouterHarness(index=kv_index, sync="end") as kv:\n' in pasted
+    again = nested(OVERFLOWS + pasted)
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["*1 KV event error: index_drift (worker 65536)"])
+
+
+AWAITED = """
+import asyncio
+from pytest_kvmock import RadixIndex
+
+class Forgets:
+    def __init__(self):
+        self.tree, self.queue = RadixIndex(), asyncio.Queue()
+    async def apply(self, event):
+        await self.queue.put(event)
+    async def flush(self):
+        while not self.queue.empty():
+            event = await self.queue.get()
+            if not isinstance(event.event.data, Removed):
+                self.tree.apply(event)
+    async def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes)
+
+@pytest.fixture
+def kv_index():
+    return Forgets()
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+"""
+
+SYNC_BODY = """
+def test(kv_router, kv_sink):
+    async def body():
+        for n in range(40):
+            kv_sink(Stored(None, (n,), (n,)))
+        kv_sink(Removed((20,)))
+        await kv_router.aflush()
+    asyncio.run(body())
+"""
+
+ASYNC_BODY = """
+async def test(kv_router, kv_sink):
+    for n in range(40):
+        kv_sink(Stored(None, (n,), (n,)))
+    kv_sink(Removed((20,)))
+    await kv_router.aflush()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "begins", "plugins", "args"),
+    [
+        (SYNC_BODY, ["def test_reproduction(kv_index):", "    async def body():"], [], []),
+        ("@pytest.mark.anyio" + ASYNC_BODY, ["@pytest.mark.anyio", "async def test_reproduction("], ["anyio"], []),
+        (
+            "@pytest.mark.asyncio" + ASYNC_BODY,
+            ["@pytest.mark.asyncio", "async def test_reproduction("],
+            ["pytest_asyncio.plugin"],
+            [],
+        ),
+        (
+            ASYNC_BODY,
+            ["async def test_reproduction(kv_index):"],
+            ["pytest_asyncio.plugin"],
+            ["-o", "asyncio_mode=auto"],
+        ),
+        (
+            "@pytest.mark.asyncio" + ASYNC_BODY + "    assert 0\n",
+            ["async def test_reproduction(kv_index):"],
+            ["pytest_asyncio.plugin"],
+            [],
+        ),
+    ],
+    ids=["none", "anyio", "asyncio", "asyncio, auto", "fails by itself"],
+)
+def test_an_async_index_is_pasted_as_its_test_is_awaited(nested, test, begins, plugins, args):
+    test = '@pytest.mark.kv_backends("lru")\n' + test.lstrip()
+    result = nested(AWAITED + test, "--kv-save-scenario=saved", "--kv-reduce=60", *args, plugins=plugins)
+    result.assert_outcomes(failed=1)
+    pasted = reproduction_of(result)
+
+    assert pasted.startswith("# cut from 41 events to 2\n# not saved: a scenario cannot await an async index\n")
+    assert "".join(f"{line}\n" for line in begins[:-1]) + begins[-1] in pasted
+    assert "await kv.aflush()\n" in pasted
+    again = nested(AWAITED + pasted, *args, plugins=plugins)
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["*1 KV event error: index_drift (worker 65536, event 1)"])
 
 
 # ------------------------------------------------------------------------------------------- logs of passing tests

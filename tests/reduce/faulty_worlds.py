@@ -39,6 +39,59 @@ class RaisesOnRemoved(Sound):
         self.tree.apply(event)
 
 
+class Overflows(Sound):
+    """Its queue has room for so many events until it is flushed; those that come then are lost."""
+
+    def __init__(self, room=8):
+        super().__init__()
+        self.room = room
+        self.queue = []
+
+    def new(self):
+        return type(self)(self.room)
+
+    def apply(self, event):
+        if len(self.queue) < self.room:
+            self.queue.append(event)
+
+    def flush(self):
+        for event in self.queue:
+            self.tree.apply(event)
+        self.queue.clear()
+
+
+class AsyncForgets:
+    """Awaited; forgets every Removed."""
+
+    def __init__(self):
+        self.tree = RadixIndex()
+
+    async def apply(self, event):
+        if not isinstance(event.event.data, Removed):
+            self.tree.apply(event)
+
+    async def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes).scores
+
+
+class ForgetsWhatWasFlushed(AsyncForgets):
+    """Forgets a Removed of what was stored before the last flush."""
+
+    def __init__(self):
+        super().__init__()
+        self.fresh = set()
+
+    async def apply(self, event):
+        data = event.event.data
+        if isinstance(data, Stored):
+            self.fresh.update(data.block_hashes)
+        if not isinstance(data, Removed) or self.fresh.issuperset(data.block_hashes):
+            self.tree.apply(event)
+
+    async def flush(self):
+        self.fresh.clear()
+
+
 class ByTokens:
     """Asked by tokens; forgets every Removed."""
 

@@ -4,7 +4,6 @@ import random
 from contextlib import suppress
 
 import pytest
-from faulty_worlds import ByTokens, ForgetsLongRemoved, RaisesOnRemoved, Sound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -225,6 +224,87 @@ def test_ranks_and_other_workers_stay_apart(failure_of):
     assert {(1, 1)} == {(event.worker_id, event.event.dp_rank) for event in found.events}
     assert "], worker_id=1, dp_rank=1)" in found.as_test()
     assert "rank 1" in failure_of(found)
+
+
+# -------------------------------------------------------------------------------------------------------- sinks
+
+
+def more_than_there_is_room_for(sink):
+    """Forty blocks are held, ten in two copies."""
+    sink(Stored(None, (1, 2), (11, 12)))
+    sink(Removed((2, 1)))
+    noise(sink, count=20)
+    for root in range(1000, 1200, 20):
+        sink(Stored(None, (root,), (root,)))
+        sink(Removed((root + 2,)))
+
+
+def test_what_is_held_beyond_the_capacity_of_a_sink_is_one_stored(failure_of):
+    kv = sunk(more_than_there_is_room_for, num_blocks=41)
+    found = reproduce(kv)
+
+    assert (62, 1, True) == (found.cut_from, found.size, found.complete)
+    assert found.as_test() == (
+        "from pytest_kvmock import RouterHarness, Stored\n"
+        "\n"
+        "\n"
+        "def test_reproduction():\n"
+        "    with RouterHarness() as kv:\n"
+        "        sink = kv.make_sink(num_blocks=41)\n"
+        "        sink(Stored(None, (*range(1, 43),), (*range(1, 43),)))\n"
+    )
+    assert failure_of(found).startswith("1 KV event error: over_capacity (worker 65536)")
+
+
+def test_copies_beyond_the_capacity_of_a_sink_are_a_stored_each(failure_of):
+    def say(sink):
+        for _ in range(3):
+            sink(Stored(None, (1, 2), (11, 12)))
+        sink(Removed((2,)))
+        sink(Stored(None, (3,), (13,)), StorageTier.HOST_PINNED)
+        sink(Removed((3,)), StorageTier.HOST_PINNED)
+
+    kv = sunk(say, num_blocks=4, residency="counted")
+    found = reproduce(kv)
+
+    assert [Stored(None, (1, 2), (1, 2)), Stored(None, (1, 2), (1, 2)), Stored(None, (1,), (1,))] == [
+        event.event.data for event in found.events
+    ]
+    assert 'sink = kv.make_sink(num_blocks=4, residency="counted")' in found.as_test()
+    assert failure_of(found).startswith("1 KV event error: over_capacity (worker 65536)")
+
+
+def test_what_was_cleared_or_forgotten_is_not_held():
+    kv = RouterHarness(EngineProfile(num_blocks=3))
+    kv.apply([Stored(None, (1, 2), (1, 2)), Cleared(), Stored(None, (3,), (3,))])
+    kv.remove_worker(0)
+    kv.worker(0)
+    kv.apply(Stored(None, (4,), (4,)), worker_id=1)
+    kv.apply(Stored(None, (5, 6, 7, 8), (5, 6, 7, 8)))
+    kv.judge()
+    found = reproduce(kv)
+
+    assert [Stored(None, (1, 2, 3, 4), (1, 2, 3, 4))] == [event.event.data for event in found.events]
+    assert "EngineProfile(num_blocks=3)" in found.as_test()
+
+
+def test_the_capacity_of_a_sink_is_left_out_where_it_does_not_matter():
+    assert "sink = kv.make_sink()\n" in reproduce(sunk(a_parent_that_is_gone, num_blocks=1000)).as_test()
+
+
+def test_a_sink_that_is_judged_otherwise_is_made_so_again():
+    """Its wrong hash is a warning, also where it is not the first sink any more."""
+    kv = RouterHarness(backend=None)
+    kv.make_sink()(Stored(None, (1,), (1,)))
+    sink = kv.make_sink(chained=True, prefix_closed=False)
+    for block in range(10, 40):
+        sink(Stored(None, (block,), (block,)))
+    sink(Stored(None, (5,), (6,)))
+    kv.judge()
+    found = reproduce(kv, kv.events.warnings[0])
+
+    assert [Stored(None, (5,), (6,))] == [event.event.data for event in found.events]
+    assert "sink = kv.make_sink(chained=True, prefix_closed=False)\n" in found.as_test()
 
 
 # ----------------------------------------------------------------------------------------------- property: events
@@ -481,81 +561,6 @@ def test_requests_that_raised_are_left_out(faulty_backends):
     kv.judge()
 
     assert ["prefill", "finish"] * 2 == [step.kind for step in reproduce(kv).operations]
-
-
-# ---------------------------------------------------------------------------------------------- index under test
-
-
-def test_an_index_that_forgets_is_shown_by_events(busy, failure_of):
-    found = reproduce(busy(index=ForgetsLongRemoved()))
-    stored, removed = [event.event.data for event in found.events][-2:]
-
-    assert ("index_drift", "events", True) == (found.rule, found.level, found.with_index)
-    assert 4 == len(removed.block_hashes)
-    assert found.size <= 3
-    assert isinstance(stored, Stored)
-    assert "index_drift" in failure_of(found, ForgetsLongRemoved()).splitlines()[0]
-
-
-def test_an_index_that_raises_is_shown_by_events(busy, failure_of):
-    found = reproduce(busy(index=RaisesOnRemoved()))
-
-    assert ("index_failure", 2) == (found.rule, found.size)
-    assert "disk full" in failure_of(found, RaisesOnRemoved())
-
-
-def test_an_index_that_takes_tokens_is_shown_by_requests(busy, failure_of):
-    found = reproduce(busy(index=ByTokens(4)))
-
-    assert ("index_drift", "requests", 2) == (found.rule, found.level, found.size)
-    assert "@pytest.mark.kvmock(block_size=4)\ndef test_reproduction(kv_index):\n" in found.as_test()
-    assert "index_drift" in failure_of(found, ByTokens(4))
-
-
-def test_it_may_be_shown_by_events_with_tokens_too(busy, failure_of):
-    found = reproduce(busy(index=ByTokens(4)), level="events")
-
-    assert 2 == found.size
-    assert "index_drift" in failure_of(found, ByTokens(4))
-
-
-def test_an_index_may_say_how_it_is_made_anew(busy):
-    class Named(ForgetsLongRemoved):
-        def __init__(self, name):
-            super().__init__()
-            self.name = name
-
-        def new(self):
-            return Named(self.name)
-
-    assert "index_drift" == reproduce(busy(index=Named("a"))).rule
-
-
-def test_an_index_that_cannot_be_made_anew_is_said(busy):
-    class Named(ForgetsLongRemoved):
-        def __init__(self, name):
-            super().__init__()
-
-    with pytest.raises(NotReduced) as raised:
-        reproduce(busy(index=Named("a")))
-    assert (
-        "no second Named can be made to try with (its class needs 'name'); give it a method new() that makes an empty one"
-        == str(raised.value)
-    )
-
-
-def test_an_index_that_is_only_wrong_in_this_test_is_said(busy):
-    index = Sound()
-    index.apply = lambda event: None if isinstance(event.event.data, Removed) else index.tree.apply(event)
-    kv = busy(index=index)
-
-    with pytest.raises(NotReduced) as raised:
-        reproduce(kv)
-    assert (
-        "replayed, the events do not break the rule again with a new Sound() (its method new() would say how to make one "
-        "that is like yours); replayed, the requests do not break the rule again with a new Sound() (its method new() "
-        "would say how to make one that is like yours)" == str(raised.value)
-    )
 
 
 # -------------------------------------------------------------------------------------------------- limits, words

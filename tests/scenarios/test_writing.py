@@ -22,6 +22,7 @@ from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.cache.logical import LogicalManager
 from pytest_kvmock.scenarios import load_scenarios, play
 from pytest_kvmock.scenarios.writing import scenario_text
+from pytest_kvmock.strict_yaml import YamlError
 
 
 class Forgets:
@@ -72,6 +73,13 @@ def a_sink_that_hashes_wrongly(kv):
     sink(Stored(None, (5,), (6,)))
 
 
+def a_sink_that_holds_too_much(kv):
+    kv.make_sink()(Stored(None, (1, 2), (1, 2)))
+    sink = kv.make_sink(num_blocks=3, residency="counted")
+    for _ in range(2):
+        sink(Stored(None, (5, 6), (5, 6)))
+
+
 def a_removed_of_another_tier(kv):
     kv.apply(Stored(None, (1, 2, 3), (1, 2, 3)))
     kv.apply(RouterEvent(0, KvCacheEvent(1, Removed((3,))), StorageTier.HOST_PINNED))
@@ -98,6 +106,7 @@ def a_signed_name_of_a_parent_that_is_not_there(kv):
         a_signed_name_of_a_parent_that_is_not_there,
         a_gap_of_ids,
         a_sink_that_hashes_wrongly,
+        a_sink_that_holds_too_much,
         a_removed_of_another_tier,
         a_worker_that_is_forgotten,
         tokens_that_are_too_few,
@@ -152,6 +161,44 @@ def test_copies_of_a_sink_are_counted_again(tmp_path):
     sink(Removed((50,)))
     found = reproduce(kv)
     assert_breaks_the_same(found, tmp_path, index=RadixIndex())
+
+
+def test_a_sink_is_made_again_as_it_was(tmp_path):
+    kv = RouterHarness(backend="lineage")
+    sink = kv.make_sink(chained=True, num_blocks=7, residency="counted", prefix_closed=False)
+    sink(Stored(None, (5,), (6,)))
+    sink(Stored(None, (7,), (7,)))
+    kv.flush()
+    (problem,) = kv.events.warnings
+    found = reproduce(kv, problem)
+    path = tmp_path / "saved.kv.yaml"
+    path.write_text(scenario_text(found, "reproduction"))
+    (scenario,) = load_scenarios(path)
+
+    (step,) = scenario.steps
+    expected = {"chained": True, "residency": "counted", "prefix_closed": False}
+    assert expected == {key: step.given[key] for key in ("chained", "residency", "prefix_closed")}
+    assert "num_blocks" not in step.given
+    harness = RouterHarness(backend="lineage")
+    with pytest.raises(AssertionError, match=r"expect problems \[\]: got \['wrong_hash'\]"):
+        play(scenario, harness)
+    assert [False] == [problem.is_error for problem in harness.events.problems]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("num_blocks: 0", "1:58: num_blocks: got 0; allowed: an integer of at least 1"),
+        ("num_blocks: x", "1:58: num_blocks: got 'x'; allowed: an integer"),
+        ("prefix_closed: 1", "1:61: prefix_closed: got 1; allowed: true or false"),
+    ],
+)
+def test_how_a_sink_is_made_is_read_strictly(tmp_path, said, why):
+    path = tmp_path / "wrong.kv.yaml"
+    path.write_text("steps: [{event: {stored: [1], worker: 65536, " + said + "}}]")
+    with pytest.raises(YamlError) as raised:
+        load_scenarios(path, "wrong.kv.yaml")
+    assert f"wrong.kv.yaml:{why}" == str(raised.value)
 
 
 def assert_breaks_the_same(found, tmp_path, backend=None, index=None):

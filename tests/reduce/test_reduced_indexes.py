@@ -1,0 +1,496 @@
+"""The fault of an index under test is cut down, compared as its test does, and awaited where it is async."""
+
+import asyncio
+import re
+import threading
+
+import pytest
+from faulty_worlds import (
+    AsyncForgets,
+    ByTokens,
+    ForgetsLongRemoved,
+    ForgetsWhatWasFlushed,
+    Overflows,
+    RaisesOnRemoved,
+    Sound,
+)
+
+from pytest_kvmock import EngineProfile, RadixIndex, Removed, RouterHarness, Stored
+from pytest_kvmock.reduce import NotReduced, reproduce
+
+# ------------------------------------------------------------------------------------------------ how it is made
+
+
+def test_an_index_that_forgets_is_shown_by_events(busy, failure_of):
+    found = reproduce(busy(index=ForgetsLongRemoved()))
+    stored, removed = [event.event.data for event in found.events][-2:]
+
+    assert ("index_drift", "events", True) == (found.rule, found.level, found.with_index)
+    assert 4 == len(removed.block_hashes)
+    assert found.size <= 3
+    assert isinstance(stored, Stored)
+    assert "index_drift" in failure_of(found, ForgetsLongRemoved()).splitlines()[0]
+
+
+def test_an_index_that_raises_is_shown_by_events(busy, failure_of):
+    found = reproduce(busy(index=RaisesOnRemoved()))
+
+    assert ("index_failure", 2) == (found.rule, found.size)
+    assert "disk full" in failure_of(found, RaisesOnRemoved())
+
+
+def test_an_index_that_takes_tokens_is_shown_by_requests(busy, failure_of):
+    found = reproduce(busy(index=ByTokens(4)))
+
+    assert ("index_drift", "requests", 2) == (found.rule, found.level, found.size)
+    assert "@pytest.mark.kvmock(block_size=4)\ndef test_reproduction(kv_index):\n" in found.as_test()
+    assert "index_drift" in failure_of(found, ByTokens(4))
+
+
+def test_it_may_be_shown_by_events_with_tokens_too(busy, failure_of):
+    found = reproduce(busy(index=ByTokens(4)), level="events")
+
+    assert 2 == found.size
+    assert "index_drift" in failure_of(found, ByTokens(4))
+
+
+def test_an_index_may_say_how_it_is_made_anew(busy):
+    class Named(ForgetsLongRemoved):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def new(self):
+            return Named(self.name)
+
+    assert "index_drift" == reproduce(busy(index=Named("a"))).rule
+
+
+def test_an_index_whose_base_class_cannot_make_it_anew_is_made_by_its_class(busy):
+    class Forgets(RadixIndex):
+        """Its base has a `new()` that passes an argument."""
+
+        def __init__(self):
+            super().__init__()
+
+        def apply(self, event):
+            if not isinstance(event.event.data, Removed):
+                super().apply(event)
+
+    assert 2 == reproduce(busy(index=Forgets())).size
+
+
+def test_an_index_that_cannot_be_made_in_either_way_is_said_with_why_not_in_its_own(busy):
+    class Forgets(ForgetsLongRemoved):
+        def __init__(self, name):
+            super().__init__()
+
+        def new(self):
+            raise OSError("port in use")
+
+    with pytest.raises(NotReduced) as raised:
+        reproduce(busy(index=Forgets("a")))
+    assert (
+        "no second Forgets can be made to try with (OSError: port in use); give it a method new() that makes an empty one"
+        == str(raised.value)
+    )
+
+
+def test_an_index_that_cannot_be_made_anew_is_said(busy):
+    class Named(ForgetsLongRemoved):
+        def __init__(self, name):
+            super().__init__()
+
+    with pytest.raises(NotReduced) as raised:
+        reproduce(busy(index=Named("a")))
+    assert (
+        "no second Named can be made to try with (its class needs 'name'); give it a method new() that makes an empty one"
+        == str(raised.value)
+    )
+
+
+def only_wrong_here(kind):
+    """An index that forgets, which others of its kind do not."""
+    index = kind()
+    index.apply = lambda event: None if isinstance(event.event.data, Removed) else index.tree.apply(event)
+    return index
+
+
+class SoundWithNew(Sound):
+    def new(self):
+        return type(self)()
+
+
+class NeedsALibrary(Sound):
+    def apply(self, event):
+        raise RuntimeError("not connected")
+
+
+NOT_AGAIN = "replayed, the events do not break the rule again; replayed, the requests do not break the rule again"
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Sound, "; if yours is not as Sound() makes it, give it a method new()"),
+        (SoundWithNew, ""),
+        (
+            NeedsALibrary,
+            "; a new NeedsALibrary failed there: apply raised RuntimeError: not connected (*.py:* in apply)",
+        ),
+    ],
+)
+def test_an_index_that_is_only_wrong_in_this_test_is_said(busy, kind, why):
+    kv = busy(index=only_wrong_here(kind), requests=40)
+
+    with pytest.raises(NotReduced) as raised:
+        reproduce(kv)
+    said = re.sub(r"\(\w+\.py:\d+ in", "(*.py:* in", str(raised.value))
+    assert NOT_AGAIN + why == said
+
+
+# ------------------------------------------------------------------------------------------- when it is compared
+
+
+def stored_one_by_one(index, count, sync):
+    """Each Stored makes the index drift from when its queue is full."""
+    kv = RouterHarness(EngineProfile(num_blocks=count), index=index, sync=sync)
+    for block in range(1, count + 1):
+        kv.apply(Stored(None, (block,), (block,)))
+    kv.judge()
+    return kv
+
+
+@pytest.mark.parametrize("room", [8, 52])
+def test_an_index_that_is_compared_at_the_end_is_compared_there_again(failure_of, room):
+    found = reproduce(stored_one_by_one(Overflows(room), 60, "end"))
+
+    assert (room + 1, True, "end") == (found.size, found.complete, found.sync)
+    assert '    with RouterHarness(index=kv_index, sync="end") as kv:\n' in found.as_test()
+    assert "index_drift" in failure_of(found, Overflows(room)).splitlines()[0]
+
+
+def test_what_shows_after_its_event_too_is_written_without_the_setting(failure_of):
+    kv = RouterHarness(index=ForgetsLongRemoved(), sync="end")
+    for block in range(100, 140):
+        kv.apply(Stored(None, (block,), (block,)))
+    kv.apply([Stored(None, (1, 2, 3, 4), (1, 2, 3, 4)), Removed((4, 3, 2, 1))])
+    kv.judge()
+    found = reproduce(kv)
+
+    assert (2, "auto") == (found.size, found.sync)
+    assert "    with RouterHarness(index=kv_index) as kv:\n" in found.as_test()
+    assert "index_drift" in failure_of(found, ForgetsLongRemoved())
+
+
+def test_an_index_that_is_compared_after_each_event_is_so_by_default():
+    kv = RouterHarness(index=ForgetsLongRemoved(), sync="every")
+    kv.apply([Stored(None, (1, 2, 3, 4), (1, 2, 3, 4)), Removed((4, 3, 2, 1))])
+    kv.judge()
+
+    assert "RouterHarness(index=kv_index) as kv" in reproduce(kv).as_test()
+
+
+def test_what_a_long_test_does_not_flush_each_time_is_shown_at_the_end(failure_of):
+    """From the 2,000th event on, the index is flushed after one in 16; a short replay would flush it after each."""
+    found = reproduce(stored_one_by_one(Overflows(8), 2100, "auto"))
+
+    assert (9, "end") == (found.size, found.sync)
+    assert "index_drift" in failure_of(found, Overflows(8)).splitlines()[0]
+
+
+def test_what_only_a_short_replay_flushes_each_time_is_not_shown_as_a_long_one(failure_of):
+    """Fifty-one events would break the rule as they are replayed, and not in a test."""
+
+    class ForgetsFresh(Sound):
+        """Forgets a Removed of what was stored since the last flush."""
+
+        def __init__(self):
+            super().__init__()
+            self.fresh = set()
+
+        def apply(self, event):
+            data = event.event.data
+            if isinstance(data, Stored):
+                self.fresh.update(data.block_hashes)
+            if not isinstance(data, Removed) or self.fresh.isdisjoint(data.block_hashes):
+                self.tree.apply(event)
+
+        def flush(self):
+            self.fresh.clear()
+
+    kv = RouterHarness(EngineProfile(num_blocks=3000), index=ForgetsFresh())
+    for block in range(1, 2003):
+        kv.apply(Stored(None, (block,), (block,)))
+    kv.apply(Removed((2002,)))
+    kv.judge()
+    found = reproduce(kv, work=20_000)
+
+    assert (2, "end") == (found.size, found.sync)
+    assert "index_drift" in failure_of(found, ForgetsFresh())
+
+
+def test_an_index_that_loses_what_it_was_given_long_ago_is_cut_as_far_as_it_can_be(failure_of):
+    """What is longer than a short replay is compared as its test does before it is shown."""
+
+    class RunsFull(Sound):
+        taken = 0
+
+        def apply(self, event):
+            self.taken += 1
+            if self.taken <= 52:
+                self.tree.apply(event)
+
+    found = reproduce(stored_one_by_one(RunsFull(), 60, "auto"))
+
+    assert (53, "auto", True) == (found.size, found.sync, found.complete)
+    assert "index_drift" in failure_of(found, RunsFull()).splitlines()[0]
+
+
+# ------------------------------------------------------------------------------------------------- async indexes
+
+
+def awaited(index, *, each=False, sync="auto", **options):
+    """Thirty requests in a small cache, over an async index; what `reproduce` makes of it while a loop runs."""
+
+    async def body():
+        kv = RouterHarness(EngineProfile(num_blocks=20), index=index() if isinstance(index, type) else index, sync=sync)
+        for _ in range(30):
+            kv.worker(0).serve(kv.prompt(4))
+            if each:
+                await kv.aflush()
+        await kv.aflush()
+        kv.judge()
+        return reproduce(kv, **options)
+
+    return asyncio.run(body())
+
+
+def no_thread_is_left():
+    return [] == [thread for thread in threading.enumerate() if "kvmock" in thread.name]
+
+
+def test_an_async_index_is_awaited_in_a_loop_of_its_own(failure_of):
+    found = awaited(AsyncForgets)
+
+    assert found.as_test() == (
+        "import asyncio\n"
+        "\n"
+        "from pytest_kvmock import Removed, RouterHarness, Stored\n"
+        "\n"
+        "\n"
+        "def test_reproduction(kv_index):\n"
+        "    async def body():\n"
+        "        with RouterHarness(index=kv_index) as kv:\n"
+        "            kv.apply([\n"
+        "                Stored(None, (1,), (1,)),\n"
+        "                Removed((1,)),\n"
+        "            ])\n"
+        "            await kv.aflush()\n"
+        "\n"
+        "    asyncio.run(body())\n"
+    )
+    assert (55, 2, True) == (found.cut_from, found.size, found.complete)
+    assert "index_drift" in failure_of(found, AsyncForgets()).splitlines()[0]
+    assert no_thread_is_left()
+
+
+@pytest.mark.parametrize(("awaited_by", "lines"), [("anyio", ["import pytest", "", "@pytest.mark.anyio"]), ("", [])])
+def test_its_test_is_one_for_a_plugin_that_awaits_it(awaited_by, lines):
+    text = awaited(AsyncForgets).as_test(awaited_by=awaited_by)
+
+    assert [
+        *lines[:2],
+        "from pytest_kvmock import Removed, RouterHarness, Stored",
+        "",
+        "",
+        *lines[2:],
+        "async def test_reproduction(kv_index):",
+        "    with RouterHarness(index=kv_index) as kv:",
+        "        kv.apply([",
+        "            Stored(None, (1,), (1,)),",
+        "            Removed((1,)),",
+        "        ])",
+        "        await kv.aflush()",
+    ] == text.splitlines()
+
+
+def test_it_is_flushed_after_every_step_where_that_shows_it(failure_of):
+    found = awaited(ForgetsWhatWasFlushed, each=True)
+
+    assert (
+        "            kv.apply(Stored(None, (1,), (1,)))\n"
+        "            await kv.aflush()\n"
+        "            kv.apply(Removed((1,)))\n"
+        "            await kv.aflush()\n"
+        "\n"
+        "    asyncio.run(body())\n" in found.as_test()
+    )
+    assert "index_drift" in failure_of(found, ForgetsWhatWasFlushed()).splitlines()[0]
+
+
+def test_requests_are_flushed_one_by_one_too(failure_of):
+    found = awaited(ForgetsWhatWasFlushed, each=True, level="requests")
+    lines = [line.strip() for line in found.as_test().splitlines()]
+
+    assert "requests" == found.level
+    assert [*lines[lines.index("request1.finish()") :][:2]] == ["request1.finish()", "await kv.aflush()"]
+    assert "index_drift" in failure_of(found, ForgetsWhatWasFlushed()).splitlines()[0]
+
+
+def test_an_async_index_may_be_made_where_its_loop_runs():
+    class Works(AsyncForgets):
+        def __init__(self):
+            super().__init__()
+            self.queue = asyncio.Queue()
+            self.task = asyncio.get_running_loop().create_task(self.work())
+
+        async def work(self):
+            while True:
+                await AsyncForgets.apply(self, await self.queue.get())
+                self.queue.task_done()
+
+        async def apply(self, event):
+            await self.queue.put(event)
+
+        async def flush(self):
+            await self.queue.join()
+
+    assert 2 == awaited(Works).size
+    assert no_thread_is_left()
+
+
+def test_an_async_index_may_be_awaited_before_there_is_one():
+    class Connects(AsyncForgets):
+        def __init__(self, address):
+            super().__init__()
+            self.address = address
+
+        async def new(self):
+            return type(self)(self.address)
+
+    assert 2 == awaited(Connects("a")).size
+
+
+def test_an_async_index_that_is_compared_at_the_end_needs_no_setting_where_it_is_asked_later_too():
+    found = awaited(AsyncForgets, sync="end")
+
+    assert (2, "auto", "end") == (found.size, found.sync, found.aflush)
+
+
+class OnlyTheFirst(AsyncForgets):
+    """Of its objects only the first one works, in the loop that made it."""
+
+    def __init__(self):
+        super().__init__()
+        self.loop = asyncio.get_running_loop()
+
+    def new(self):
+        made = type(self)()
+        made.loop = self.loop
+        return made
+
+    async def apply(self, event):
+        if self.loop is not asyncio.get_running_loop():
+            await self.elsewhere()
+        await super().apply(event)
+
+    async def elsewhere(self):
+        raise RuntimeError("bound to a different event loop")
+
+
+def test_an_async_index_that_is_bound_to_another_loop_is_said():
+    with pytest.raises(NotReduced) as raised:
+        awaited(OnlyTheFirst)
+    assert (
+        f"{NOT_AGAIN}; a new OnlyTheFirst failed there: apply raised RuntimeError: bound to a different event loop "
+        "(test_reduced_indexes.py:*)" == re.sub(r":\d+ in elsewhere", ":*", str(raised.value))
+    )
+
+
+def test_an_async_index_that_cannot_be_made_anew_is_said():
+    class Once(AsyncForgets):
+        made = 0
+
+        def __init__(self):
+            super().__init__()
+            Once.made += 1
+            if Once.made > 1:
+                raise OSError("port in use")
+
+    with pytest.raises(NotReduced) as raised:
+        awaited(Once)
+    assert (
+        "no second Once can be made to try with (OSError: port in use); give it a method new() that makes an empty one"
+        == str(raised.value)
+    )
+
+
+def test_an_async_index_that_never_answers_ends_with_the_limit():
+    hangs = threading.Event()
+
+    class Hangs(OnlyTheFirst):
+        async def elsewhere(self):
+            hangs.set()
+            await asyncio.Event().wait()
+
+    with pytest.raises(NotReduced) as raised:
+        awaited(Hangs, expired=hangs.is_set)
+    assert (
+        "no part of the events broke the rule again before the limit was reached; "
+        "no part of the requests broke the rule again before the limit was reached" == str(raised.value)
+    )
+    assert no_thread_is_left()
+
+
+def test_an_async_index_that_is_never_made_ends_with_the_limit():
+    hangs = threading.Event()
+
+    class NeverMade(AsyncForgets):
+        async def new(self):
+            hangs.set()
+            await asyncio.Event().wait()
+
+    with pytest.raises(NotReduced) as raised:
+        awaited(NeverMade, expired=hangs.is_set)
+    assert (
+        "no second NeverMade can be made to try with (it took longer than the limit); give it a method new() that makes "
+        "an empty one" == str(raised.value)
+    )
+
+
+def test_an_async_index_that_blocks_its_loop_is_left_alone_after_the_limit():
+    blocks, ends = threading.Event(), threading.Event()
+
+    class Blocks(OnlyTheFirst):
+        async def elsewhere(self):
+            blocks.set()
+            ends.wait()
+
+    with pytest.raises(NotReduced) as raised:
+        awaited(Blocks, expired=blocks.is_set)
+    assert "a call of the index under test did not return when it was replayed" == str(raised.value)
+
+    (left,) = (thread for thread in threading.enumerate() if "kvmock" in thread.name)
+    assert left.daemon
+    ends.set()
+    left.join()  # it has been told to end
+
+
+def test_an_async_index_that_cancels_its_caller_is_no_end_of_the_search():
+    class Cancels(OnlyTheFirst):
+        async def elsewhere(self):
+            asyncio.current_task().cancel()
+            await asyncio.Event().wait()
+
+    with pytest.raises(NotReduced, match=f"^{NOT_AGAIN}$"):
+        awaited(Cancels)
+
+
+def test_what_else_is_raised_by_an_async_index_is_raised():
+    class Exits(OnlyTheFirst):
+        async def elsewhere(self):
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        awaited(Exits)
