@@ -26,6 +26,9 @@ class Standard:
 
     A fault that need not be survived *spoils* the streams that it changes: the index may say of them what it likes.
 
+    Args:
+        reference: an empty reference index.
+
     Attributes:
         ledger: whose history the chains to ask for come from.
         reference: what a router should answer.
@@ -33,9 +36,9 @@ class Standard:
         hurt: the streams that survived faults have struck, each with the stream and block of the chains to ask for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reference: RadixIndex) -> None:
         self.ledger = Ledger()
-        self.reference = RadixIndex()
+        self.reference = reference
         self.hurt: dict[StreamKey, set[tuple[StreamKey, int]]] = {}
         self.spoiled: set[StreamKey] = set()
         self._strikes: dict[StreamKey, list[Injected]] = {}
@@ -183,7 +186,7 @@ class Standard:
             first[key] = min(places, default=len(self._said))
         before = [one for place, one in enumerate(self._said) if place < first.get(one[0], len(self._said))]
         after = [one for place, one in enumerate(self._said) if place >= first.get(one[0], len(self._said))]
-        index = RadixIndex()
+        index = self.reference.new()
         for one in before:
             _apply(index, *one)
         out = [index.find_matches(local_hashes).scores]

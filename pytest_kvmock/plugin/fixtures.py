@@ -104,7 +104,7 @@ def _block_size_place(item: pytest.Item) -> str:
 
 
 CASE: Final = pytest.StashKey[Case]()
-_HARNESS_KEYS: Final = ("sync", "faults", "survive")
+_HARNESS_KEYS: Final = ("sync", "index_semantics", "faults", "survive")
 """Keys of the `kvmock` marker that are arguments of `RouterHarness`; the innermost marker that has one wins."""
 
 _RECOVERY: Final = pytest.StashKey["Recovery"]()

@@ -123,6 +123,44 @@ def test_sync_is_what_the_innermost_marker_says(nested):
     result.assert_outcomes(passed=2)
 
 
+def test_what_a_cleared_empties_and_bursts_are_said_by_the_marker(nested):
+    result = nested(
+        """
+        from pytest_kvmock import RadixIndex
+
+        class Index(RadixIndex):
+            asked = 0
+            def find_matches(self, hashes):
+                self.asked += 1
+                return super().find_matches(hashes)
+
+        @pytest.fixture
+        def kv_index(): return Index(semantics="e1")
+
+        @pytest.mark.kv_backends("lru")
+        @pytest.mark.kvmock(index_semantics="e1", sync="burst", dp_size=2, block_size=4)
+        class TestC:
+            def test_e1(self, kv_router, kv_index):
+                for rank in (0, 1):
+                    kv_router.worker(0, rank).serve([1] * 4)
+                kv_router.worker(0, 0).clear()
+                assert not kv_index.asked
+                assert kv_router.overlap([1] * 4) == {}
+                assert kv_index.asked
+
+            @pytest.mark.kvmock(index_semantics=None, allow=["index_drift"])
+            def test_default(self, kv_router, kv_events):
+                for rank in (0, 1):
+                    kv_router.worker(0, rank).serve([1] * 4)
+                kv_router.worker(0, 0).clear()
+                kv_router.flush()
+                assert {p.rule for p in kv_events.problems} == {"index_drift"}
+        """
+    )
+
+    result.assert_outcomes(passed=2)
+
+
 READS_TRAITS = """
     from pytest_kvmock import BACKENDS, Traits
 

@@ -137,7 +137,14 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
     profile, policy = EngineProfile(), Policy()
     defaults = {key: getattr(profile, key) for key in KVMOCK_KEYS if hasattr(profile, key)}
     defaults |= {"event_errors": policy.event_errors, "event_warnings": policy.event_warnings}
-    defaults |= {"allow": tuple(policy.allow), "sync": "auto", "profile": None, "faults": {}, "survive": ()}
+    defaults |= {
+        "allow": tuple(policy.allow),
+        "sync": "auto",
+        "index_semantics": None,
+        "profile": None,
+        "faults": {},
+        "survive": (),
+    }
     assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
 
 
