@@ -85,7 +85,7 @@ class Judge:
     """
 
     def __init__(
-        self, log: EventLog, index: Any, sync: Sync, rng: Random, recording: Recording, reference: RadixIndex
+        self, log: EventLog, index: Any, sync: Sync, rng: Random, recording: Recording, *, reference: RadixIndex
     ) -> None:
         self.log = log
         self._recording = recording

@@ -109,7 +109,7 @@ class RouterHarness(Questions):
         self.recording = Recording(self.events)
         self.index_semantics = index_semantics
         reference = RadixIndex(semantics=index_semantics)
-        self._judge = Judge(self.events, index, sync, comparing, self.recording, reference)
+        self._judge = Judge(self.events, index, sync, comparing, self.recording, reference=reference)
         self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
         self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
