@@ -73,7 +73,7 @@ def traffic(
         count = st.integers(1, most_in_a_burst)
         drafts.append(st.builds(Draft, st.just("burst"), worker=worker, rank=rank, tokens=count))
     # By itself Hypothesis draws short lists, hardly ever enough to fill a cache and to evict from it.
-    draft, least = st.one_of(drafts), max(1, most_steps * 2 // 3)
+    draft, least = st.one_of(drafts), max(1, most_steps // 2)
     lists = st.lists(draft, min_size=1, max_size=most_steps) | st.lists(draft, min_size=least, max_size=most_steps)
     return _programs(lists, most_steps)
 
