@@ -170,6 +170,32 @@ def test_the_indexes_are_those_of_the_examples():
         assert methods[0] in README
 
 
+OVER_ALL = """
+
+from pytest_kvmock import BACKENDS
+from pytest_kvmock.testing import IndexContract
+
+class TestIt(IndexContract):
+    backends = tuple(BACKENDS)
+
+    def make_index(self, block_size):
+        return {index}
+"""
+
+
+@pytest.mark.parametrize(
+    "index", ["HashIndex(self.traits.copies)", "TokenIndex(block_size, self.traits.copies)"], ids=["hashes", "tokens"]
+)
+def test_an_index_that_is_copied_keeps_the_contract_over_all_backends(nested, index):
+    (block,) = [block for block in PASSING if f"class {index.partition('(')[0]}:" in block]
+
+    result = nested("", "-k", "TestIt", files={"test_it.py": block + OVER_ALL.format(index=index)})
+
+    result.assert_outcomes(
+        passed=sum(name.startswith("test_") for name in dir(testing.IndexContract)), deselected=IN_MATRIX
+    )
+
+
 def test_the_table_of_traits_is_true():
     """Of each engine, as a worker of it says."""
     table = README.partition("| `kv_worker.traits` |")[2].partition("\n\n")[0].splitlines()
