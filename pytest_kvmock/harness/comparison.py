@@ -253,9 +253,10 @@ class Comparison:
         naming, self._naming = self._naming, []
         if questions:
             found += yield from self.flush()
-        for key in dict.fromkeys(heard.key for heard, _ in questions):
-            if self._hurt(key):
-                yield from self._heal(key)
+        if self._standard is not None:
+            for key in dict.fromkeys(heard.key for heard, _ in questions):
+                if self._hurt(key):
+                    yield from self._heal(key)
         for heard, was_hurt in reversed(questions):  # a later event explains a difference better than an earlier one
             for chain in () if was_hurt else self._touched(heard.event):
                 differences = yield from self._differences(chain, heard.key, heard)

@@ -432,12 +432,12 @@ class IndexContract:
 
     def test_it_follows_live_traffic(self) -> None:
         """Two engines of each of `backends` in any traffic; it answers as the reference index does."""
+        self._start()
         for spec in self._specs():
             # A counting filter before an "e1" index counts rank by rank, an index that counts by itself may not.
             several = self.tells_ranks_apart and not (self.index_semantics and spec.residency == "counted")
             ranks = 2 if several else 1
             for seed in range(3):
-                self._start()
                 program = random_traffic(seed, 60, workers=2, ranks=ranks, most_in_a_burst=_MOST_IN_A_BURST)
                 try:
                     with self._harness(spec, 8, 2, ranks) as harness:

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 from faulty_indexes import Async, ForgetsOneRemoved, Queued, RaisesOnce, Sound
 
-from pytest_kvmock import BACKENDS, RadixIndex, RouterHarness
+from pytest_kvmock import BACKENDS, RadixIndex, RouterHarness, reproduce
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.harness import comparison
 from pytest_kvmock.router.index import KvEventError
@@ -160,6 +160,22 @@ def test_a_removed_worker_that_queued_events_bring_back_is_found(make_kv):
     chain(kv, 1)
     kv.remove_worker(0)
     assert [] == kv.judge().errors
+
+
+class ForgetsLongRemoved(RadixIndex):
+    def apply(self, event):
+        data = event.event.data
+        if not isinstance(data, Removed) or len(data.block_hashes) < 3:
+            super().apply(event)
+
+
+def test_a_drift_that_a_burst_shows_is_cut_down(make_kv):
+    kv = make_kv(index=ForgetsLongRemoved(), sync="burst", num_blocks=16)
+    for number in range(40):
+        kv.worker(0).serve(kv.prompt(1 + number % 5))
+    kv.judge()
+    assert kv.events.errors
+    assert 2 == reproduce(kv).size
 
 
 def test_a_failing_body_leaves_the_burst_too(make_kv):
