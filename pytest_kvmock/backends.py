@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.pool import EvictionPolicy
+    from pytest_kvmock.engine.traits import Traits
     from pytest_kvmock.engine.worker import Driver, MakeDriver
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import Sink
@@ -84,6 +85,24 @@ class BackendSpec:
             value = getattr(self, field)
             if value is not None and not callable(value):
                 raise ValueError(f"backend {self.name!r}: {field} must be callable, or None, got {value!r:.80}")
+
+    @property
+    def traits(self) -> Traits:
+        """Where its engine differs from others by nature: what its workers have as `KvWorker.traits`.
+
+        No worker is made for that, but a manager of one block, which the driver is asked about.
+
+        Raises:
+            ValueError: the backend refuses a manager of one block of 16 tokens.
+        """
+        if self.driver is None:
+            from pytest_kvmock.engine.move_driver import MoveDriver
+
+            return MoveDriver.traits
+        from random import Random
+
+        manager = self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None)
+        return self.driver(manager, True, Random(0)).traits  # noqa: S311 - nothing is drawn
 
     def but(
         self, name: str, *, prefix_closed: bool | None = None, in_matrix: bool = False, **options: Any

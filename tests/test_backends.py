@@ -113,6 +113,21 @@ def test_every_backend_has_variants_of_another_name(name):
     assert BACKENDS[name].prefix_closed == first.prefix_closed
 
 
+VARIANTS = [
+    *BACKENDS.values(),
+    *(spec.but(f"{name}_variant") for name, spec in BACKENDS.items()),
+    BACKENDS["hash_cache"].but("strict", prefix_closed=True, strict=True),
+    BACKENDS["vllm"].but("uncached", enable_caching=False),
+    BACKENDS["sglang"].but("slru", policy="slru"),
+    MINE,
+]
+
+
+@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.name)
+def test_a_backend_says_the_traits_of_its_workers(spec):
+    assert RouterHarness(backend=spec).worker(0).traits == spec.traits
+
+
 def test_a_variant_follows_the_version_that_it_names():
     assert "vLLM 0.28.0, hash_seed='1'" == BACKENDS["vllm"].but("older", version="0.28.0", hash_seed="1").follows
 

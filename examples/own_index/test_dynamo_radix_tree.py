@@ -1,21 +1,31 @@
 """The index of Dynamo's router itself, plugged in: events go to it as the JSON that it reads.
 
-It needs `pip install 'pytest-kvmock[interop]'`, on Linux; without it this module is skipped.
+It needs `pip install 'pytest-kvmock[interop]'`, on Linux; without it this module is skipped. Up to 1.3, a Cleared is about
+all ranks of its worker, and tests say so: `index_semantics="e1"`.
 """
+
+from importlib import metadata
 
 import pytest
 
+from pytest_kvmock import StorageTier
+from pytest_kvmock.testing import IndexContract
+
 dynamo = pytest.importorskip("dynamo._core", reason="ai-dynamo-runtime is not installed: extra `interop`, Linux only")
+
+RELEASE = tuple(map(int, metadata.version("ai-dynamo-runtime").split(".")[:2]))
+SEMANTICS = "e1" if RELEASE < (1, 6) else None
 
 
 class DynamoIndex:
-    """`dynamo._core.RadixTree`, behind the two methods that an index has."""
+    """`dynamo._core.RadixTree`, behind the methods that an index has. The tree is about the device alone."""
 
     def __init__(self):
         self.tree = dynamo.RadixTree()
 
     def apply(self, event):
-        self.tree.apply_event(event.worker_id, event.event.to_json().encode())
+        if event.storage_tier is StorageTier.DEVICE:
+            self.tree.apply_event(event.worker_id, event.event.to_json().encode())
 
     def find_matches(self, local_hashes):
         return self.tree.find_matches(local_hashes)
@@ -39,3 +49,26 @@ def test_it_knows_who_has_what(kv_router, kv_prompt):
     kv_router.worker(0).serve(kv_prompt(blocks=6))  # evicts the last two
     kv_router.worker(1).restart(announced=True)
     assert {0: 2} == kv_router.overlap(prompt)
+
+
+@pytest.mark.kvmock(dp_size=2, index_semantics=SEMANTICS)
+def test_a_cleared_is_about_a_rank_or_in_older_releases_about_its_worker(kv_router, kv_prompt):
+    prompt = kv_prompt(blocks=4)
+    for rank in (0, 1):
+        kv_router.worker(0, rank).serve(prompt)
+    kv_router.worker(0, 0).clear()
+    assert ({} if SEMANTICS == "e1" else {(0, 1): 4}) == kv_router.overlap(prompt)
+    kv_router.worker(0, 1).serve(kv_prompt(blocks=2, after=prompt))  # of which an older tree has no parent
+
+
+class TestDynamoIndex(IndexContract):
+    index_semantics = SEMANTICS
+
+    def make_index(self):
+        return DynamoIndex()
+
+    @pytest.mark.xfail(
+        RELEASE < (1, 6), strict=True, reason="it takes two sets of workers that are as large for the same set"
+    )
+    def test_a_removed_block_stays_with_other_workers(self):
+        super().test_a_removed_block_stays_with_other_workers()

@@ -1,38 +1,49 @@
 """An index of your own that is asked by local hashes, as Dynamo's is: one hash a block."""
 
-from collections import defaultdict
+from collections import Counter
 from itertools import takewhile
 
 import pytest
 
-from pytest_kvmock import Stored
+from pytest_kvmock import BACKENDS, Cleared, StorageTier, Stored
 from pytest_kvmock.testing import IndexContract
 
 
 class HashIndex:
-    """Holds, for each block of each worker, the local hashes from the root to the block."""
+    """Holds, for each block of each worker and rank, the local hashes from the root to the block."""
 
-    def __init__(self):
-        self.held = defaultdict(dict)
+    def __init__(self, count_copies=False):
+        self.count_copies, self.ranks = count_copies, {}
 
     def apply(self, event):
-        blocks, data = self.held[event.worker_id], event.event.data
-        if isinstance(data, Stored):
-            chain = () if data.parent_hash is None else blocks[data.parent_hash]
-            for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
-                chain = blocks[block] = (*chain, local)
-        else:
-            for block in list(getattr(data, "block_hashes", blocks)):  # a Cleared names none and means all
-                blocks.pop(block)
+        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        if isinstance(data, Cleared):
+            self.ranks.pop(key, None)
+        elif event.storage_tier is StorageTier.DEVICE:
+            chains, copies = self.ranks.setdefault(key, ({}, Counter()))
+            if isinstance(data, Stored):
+                chain = () if data.parent_hash is None else chains[data.parent_hash]
+                for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+                    chain = chains[block] = (*chain, local)
+                    copies[block] += 1
+            else:
+                for block in data.block_hashes:
+                    copies[block] -= 1
+                    if not (self.count_copies and copies[block] > 0):
+                        del copies[block]
+                        chains.pop(block, None)
 
     def find_matches(self, local_hashes):
-        chains = [tuple(local_hashes[:n]) for n in range(1, len(local_hashes) + 1)]
-        return {w: len([*takewhile(set(held.values()).__contains__, chains)]) for w, held in self.held.items()}
+        asked = [tuple(local_hashes[:n]) for n in range(1, len(local_hashes) + 1)]
+        return {k: len([*takewhile(set(chains.values()).__contains__, asked)]) for k, (chains, _) in self.ranks.items()}
+
+    def remove_worker(self, worker_id):
+        self.ranks = {key: held for key, held in self.ranks.items() if key[0] != worker_id}
 
 
 @pytest.fixture
-def kv_index():
-    return HashIndex()
+def kv_index(kv_traits):
+    return HashIndex(kv_traits.copies)
 
 
 @pytest.mark.kvmock(workers=2, num_blocks=8)
@@ -48,7 +59,7 @@ def test_it_knows_who_has_what(kv_router, kv_prompt):
 
 
 class TestHashIndex(IndexContract):
-    tells_ranks_apart = False  # it knows workers alone
+    backends = tuple(BACKENDS)
 
     def make_index(self):
-        return HashIndex()
+        return HashIndex(self.traits.copies)

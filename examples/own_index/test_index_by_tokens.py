@@ -3,39 +3,50 @@
 The token ids of each block travel beside the event.
 """
 
-from collections import defaultdict
+from collections import Counter
 from itertools import takewhile
 
 import pytest
 
-from pytest_kvmock import Stored
+from pytest_kvmock import BACKENDS, Cleared, StorageTier, Stored
 from pytest_kvmock.testing import IndexContract
 
 
 class TokenIndex:
-    """Holds, for each block of each worker, all tokens from the root to its end."""
+    """Holds, for each block of each worker and rank, all tokens from the root to its end."""
 
-    def __init__(self, block_size):
-        self.size, self.held = block_size, defaultdict(dict)
+    def __init__(self, block_size, count_copies=False):
+        self.size, self.count_copies, self.ranks = block_size, count_copies, {}
 
     def apply(self, event):
-        blocks, data = self.held[event.worker_id], event.event.data
-        if isinstance(data, Stored):
-            prefix = () if data.parent_hash is None else blocks[data.parent_hash]
-            for block, tokens in zip(data.block_hashes, event.token_ids, strict=True):
-                prefix = blocks[block] = (*prefix, *tokens)
-        else:
-            for block in list(getattr(data, "block_hashes", blocks)):  # a Cleared names none and means all
-                blocks.pop(block)
+        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        if isinstance(data, Cleared):
+            self.ranks.pop(key, None)
+        elif event.storage_tier is StorageTier.DEVICE:
+            chains, copies = self.ranks.setdefault(key, ({}, Counter()))
+            if isinstance(data, Stored):
+                chain = () if data.parent_hash is None else chains[data.parent_hash]
+                for block, tokens in zip(data.block_hashes, event.token_ids, strict=True):
+                    chain = chains[block] = (*chain, *tokens)
+                    copies[block] += 1
+            else:
+                for block in data.block_hashes:
+                    copies[block] -= 1
+                    if not (self.count_copies and copies[block] > 0):
+                        del copies[block]
+                        chains.pop(block, None)
 
     def match_tokens(self, tokens):
-        prefixes = [tuple(tokens[:n]) for n in range(self.size, len(tokens) + 1, self.size)]
-        return {w: len([*takewhile(set(held.values()).__contains__, prefixes)]) for w, held in self.held.items()}
+        asked = [tuple(tokens[:n]) for n in range(self.size, len(tokens) + 1, self.size)]
+        return {k: len([*takewhile(set(chains.values()).__contains__, asked)]) for k, (chains, _) in self.ranks.items()}
+
+    def remove_worker(self, worker_id):
+        self.ranks = {key: held for key, held in self.ranks.items() if key[0] != worker_id}
 
 
 @pytest.fixture
-def kv_index(kv_profile):
-    return TokenIndex(kv_profile.block_size)
+def kv_index(kv_profile, kv_traits):
+    return TokenIndex(kv_profile.block_size, kv_traits.copies)
 
 
 @pytest.mark.kvmock(workers=2, num_blocks=8)
@@ -51,7 +62,7 @@ def test_it_knows_who_has_what(kv_router, kv_prompt):
 
 
 class TestTokenIndex(IndexContract):
-    tells_ranks_apart = False  # it knows workers alone
+    backends = tuple(BACKENDS)
 
     def make_index(self, block_size):
-        return TokenIndex(block_size)
+        return TokenIndex(block_size, self.traits.copies)

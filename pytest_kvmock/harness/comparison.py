@@ -45,12 +45,15 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness.standard import Standard
     from pytest_kvmock.router.index import RadixIndex
 
-Sync: TypeAlias = Literal["every", "auto", "end"]
-SYNC: Final = ("every", "auto", "end")
+Sync: TypeAlias = Literal["every", "auto", "burst", "end"]
+SYNC: Final = ("every", "auto", "burst", "end")
 
 ALWAYS_UPTO: Final = 2000
 """With sync="auto", this many events are each followed by a comparison, then one in `THEN_ONE_IN`."""
 THEN_ONE_IN: Final = 16
+
+MOST_IN_A_BURST: Final = 10_000
+"""How many events an index is given at most without a flush."""
 
 Findings: TypeAlias = Generator[Call, Any, list[Problem]]
 
@@ -150,12 +153,13 @@ class Comparison:
         reference: the reference index; it has every event before the index under test.
         ledger: whose history the chains come from.
         rng: picks foreign blocks, and events in long tests.
-        sync: after every event, after some of many, or at the end alone.
+        sync: after every event, after some of many, after a burst of events, or at the end alone.
         settle: has ledger and reference take what the index was told when it asked a worker.
 
     Attributes:
         waiting: what the index has not been given yet: an async one's events, until it is flushed.
         standard: in place of ledger and reference, where the index must survive faults.
+        in_burst: whether the index is given events without a flush and a question in between, until `end_burst`.
     """
 
     def __init__(
@@ -177,6 +181,9 @@ class Comparison:
         self._sync = sync
         self._settle = settle
         self._catching_up = False
+        self.in_burst = sync == "burst" and not under_test.is_async
+        self._unasked: list[tuple[Heard, bool]] = []  # given to the index; what they changed is still to be asked
+        self._naming: list[tuple[Wound, tuple[int, ...]]] = []
         self._wounds: dict[StreamKey, Wound] = {}
         self._recovered: dict[StreamKey, int] = {}
         self._told: set[tuple[int, int, int]] = set()
@@ -211,10 +218,19 @@ class Comparison:
         finally:
             self._catching_up = False
 
+    def end_burst(self) -> Findings:
+        """Flush the index, and ask what the events of the burst have changed; nothing to do where there were none."""
+        return self._compare() if self._unasked or self._naming else _nothing()
+
     def _catch_up(self) -> Findings:
+        found = yield from self._give()
+        if not self.in_burst or len(self._unasked) >= MOST_IN_A_BURST:
+            found += yield from self._compare()
+        return found
+
+    def _give(self) -> Findings:
+        """Give the index what is waiting."""
         found: list[Problem] = []
-        questions: list[tuple[Heard, list[Chain]]] = []
-        naming: list[tuple[Wound, tuple[int, ...]]] = []
         while self.waiting:
             heard = self.waiting.popleft()
             if isinstance(heard, Gone):
@@ -234,20 +250,28 @@ class Comparison:
                 if isinstance(data, Cleared):
                     self._wounds.pop(key, None)
             if self._due(heard.position):
-                questions.append((heard, [] if self._hurt(key) else list(self._touched(heard.event))))
+                self._unasked.append((heard, self._hurt(key)))
             if isinstance(data, Cleared):
                 continue
             if wound is not None:
-                naming.append((wound, data.block_hashes))
+                self._naming.append((wound, data.block_hashes))
             if self._told:  # what an event names again may drift again
                 self._told.difference_update((*key, block) for block in data.block_hashes)
+        return found
+
+    def _compare(self) -> Findings:
+        """Ask what the events have changed that the index was given."""
+        found: list[Problem] = []
+        questions, self._unasked = self._unasked, []
+        naming, self._naming = self._naming, []
         if questions:
             found += yield from self.flush()
-        for key in dict.fromkeys(heard.key for heard, _ in questions):
-            if self._hurt(key):
-                yield from self._heal(key)
-        for heard, chains in reversed(questions):  # a later event explains a difference better than an earlier one
-            for chain in chains:
+        if self._standard is not None:
+            for key in dict.fromkeys(heard.key for heard, _ in questions):
+                if self._hurt(key):
+                    yield from self._heal(key)
+        for heard, was_hurt in reversed(questions):  # a later event explains a difference better than an earlier one
+            for chain in () if was_hurt else self._touched(heard.event):
                 differences = yield from self._differences(chain, heard.key, heard)
                 found += self.news(differences, heard)
                 if any(problem.rule == "index_failure" for problem in differences):
@@ -365,9 +389,9 @@ class Comparison:
         return out
 
     def _due(self, position: int) -> bool:
-        if self._sync == "auto":
+        if self._sync == "auto" and not self.in_burst:
             return position < ALWAYS_UPTO or self._rng.randrange(THEN_ONE_IN) == 0
-        return self._sync == "every"
+        return self._sync != "end"
 
     # ---------------------------------------------------------------------------------------------- chains
 
@@ -590,6 +614,11 @@ class Comparison:
         if heard.position > self._recovered.get(heard.key, -1):
             return heard.problems
         return [p for p in heard.problems if p.rule != "event_id_gap" and p.cause is None]
+
+
+def _nothing() -> Findings:
+    return []
+    yield  # a generator, as the others are
 
 
 def _place(error: Exception) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from inspect import isawaitable
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -71,6 +71,7 @@ class Judge:
         sync: when it is compared; see `RouterHarness`.
         rng: source of what a comparison picks at random.
         recording: keeps what arrives.
+        reference: an empty reference index.
 
     Attributes:
         ledger: what the events say is held.
@@ -83,11 +84,13 @@ class Judge:
         unheard: the first event that a sink kept from the router, of itself; None: there was none.
     """
 
-    def __init__(self, log: EventLog, index: Any, sync: Sync, rng: Random, recording: Recording) -> None:
+    def __init__(
+        self, log: EventLog, index: Any, sync: Sync, rng: Random, recording: Recording, *, reference: RadixIndex
+    ) -> None:
         self.log = log
         self._recording = recording
         self.ledger = Ledger()
-        self.reference = RadixIndex()
+        self.reference = reference
         self.under_test = None if index is None else IndexUnderTest(index)
         self.truth: Truth | None = None
         self.standard: Standard | None = None
@@ -227,6 +230,24 @@ class Judge:
 
     # -------------------------------------------------------------------------------------------- questions
 
+    @contextmanager
+    def burst(self) -> Iterator[None]:
+        """See `RouterHarness.burst`."""
+        comparison = self._comparison
+        if comparison is None or self.is_async:
+            yield
+            return
+        before, comparison.in_burst = comparison.in_burst, True
+        try:
+            yield
+        finally:
+            comparison.in_burst = before
+
+    def end_burst(self) -> None:
+        """Flush the index under test after a burst of events, and compare what they changed."""
+        if self._comparison is not None and not self.is_async and (found := run(self._comparison.end_burst())):
+            self.note(found)
+
     def ask(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
         """What the index answers for a prompt: the one under test, or the reference.
 
@@ -238,6 +259,7 @@ class Judge:
         under_test = self.under_test
         if under_test is None:
             return self.reference.find_matches(prompt.block_hashes(block_size)).scores
+        self.end_burst()
         if under_test.flush is not None:
             under_test.flush()
         return under_test.read(under_test.ask(self._question(under_test, prompt, block_size)))
@@ -268,6 +290,7 @@ class Judge:
         position = self.log.total - 1
         truth = None if self.truth is None else self.truth.ledger
         if self._comparison is not None and not self.is_async:
+            self.end_burst()
             self.note(run(self._comparison.flush()))
             if self.standard is not None:
                 self.note(self._comparison.news(run(self._comparison.recheck(position))))
@@ -303,6 +326,7 @@ class Judge:
         """
         if self._comparison is None or self.is_async:
             return []
+        self.end_burst()
         found = run(self._comparison.everything(self.log.total - 1))
         self.note(self._comparison.news(found))
         return found

@@ -58,7 +58,8 @@ class Questions(ABC):
         """
         __tracebackhide__ = True
         self._need_sync("overlap", "aoverlap")
-        return self._named(self._judge.ask(Prompt.of(prompt), self.profile.block_size))
+        with self._lock:  # after a burst it is a comparison too
+            return self._named(self._judge.ask(Prompt.of(prompt), self.profile.block_size))
 
     async def aoverlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
         """As `overlap`, for an async index, as far as it was flushed."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
 from random import Random
 from threading import RLock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
 from pytest_kvmock.checks import check_integer, integer_text, is_integer, unknown_text
@@ -62,15 +62,17 @@ class RouterHarness(Questions):
         backend: name of the workers' backend, or a `BackendSpec`; None if no worker is wanted yet (see `use_backend`).
         index: the index under test (see `IndexUnderTest` for what it offers); None for the reference index alone.
         sync: when an index under test is compared: after "every" event, "auto" (after every event up to the 2,000th,
-            then after one in 16) or at the "end".
+            then after one in 16), after a "burst" (see `burst`: all events are in one) or at the "end".
         allow: rules whose breach is no failure when the harness judges on leaving.
         recovery: what an index calls to ask workers for events that it missed; None: they keep none.
         name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
         faults: how often faults strike an event at random, from 0 to 1, by their names; see `Faults`.
         survive: names of the faults that the index under test must survive.
+        index_semantics: what a Cleared empties: None for the rank that published it (Dynamo from 1.6), "e1" for all ranks
+            of its worker (Dynamo up to 1.3); see `RadixIndex`.
 
     Raises:
-        ValueError: an unknown backend, rule, fault or `sync`; a rate out of range; an index that says it is not empty.
+        ValueError: an unknown backend, rule, fault, `sync` or `index_semantics`; a rate out of range; an index that says it is not empty.
         TypeError: an index that lacks a method, or an argument of the wrong kind.
 
     Attributes:
@@ -80,6 +82,7 @@ class RouterHarness(Questions):
         delivery: from worker to router.
         recording: what happened, as far as it can be replayed.
         by_hand: the workers and ranks that events made by hand name.
+        index_semantics: as above.
     """
 
     def __init__(
@@ -94,9 +97,12 @@ class RouterHarness(Questions):
         name: str = "",
         faults: Mapping[str, float] | None = None,
         survive: Collection[str] = (),
+        index_semantics: Literal["e1"] | None = None,
     ) -> None:
         if sync not in SYNC:
             raise ValueError(unknown_text("sync", sync, SYNC))
+        if index_semantics not in (None, "e1"):
+            raise ValueError(f"unknown index_semantics {index_semantics!r}; known: None, 'e1'")
         if profile is not None and not isinstance(profile, EngineProfile):
             raise TypeError(f"profile must be an EngineProfile, got {profile!r:.80}")
         if isinstance(allow, str):
@@ -113,7 +119,9 @@ class RouterHarness(Questions):
         # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
         comparing = Random(self._rng.getrandbits(64))  # noqa: S311 - as above
         self.recording = Recording(self.events)
-        self._judge = Judge(self.events, index, sync, comparing, self.recording)
+        self.index_semantics = index_semantics
+        reference = RadixIndex(semantics=index_semantics)
+        self._judge = Judge(self.events, index, sync, comparing, self.recording, reference=reference)
         self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
         self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
@@ -405,6 +413,22 @@ class RouterHarness(Questions):
         """
         with self._lock:
             self.delivery.publish(event, chained=chained)
+
+    @contextmanager
+    def burst(self) -> Iterator[None]:
+        """Give the index under test events without a flush and a question in between, while the context lasts.
+
+        After it, after 10,000 events, and whenever the test asks (`overlap`, `flush`, `events.check`), the index is
+        flushed once and compared for the chains that the events changed. So a queue that overflows shows; a drift is
+        placed at the last event that explains it. With sync="end" it is compared at the end all the same. An async index
+        gets no event before `aflush` anyway.
+        """
+        try:
+            with self._judge.burst():
+                yield
+        finally:
+            with self._lock:
+                self._judge.end_burst()
 
     def publishing(self) -> AbstractContextManager[bool]:
         """Hold up all other publishers while the context lasts."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
-from pytest_kvmock.plugin.matrix import PLACEHOLDER, Placeholder, resolve_placeholder
+from pytest_kvmock.plugin.matrix import AXIS, PLACEHOLDER, Placeholder, resolve_placeholder
 from pytest_kvmock.plugin.options import (
     SETTINGS,
     SYNTHETIC_REQUESTS,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.paged import KVCacheManager
+    from pytest_kvmock.engine.traits import Traits
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.recovery import Recovery
@@ -90,13 +91,7 @@ class Case:
     def with_backend(self, value: object) -> RouterHarness:
         """Return the harness, with engines of this backend."""
         if self.backend is None:
-            name = resolve_placeholder(self.item) if isinstance(value, Placeholder) else value
-            known = known_backends()
-            if not isinstance(name, str) or name not in known:
-                from pytest_kvmock.checks import did_you_mean
-
-                hint = did_you_mean(name, known, f"known: {', '.join(known)}")
-                pytest.fail(f"kvmock: kv_backend is {name!r}{hint}", pytrace=False)
+            name = _backend_name(self.item, value)
             try:
                 self.harness.use_backend(name)  # it makes sure, too, that its managers are what this name says
             except ValueError as error:
@@ -107,6 +102,18 @@ class Case:
                 _fail_in_one_line(self.item, f"backend {name}: {why}")
             self.backend = name
         return self.harness
+
+
+def _backend_name(item: pytest.Item, value: object) -> str:
+    """The backend that `kv_backend` names in a test."""
+    name = resolve_placeholder(item) if isinstance(value, Placeholder) else value
+    known = known_backends()
+    if not isinstance(name, str) or name not in known:
+        from pytest_kvmock.checks import did_you_mean
+
+        hint = did_you_mean(name, known, f"known: {', '.join(known)}")
+        pytest.fail(f"kvmock: kv_backend is {name!r}{hint}", pytrace=False)
+    return name
 
 
 def _block_size_place(item: pytest.Item) -> str:
@@ -121,7 +128,7 @@ def _block_size_place(item: pytest.Item) -> str:
 
 
 CASE: Final = pytest.StashKey[Case]()
-_HARNESS_KEYS: Final = ("sync", "faults", "survive")
+_HARNESS_KEYS: Final = ("sync", "index_semantics", "faults", "survive")
 """Keys of the `kvmock` marker that are arguments of `RouterHarness`; the innermost marker that has one wins."""
 
 _RECOVERY: Final = pytest.StashKey["Recovery"]()
@@ -263,6 +270,21 @@ def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
 def kv_profile(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> EngineProfile:
     """The effective `EngineProfile` of the test: base, markers and command line. A `kv_index` reads its block size."""
     return _effective_profile(request.node, kv_base_profile)
+
+
+@pytest.fixture
+def kv_traits(request: pytest.FixtureRequest) -> Traits:
+    """Where the engine of the test's backend differs from others: what a `kv_index` reads whether to count copies from.
+
+    It does not bring in the matrix. In a test without a backend they are those of what `kv_sink` judges.
+    """
+    if AXIS in request.fixturenames:
+        from pytest_kvmock.backends import backend_spec
+
+        return backend_spec(_backend_name(request.node, request.getfixturevalue(AXIS))).traits
+    from pytest_kvmock.engine.traits import Traits
+
+    return Traits()  # a sink takes each block for published once, unless the test says otherwise
 
 
 @pytest.fixture

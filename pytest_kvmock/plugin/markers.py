@@ -17,6 +17,7 @@ from pytest_kvmock.plugin.options import (
     backend_names,
     fault_names,
     fault_rates,
+    index_semantics,
     one_of,
     profile_name,
     profile_of,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.profiles import NamedProfile
 
 POLICY_KEYS: Final = ("event_errors", "event_warnings", "allow")
-KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", *POLICY_KEYS, "faults", "survive")
+KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", "index_semantics", *POLICY_KEYS, "faults", "survive")
 
 
 def wrong_in_kv_backends(mark: pytest.Mark) -> Iterator[str]:
@@ -50,6 +51,7 @@ def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> 
         "event_errors": one_of(*REACTIONS),
         "event_warnings": one_of(*REACTIONS),
         "sync": one_of(*SYNCS),
+        "index_semantics": index_semantics,
         "allow": rule_names,
         "profile": lambda value: None if value is None else profile_name(value, profiles),
         "faults": fault_rates,

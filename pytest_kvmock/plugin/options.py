@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 REACTIONS: Final = ("fail", "warn", "ignore")
 LOGS: Final = ("failed", "all", "none")
-SYNCS: Final = ("every", "auto", "end")
+SYNCS: Final = ("every", "auto", "burst", "end")
 SYNTHETIC_REQUESTS: Final = 200
 """How many requests `kv_trace` makes up when no trace is given and no limit either."""
 
@@ -41,7 +41,7 @@ MARKERS: Final = (
     ),
     (
         "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, profile=, "
-        "sync='every|auto|end', event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,), "
+        "sync='every|auto|burst|end', index_semantics=None|'e1', event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,), "
         "faults={fault: rate}, survive=(faults,)): size the mock engines of the test, say what a broken event rule does, "
         "and which faults strike; keys of module, class and function "
         "are merged, the inner wins."
@@ -69,6 +69,13 @@ def one_of(*allowed: str) -> Callable[[object], str]:
         return str(value)
 
     return check
+
+
+def index_semantics(value: object) -> str | None:
+    """Read what a Cleared empties, as `RouterHarness` takes it."""
+    if value not in (None, "e1"):
+        raise ValueError(f"got {value!r}; allowed: None, 'e1'")
+    return None if value is None else str(value)
 
 
 def integer(value: object) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.testing.index import IndexContract as IndexContract
     from pytest_kvmock.testing.machine import KvStateMachine as KvStateMachine
     from pytest_kvmock.testing.manager import ManagerContract as ManagerContract
+    from pytest_kvmock.testing.program import Burst as Burst
     from pytest_kvmock.testing.program import Clear as Clear
     from pytest_kvmock.testing.program import Decode as Decode
     from pytest_kvmock.testing.program import Finish as Finish
@@ -31,6 +32,7 @@ _HOME = {
     "IndexContract": "index",
     "KvStateMachine": "machine",
     "ManagerContract": "manager",
+    "Burst": "program",
     "Clear": "program",
     "Decode": "program",
     "Finish": "program",

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Sequence
+from typing import Any, ClassVar, Final, Literal
 
-from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.backends import BackendSpec, EngineProfile
+from pytest_kvmock.engine.traits import Traits
+from pytest_kvmock.events import StorageTier
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.harness.under_test import IndexUnderTest
 from pytest_kvmock.testing.program import Player, random_traffic
-from pytest_kvmock.testing.subject import call_with, refuse
-from pytest_kvmock.testing.told import ToldIndex
+from pytest_kvmock.testing.subject import call_with, check_backends, refuse
+from pytest_kvmock.testing.told import ToldIndex, prompt_of
+
+_PAIRS: Final = 10_000
+"""Pairs of store and remove over which `size()` must stay bounded."""
+
+_MOST_IN_A_BURST: Final = 100
 
 
 class IndexContract:
@@ -22,16 +29,31 @@ class IndexContract:
             def make_index(self):
                 return MyIndex()
 
-    An async index needs a loop of yours to run in: `run`.
+    An index that counts copies where an engine publishes them (vLLM) reads that from `traits`::
+
+        class TestMyIndex(IndexContract):
+            backends = tuple(BACKENDS)
+
+            def make_index(self):
+                return MyIndex(count_copies=self.traits.copies)
+
+    An async index needs a loop of yours to run in: `run`. Where the index has a method `size()`, its number of entries
+    must stay bounded over any number of events.
 
     Attributes:
         block_size: tokens a block.
         tells_ranks_apart: whether the index keeps the data-parallel ranks of a worker apart. If it does not, no worker
             of the contract has more than one.
+        backends: whose traffic the index must follow, by name or as `BackendSpec`s; None: those of the default matrix.
+        index_semantics: what a Cleared empties, as in `RouterHarness`: None for a rank, "e1" for all ranks of a worker.
+        traits: of the engine that the next index is made for.
     """
 
     block_size: ClassVar[int] = 4
     tells_ranks_apart: ClassVar[bool] = True
+    backends: ClassVar[Sequence[str | BackendSpec] | None] = None
+    index_semantics: ClassVar[Literal["e1"] | None] = None
+    traits: Traits = Traits()
 
     def make_index(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
         """Make a new index; to be defined by a subclass, with the tokens a block as argument or with none."""
@@ -52,8 +74,30 @@ class IndexContract:
         __tracebackhide__ = True
         return call_with(self, self.make_index, "make_index", self.block_size)
 
+    def _specs(self) -> list[BackendSpec]:
+        """The backends whose traffic the index must follow."""
+        __tracebackhide__ = True
+        return check_backends(self, self.backends, self.block_size)
+
+    def _harness(self, spec: BackendSpec, num_blocks: int, workers: int = 1, dp_size: int = 1) -> RouterHarness:
+        """A world of a backend, with an index made for it."""
+        __tracebackhide__ = True
+        self.traits = spec.traits
+        profile = EngineProfile(self.block_size, num_blocks, workers, dp_size)
+        return RouterHarness(profile, spec, self._made(), sync="every", index_semantics=self.index_semantics)
+
+    def _check(self, harness: RouterHarness) -> None:
+        """Compare the index, and raise if anything is wrong."""
+        __tracebackhide__ = True
+        if harness.is_async:
+            self.run(harness.aflush())
+        harness.events.check()
+
     def _start(self) -> ToldIndex:
         __tracebackhide__ = True
+        if self.index_semantics not in (None, "e1"):
+            refuse(self, f"index_semantics must be None or 'e1', got {self.index_semantics!r:.80}")
+        self._specs()
         index = self._made()
         wrong = None
         try:
@@ -241,6 +285,34 @@ class IndexContract:
         index.store("ab")
         index.expect("abcd", {0: 2})
 
+    def test_what_another_tier_removes_stays_on_the_device(self) -> None:
+        """A block may be in several tiers; an index answers for the device."""
+        index = self._start()
+        index.store("abcd")
+        index.store("abcd", tier=StorageTier.HOST_PINNED)
+        index.remove("abcd", "abc", tier=StorageTier.HOST_PINNED)
+        index.expect("abcd", {0: 4})
+
+    def test_what_another_tier_alone_has_is_not_found(self) -> None:
+        """It would have to be loaded first."""
+        index = self._start()
+        index.store("ab")
+        index.store("cd", after="ab", tier=StorageTier.HOST_PINNED)
+        index.store("xy", tier=StorageTier.DISK)
+        index.expect("abcd", {0: 2})
+        index.expect("xy", {})
+
+    def test_a_block_is_held_until_its_last_copy_is_removed(self) -> None:
+        """Where an engine of `backends` publishes copies: a prompt that is cached is served once more, then evicted."""
+        self._start()
+        for spec in self._specs():
+            if not spec.traits.copies:
+                continue
+            with self._harness(spec, num_blocks=3) as harness:
+                for letter in "aabcde":
+                    harness.worker(0).serve(prompt_of(letter, self.block_size))
+                    self._check(harness)
+
     # ----------------------------------------------------------------------------------- cleared, and gone
 
     def test_a_cleared_worker_has_nothing(self) -> None:
@@ -270,6 +342,28 @@ class IndexContract:
         index.store("ab", 1)
         index.clear(0)
         index.expect("ab", {1: 2})
+
+    def test_a_cleared_rank_leaves_the_other_ranks(self) -> None:
+        """But with `index_semantics = "e1"`, where a Cleared is about all ranks of its worker."""
+        index = self._start()
+        ranks = (0, 1) if self.tells_ranks_apart else (1,)
+        for rank in ranks:
+            index.store("abcd"[: 4 - rank], rank=rank)
+        index.store("ab", 1)
+        index.clear(rank=ranks[0])
+        left = {(0, 1): 3} if ranks == (0, 1) and self.index_semantics is None else {}
+        index.expect("abcd", {(1, 0): 2, **left})
+
+    def test_a_worker_that_is_gone_takes_all_its_ranks(self) -> None:
+        """Not rank 0 alone."""
+        index = self._start()
+        if index.index.remove_worker is None:
+            return
+        for rank in (0, 1, 2) if self.tells_ranks_apart else (2,):
+            index.store("abcd", rank=rank)
+        index.store("ab", 1)
+        index.gone(0)
+        index.expect("abcd", {1: 2})
 
     def test_a_worker_that_is_gone_has_nothing(self) -> None:
         """Where the index can be told (`remove_worker`); it may come back."""
@@ -303,15 +397,54 @@ class IndexContract:
         first.store("abc")
         second.expect("abc", {})
 
+    def test_ten_thousand_events_may_come_before_a_flush(self) -> None:
+        """None of them is lost: the first is a Removed, the last a Stored, most of the others come in pairs."""
+        index = self._start()
+        index.store("abcd")
+        index.expect("abcd", {0: 4})
+        letters = [chr(1000 + number) for number in range(5049)]
+        stores = [("store", letter) for letter in letters]
+        removes = [("remove", letter) for letter in letters[:-100]]
+        pairs = [step for pair in zip(stores[100:], removes, strict=True) for step in pair]
+        index.publish([("remove", "abcd"), *stores[:100], *pairs, ("store", "xyz")])
+        index.expect("abcd", {0: 3})
+        index.expect("xyz", {0: 3})
+        for letter in letters[-100:]:
+            index.expect(letter, {0: 1})
+        for letter in letters[:-100:50]:
+            index.expect(letter, {})
+
+    def test_it_does_not_grow_with_events(self) -> None:
+        """Where it has a `size()`: what is removed leaves nothing behind, over 10,000 blocks stored and removed."""
+        index = self._start()
+        sizes = []
+        for first in range(0, _PAIRS, _PAIRS // 10):
+            if index.size() is None:
+                return
+            letters = [chr(1000 + number) for number in range(first, first + _PAIRS // 10)]
+            index.publish([(kind, letter) for letter in letters for kind in ("store", "remove")])
+            sizes.append(index.size() or 0)
+        grown, most = sizes[-1] - sizes[4], _PAIRS // 4
+        assert grown <= most, (
+            f"size() is {sizes[4]:,} after {_PAIRS // 2:,} blocks that were stored and removed, and {sizes[-1]:,} after "
+            f"{_PAIRS:,}; expected to grow by {most:,} at most"
+        )
+
     def test_it_follows_live_traffic(self) -> None:
-        """Two engines in any traffic; after each event it answers as the reference index does."""
-        for seed in range(3):
-            profile = EngineProfile(block_size=self.block_size, num_blocks=8, workers=2)
-            is_async = self._start().index.is_async
-            with RouterHarness(profile, "lineage", self._made(), sync="every") as harness:
-                player = Player(harness)
-                for step in random_traffic(seed, 80, workers=2):
-                    player.do(step)
-                    if is_async:
-                        self.run(harness.aflush())
-                    harness.events.check()
+        """Two engines of each of `backends` in any traffic; it answers as the reference index does."""
+        self._start()
+        for spec in self._specs():
+            # A counting filter before an "e1" index counts rank by rank, an index that counts by itself may not.
+            several = self.tells_ranks_apart and not (self.index_semantics and spec.residency == "counted")
+            ranks = 2 if several else 1
+            for seed in range(3):
+                program = random_traffic(seed, 60, workers=2, ranks=ranks, most_in_a_burst=_MOST_IN_A_BURST)
+                try:
+                    with self._harness(spec, 8, 2, ranks) as harness:
+                        player = Player(harness)
+                        for step in program:
+                            player.do(step)
+                            self._check(harness)
+                except Exception as error:
+                    error.add_note(f"in traffic over {spec.name}")
+                    raise

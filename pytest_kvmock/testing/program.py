@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from pytest_kvmock.engine.worker import OutOfBlocks, Request
 from pytest_kvmock.harness.router_harness import RouterHarness
@@ -37,12 +38,14 @@ class Prefill(_Step):
             share the blocks with which both begin.
         tail: further tokens, of number 0.
         worker: on which worker.
+        rank: on which of its ranks.
     """
 
     name: str
     blocks: tuple[int, ...] = ()
     tail: int = 0
     worker: int = 0
+    rank: int = 0
 
     def prompt(self, block_size: int) -> Prompt:
         """The tokens."""
@@ -90,9 +93,27 @@ class Clear(_Step):
     """Have a worker drop what is cached; nothing happens while it has requests."""
 
     worker: int = 0
+    rank: int = 0
 
 
-Step: TypeAlias = Prefill | Decode | Finish | Preempt | Resume | Clear
+@dataclass(frozen=True, slots=True, repr=False)
+class Burst(_Step):
+    """Serve prompts of one block each, one after the other; the index is flushed and compared when all are served.
+
+    It is what shows a queue that overflows: in a cache that is full, each prompt is two events.
+
+    Attributes:
+        count: how many prompts. The first has block 0, the next block 1, and so on, as in `Prefill.blocks`.
+        worker: on which worker.
+        rank: on which of its ranks.
+    """
+
+    count: int = 1
+    worker: int = 0
+    rank: int = 0
+
+
+Step: TypeAlias = Prefill | Decode | Finish | Preempt | Resume | Clear | Burst
 """One step of a program."""
 
 
@@ -146,10 +167,16 @@ class Player:
         try:
             if isinstance(step, Prefill):
                 self.requests.pop(step.name, None)
-                worker = self._harness.worker(step.worker)
+                worker = self._harness.worker(step.worker, step.rank)
                 self.requests[step.name] = worker.prefill(step.prompt(self._harness.profile.block_size))
             elif isinstance(step, Clear):
-                self._harness.worker(step.worker).clear()
+                self._harness.worker(step.worker, step.rank).clear()
+            elif isinstance(step, Burst):
+                worker = self._harness.worker(step.worker, step.rank)
+                with self._harness.burst():
+                    for number in range(step.count):
+                        with suppress(OutOfBlocks):
+                            worker.serve([number] * self._harness.profile.block_size)
             elif isinstance(step, Decode):
                 if request := self._request(step, "running"):
                     request.decode([step.of] * step.tokens)
@@ -163,7 +190,9 @@ class Player:
                 if request := self._request(step, "preempted"):
                     request.resume()
             else:
-                raise TypeError(f"a program has Prefill, Decode, Finish, Preempt, Resume and Clear, got {step!r:.80}")
+                raise TypeError(
+                    f"a program has Prefill, Decode, Finish, Preempt, Resume, Clear and Burst, got {step!r:.80}"
+                )
         except OutOfBlocks:
             pass
 
@@ -198,7 +227,7 @@ def play(harness: RouterHarness, program: Iterable[Step]) -> None:
 
 # ---------------------------------------------------------------------------------------------------- any traffic
 
-Kind: TypeAlias = Literal["prefill", "decode", "finish", "preempt", "resume", "clear"]
+Kind: TypeAlias = Literal["prefill", "decode", "finish", "preempt", "resume", "clear", "serve", "again", "burst"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +235,13 @@ class Draft:
     """A step before it is known which requests are open.
 
     Attributes:
-        kind: what is done.
+        kind: what is done; "serve" is to prefill and finish at once, "again" is that of the blocks of an earlier prompt.
         which: which of the requests that it may be done to, counted round.
-        worker: for a prefill or a clear, on which worker.
+        worker: for what begins a request, and for a clear, on which worker.
         blocks: for a prefill, its blocks.
-        tokens: its tail, or what is decoded.
+        tokens: its tail, or what is decoded; of a burst, how many prompts.
         of: which token is decoded.
+        rank: as worker.
     """
 
     kind: Kind
@@ -220,24 +250,52 @@ class Draft:
     blocks: tuple[int, ...] = ()
     tokens: int = 0
     of: int = 0
+    rank: int = 0
 
 
-def resolve(drafts: Iterable[Draft]) -> Program:
-    """Make a program of drafts: requests get names, and steps that no request is there for are left out."""
+MOST_BURSTS: Final = 2
+"""Bursts of a program of any traffic: one that fills the caches, and one whose events say what of that goes."""
+
+
+def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:
+    """Make a program of drafts: requests get names, and steps that no request is there for are left out.
+
+    Args:
+        drafts: the drafts.
+        most_steps: what is more is cut off.
+    """
     running: list[str] = []
     preempted: list[str] = []
     steps: list[Step] = []
-    admitted = 0
+    admitted: list[Prefill] = []
+    bursts = 0
     for draft in drafts:
         kind = draft.kind
-        if kind == "prefill":
-            name = f"r{admitted}"
-            admitted += 1
-            running.append(name)
-            steps.append(Prefill(name, draft.blocks, draft.tokens if draft.blocks else draft.tokens or 1, draft.worker))
+        if kind in ("prefill", "serve", "again"):
+            name = f"r{len(admitted)}"
+            if kind != "again":
+                tail = draft.tokens if draft.blocks else draft.tokens or 1
+                prefill = Prefill(name, draft.blocks, tail, draft.worker, draft.rank)
+            else:
+                whole = [step for step in admitted if step.blocks]
+                if not whole:
+                    continue
+                prefill = dataclasses.replace(whole[draft.which % len(whole)], name=name, tail=0)
+            admitted.append(prefill)
+            steps.append(prefill)
+            if kind == "prefill":
+                running.append(name)
+            else:
+                steps.append(Finish(name))
             continue
         if kind == "clear":
-            steps.append(Clear(draft.worker))
+            steps.append(Clear(draft.worker, draft.rank))
+            continue
+        if kind == "burst":
+            if bursts == MOST_BURSTS:
+                continue
+            bursts += 1
+            steps.append(Burst(draft.tokens or 1, draft.worker, draft.rank))
             continue
         fitting = {"resume": preempted, "finish": running + preempted}.get(kind, running)
         if not fitting:
@@ -256,11 +314,19 @@ def resolve(drafts: Iterable[Draft]) -> Program:
             preempted.remove(name)
             running.append(name)
             steps.append(Resume(name))
-    return Program(*steps)
+    return Program(*steps[:most_steps])
 
 
 def random_traffic(
-    seed: int, steps: int = 60, *, workers: int = 1, most_blocks: int = 5, numbers: int = 3, most_tokens: int = 9
+    seed: int,
+    steps: int = 60,
+    *,
+    workers: int = 1,
+    ranks: int = 1,
+    most_blocks: int = 5,
+    numbers: int = 3,
+    most_tokens: int = 9,
+    most_in_a_burst: int = 0,
 ) -> Program:
     """Traffic by a seed, without Hypothesis: the same program for the same arguments.
 
@@ -268,21 +334,27 @@ def random_traffic(
         seed: which one.
         steps: how many drafts; some come to nothing.
         workers: on how many workers.
+        ranks: on how many ranks of each.
         most_blocks: blocks of the longest prompt.
         numbers: how many different blocks there are; the fewer, the more is shared.
         most_tokens: tokens of the longest tail, and of the longest decode.
+        most_in_a_burst: prompts of the longest `Burst`; 0 for none, and for no prompt that is served again.
     """
     rng = Random(seed)  # noqa: S311 - mock data
     weighted: Sequence[Kind] = (*("prefill",) * 4, *("decode",) * 3, *("finish",) * 3, "preempt", "resume", "clear")
+    if most_in_a_burst:
+        weighted = (*weighted, "again", "burst")
 
     def draft() -> Draft:
+        kind = rng.choice(weighted)
         return Draft(
-            rng.choice(weighted),
+            kind,
             rng.randrange(8),
             rng.randrange(workers),
             tuple(rng.randrange(numbers) for _ in range(rng.randint(0, most_blocks))),
-            rng.randint(0, most_tokens),
+            rng.randint(1, most_in_a_burst) if kind == "burst" else rng.randint(0, most_tokens),
             rng.randrange(numbers),
+            rng.randrange(ranks) if ranks > 1 else 0,
         )
 
     return resolve(draft() for _ in range(steps))

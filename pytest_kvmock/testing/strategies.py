@@ -14,48 +14,71 @@ if TYPE_CHECKING:
 
 
 def traffic(
-    *, workers: int = 1, most_steps: int = 30, most_blocks: int = 5, numbers: int = 3, most_tokens: int = 9
+    *,
+    workers: int = 1,
+    ranks: int = 1,
+    most_steps: int = 30,
+    most_blocks: int = 5,
+    numbers: int = 3,
+    most_tokens: int = 9,
+    most_in_a_burst: int = 60,
 ) -> SearchStrategy[Program]:
     """Any mix of requests: prefill, decode, finish, preempt, resume and clear, on some workers, sharing prefixes.
+
+    A prompt may be served whole once more, which makes copies where an engine keeps them (vLLM); and there are bursts of
+    prompts without a flush in between, which make a queue overflow that holds fewer events than they have.
 
     It shrinks to few steps, short prompts and small numbers, and is printed as the Python that makes it. `play` plays
     it on a `RouterHarness`.
 
     Args:
         workers: on how many workers.
+        ranks: on how many data-parallel ranks of each; more than one for an index that tells ranks apart.
         most_steps: how many steps at most.
         most_blocks: whole blocks of the longest prompt.
         numbers: how many different blocks there are; the fewer, the more is shared.
         most_tokens: tokens of the longest tail, and of the longest decode.
+        most_in_a_burst: prompts of the longest `Burst`, each up to two events; 0 for no bursts.
 
     Raises:
         ValueError: a count below 1, or below 0 where none is allowed.
     """
     for name, value, least in (
         ("workers", workers, 1),
+        ("ranks", ranks, 1),
         ("most_steps", most_steps, 1),
         ("most_blocks", most_blocks, 0),
         ("numbers", numbers, 1),
         ("most_tokens", most_tokens, 1),
+        ("most_in_a_burst", most_in_a_burst, 0),
     ):
         check_integer(f"traffic: {name}", value, least)
     # At most five choices a step, that of going on counted: Hypothesis deletes runs of up to five when it shrinks.
     number, which = st.integers(0, numbers - 1), st.integers(0, 7)
     worker = st.integers(0, workers - 1) if workers > 1 else st.just(0)
+    rank = st.integers(0, ranks - 1) if ranks > 1 else st.just(0)
     blocks = st.lists(number, max_size=most_blocks).map(tuple)
     tail, tokens = st.integers(0, most_tokens), st.integers(1, most_tokens)
-    drafts = st.one_of(
-        st.builds(Draft, st.just("prefill"), worker=worker, blocks=blocks, tokens=tail),
+    drafts = [
+        st.builds(Draft, st.just("prefill"), worker=worker, rank=rank, blocks=blocks, tokens=tail),
         st.builds(Draft, st.just("decode"), which, tokens=tokens, of=number),
         st.builds(Draft, st.just("finish"), which),
         st.builds(Draft, st.just("preempt"), which),
         st.builds(Draft, st.just("resume"), which),
-        st.builds(Draft, st.just("clear"), worker=worker),
-    )
-    return _programs(st.lists(drafts, min_size=1, max_size=most_steps))
+        st.builds(Draft, st.just("clear"), worker=worker, rank=rank),
+        st.builds(Draft, st.just("serve"), worker=worker, rank=rank, blocks=blocks, tokens=tail),
+        st.builds(Draft, st.just("again"), which),
+    ]
+    if most_in_a_burst:
+        count = st.integers(1, most_in_a_burst)
+        drafts.append(st.builds(Draft, st.just("burst"), worker=worker, rank=rank, tokens=count))
+    # By itself Hypothesis draws short lists, hardly ever enough to fill a cache and to evict from it.
+    draft, least = st.one_of(drafts), max(1, most_steps // 2)
+    lists = st.lists(draft, min_size=1, max_size=most_steps) | st.lists(draft, min_size=least, max_size=most_steps)
+    return _programs(lists, most_steps)
 
 
 @st.composite
-def _programs(draw: DrawFn, drafts: SearchStrategy[list[Draft]]) -> Program:
+def _programs(draw: DrawFn, drafts: SearchStrategy[list[Draft]], most_steps: int) -> Program:
     # A composite, not a map: Hypothesis prints what was mapped by its function, and this by its own repr.
-    return resolve(draw(drafts))
+    return resolve(draw(drafts), most_steps)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import pytest
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
+from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec, known_backends
 from pytest_kvmock.cache.manager import KvManager, unlike
 from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.harness.router_harness import RouterHarness
@@ -40,6 +40,33 @@ def check_offers(contract: object, subject: object, protocol: type, made_by: str
     wrong = unlike(subject, protocol)
     if wrong is not None:
         refuse(contract, f"{made_by} gave {wrong}")
+
+
+def check_backends(contract: object, backends: object, block_size: int) -> list[BackendSpec]:
+    """The backends that a contract runs over; fail the test if one is not there, or refuses its block size.
+
+    Args:
+        contract: whose test it is.
+        backends: by name or as `BackendSpec`s; None for those of the default matrix.
+        block_size: tokens a block.
+    """
+    __tracebackhide__ = True
+    if backends is None:
+        backends = [spec for spec in known_backends().values() if spec.in_matrix]
+    if not isinstance(backends, (list, tuple)) or not all(isinstance(each, (str, BackendSpec)) for each in backends):
+        refuse(contract, f"backends must be a tuple or list of backends, got {backends!r:.80}")
+    specs = []
+    for backend in backends:
+        wrong = None
+        try:
+            spec = backend_spec(backend)
+            spec.make(num_blocks=8, block_size=block_size, dp_rank=0, sink=None)
+        except ValueError as error:
+            wrong = str(error)
+        if wrong is not None:
+            refuse(contract, f"backends has {getattr(backend, 'name', backend)!r}: {wrong}")
+        specs.append(spec)
+    return specs
 
 
 def call_with(contract: object, make: Callable[..., T], made_by: str, argument: int) -> T:

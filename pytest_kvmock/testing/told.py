@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from inspect import isawaitable
 from typing import Any
 
-from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, UnreadableAnswer, WorkerScores, agree, question
 from pytest_kvmock.tokens import Prompt
 
@@ -35,19 +35,89 @@ class ToldIndex:
         self._ids: dict[tuple[int, int], int] = {}
         self._told: list[str] = []
 
-    def store(self, letters: str, worker: int = 0, *, after: str = "", rank: int = 0) -> None:
+    def store(
+        self,
+        letters: str,
+        worker: int = 0,
+        *,
+        after: str = "",
+        rank: int = 0,
+        tier: StorageTier = StorageTier.DEVICE,
+    ) -> None:
         """Tell of a Stored: the blocks of these letters, after those of `after`."""
         prompt = prompt_of(after + letters, self._size)
         start = len(after)
         local, blocks = prompt.block_hashes(self._size), prompt.sequence_hashes(self._size)
         tokens = [[ord(letter)] * self._size for letter in letters]
         data = Stored(blocks[start - 1] if start else None, tuple(blocks[start:]), tuple(local[start:]))
-        self._tell(worker, rank, data, f"stored {letters}" + (f" after {after}" if after else ""), tokens)
+        what = f"stored {letters}" + (f" after {after}" if after else "")
+        self._tell(worker, rank, data, what, tokens, tier=tier)
 
-    def remove(self, *chains: str, worker: int = 0, rank: int = 0) -> None:
+    def remove(self, *chains: str, worker: int = 0, rank: int = 0, tier: StorageTier = StorageTier.DEVICE) -> None:
         """Tell of a Removed: the last block of each chain."""
-        blocks = tuple(prompt_of(chain, self._size).sequence_hashes(self._size)[-1] for chain in chains)
-        self._tell(worker, rank, Removed(blocks), f"removed the last block of {', '.join(chains)}")
+        blocks = tuple(self._last(chain) for chain in chains)
+        self._tell(worker, rank, Removed(blocks), f"removed the last block of {', '.join(chains)}", tier=tier)
+
+    def _last(self, chain: str) -> int:
+        return prompt_of(chain, self._size).sequence_hashes(self._size)[-1]
+
+    def publish(self, steps: Iterable[tuple[str, str]]) -> None:
+        """Publish many events of worker 0, without a flush and a question in between.
+
+        Args:
+            steps: "store" with the letters of a chain, or "remove" with the chain whose last block is removed.
+        """
+        __tracebackhide__ = True
+        events = []
+        for kind, chain in steps:
+            tokens = None
+            if kind == "store":
+                prompt = prompt_of(chain, self._size)
+                blocks, local = prompt.sequence_hashes(self._size), prompt.block_hashes(self._size)
+                data: EventData = Stored(None, tuple(blocks), tuple(local))
+                tokens = [[ord(letter)] * self._size for letter in chain]
+            else:
+                data = Removed((self._last(chain),))
+            event_id = self._ids.get((0, 0), 0)
+            self._ids[0, 0] = event_id + 1
+            events.append(RouterEvent(0, KvCacheEvent(event_id, data), token_ids=tokens))
+        self._told.append(f"worker 0 published {len(events):,} events, without a flush in between")
+
+        async def apply_all() -> None:
+            for event in events:
+                answer = self.index.apply(event)
+                if isawaitable(answer):
+                    await answer
+
+        try:
+            if self.index.is_async:
+                self._wait(apply_all())
+            else:
+                for event in events:
+                    self.index.apply(event)
+        except Exception as error:
+            raise AssertionError(f"apply raised {type(error).__name__}: {error}\n{self._story()}") from error
+
+    def size(self) -> int | None:
+        """How many entries the index has, flushed; None where it has no `size`.
+
+        Raises:
+            AssertionError: it answers no number.
+        """
+        __tracebackhide__ = True
+        count = getattr(self.index.index, "size", None)
+        if not callable(count):
+            return None
+        self._flush()
+        size = self._do(count)
+        if not isinstance(size, int):
+            raise AssertionError(f"size() answered {size!r:.80}; expected a number of entries")  # noqa: TRY004 - a promise broken
+        return size
+
+    def _flush(self) -> None:
+        __tracebackhide__ = True
+        if self.index.flush is not None:
+            self._do(self.index.flush)
 
     def clear(self, worker: int = 0, *, rank: int = 0) -> None:
         """Tell of a Cleared."""
@@ -59,12 +129,22 @@ class ToldIndex:
             self._do(self.index.remove_worker, worker)
             self._told.append(f"worker {worker} is gone")
 
-    def _tell(self, worker: int, rank: int, data: EventData, what: str, tokens: list[list[int]] | None = None) -> None:
+    def _tell(
+        self,
+        worker: int,
+        rank: int,
+        data: EventData,
+        what: str,
+        tokens: list[list[int]] | None = None,
+        *,
+        tier: StorageTier = StorageTier.DEVICE,
+    ) -> None:
         __tracebackhide__ = True
         event_id = self._ids.get((worker, rank), 0)
         self._ids[worker, rank] = event_id + 1
-        event = RouterEvent(worker, KvCacheEvent(event_id, data, rank), token_ids=tokens)
-        self._told.append(f"worker {worker}{f' rank {rank}' if rank else ''} {what}")
+        event = RouterEvent(worker, KvCacheEvent(event_id, data, rank), tier, tokens)
+        where = "" if tier is StorageTier.DEVICE else f" in {tier.value}"
+        self._told.append(f"worker {worker}{f' rank {rank}' if rank else ''} {what}{where}")
         try:
             self._do(self.index.apply, event)
         except Exception as error:
@@ -91,8 +171,7 @@ class ToldIndex:
         under_test = self.index
         prompt = prompt_of(letters, self._size, tail)
         asked = question(list(prompt.block_hashes(self._size)), prompt.tokens, takes_tokens=under_test.takes_tokens)
-        if under_test.flush is not None:
-            self._do(under_test.flush)
+        self._flush()
         try:
             return under_test.read(self._do(under_test.ask, asked))
         except UnreadableAnswer as error:

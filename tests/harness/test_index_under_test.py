@@ -49,7 +49,7 @@ def shown(kv):
 
 
 @pytest.mark.parametrize("kind", [*BY_RANK, ByWorker])
-@pytest.mark.parametrize("sync", ["every", "auto", "end"])
+@pytest.mark.parametrize("sync", ["every", "auto", "burst", "end"])
 def test_a_sound_index_of_each_kind_passes(make_kv, kind, sync):
     with make_kv(index=kind(), sync=sync, workers=2) as kv:
         busy(kv)

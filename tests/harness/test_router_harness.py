@@ -105,11 +105,12 @@ def test_a_harness_without_a_backend_has_no_worker_until_it_gets_one(make_kv):
         (lambda kv: RouterHarness(backend="nope"), "unknown backend 'nope'"),
         (
             lambda kv: RouterHarness(sync="never"),
-            r"unknown sync 'never'; did you mean 'every'\? known: every, auto, end",
+            r"unknown sync 'never'; did you mean 'every'\? known: every, auto, burst, end",
         ),
+        (lambda kv: RouterHarness(index_semantics="e2"), "unknown index_semantics 'e2'; known: None, 'e1'"),
         (lambda kv: RouterHarness(allow=["nope"]), "unknown rule 'nope'; known: parent_block_not_found"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_what_cannot_be_is_refused_with_what_can(kv, call, message):
     before = list(kv.workers)

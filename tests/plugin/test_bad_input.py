@@ -190,7 +190,8 @@ MARKERS = [
     ("kvmock(seed=None)", "seed*must be an integer, got None"),
     ("kvmock(event_errors='oops')", "event_errors: got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock(event_warnings=True)", "event_warnings: got True; allowed: fail, warn, ignore"),
-    ("kvmock(sync='never')", "sync: got 'never'; did you mean 'every'? allowed: every, auto, end"),
+    ("kvmock(sync='never')", "sync: got 'never'; did you mean 'every'? allowed: every, auto, burst, end"),
+    ("kvmock(index_semantics='e2')", "index_semantics: got 'e2'; allowed: None, 'e1'"),
     ("kvmock(allow=['nonsense'])", "allow: unknown rule 'nonsense'; known: parent_block_not_found, *"),
     ("kvmock(allow=7)", "allow: got 7; allowed: a name, or a list of names"),
     (

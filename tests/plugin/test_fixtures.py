@@ -121,3 +121,104 @@ def test_sync_is_what_the_innermost_marker_says(nested):
     )
 
     result.assert_outcomes(passed=2)
+
+
+def test_what_a_cleared_empties_and_bursts_are_said_by_the_marker(nested):
+    result = nested(
+        """
+        from pytest_kvmock import RadixIndex
+
+        class Index(RadixIndex):
+            asked = 0
+            def find_matches(self, hashes):
+                self.asked += 1
+                return super().find_matches(hashes)
+
+        @pytest.fixture
+        def kv_index(): return Index(semantics="e1")
+
+        @pytest.mark.kv_backends("lru")
+        @pytest.mark.kvmock(index_semantics="e1", sync="burst", dp_size=2, block_size=4)
+        class TestC:
+            def test_e1(self, kv_router, kv_index):
+                for rank in (0, 1):
+                    kv_router.worker(0, rank).serve([1] * 4)
+                kv_router.worker(0, 0).clear()
+                assert not kv_index.asked
+                assert kv_router.overlap([1] * 4) == {}
+                assert kv_index.asked
+
+            @pytest.mark.kvmock(index_semantics=None, allow=["index_drift"])
+            def test_default(self, kv_router, kv_events):
+                for rank in (0, 1):
+                    kv_router.worker(0, rank).serve([1] * 4)
+                kv_router.worker(0, 0).clear()
+                kv_router.flush()
+                assert {p.rule for p in kv_events.problems} == {"index_drift"}
+        """
+    )
+
+    result.assert_outcomes(passed=2)
+
+
+READS_TRAITS = """
+    from pytest_kvmock import BACKENDS, Traits
+
+    @pytest.fixture
+    def kv_index(kv_traits):
+        from pytest_kvmock import RadixIndex
+        return RadixIndex(count_copies=kv_traits.copies)
+"""
+
+
+def test_an_index_reads_the_traits_of_the_tests_backend(nested):
+    result = nested(
+        READS_TRAITS
+        + """
+    @pytest.mark.kv_backends("lineage", "vllm", "vllm_0_19", "sglang")
+    @pytest.mark.kvmock(block_size=4, num_blocks=3)
+    def test(kv_router, kv_traits, kv_backend):
+        assert kv_traits == BACKENDS[kv_backend].traits == kv_router.worker(0).traits
+        for number in (1, 1, 2, 3):
+            kv_router.worker(0).serve([number] * 4)
+
+    @pytest.mark.parametrize("kv_backend", ["vllm"])
+    def test_a_parameter(kv_traits, kv_backend): assert kv_traits.copies
+
+    @pytest.mark.kv_backends("vllm")
+    class TestCase(unittest.TestCase):
+        @pytest.fixture(autouse=True)
+        def ask(self, request):
+            self.router = request.getfixturevalue("kv_router")
+            self.traits = request.getfixturevalue("kv_traits")
+        def test(self): assert self.traits == self.router.worker(0).traits
+    """
+    )
+
+    result.assert_outcomes(passed=6)
+
+
+def test_without_a_backend_the_traits_are_those_of_a_sink(nested):
+    result = nested(
+        READS_TRAITS
+        + """
+    def test(kv_sink, kv_traits):
+        assert kv_traits == Traits()
+        kv_sink(GOOD)
+    """
+    )
+
+    result.assert_outcomes(passed=1)
+
+
+def test_traits_of_a_backend_that_there_is_not_are_refused(nested):
+    result = nested(
+        """
+        @pytest.fixture
+        def kv_backend(): return "vlm"
+        def test(kv_backend, kv_traits): pass
+        """
+    )
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["kvmock: kv_backend is 'vlm'; known: lineage, lru, *"])

@@ -34,7 +34,17 @@ def test_fixtures_that_need_an_engine_pull_in_the_matrix(ids, fixture):
 
 @pytest.mark.parametrize(
     "fixture",
-    ["kv_events", "kv_sink", "make_kv_sink", "kv_index", "kv_profile", "kv_base_profile", "kv_prompt", "kv_trace"],
+    [
+        "kv_events",
+        "kv_sink",
+        "make_kv_sink",
+        "kv_index",
+        "kv_profile",
+        "kv_base_profile",
+        "kv_prompt",
+        "kv_trace",
+        "kv_traits",
+    ],
 )
 def test_fixtures_that_need_none_do_not(ids, fixture):
     assert ["test"] == ids(f"def test({fixture}): pass")

@@ -137,7 +137,14 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
     profile, policy = EngineProfile(), Policy()
     defaults = {key: getattr(profile, key) for key in KVMOCK_KEYS if hasattr(profile, key)}
     defaults |= {"event_errors": policy.event_errors, "event_warnings": policy.event_warnings}
-    defaults |= {"allow": tuple(policy.allow), "sync": "auto", "profile": None, "faults": {}, "survive": ()}
+    defaults |= {
+        "allow": tuple(policy.allow),
+        "sync": "auto",
+        "index_semantics": None,
+        "profile": None,
+        "faults": {},
+        "survive": (),
+    }
     assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
 
 
@@ -161,6 +168,32 @@ def test_the_indexes_are_those_of_the_examples():
         methods = re.search(r"    def __init__.*?\n\n\n", example, re.DOTALL)
         assert methods is not None
         assert methods[0] in README
+
+
+OVER_ALL = """
+
+from pytest_kvmock import BACKENDS
+from pytest_kvmock.testing import IndexContract
+
+class TestIt(IndexContract):
+    backends = tuple(BACKENDS)
+
+    def make_index(self, block_size):
+        return {index}
+"""
+
+
+@pytest.mark.parametrize(
+    "index", ["HashIndex(self.traits.copies)", "TokenIndex(block_size, self.traits.copies)"], ids=["hashes", "tokens"]
+)
+def test_an_index_that_is_copied_keeps_the_contract_over_all_backends(nested, index):
+    (block,) = [block for block in PASSING if f"class {index.partition('(')[0]}:" in block]
+
+    result = nested("", "-k", "TestIt", files={"test_it.py": block + OVER_ALL.format(index=index)})
+
+    result.assert_outcomes(
+        passed=sum(name.startswith("test_") for name in dir(testing.IndexContract)), deselected=IN_MATRIX
+    )
 
 
 def test_the_table_of_traits_is_true():

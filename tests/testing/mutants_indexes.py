@@ -1,11 +1,22 @@
 """Router indexes with a fault each."""
 
+from collections import deque
 from contextlib import suppress
 from typing import ClassVar
 
 from contract_runs import Mutants
 
-from pytest_kvmock import BlockNotFound, Cleared, RadixIndex, Removed, RouterEvent, Stored
+from pytest_kvmock import (
+    BACKENDS,
+    BlockNotFound,
+    Cleared,
+    KvEventError,
+    RadixIndex,
+    Removed,
+    RouterEvent,
+    StorageTier,
+    Stored,
+)
 from pytest_kvmock.testing import IndexContract
 
 INDEXES = Mutants(IndexContract)
@@ -143,7 +154,7 @@ class KnowsWorkersByOneByte(Radix):
             super().apply(RouterEvent(event.worker_id % 256, event.event))
 
 
-@INDEXES.breaks("test_ranks_of_a_worker_are_told_apart")
+@INDEXES.breaks("test_ranks_of_a_worker_are_told_apart", "test_it_follows_live_traffic")
 class TakesAllRanksForOne(Radix):
     class Subject(Tree):
         def apply(self, event):
@@ -277,3 +288,117 @@ class SharesItsTree(Radix):
             if len(self.only) % 2:
                 self.tree = self.only[-1]
             self.only.append(self.tree)
+
+
+@INDEXES.breaks("test_a_cleared_rank_leaves_the_other_ranks", "test_it_follows_live_traffic")
+class ClearsAllRanks(Radix):
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.tree = RadixIndex(semantics="e1")
+
+
+@INDEXES.breaks("test_a_cleared_rank_leaves_the_other_ranks")
+class ClearsOneRankOfAnOlderDynamo(Radix):
+    index_semantics = "e1"
+
+    class Subject(Tree):
+        pass
+
+
+@INDEXES.breaks("test_a_worker_that_is_gone_takes_all_its_ranks")
+class ForgetsRankZeroAlone(Radix):
+    class Subject(Tree):
+        def remove_worker(self, worker_id):
+            self.tree.remove_worker_dp_rank(worker_id, 0)
+
+
+class OneTier(Tree):
+    def apply(self, event):
+        super().apply(RouterEvent(event.worker_id, event.event))
+
+
+@INDEXES.breaks("test_what_another_tier_removes_stays_on_the_device", "test_what_another_tier_alone_has_is_not_found")
+class TakesAllTiersForOne(Radix):
+    class Subject(OneTier):
+        pass
+
+
+@INDEXES.breaks("test_what_another_tier_removes_stays_on_the_device")
+class RemovesFromAllTiers(Radix):
+    class Subject(OneTier):
+        def apply(self, event):
+            if isinstance(event.event.data, Removed) or event.storage_tier is StorageTier.DEVICE:
+                super().apply(event)
+
+
+@INDEXES.breaks("test_a_block_is_held_until_its_last_copy_is_removed", "test_it_follows_live_traffic")
+class CountsNoCopies(Radix):
+    backends = tuple(BACKENDS)
+
+    class Subject(Tree):
+        pass
+
+
+@INDEXES.breaks("test_a_block_is_held_until_its_last_copy_is_removed")
+class CountsNoCopiesOfOneBackend(Radix):
+    backends = (BACKENDS["vllm_0_19"],)
+
+    class Subject(Tree):
+        pass
+
+
+@INDEXES.breaks("test_it_does_not_grow_with_events")
+class RemembersEveryBlock(Radix):
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.seen = set()
+
+        def apply(self, event):
+            self.seen.update(getattr(event.event.data, "block_hashes", ()))
+            super().apply(event)
+
+        def size(self):
+            return len(self.seen)
+
+
+class Queued(Tree):
+    """Queues events until it is flushed."""
+
+    def __init__(self, queue):
+        super().__init__()
+        self.queue = queue
+
+    def apply(self, event):
+        self.queue.append(event)
+
+    def flush(self):
+        while self.queue:
+            with suppress(KvEventError):  # what it names was lost
+                self.tree.apply(self.queue.popleft())
+
+
+@INDEXES.breaks("test_ten_thousand_events_may_come_before_a_flush", "test_it_follows_live_traffic")
+class LosesTheOldestOfAQueueThatOverflows(Radix):
+    class Subject(Queued):
+        def __init__(self):
+            super().__init__(deque(maxlen=64))
+
+
+@INDEXES.breaks("test_ten_thousand_events_may_come_before_a_flush")
+class LosesOneOfTenThousand(Radix):
+    class Subject(Queued):
+        def __init__(self):
+            super().__init__(deque(maxlen=9_999))
+
+
+@INDEXES.breaks("test_ten_thousand_events_may_come_before_a_flush")
+class LosesTheNewestOfAQueueThatOverflows(Radix):
+    class Subject(Queued):
+        def __init__(self):
+            super().__init__(deque())
+
+        def apply(self, event):
+            if len(self.queue) < 9_999:
+                super().apply(event)

@@ -3,7 +3,7 @@
 import pytest
 from contract_runs import failure_of, names_of_tests
 
-from pytest_kvmock import RadixIndex
+from pytest_kvmock import KvEventsError, RadixIndex
 from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
 from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
@@ -83,6 +83,22 @@ CASES = [
     ),
     (subject(IndexContract), "define make_index(self) or make_index(self, block_size), which makes a new index"),
     (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), backends="lru"),
+        "backends must be a tuple or list of backends, got 'lru'",
+    ),
+    (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("lru", "lruu")),
+        f"backends has 'lruu': unknown backend 'lruu'; known: {', '.join(BACKENDS)}",
+    ),
+    (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), block_size=3),
+        "backends has 'lineage': block_size must be a power of two from 2 to 1024 (tokens a block), got 3",
+    ),
+    (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), index_semantics="e2"),
+        "index_semantics must be None or 'e1', got 'e2'",
+    ),
+    (
         subject(IndexContract, make_index=lambda self: {}),
         "make_index gave {}: the index under test (dict) has no apply(event), which takes a RouterEvent",
     ),
@@ -118,6 +134,42 @@ def test_an_index_that_lacks_something_is_named(index, line):
     failure = failure_of(subject(IndexContract, make_index=lambda self: index()), "test_a_question_changes_nothing")
     assert failure.endswith(f": {line}")
     assert "\n" not in failure
+
+
+def test_a_size_that_is_no_number_is_shown():
+    class Sized(RadixIndex):
+        def size(self):
+            return "large"
+
+    contract = subject(IndexContract, make_index=lambda self: Sized())
+    assert failure_of(contract, "test_it_does_not_grow_with_events") == (
+        "AssertionError: size() answered 'large'; expected a number of entries"
+    )
+
+
+def test_an_index_that_grows_is_told_by_how_much():
+    class Sized(RadixIndex):
+        events = 0
+
+        def apply(self, event):
+            self.events += 1
+            super().apply(event)
+
+        def size(self):
+            return self.events
+
+    contract = subject(IndexContract, make_index=lambda self: Sized())
+    assert failure_of(contract, "test_it_does_not_grow_with_events").partition("\n")[0] == (
+        "AssertionError: size() is 10,000 after 5,000 blocks that were stored and removed, and 20,000 after 10,000; "
+        "expected to grow by 2,500 at most"
+    )
+
+
+def test_a_fault_in_live_traffic_is_told_with_its_backend():
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("lru", "vllm"))
+    with pytest.raises(KvEventsError) as raised:
+        contract().test_it_follows_live_traffic()
+    assert "in traffic over vllm" in raised.value.__notes__
 
 
 class Async(RadixIndex):

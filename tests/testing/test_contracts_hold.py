@@ -6,6 +6,7 @@ from pytest_kvmock.cache.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
 from pytest_kvmock.cache.manager import RequestLevel
+from pytest_kvmock.events import KvCacheEvent, RouterEvent
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
 
@@ -105,8 +106,35 @@ class TestLargeBlocks(WorkerContract):
 
 
 class TestRadixIndex(IndexContract):
+    backends = tuple(BACKENDS)
+
     def make_index(self):
-        return RadixIndex()
+        return RadixIndex(count_copies=self.traits.copies)
+
+
+class TestOlderRadixIndex(IndexContract):
+    index_semantics = "e1"
+
+    def make_index(self):
+        return RadixIndex(semantics="e1")
+
+
+class OneRank(RadixIndex):
+    """A right index that knows workers alone, and says how much it holds."""
+
+    def apply(self, event):
+        inner = event.event
+        super().apply(RouterEvent(event.worker_id, KvCacheEvent(inner.event_id, inner.data), event.storage_tier))
+
+    def size(self):
+        return sum(self.num_blocks(*key) for key in self.workers)
+
+
+class TestAnIndexThatDoesNotTellRanksApart(IndexContract):
+    tells_ranks_apart = False
+
+    def make_index(self):
+        return OneRank()
 
 
 def under(contract):

@@ -2,15 +2,16 @@
 
 import subprocess
 import sys
+from collections import deque
 from random import Random
 
 import pytest
-from hypothesis import Phase, find, given, settings
-from mutants_indexes import IgnoresRemoved
+from hypothesis import Phase, find, given, seed, settings
+from mutants_indexes import IgnoresRemoved, Queued
 
-from pytest_kvmock import EngineProfile, KvEventsError, RouterHarness
-from pytest_kvmock.testing import Clear, Decode, Finish, Preempt, Prefill, Program, Resume, play, traffic
-from pytest_kvmock.testing.program import random_traffic
+from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness
+from pytest_kvmock.testing import Burst, Clear, Decode, Finish, Preempt, Prefill, Program, Resume, play, traffic
+from pytest_kvmock.testing.program import Player, random_traffic
 
 SMALL = EngineProfile(block_size=2, num_blocks=6, workers=2)
 
@@ -30,7 +31,7 @@ def test_the_repr_of_a_program_makes_it_again(program):
 
 
 @settings(max_examples=200)
-@given(traffic(workers=3, most_steps=10, most_blocks=2, numbers=2, most_tokens=3))
+@given(traffic(workers=3, ranks=2, most_steps=10, most_blocks=2, numbers=2, most_tokens=3, most_in_a_burst=7))
 def test_traffic_keeps_to_its_limits_and_names_requests_that_are_there(program):
     assert len(program) <= 10
     running, preempted = set(), set()
@@ -41,6 +42,7 @@ def test_traffic_keeps_to_its_limits_and_names_requests_that_are_there(program):
             assert set(step.blocks) <= {0, 1}
             assert step.tail <= 3
             assert step.worker < 3
+            assert step.rank < 2
             assert step.blocks or step.tail
             running.add(step.name)
         elif isinstance(step, Decode):
@@ -59,9 +61,12 @@ def test_traffic_keeps_to_its_limits_and_names_requests_that_are_there(program):
             running.add(step.name)
         else:
             assert step.worker < 3
+            assert step.rank < 2
+            assert isinstance(step, Clear) or 1 <= step.count <= 7
+    assert sum(isinstance(step, Burst) for step in program) <= 2
 
 
-@pytest.mark.parametrize("kind", [Prefill, Decode, Finish, Preempt, Resume, Clear])
+@pytest.mark.parametrize("kind", [Prefill, Decode, Finish, Preempt, Resume, Clear, Burst])
 def test_every_kind_of_step_is_drawn(kind):
     quick = settings(database=None, phases=(Phase.generate,), max_examples=1000)
     assert find(traffic(), lambda program: any(isinstance(step, kind) for step in program), settings=quick)
@@ -143,7 +148,7 @@ def test_what_is_no_step_is_refused():
     with (
         RouterHarness(SMALL, "lru") as kv,
         pytest.raises(
-            TypeError, match=r"^a program has Prefill, Decode, Finish, Preempt, Resume and Clear, got 'run'\n"
+            TypeError, match=r"^a program has Prefill, Decode, Finish, Preempt, Resume, Clear and Burst, got 'run'\n"
         ),
     ):
         play(kv, ["run"])
@@ -157,11 +162,88 @@ def test_what_is_no_step_is_refused():
         ({"most_blocks": -1}, "traffic: most_blocks must be an integer of at least 0, got -1"),
         ({"numbers": 1.5}, "traffic: numbers must be an integer of at least 1, got 1.5"),
         ({"most_tokens": 0}, "traffic: most_tokens must be an integer of at least 1, got 0"),
+        ({"ranks": 0}, "traffic: ranks must be an integer of at least 1, got 0"),
+        ({"most_in_a_burst": -1}, "traffic: most_in_a_burst must be an integer of at least 0, got -1"),
     ],
 )
 def test_limits_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         traffic(**arguments)
+
+
+def test_traffic_has_one_rank_and_no_burst_where_that_is_said():
+    @settings(max_examples=100, database=None)
+    @given(traffic(most_in_a_burst=0))
+    def run(program):
+        assert not any(isinstance(step, Burst) or getattr(step, "rank", 0) for step in program)
+
+    run()
+
+
+def test_ranks_are_drawn_where_they_are_asked_for():
+    found = find(
+        traffic(ranks=2),
+        lambda program: {0, 1} <= {step.rank for step in program if isinstance(step, Prefill)},
+        settings=settings(database=None, phases=(Phase.generate,), max_examples=200),
+    )
+    with RouterHarness(EngineProfile(block_size=2, num_blocks=6, dp_size=2), "lru") as kv:
+        play(kv, found)
+
+
+def test_a_burst_serves_prompts_of_a_block_and_flushes_the_index_once():
+    index = Queued(deque())
+    flushes = []
+    index.flush = lambda: flushes.append(len(index.queue)) or Queued.flush(index)
+    with RouterHarness(SMALL, "lru", index) as kv:
+        Player(kv).do(Burst(40, worker=1))
+        assert ([74], 6) == (flushes, kv.worker(1).manager.num_inactive_blocks)
+        assert {1: 1} == kv.overlap([39, 39])
+
+
+def first_find(backend, index, seed_of_hypothesis):
+    """How many examples `traffic` draws, with README's sizes, until an index is found wrong; None: of 50, none."""
+    sizes = EngineProfile(block_size=4, num_blocks=8, workers=2)
+    examples = []
+
+    @seed(seed_of_hypothesis)
+    @settings(max_examples=50, database=None, phases=(Phase.generate,))
+    @given(traffic(workers=2))
+    def run(program):
+        examples.append(program)
+        with RouterHarness(sizes, backend, index()) as kv:
+            play(kv, program)
+
+    try:
+        run()
+    except KvEventsError:
+        return len(examples)
+    return None
+
+
+@pytest.mark.parametrize("backend", ["vllm", "vllm_0_19"])
+@pytest.mark.parametrize("seed_of_hypothesis", range(5))
+def test_traffic_finds_an_index_that_counts_no_copies(backend, seed_of_hypothesis):
+    assert first_find(backend, RadixIndex, seed_of_hypothesis) is not None
+
+
+@pytest.mark.parametrize("seed_of_hypothesis", range(3))
+def test_traffic_finds_a_queue_that_overflows(seed_of_hypothesis):
+    assert first_find("lineage", lambda: Queued(deque(maxlen=64)), seed_of_hypothesis) is not None
+
+
+def test_a_burst_that_shows_a_fault_shrinks_to_few_steps():
+    def overflows(program):
+        try:
+            with RouterHarness(SMALL, "lru", Queued(deque(maxlen=8))) as kv:
+                play(kv, program)
+        except KvEventsError:
+            return True
+        return False
+
+    quick = settings(database=None, max_examples=100)
+    found = find(traffic(most_steps=8, most_in_a_burst=20), overflows, settings=quick, random=Random(0))
+    assert len(found) <= 3
+    assert sum(step.count for step in found if isinstance(step, Burst)) <= 15
 
 
 def test_traffic_by_a_seed_is_the_same_each_time():

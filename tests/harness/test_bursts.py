@@ -1,0 +1,200 @@
+"""Events without a flush in between: a queue that overflows shows, and a drift is placed at an event of the burst."""
+
+from collections import deque
+from contextlib import suppress
+
+import pytest
+from faulty_indexes import Async, ForgetsOneRemoved, Queued, RaisesOnce, Sound
+
+from pytest_kvmock import BACKENDS, RadixIndex, RouterHarness, reproduce
+from pytest_kvmock.events import Removed, Stored
+from pytest_kvmock.harness import comparison
+from pytest_kvmock.router.index import KvEventError
+
+
+class Counting(Sound):
+    """Counts its flushes, beside the questions."""
+
+    flushes = 0
+
+    def flush(self):
+        self.flushes += 1
+
+
+class Overflows:
+    """Keeps so many events until it is flushed, and loses the oldest."""
+
+    def __init__(self, most, count_copies=False):
+        self.queue, self.tree = deque(maxlen=most), RadixIndex(count_copies=count_copies)
+
+    def apply(self, event):
+        self.queue.append(event)
+
+    def flush(self):
+        while self.queue:
+            with suppress(KvEventError):  # what it names was lost
+                self.tree.apply(self.queue.popleft())
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes)
+
+    def remove_worker(self, worker_id):
+        self.tree.remove_worker(worker_id)
+
+
+def chain(kv, *numbers, worker=0):
+    kv.apply(Stored(None, numbers, numbers), worker_id=worker)
+
+
+def churn(kv, prompts):
+    """Serve so many prompts of a block, each another one."""
+    for number in range(prompts):
+        kv.worker(0).serve([number] * kv.profile.block_size)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_queue_that_overflows_is_found_in_a_burst_and_not_after_each_event(make_kv, backend):
+    found = {}
+    for sync in ("every", "auto", "burst"):
+        index = Overflows(64, count_copies=BACKENDS[backend].traits.copies)
+        kv = make_kv(backend, index, sync=sync, block_size=4, num_blocks=16)
+        churn(kv, 16)
+        kv.flush()
+        churn(kv, 100)
+        found[sync] = {problem.rule for problem in kv.judge().errors}
+    assert {"every": set(), "auto": set(), "burst": {"index_drift"}} == found
+
+
+def test_an_index_is_flushed_and_asked_when_the_burst_ends(make_kv):
+    index = Counting()
+    kv = make_kv(index=index)
+    with kv.burst():
+        for number in range(1, 100):
+            chain(kv, number)
+        assert (0, 0) == (index.flushes, index.asked)
+    assert (1, 99) == (index.flushes, index.asked)
+    chain(kv, 100)
+    assert (2, 100) == (index.flushes, index.asked)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda kv: kv.overlap_for_hashes([1]),
+        lambda kv: kv.flush(),
+        lambda kv: kv.events.check(),
+        lambda kv: kv.assert_in_sync(),
+        lambda kv: kv.judge(),
+    ],
+    ids=["overlap", "flush", "check", "assert_in_sync", "judge"],
+)
+def test_a_question_of_the_test_ends_a_burst_and_the_next_event_begins_one(make_kv, ask):
+    index = Counting()
+    kv = make_kv(index=index, sync="burst")
+    chain(kv, 1)
+    assert (0, 0) == (index.flushes, index.asked)
+    ask(kv)
+    flushes, asked = index.flushes, index.asked
+    assert flushes
+    assert asked
+    chain(kv, 2)
+    assert (flushes, asked) == (index.flushes, index.asked)
+
+
+def test_a_burst_has_ten_thousand_events_at_most(make_kv):
+    index = Counting()
+    kv = make_kv(index=index, sync="burst")
+    assert 10_000 == comparison.MOST_IN_A_BURST
+    for number in range(1, 10_000):
+        chain(kv, number)
+    assert 0 == index.flushes
+    chain(kv, 10_000)
+    assert (1, 10_000) == (index.flushes, index.asked)
+    chain(kv, 10_001)
+    assert 1 == index.flushes
+
+
+def test_after_two_thousand_events_a_burst_is_still_compared_whole(make_kv, monkeypatch):
+    monkeypatch.setattr(comparison, "ALWAYS_UPTO", 1)
+    index = Counting()
+    kv = make_kv(index=index, sync="auto")
+    with kv.burst():
+        for number in range(1, 50):
+            chain(kv, number)
+    assert 49 == index.asked
+
+
+def test_an_index_that_is_compared_at_the_end_alone_is_not_asked_after_a_burst(make_kv):
+    index = Counting()
+    kv = make_kv(index=index, sync="end")
+    with kv.burst():
+        chain(kv, 1)
+    assert (0, 0) == (index.flushes, index.asked)
+
+
+def test_a_drift_is_placed_at_the_last_event_that_explains_it(make_kv):
+    kv = make_kv(index=ForgetsOneRemoved(), sync="burst")
+    chain(kv, 1, 2)
+    kv.apply(Removed((2,)))
+    chain(kv, 3)
+    kv.flush()
+    (problem,) = kv.events.problems
+    assert ("index_drift", 1, (2,)) == (problem.rule, problem.position, problem.blocks)
+
+
+def test_what_an_index_raises_in_a_burst_is_noted_at_its_event(make_kv):
+    kv = make_kv(index=RaisesOnce(at=1), sync="burst")
+    for number in range(1, 4):
+        chain(kv, number)
+    (problem,) = kv.events.problems
+    assert ("index_failure", 1) == (problem.rule, problem.position)
+
+
+def test_a_removed_worker_that_queued_events_bring_back_is_found(make_kv):
+    kv = make_kv(index=Overflows(64), sync="burst", workers=2)
+    chain(kv, 1)
+    kv.remove_worker(0)
+    assert {"index_drift"} == {problem.rule for problem in kv.judge().errors}
+
+    kv = make_kv(index=Overflows(64), workers=2)
+    chain(kv, 1)
+    kv.remove_worker(0)
+    assert [] == kv.judge().errors
+
+
+class ForgetsLongRemoved(RadixIndex):
+    def apply(self, event):
+        data = event.event.data
+        if not isinstance(data, Removed) or len(data.block_hashes) < 3:
+            super().apply(event)
+
+
+def test_a_drift_that_a_burst_shows_is_cut_down(make_kv):
+    kv = make_kv(index=ForgetsLongRemoved(), sync="burst", num_blocks=16)
+    for number in range(40):
+        kv.worker(0).serve(kv.prompt(1 + number % 5))
+    kv.judge()
+    assert kv.events.errors
+    assert 2 == reproduce(kv).size
+
+
+def test_a_failing_body_leaves_the_burst_too(make_kv):
+    index = Counting()
+    kv = make_kv(index=index)
+    with pytest.raises(KeyError), kv.burst():
+        raise KeyError
+    chain(kv, 1)
+    assert 1 == index.asked
+
+
+@pytest.mark.parametrize("index", [None, Async()], ids=["none", "async"])
+def test_without_a_sync_index_a_burst_is_nothing(index):
+    kv = RouterHarness(index=index, sync="burst")
+    with kv.burst():
+        chain(kv, 1)
+    assert [] == kv.events.problems
+
+
+def test_a_sound_queue_passes(make_kv):
+    with make_kv(index=Queued(), sync="burst", num_blocks=16) as kv:
+        churn(kv, 100)
