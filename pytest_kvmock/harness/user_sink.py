@@ -19,6 +19,8 @@ from pytest_kvmock.events import (
     check_block_hashes,
 )
 
+from pytest_kvmock.hygiene.content import is_chained, is_hand_written
+
 if TYPE_CHECKING:
     from pytest_kvmock.harness.router_harness import RouterHarness
 
@@ -66,14 +68,16 @@ class KvSink:
     Attributes:
         worker_id: the worker's id, from 2**16 on.
         events: the events so far, in order.
-        chained: whether hashes must be Dynamo's chain.
+        chained: whether hashes must be Dynamo's chain; None: they must from the first block on that has such a hash.
     """
 
-    def __init__(self, harness: RouterHarness, worker_id: int, *, chained: bool = False) -> None:
+    def __init__(self, harness: RouterHarness, worker_id: int, *, chained: bool | None = None) -> None:
         self.worker_id = worker_id
         self.chained = chained
         self.events: list[KvCacheEvent] = []
         self._harness = harness
+        self._found_chained = False
+        self._unjudged: list[RouterEvent] = []  # Stored whose hashes were not judged, as it is not known what they are
 
     def __repr__(self) -> str:
         return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
@@ -107,9 +111,25 @@ class KvSink:
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
-            self._harness.hear(said, chained=self.chained)
+            self._harness.hear(said, chained=self._must_chain(said))
 
     __call__ = publish
+
+    def _must_chain(self, said: RouterEvent) -> bool:
+        """Whether the hashes of an event must be Dynamo's chain; numbers written by hand among them need not."""
+        if self.chained is not None:
+            return self.chained
+        data = said.event.data
+        if not isinstance(data, Stored) or is_hand_written(data):
+            return False
+        if not self._found_chained:
+            if not is_chained(data):
+                self._unjudged.append(said)
+                return False
+            self._found_chained = True
+            unjudged, self._unjudged = self._unjudged, []
+            self._harness.judge_hashes(unjudged)
+        return True
 
     def compare(
         self,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Final, NamedTuple, Protocol
 
 from pytest_kvmock.events import BlockTokens, RouterEvent, Stored
 from pytest_kvmock.hygiene.text import block_text
-from pytest_kvmock.tokens import block_hashes, sequence_hashes
+from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes
+
+HAND_WRITTEN: Final = 2**16
+"""Hashes below are numbers that somebody wrote; a hash function hardly ever returns one."""
+
+_LINKS: Final = 8
+"""How many links of a Stored are tried: one wrong hash breaks two of them."""
 
 
 class Chain(Protocol):
@@ -22,6 +29,19 @@ class Chain(Protocol):
             block_size: tokens a block; None: unknown.
         """
 
+    def name(self, parent: int | None, local: int, tokens: Sequence[int] | None, block_size: int | None) -> int | None:
+        """The name of one block below a parent; None where it cannot be known.
+
+        Args:
+            parent: the block before it; None: it is a root.
+            local: its local hash.
+            tokens: its token ids; None where none came with the event.
+            block_size: tokens a block; None: unknown.
+        """
+
+
+_U64: Final = 2**64 - 1
+
 
 class DynamoChain:
     """Dynamo's rule: the hash of the parent's name and the local hash."""
@@ -29,7 +49,28 @@ class DynamoChain:
     @staticmethod
     def expected(data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int]:  # noqa: ARG004
         """As `Chain.expected`."""
-        return sequence_hashes(data.tokens_hashes, parent=data.parent_hash)
+        parent = data.parent_hash
+        return sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
+
+    @staticmethod
+    def name(parent: int | None, local: int, tokens: Sequence[int] | None, block_size: int | None) -> int:  # noqa: ARG004 - as the protocol has them
+        """As `Chain.name`."""
+        return chained_hash(None if parent is None else parent & _U64, local)
+
+
+def is_chained(data: Stored) -> bool:
+    """Whether a block of a Stored has Dynamo's hash of its parent and its local hash, which is no chance (1 in 2**64)."""
+    links = zip((data.parent_hash, *data.block_hashes), data.block_hashes, data.tokens_hashes, strict=False)
+    return any(
+        parent is not None and parent >= 0 and block >= HAND_WRITTEN and chained_hash(parent, local) == block
+        for parent, block, local in islice(links, _LINKS)
+    )
+
+
+def is_hand_written(data: Stored) -> bool:
+    """Whether all of its hashes are small numbers, as in an event that a test made by hand."""
+    hashes = (*data.block_hashes, *data.tokens_hashes, data.parent_hash or 0)
+    return all(-HAND_WRITTEN < number < HAND_WRITTEN for number in hashes)
 
 
 class Flaw(NamedTuple):
@@ -77,7 +118,13 @@ def sparse(event: RouterEvent, data: Stored, size: int | None) -> Flaw | None:
     return Flaw(block, f"token ids came for {len(sizes)} of {len(hashes)} blocks", right)
 
 
-def wrong_hash(event: RouterEvent, data: Stored, size: int | None, chain: Chain) -> Flaw | None:
+def wrong_hash(
+    event: RouterEvent,
+    data: Stored,
+    size: int | None,
+    chain: Chain,
+    parents: Callable[[int], Iterable[int]] = lambda _: (),
+) -> Flaw | None:
     """The first block whose hashes do not follow from what came with it.
 
     Args:
@@ -85,6 +132,7 @@ def wrong_hash(event: RouterEvent, data: Stored, size: int | None, chain: Chain)
         data: its Stored.
         size: tokens a block, to judge local hashes by tokens; None: they are not judged.
         chain: how the engine names blocks.
+        parents: blocks that may be the right parent of a block, if the one that the event has is wrong.
     """
     tokens = event.token_ids
     if tokens is not None and (size is None or sparse(event, data, size) is not None):
@@ -100,12 +148,26 @@ def wrong_hash(event: RouterEvent, data: Stored, size: int | None, chain: Chain)
                 )
     rights = chain.expected(data, tokens, size)
     if rights is not None and tuple(rights) != data.block_hashes:
-        for block, local, right in zip(data.block_hashes, data.tokens_hashes, rights, strict=True):
+        for i, (block, local, right) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):
             if block != right:
                 parent = "no parent" if data.parent_hash is None else f"parent {block_text(data.parent_hash)}"
-                return Flaw(
-                    block,
-                    f"block {block_text(block)} is stored with local hash {block_text(local)}; the event has {parent}",
-                    f"the chain of parent and local hash is {block_text(right)}",
-                )
+                known = f"block {block_text(block)} is stored with local hash {block_text(local)}; the event has {parent}"
+                known_tokens = None if tokens is None else tuple(tokens[i]) if tokens else ()
+                others = (None, *data.block_hashes)
+                for candidate in (*others, *parents(block)):
+                    if chain.name(candidate, local, known_tokens, size) == block:
+                        return Flaw(block, *_fits(known, candidate))
+                return Flaw(block, known, f"the chain of parent and local hash is {block_text(right)}")
     return None
+
+
+FITS: Final = "; the hash fits "
+"""Where `Flaw.known` of a wrong hash says which parent would be right."""
+
+
+def _fits(known: str, parent: int | None) -> tuple[str, str]:
+    """What is known of a block whose hash is right, and its parent wrong; and what would be right."""
+    if parent is None:
+        return f"{known}{FITS}no parent", "the block is a root"
+    name = block_text(parent)
+    return f"{known}{FITS}parent {name}", f"the parent is block {name}"

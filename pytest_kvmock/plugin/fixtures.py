@@ -293,7 +293,7 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
-    """Make more sinks, `make_kv_sink(chained=False, num_blocks=None)`: each stands for a worker by itself."""
+    """Make more sinks, `make_kv_sink(chained=None, num_blocks=None)`: each stands for a worker by itself."""
     return _kvmock_case.harness.make_sink
 
 
