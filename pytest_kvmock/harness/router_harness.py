@@ -266,8 +266,8 @@ class RouterHarness(Questions):
         """Where a block manager of the user's own may publish; each is a worker of its own.
 
         Args:
-            chained: whether its hashes must be Dynamo's chain (`wrong_hash`); None: they must once a block of it has
-                such a hash, but for events of small numbers, which somebody wrote.
+            chained: whether its hashes must be Dynamo's chain (`wrong_hash`); None: that is found out from
+                what is published.
             num_blocks: how many blocks each of its ranks has on the device (`over_capacity`); None: it is not judged.
             residency: "unique" where a block is published once while it is held; "counted" where every copy is.
             prefix_closed: whether a block goes before its parent (`orphaned_child`); see `BackendSpec`.

@@ -18,8 +18,7 @@ from pytest_kvmock.events import (
     Stored,
     check_block_hashes,
 )
-
-from pytest_kvmock.hygiene.content import is_chained, is_hand_written
+from pytest_kvmock.hygiene.content import FoundChain
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.router_harness import RouterHarness
@@ -68,7 +67,7 @@ class KvSink:
     Attributes:
         worker_id: the worker's id, from 2**16 on.
         events: the events so far, in order.
-        chained: whether hashes must be Dynamo's chain; None: they must from the first block on that has such a hash.
+        chained: whether hashes must be Dynamo's chain; None: that is found out, see `FoundChain`.
     """
 
     def __init__(self, harness: RouterHarness, worker_id: int, *, chained: bool | None = None) -> None:
@@ -76,8 +75,8 @@ class KvSink:
         self.chained = chained
         self.events: list[KvCacheEvent] = []
         self._harness = harness
-        self._found_chained = False
-        self._unjudged: list[RouterEvent] = []  # Stored whose hashes were not judged, as it is not known what they are
+        self._chain = FoundChain()
+        self._unjudged: list[RouterEvent] = []  # every Stored before the chain was found
 
     def __repr__(self) -> str:
         return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
@@ -116,20 +115,22 @@ class KvSink:
     __call__ = publish
 
     def _must_chain(self, said: RouterEvent) -> bool:
-        """Whether the hashes of an event must be Dynamo's chain; numbers written by hand among them need not."""
+        """Whether the hashes of an event must be Dynamo's chain. Where nobody has said it, only of one that breaks it."""
         if self.chained is not None:
             return self.chained
-        data = said.event.data
-        if not isinstance(data, Stored) or is_hand_written(data):
+        data, chain = said.event.data, self._chain
+        if not isinstance(data, Stored):
             return False
-        if not self._found_chained:
-            if not is_chained(data):
-                self._unjudged.append(said)
-                return False
-            self._found_chained = True
+        was_found = chain.found
+        is_broken = chain.is_broken_by(data)
+        if not chain.found:
+            self._unjudged.append(said)
+        elif not was_found:
             unjudged, self._unjudged = self._unjudged, []
-            self._harness.judge_hashes(unjudged)
-        return True
+            self._harness.judge_hashes(
+                [e for e in unjudged if isinstance(e.event.data, Stored) and chain.is_broken_by(e.event.data)]
+            )
+        return is_broken
 
     def compare(
         self,

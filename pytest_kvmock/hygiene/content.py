@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from pytest_kvmock.events import BlockTokens, RouterEvent, Stored
@@ -11,10 +10,10 @@ from pytest_kvmock.hygiene.text import block_text
 from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes
 
 HAND_WRITTEN: Final = 2**16
-"""Hashes below are numbers that somebody wrote; a hash function hardly ever returns one."""
+"""Hashes below are numbers that somebody wrote: a hash function hardly ever returns one."""
 
-_LINKS: Final = 8
-"""How many links of a Stored are tried: one wrong hash breaks two of them."""
+MOST_PARENTS: Final = 2**18
+"""How many blocks of a stream are tried as the right parent of others, in all: a tenth of a second."""
 
 
 class Chain(Protocol):
@@ -58,19 +57,65 @@ class DynamoChain:
         return chained_hash(None if parent is None else parent & _U64, local)
 
 
+class FoundChain:
+    """Finds out from a stream whether its block hashes are Dynamo's chain, and which Stored break it.
+
+    One block that has the hash of its parent and its local hash is no chance (1 in 2**64): from then on they are. What
+    has nothing to do with the chain, such as an event made by hand beside it, may have any hashes.
+
+    Attributes:
+        found: whether they are.
+    """
+
+    __slots__ = ("_blocks", "_tries", "found")
+
+    def __init__(self) -> None:
+        self.found = False
+        self._blocks: dict[int, None] = {}  # of the chain, in the order in which they came
+        self._tries = MOST_PARENTS
+
+    def is_broken_by(self, data: Stored) -> bool:
+        """Whether a Stored belongs to the chain, and has a hash that does not.
+
+        It does where another of its hashes is of the chain, or the block before a wrong one, or where its first hash
+        would be right under another parent.
+        """
+        blocks, parent = data.block_hashes, data.parent_hash
+        links = [*zip((parent, *blocks), blocks, data.tokens_hashes, strict=False)]
+        if all(-HAND_WRITTEN < number < HAND_WRITTEN for link in links for number in link if number is not None):
+            return False
+        belongs = broken = False
+        for before, block, local in links:
+            if before is None:
+                fits = block == local
+            else:
+                fits = before >= 0 and chained_hash(before, local) == block
+                self.found |= fits
+                belongs |= fits or before in self._blocks
+                if fits:
+                    self._blocks[before] = None
+            if fits:
+                self._blocks[block] = None
+            broken |= not fits
+        if not broken or not self.found:
+            return False
+        return belongs or any(chained_hash(other, links[0][2]) == links[0][1] for other in self._others())
+
+    def _others(self) -> Iterator[int]:
+        """Yield blocks of the chain, the newest first; of a stream that tries very often, none in the end."""
+        for block in reversed(self._blocks):
+            if not self._tries:
+                return
+            self._tries -= 1
+            if block >= 0:
+                yield block
+
+
 def is_chained(data: Stored) -> bool:
-    """Whether a block of a Stored has Dynamo's hash of its parent and its local hash, which is no chance (1 in 2**64)."""
-    links = zip((data.parent_hash, *data.block_hashes), data.block_hashes, data.tokens_hashes, strict=False)
-    return any(
-        parent is not None and parent >= 0 and block >= HAND_WRITTEN and chained_hash(parent, local) == block
-        for parent, block, local in islice(links, _LINKS)
-    )
-
-
-def is_hand_written(data: Stored) -> bool:
-    """Whether all of its hashes are small numbers, as in an event that a test made by hand."""
-    hashes = (*data.block_hashes, *data.tokens_hashes, data.parent_hash or 0)
-    return all(-HAND_WRITTEN < number < HAND_WRITTEN for number in hashes)
+    """Whether a Stored by itself shows that its hashes are Dynamo's chain."""
+    chain = FoundChain()
+    chain.is_broken_by(data)
+    return chain.found
 
 
 class Flaw(NamedTuple):
@@ -151,7 +196,9 @@ def wrong_hash(
         for i, (block, local, right) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):
             if block != right:
                 parent = "no parent" if data.parent_hash is None else f"parent {block_text(data.parent_hash)}"
-                known = f"block {block_text(block)} is stored with local hash {block_text(local)}; the event has {parent}"
+                known = (
+                    f"block {block_text(block)} is stored with local hash {block_text(local)}; the event has {parent}"
+                )
                 known_tokens = None if tokens is None else tuple(tokens[i]) if tokens else ()
                 others = (None, *data.block_hashes)
                 for candidate in (*others, *parents(block)):

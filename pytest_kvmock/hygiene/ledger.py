@@ -214,9 +214,7 @@ class Ledger:
             problem.event, problem.position = event, position
         return problems
 
-    def _wrong_hash(
-        self, stream: Stream, event: RouterEvent, data: Stored, before: Sequence[Problem]
-    ) -> list[Problem]:
+    def _wrong_hash(self, stream: Stream, event: RouterEvent, data: Stored, before: Sequence[Problem]) -> list[Problem]:
         """The wrong_hash that a Stored breaks, if it does; it follows from a wrong parent among the problems `before`."""
         flaw = wrong_hash(event, data, stream.block_size, stream.hash_chain, stream.parents_of)
         if flaw is None:
@@ -272,7 +270,9 @@ class Ledger:
         since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
         known = f"the events say that {count} blocks are held{since}"
         right = f"the engine has {most} block{'s' * (most != 1)}; what it evicts is published as Removed"
-        return [self.fold(stream, self._problem("over_capacity", stream, known, right, ()))]
+        problem = self.fold(stream, self._problem("over_capacity", stream, known, right, ()))
+        stream.unconfirmed.append((StorageTier.DEVICE, problem))
+        return [problem]
 
     def _removed(self, stream: Stream, event: RouterEvent, data: Removed) -> list[Problem]:
         hashes, tier = data.block_hashes, event.storage_tier
@@ -361,6 +361,7 @@ class Ledger:
             if cause is not None:
                 problem.follows_from(cause)
             problems.append(problem)
+            stream.unconfirmed.append((tier, problem))
         return problems
 
     # ------------------------------------------------------------------------------------------- comparisons
@@ -478,7 +479,33 @@ class Ledger:
                 problem = self.drift_problem(stream, part, said, had)
                 problem.position = position
                 problems.append(self.fold(stream, problem))
+        unconfirmed = [problem for where, problem in stream.unconfirmed if where is tier and problem.cause is None]
+        stream.unconfirmed = [pair for pair in stream.unconfirmed if pair[0] is not tier]
+        if unconfirmed and problems:
+            self._confirm(stream, unconfirmed, problems, set(resident), tier)
         return problems
+
+    @staticmethod
+    def _confirm(
+        stream: Stream, found: list[Problem], drifts: list[Problem], resident: set[int], tier: StorageTier
+    ) -> None:
+        """List what came of a missing Removed under the engine_drift that shows it: the engine has dropped the block.
+
+        Args:
+            stream: whose it is.
+            found: an orphan is none if the engine has dropped it; nor are there too many without those that it has.
+            drifts: the drift, by cause.
+            resident: what the engine holds.
+            tier: where.
+        """
+        dropped = [drift for drift in drifts if drift.cause is None and resident.isdisjoint(drift.blocks)]
+        extra = sum(block not in resident for block in stream.held(tier))
+        fits = stream.num_blocks is not None and stream.count(tier) - extra <= stream.num_blocks
+        for problem in found:
+            for drift in dropped:
+                if set(drift.blocks).issuperset(problem.blocks) and (problem.blocks or fits):
+                    problem.follows_from(drift)
+                    break
 
     def drift_problem(self, stream: Stream, blocks: tuple[int, ...], right: str, had: str) -> Problem:
         """The record of blocks of which stream and engine say different things."""

@@ -7,7 +7,7 @@ from itertools import pairwise, repeat
 from typing import Final, Literal, TypeAlias
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.hygiene.content import Chain, DynamoChain, sparse
+from pytest_kvmock.hygiene.content import MOST_PARENTS, Chain, DynamoChain, sparse
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.text import block_text
 
@@ -22,10 +22,6 @@ LAST: Final = 2**64
 """In place of the block after one: there is none."""
 FORK: Final = 2**64 + 1
 """In place of the block after one: there are several, see `Stream.forks`."""
-
-
-_PARENTS: Final = 2**18
-"""How many blocks are tried as the right parent of others, in all: a tenth of a second."""
 
 
 class Wound:
@@ -60,6 +56,7 @@ class Stream:
         holes: ids that did not arrive.
         skipped: ids that the worker left out when it published, of which no gap was reported yet.
         late: ids that did not arrive either, but were asked for and told since (see `Ledger.recovered`).
+        unconfirmed: every orphaned_child and over_capacity since the last comparison with the engine, with its tier.
         wound: open while blocks are unknown.
         restored: blocks of the event before, a Stored, that were held already; each with the cause of the wound that
             made it unknown then, or None.
@@ -96,6 +93,7 @@ class Stream:
         "said",
         "skipped",
         "tiers",
+        "unconfirmed",
         "unmarked",
         "worker_id",
         "wound",
@@ -129,7 +127,7 @@ class Stream:
         self._read = 0
         self._origin: dict[int, RouterEvent] = {}
         self._gone: dict[int, RouterEvent] = {}
-        self._parents_left = _PARENTS
+        self._parents_left = MOST_PARENTS
         self.holes: list[range] = []
         self.late: list[range] = []
         self.skipped: list[range] = []
@@ -138,6 +136,7 @@ class Stream:
         self.restored: dict[int, Problem | None] = {}
         self.doubled: Problem | None = None
         self.astray: dict[int, Problem] = {}
+        self.unconfirmed: list[tuple[StorageTier, Problem]] = []
         self.overfull = False
         self.drifted: set[int] = set()
         self.emptied: tuple[int, ...] = ()

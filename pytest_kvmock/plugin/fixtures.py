@@ -61,6 +61,7 @@ class Case:
         self.item = item
         self.harness = harness
         self.policy = policy
+        harness.events.warnings_fail = policy.event_warnings == "fail"
         self.backend: str | None = None
         self.passed = False
         self.failed_before = 0

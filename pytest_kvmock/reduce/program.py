@@ -86,7 +86,11 @@ def story_of(problem: Problem) -> str:
     block fits is told by what would have been right.
     """
     text = problem.known.partition(FITS)[0]
-    if problem.rule == "event_id_gap" and problem.event is not None and re.search("did not arrive|never published", text):
+    if (
+        problem.rule == "event_id_gap"
+        and problem.event is not None
+        and re.search("did not arrive|never published", text)
+    ):
         first = not re.search("after event|expected [1-9]", text)
         return "the first event is missing" if first else "event # is missing"
     for pattern, plain in _PLAIN:
