@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from pytest_kvmock.backends import MOST_WORKERS
@@ -77,6 +79,7 @@ class KvSink:
         self._harness = harness
         self._chain = FoundChain()
         self._unjudged: list[RouterEvent] = []  # every Stored before the chain was found
+        self._looked_at = 0  # of those, how many were there when it was last looked up what is resident
 
     def __repr__(self) -> str:
         return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
@@ -126,11 +129,30 @@ class KvSink:
         if not chain.found:
             self._unjudged.append(said)
         elif not was_found:
-            unjudged, self._unjudged = self._unjudged, []
-            self._harness.judge_hashes(
-                [e for e in unjudged if isinstance(e.event.data, Stored) and chain.is_broken_by(e.event.data)]
-            )
+            self._judge_earlier(chain.is_broken_by)
         return is_broken
+
+    def _judge_earlier(self, is_broken: Callable[[Stored], bool]) -> None:
+        """The hashes are found to be a chain: have those judged that were published before, and break it."""
+        unjudged, self._unjudged = self._unjudged, []
+        self._harness.judge_hashes(
+            [e for e in unjudged if isinstance(e.event.data, Stored) and is_broken(e.event.data)]
+        )
+
+    def _looked_up(self, resident: Callable[[], Iterable[int]]) -> Iterable[int]:
+        """What is resident; it may show that the hashes are a chain, of which a wrong one was published."""
+        blocks = resident()
+        fresh = self._unjudged[self._looked_at :]
+        if self.chained is None and fresh:
+            self._looked_at = len(self._unjudged)
+            blocks = list(blocks)
+            with suppress(TypeError):  # of what is no hash; that is reported where it is compared
+                held = frozenset(blocks)
+                if any(isinstance(e.event.data, Stored) and self._chain.is_shown_by(e.event.data, held) for e in fresh):
+                    self._judge_earlier(
+                        lambda data: self._chain.is_shown_by(data, held) or self._chain.is_broken_by(data)
+                    )
+        return blocks
 
     def compare(
         self,
@@ -151,4 +173,4 @@ class KvSink:
         """
         if not callable(resident):
             raise TypeError(f"compare takes a callable that tells the resident block hashes, got {resident!r:.80}")
-        self._harness.compare_with(self.worker_id, dp_rank, storage_tier, resident)
+        self._harness.compare_with(self.worker_id, dp_rank, storage_tier, partial(self._looked_up, resident))

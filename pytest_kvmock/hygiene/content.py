@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from pytest_kvmock.events import BlockTokens, RouterEvent, Stored
@@ -100,6 +100,24 @@ class FoundChain:
         if not broken or not self.found:
             return False
         return belongs or any(chained_hash(other, links[0][2]) == links[0][1] for other in self._others())
+
+    def is_shown_by(self, data: Stored, resident: Collection[int]) -> bool:
+        """Whether an engine holds what a block of a Stored should be called by the chain, and not what it is called.
+
+        Then its hashes are a chain, and it published a wrong one.
+
+        Args:
+            data: a Stored that does not show it by itself.
+            resident: the blocks that the engine holds.
+        """
+        parent = data.parent_hash
+        rights = sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
+        is_shown = any(
+            right != block and right >= HAND_WRITTEN and right in resident and block not in resident
+            for block, right in zip(data.block_hashes, rights, strict=True)
+        )
+        self.found |= is_shown
+        return is_shown
 
     def _others(self) -> Iterator[int]:
         """Yield blocks of the chain, the newest first; of a stream that tries very often, none in the end."""

@@ -368,6 +368,23 @@ def test_what_came_before_the_chain_was_found_is_judged_then(kv, sink):
     assert ["wrong_hash"] == [problem.rule for problem in kv.events[0].problems]
 
 
+def test_what_the_engine_holds_shows_that_a_published_hash_breaks_the_chain(kv, sink):
+    sink.compare(lambda: CHAIN[:1])
+    sink(Stored(None, (OTHER,), LOCALS[:1]))
+    assert [] == rules(kv)
+    kv.flush()
+    assert [("wrong_hash", 0, (OTHER,)), ("engine_drift", 0, (OTHER,)), ("engine_drift", 0, CHAIN[:1])] == rules(kv)
+
+
+def test_what_the_engine_holds_beside_what_it_published_shows_no_chain(kv, sink):
+    sink.compare(lambda: [OTHER, *CHAIN])
+    sink(Stored(None, (OTHER,), LOCALS[:1]))
+    kv.flush()
+    assert [("engine_drift", 0, CHAIN)] == [
+        (rule, at, tuple(sorted(blocks, key=CHAIN.index))) for rule, at, blocks in rules(kv)
+    ]
+
+
 def test_a_chain_may_be_ruled_out(kv):
     sink = kv.make_sink(chained=False)
     sink(Stored(None, CHAIN[:2], LOCALS[:2]))

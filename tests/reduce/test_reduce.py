@@ -350,7 +350,7 @@ def judged(events):
 @pytest.mark.parametrize(
     ("backend", "rule", "requests"),
     [
-        ("forgets_a_removed", "over_capacity", ["prefill", "finish"] * 3),
+        ("forgets_a_removed", "engine_drift", ["prefill", "finish"] * 2),
         ("names_one_twice", "block_not_found", ["prefill", "finish"] * 2),
         ("hashes_one_wrongly", "wrong_hash", ["prefill", "finish"]),
     ],
