@@ -81,6 +81,13 @@ class FoundChain:
         would be right under another parent.
         """
         blocks, parent = data.block_hashes, data.parent_hash
+        if parent is None or parent >= 0:
+            rights = sequence_hashes(data.tokens_hashes, parent=parent)
+            if tuple(rights) == blocks:  # nearly every Stored of a chain
+                if blocks and blocks[-1] >= HAND_WRITTEN and (parent is not None or len(blocks) > 1):
+                    self.found = True
+                self._blocks.update(dict.fromkeys(blocks if parent is None else (parent, *blocks)))
+                return False
         links = [*zip((parent, *blocks), blocks, data.tokens_hashes, strict=False)]
         if all(-HAND_WRITTEN < number < HAND_WRITTEN for link in links for number in link if number is not None):
             return False

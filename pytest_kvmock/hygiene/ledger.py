@@ -421,9 +421,8 @@ class Ledger:
             due: the id after the last one that it published; None: it has published nothing before.
             got: the id that it published.
         """
-        stream = self.stream(key)
-        first = stream.next_id if due is None else due
-        if first is not None and first < got:
+        stream = self.streams.get(key)
+        if stream is not None and (first := stream.next_id if due is None else due) is not None and first < got:
             stream.skipped.append(range(first, got))
 
     def published(self, key: StreamKey, next_id: int, position: int) -> list[Problem]:

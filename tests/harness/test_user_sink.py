@@ -559,3 +559,20 @@ def test_too_many_blocks_that_the_engine_holds_stand_by_themselves(kv):
     resident.discard(1)
     kv.flush()
     assert [("over_capacity", 0, ()), ("engine_drift", 0, (1,))] == rules(kv)
+
+
+# ------------------------------------------------------------------------------------------- workers, likewise
+
+
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang"])
+def test_a_wrong_parent_of_a_right_hash_is_named_in_every_engines_chain(make_kv, backend):
+    kv = make_kv(backend)
+    prompt = kv.prompt(3)
+    kv.worker(0).serve(prompt)
+    first, _, last = kv.events.stored_blocks
+    kv.faults.wrong_parent(parent=first)
+    kv.worker(0).serve(kv.prompt(2, after=prompt))
+    problem = next(problem for problem in kv.judge() and kv.events.problems if problem.rule == "wrong_hash")
+    name = f"{'-' * (last < 0)}0x{abs(last):016x}"
+    assert problem.known.endswith(f"; the hash fits parent {name}")
+    assert f"the parent is block {name}" == problem.right
