@@ -1,8 +1,11 @@
 """Where a block manager of the user's own publishes."""
 
+import random
+from contextlib import suppress
+
 import pytest
 
-from pytest_kvmock import KvEventsError, RouterHarness, create_manager
+from pytest_kvmock import BACKENDS, EngineProfile, KvEventsError, OutOfBlocks, RouterHarness, create_manager
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.tokens import sequence_hashes
 
@@ -576,3 +579,30 @@ def test_a_wrong_parent_of_a_right_hash_is_named_in_every_engines_chain(make_kv,
     name = f"{'-' * (last < 0)}0x{abs(last):016x}"
     assert problem.known.endswith(f"; the hash fits parent {name}")
     assert f"the parent is block {name}" == problem.right
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sink_that_is_given_a_workers_events_finds_what_is_found_of_the_worker(backend, seed):
+    """A worker's hashes are known to be a chain; of those of a sink it is found out."""
+    spec, size, rng = BACKENDS[backend], {"block_size": 4, "num_blocks": 16}, random.Random(seed)
+    theirs, own = RouterHarness(EngineProfile(**size, seed=seed), backend), RouterHarness(EngineProfile(**size), None)
+    sink = own.make_sink(num_blocks=16, residency=spec.residency, prefix_closed=spec.prefix_closed)
+    sink.compare(theirs.worker(0).manager.resident)
+    shared = [theirs.prompt(rng.randint(1, 3)) for _ in range(4)]
+    running = []
+    for _ in range(200):
+        with suppress(OutOfBlocks):
+            prompt = theirs.prompt(rng.randint(0, 3), after=rng.choice(shared), tail=rng.randint(1, 3))
+            running.append(theirs.worker(0).prefill(prompt))
+        if running and rng.random() < 0.7:
+            running.pop(rng.randrange(len(running))).finish()
+        for event in theirs.events.take():
+            sink(event)
+        own.flush()
+    theirs.flush()
+
+    assert own.events.total > 100
+    assert [(p.rule, p.position, p.known) for p in theirs.events.problems] == [
+        (p.rule, p.position, p.known) for p in own.events.problems
+    ]
