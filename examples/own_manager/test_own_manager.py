@@ -1,51 +1,117 @@
-"""A block manager of your own: it publishes to `kv_sink`, and what it says is compared with what it has.
+"""A block manager of your own: it publishes to a sink, and what it publishes is compared with what it holds.
 
-The manager below forgets a Removed on one path. No event is wrong by itself, so only the comparison can find it.
+Six bugs of such managers, each in one line. What is reported first is the bug, not what came of it.
 """
 
-from pytest_kvmock import Removed, Stored
+from random import Random
+
+import pytest
+
+from pytest_kvmock import KvCacheEvent, KvEventsError, Removed, RouterHarness, Stored, block_hashes, sequence_hashes
 
 
-class LruManager:
-    """Caches single blocks; the one used longest ago goes first."""
+class MyEngine:
+    def __init__(self, publish, num_blocks):
+        self.publish, self.num_blocks, self.next_id = publish, num_blocks, 0
+        self.cached = {}  # blocks, the one used longest ago first
 
-    def __init__(self, capacity, publish):
-        self.capacity, self.publish, self.cached = capacity, publish, []  # oldest first
+    def send(self, data, token_ids=None):
+        self.publish(KvCacheEvent(self.next_id, data), token_ids=token_ids)
+        self.next_id += 1
 
-    def use(self, block):
-        if block in self.cached:
-            self.cached.remove(block)
-        else:
-            self.publish(Stored(None, (block,), (block,)))
-        self.cached.append(block)
-        if len(self.cached) > self.capacity:
-            self.publish(Removed((self.cached.pop(0),)))
-
-    def resize(self, capacity):
-        self.capacity = capacity
-        del self.cached[:-capacity]  # and nobody is told
-
-
-class MendedManager(LruManager):
-    """The same, mended."""
-
-    def resize(self, capacity):
-        if gone := self.cached[:-capacity]:
-            self.publish(Removed(tuple(gone)))
-        super().resize(capacity)
+    def serve(self, tokens):
+        local = block_hashes(tokens, 16)
+        blocks = sequence_hashes(local)
+        hits = sum(block in self.cached for block in blocks)
+        for block in reversed(blocks):  # so that the tail of a prompt goes before its head
+            self.cached.pop(block, None)
+            self.cached[block] = None
+        while len(self.cached) > self.num_blocks:
+            oldest = next(iter(self.cached))
+            del self.cached[oldest]
+            self.send(Removed((oldest,)))
+        if hits < len(blocks):
+            parent = blocks[hits - 1] if hits else None
+            token_ids = [tokens[16 * i : 16 * (i + 1)] for i in range(hits, len(blocks))]
+            self.send(Stored(parent, tuple(blocks[hits:]), tuple(local[hits:])), token_ids)
 
 
-def exercise(manager, kv_sink):
-    kv_sink.compare(lambda: manager.cached)
-    for block in (1, 2, 3, 1, 4):
-        manager.use(block)
-    manager.resize(2)
+class ForgetsARemoved(MyEngine):
+    def send(self, data, token_ids=None):
+        if isinstance(data, Stored) or self.next_id % 7:
+            super().send(data, token_ids)
 
 
-def test_a_missing_removed_is_found(kv_sink, kv_events):
-    kv_events.expect_error("engine_drift")
-    exercise(LruManager(3, kv_sink), kv_sink)
+class RemovesParentsFirst(MyEngine):
+    def serve(self, tokens):
+        super().serve(tokens)
+        blocks = sequence_hashes(block_hashes(tokens, 16))
+        for block in blocks:  # the head is the first to go now
+            del self.cached[block]
+            self.cached[block] = None
 
 
-def test_the_mended_manager_says_what_it_does(kv_sink):
-    exercise(MendedManager(3, kv_sink), kv_sink)
+class NamesAWrongParent(MyEngine):
+    def send(self, data, token_ids=None):
+        if isinstance(data, Stored) and data.parent_hash is not None:
+            data = Stored(next(iter(self.cached)), data.block_hashes, data.tokens_hashes)
+        super().send(data, token_ids)
+
+
+class StoresTwice(MyEngine):
+    def send(self, data, token_ids=None):
+        super().send(data, token_ids)
+        if isinstance(data, Stored) and self.next_id % 5 == 0:
+            super().send(data, token_ids)
+
+
+class HashesWrong(MyEngine):
+    def send(self, data, token_ids=None):
+        if isinstance(data, Stored):
+            data = Stored(data.parent_hash, (*data.block_hashes[:-1], data.block_hashes[-1] ^ 1), data.tokens_hashes)
+        super().send(data, token_ids)
+
+
+class LeavesOutAnId(MyEngine):
+    def send(self, data, token_ids=None):
+        super().send(data, token_ids)
+        self.next_id += self.next_id % 20 == 0
+
+
+def exercise(engine, kv_events, seed):
+    random = Random(seed)
+    for _ in range(200):
+        words = random.choices(range(3), k=random.randint(1, 5))  # so few that prompts share prefixes
+        engine.serve([word for word in words for _ in range(16)])
+        kv_events.check()
+
+
+@pytest.mark.kvmock(event_warnings="fail")
+@pytest.mark.parametrize("seed", range(3))
+def test_my_engine(make_kv_sink, kv_events, seed):
+    sink = make_kv_sink(chained=True, num_blocks=8)
+    engine = MyEngine(sink, num_blocks=8)
+    sink.compare(lambda: engine.cached)
+    exercise(engine, kv_events, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        (ForgetsARemoved, "engine_drift"),
+        (RemovesParentsFirst, "orphaned_child"),
+        (NamesAWrongParent, "wrong_hash"),
+        (StoresTwice, "duplicate_store"),
+        (HashesWrong, "wrong_hash"),
+        (LeavesOutAnId, "event_id_gap"),
+    ],
+)
+def test_a_bug_is_the_first_that_is_reported(kind, rule, seed):
+    kv = RouterHarness(backend=None)  # a world of its own, whose verdict this test does not share
+    kv.events.warnings_fail = True  # as event_warnings="fail" has it
+    sink = kv.make_sink(chained=True, num_blocks=8)
+    engine = kind(sink, num_blocks=8)
+    sink.compare(lambda: engine.cached)
+    with pytest.raises(KvEventsError, match=rf"^\d+ KV event \w+: {rule} "):
+        exercise(engine, kv.events, seed)

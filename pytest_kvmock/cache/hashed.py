@@ -180,6 +180,26 @@ class HashChain:
         self._digests.update(zip(names, digests, strict=True))
         return names
 
+    def name(self, parent: int | None, local: int, tokens: Sequence[int] | None, block_size: int | None) -> int | None:
+        """The name of one block below a parent.
+
+        Args:
+            parent: the block before it; None: it is a root.
+            local: its local hash.
+            tokens: its token ids; None where none came with the event: then names are Dynamo's.
+            block_size: tokens a block; None where that is unknown.
+
+        Returns:
+            None where it cannot be known.
+        """
+        if tokens is None:
+            parent = None if parent is None else parent & _U64
+            return _as_published(sequence_hashes((local,), parent=parent), self._hasher)[0]
+        before = None if parent is None else self._digests.get(parent)
+        if not tokens or block_size is None or (parent is not None and before is None):
+            return None
+        return self._hasher.name(self._hasher.digests(tokens, block_size, 0 if parent is None else 1, before)[0])
+
 
 def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], bytes | int | None]:
     """The names of a prompt's complete blocks, and what the next one is chained to."""

@@ -29,6 +29,8 @@ class Delivery:
     Args:
         arrive: called with each event that arrives, and whether its hashes must be the engine's chain.
         lost: called for a sink that raised: with the problem, the event, and whether the router missed it.
+        skipped: called for an event whose id is too high: with worker and rank, the id after the last one that they
+            published (None: this event is their first), and the id that it has.
 
     Attributes:
         published: the id after the last one that was published, by worker and rank.
@@ -41,12 +43,14 @@ class Delivery:
         self,
         arrive: Callable[[RouterEvent, bool], None],
         lost: Callable[[Problem, RouterEvent, bool], None],
+        skipped: Callable[[StreamKey, int | None, int], None],
     ) -> None:
         self.published: dict[StreamKey, int] = {}
         self.transport: Transport | None = None
         self.kept: Callable[[RouterEvent], None] | None = None
         self._arrive = arrive
         self._lost = lost
+        self._skipped = skipped
         self._before: list[Sink] = []
         self._after: list[Sink] = []
         self.faults: Carrier | None = None
@@ -58,7 +62,11 @@ class Delivery:
     def publish(self, event: RouterEvent, *, chained: bool) -> None:
         """An event sets out."""
         inner = event.event
-        self.published[event.worker_id, inner.dp_rank] = inner.event_id + 1
+        key = (event.worker_id, inner.dp_rank)
+        due = self.published.get(key)
+        if inner.event_id > (due or 0):
+            self._skipped(key, due, inner.event_id)
+        self.published[key] = inner.event_id + 1
         if self.kept is not None:
             self.kept(event)
         if self._before and not self._tell(self._before, event, missed=True):

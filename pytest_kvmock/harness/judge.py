@@ -164,6 +164,15 @@ class Judge:
             if not self.is_async and (found := run(comparison.catch_up())):
                 self.note(found)
 
+    def judge_hashes(self, events: Iterable[RouterEvent]) -> None:
+        """Judge hashes of events that may have arrived before it was known that they are a chain."""
+        late = {id(event) for event in events}
+        for entry in self.log:
+            if id(entry.event) in late:
+                found = self.ledger.wrong_hash(entry.event, entry.position, entry.problems)
+                self.note(found, found)  # it arrived as it was published
+        self._recording.chain(late)
+
     def sink_failed(self, problem: Problem, event: RouterEvent, missed: bool) -> None:
         """Note that a sink raised; the event is missed where the sink stood between worker and router."""
         problem.position = self.log.total - 1

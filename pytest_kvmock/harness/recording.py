@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 from pytest_kvmock.engine.worker import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from pytest_kvmock.events import RouterEvent
     from pytest_kvmock.harness.worker import HarnessWorker
@@ -85,6 +85,12 @@ class Recording:
         """Keep what the router hears."""
         if len(self.arrivals) < MOST:
             self.arrivals.append(arrival)
+
+    def chain(self, late: Collection[int]) -> None:
+        """Note of events, by `id`, that their hashes must be Dynamo's chain."""
+        for i, arrival in enumerate(self.arrivals):
+            if not isinstance(arrival, Forgotten) and id(arrival[0]) in late:
+                self.arrivals[i] = arrival[0], True
 
     def operate(self, kind: Kind, worker: StreamKey, request: int = 0, argument: Any = None) -> None:
         """Keep what is asked, before it is done: what raises changes nothing, or a part of what it should."""

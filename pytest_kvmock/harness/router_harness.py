@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
@@ -122,7 +122,7 @@ class RouterHarness(Questions):
         self.index_semantics = index_semantics
         reference = RadixIndex(semantics=index_semantics)
         self._judge = Judge(self.events, index, sync, comparing, self.recording, reference=reference)
-        self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed)
+        self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed, self._judge.ledger.skipped)
         self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
         self._sinks: set[int] = set()
@@ -288,7 +288,7 @@ class RouterHarness(Questions):
     def make_sink(
         self,
         *,
-        chained: bool = False,
+        chained: bool | None = None,
         num_blocks: int | None = None,
         residency: Residency = "unique",
         prefix_closed: bool = True,
@@ -296,7 +296,8 @@ class RouterHarness(Questions):
         """Where a block manager of the user's own may publish; each is a worker of its own.
 
         Args:
-            chained: whether its hashes must be Dynamo's chain (`wrong_hash`).
+            chained: whether its hashes must be Dynamo's chain (`wrong_hash`); None: that is found out from
+                what is published.
             num_blocks: how many blocks each of its ranks has on the device (`over_capacity`); None: it is not judged.
             residency: "unique" where a block is published once while it is held; "counted" where every copy is.
             prefix_closed: whether a block goes before its parent (`orphaned_child`); see `BackendSpec`.
@@ -429,6 +430,11 @@ class RouterHarness(Questions):
         finally:
             with self._lock:
                 self._judge.end_burst()
+
+    def judge_hashes(self, events: Sequence[RouterEvent]) -> None:
+        """Judge hashes of events that were published before it was known that they are a chain."""
+        if events:
+            self._judge.judge_hashes(events)
 
     def publishing(self) -> AbstractContextManager[bool]:
         """Hold up all other publishers while the context lasts."""

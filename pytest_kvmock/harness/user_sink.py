@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from pytest_kvmock.backends import MOST_WORKERS
@@ -18,6 +20,7 @@ from pytest_kvmock.events import (
     Stored,
     check_block_hashes,
 )
+from pytest_kvmock.hygiene.content import FoundChain
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.router_harness import RouterHarness
@@ -66,14 +69,17 @@ class KvSink:
     Attributes:
         worker_id: the worker's id, the first from 2**16 on that was free.
         events: the events so far, in order.
-        chained: whether hashes must be Dynamo's chain.
+        chained: whether hashes must be Dynamo's chain; None: that is found out, see `FoundChain`.
     """
 
-    def __init__(self, harness: RouterHarness, worker_id: int, *, chained: bool = False) -> None:
+    def __init__(self, harness: RouterHarness, worker_id: int, *, chained: bool | None = None) -> None:
         self.worker_id = worker_id
         self.chained = chained
         self.events: list[KvCacheEvent] = []
         self._harness = harness
+        self._chain = FoundChain()
+        self._unjudged: list[RouterEvent] = []  # every Stored before the chain was found
+        self._looked_at = 0  # of those, how many were there when it was last looked up what is resident
 
     def __repr__(self) -> str:
         return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
@@ -107,9 +113,46 @@ class KvSink:
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
-            self._harness.hear(said, chained=self.chained)
+            self._harness.hear(said, chained=self._must_chain(said))
 
     __call__ = publish
+
+    def _must_chain(self, said: RouterEvent) -> bool:
+        """Whether the hashes of an event must be Dynamo's chain. Where nobody has said it, only of one that breaks it."""
+        if self.chained is not None:
+            return self.chained
+        data, chain = said.event.data, self._chain
+        if not isinstance(data, Stored):
+            return False
+        was_found = chain.found
+        is_broken = chain.is_broken_by(data)
+        if not chain.found:
+            self._unjudged.append(said)
+        elif not was_found:
+            self._judge_earlier(chain.is_broken_by)
+        return is_broken
+
+    def _judge_earlier(self, is_broken: Callable[[Stored], bool]) -> None:
+        """The hashes are found to be a chain: have those judged that were published before, and break it."""
+        unjudged, self._unjudged = self._unjudged, []
+        self._harness.judge_hashes(
+            [e for e in unjudged if isinstance(e.event.data, Stored) and is_broken(e.event.data)]
+        )
+
+    def _looked_up(self, resident: Callable[[], Iterable[int]]) -> Iterable[int]:
+        """What is resident; it may show that the hashes are a chain, of which a wrong one was published."""
+        blocks = resident()
+        fresh = self._unjudged[self._looked_at :]
+        if self.chained is None and fresh:
+            self._looked_at = len(self._unjudged)
+            blocks = list(blocks)
+            with suppress(TypeError):  # of what is no hash; that is reported where it is compared
+                held = frozenset(blocks)
+                if any(isinstance(e.event.data, Stored) and self._chain.is_shown_by(e.event.data, held) for e in fresh):
+                    self._judge_earlier(
+                        lambda data: self._chain.is_shown_by(data, held) or self._chain.is_broken_by(data)
+                    )
+        return blocks
 
     def compare(
         self,
@@ -130,4 +173,4 @@ class KvSink:
         """
         if not callable(resident):
             raise TypeError(f"compare takes a callable that tells the resident block hashes, got {resident!r:.80}")
-        self._harness.compare_with(self.worker_id, dp_rank, storage_tier, resident)
+        self._harness.compare_with(self.worker_id, dp_rank, storage_tier, partial(self._looked_up, resident))

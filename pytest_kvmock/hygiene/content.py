@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
 
 from pytest_kvmock.events import BlockTokens, RouterEvent, Stored
 from pytest_kvmock.hygiene.text import block_text
-from pytest_kvmock.tokens import block_hashes, sequence_hashes
+from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes
+
+HAND_WRITTEN: Final = 2**16
+"""Hashes below are numbers that somebody wrote: a hash function hardly ever returns one."""
+
+MOST_PARENTS: Final = 2**18
+"""How many blocks of a stream are tried as the right parent of others, in all: a tenth of a second."""
 
 
 class Chain(Protocol):
@@ -22,6 +28,19 @@ class Chain(Protocol):
             block_size: tokens a block; None: unknown.
         """
 
+    def name(self, parent: int | None, local: int, tokens: Sequence[int] | None, block_size: int | None) -> int | None:
+        """The name of one block below a parent; None where it cannot be known.
+
+        Args:
+            parent: the block before it; None: it is a root.
+            local: its local hash.
+            tokens: its token ids; None where none came with the event.
+            block_size: tokens a block; None: unknown.
+        """
+
+
+_U64: Final = 2**64 - 1
+
 
 class DynamoChain:
     """Dynamo's rule: the hash of the parent's name and the local hash."""
@@ -29,7 +48,99 @@ class DynamoChain:
     @staticmethod
     def expected(data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int]:  # noqa: ARG004 - the signature of Chain
         """As `Chain.expected`."""
-        return sequence_hashes(data.tokens_hashes, parent=data.parent_hash)
+        parent = data.parent_hash
+        return sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
+
+    @staticmethod
+    def name(parent: int | None, local: int, tokens: Sequence[int] | None, block_size: int | None) -> int:  # noqa: ARG004 - as the protocol has them
+        """As `Chain.name`."""
+        return chained_hash(None if parent is None else parent & _U64, local)
+
+
+class FoundChain:
+    """Finds out from a stream whether its block hashes are Dynamo's chain, and which Stored break it.
+
+    One block that has the hash of its parent and its local hash is no chance (1 in 2**64): from then on they are. What
+    has nothing to do with the chain, such as an event made by hand beside it, may have any hashes.
+
+    Attributes:
+        found: whether they are.
+    """
+
+    __slots__ = ("_blocks", "_tries", "found")
+
+    def __init__(self) -> None:
+        self.found = False
+        self._blocks: dict[int, None] = {}  # of the chain, in the order in which they came
+        self._tries = MOST_PARENTS
+
+    def is_broken_by(self, data: Stored) -> bool:
+        """Whether a Stored belongs to the chain, and has a hash that does not.
+
+        It does where another of its hashes is of the chain, or the block before a wrong one, or where its first hash
+        would be right under another parent.
+        """
+        blocks, parent = data.block_hashes, data.parent_hash
+        if parent is None or parent >= 0:
+            rights = sequence_hashes(data.tokens_hashes, parent=parent)
+            if tuple(rights) == blocks:  # nearly every Stored of a chain
+                if blocks and blocks[-1] >= HAND_WRITTEN and (parent is not None or len(blocks) > 1):
+                    self.found = True
+                self._blocks.update(dict.fromkeys(blocks if parent is None else (parent, *blocks)))
+                return False
+        links = [*zip((parent, *blocks), blocks, data.tokens_hashes, strict=False)]
+        if all(-HAND_WRITTEN < number < HAND_WRITTEN for link in links for number in link if number is not None):
+            return False
+        belongs = broken = False
+        for before, block, local in links:
+            if before is None:
+                fits = block == local
+            else:
+                fits = before >= 0 and chained_hash(before, local) == block
+                self.found |= fits
+                belongs |= fits or before in self._blocks
+                if fits:
+                    self._blocks[before] = None
+            if fits:
+                self._blocks[block] = None
+            broken |= not fits
+        if not broken or not self.found:
+            return False
+        return belongs or any(chained_hash(other, links[0][2]) == links[0][1] for other in self._others())
+
+    def is_shown_by(self, data: Stored, resident: Collection[int]) -> bool:
+        """Whether an engine holds what a block of a Stored should be called by the chain, and not what it is called.
+
+        Then its hashes are a chain, and it published a wrong one.
+
+        Args:
+            data: a Stored that does not show it by itself.
+            resident: the blocks that the engine holds.
+        """
+        parent = data.parent_hash
+        rights = sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
+        is_shown = any(
+            right != block and right >= HAND_WRITTEN and right in resident and block not in resident
+            for block, right in zip(data.block_hashes, rights, strict=True)
+        )
+        self.found |= is_shown
+        return is_shown
+
+    def _others(self) -> Iterator[int]:
+        """Yield blocks of the chain, the newest first; of a stream that tries very often, none in the end."""
+        for block in reversed(self._blocks):
+            if not self._tries:
+                return
+            self._tries -= 1
+            if block >= 0:
+                yield block
+
+
+def is_chained(data: Stored) -> bool:
+    """Whether a Stored by itself shows that its hashes are Dynamo's chain."""
+    chain = FoundChain()
+    chain.is_broken_by(data)
+    return chain.found
 
 
 class Flaw(NamedTuple):
@@ -77,7 +188,13 @@ def sparse(event: RouterEvent, data: Stored, size: int | None) -> Flaw | None:
     return Flaw(block, f"token ids came for {len(sizes)} of {len(hashes)} blocks", right)
 
 
-def wrong_hash(event: RouterEvent, data: Stored, size: int | None, chain: Chain) -> Flaw | None:
+def wrong_hash(
+    event: RouterEvent,
+    data: Stored,
+    size: int | None,
+    chain: Chain,
+    parents: Callable[[int], Iterable[int]] = lambda _: (),
+) -> Flaw | None:
     """The first block whose hashes do not follow from what came with it.
 
     Args:
@@ -85,6 +202,7 @@ def wrong_hash(event: RouterEvent, data: Stored, size: int | None, chain: Chain)
         data: its Stored.
         size: tokens a block, to judge local hashes by tokens; None: they are not judged.
         chain: how the engine names blocks.
+        parents: blocks that may be the right parent of a block, if the one that the event has is wrong.
     """
     tokens = event.token_ids
     if tokens is not None and (size is None or sparse(event, data, size) is not None):
@@ -100,12 +218,28 @@ def wrong_hash(event: RouterEvent, data: Stored, size: int | None, chain: Chain)
                 )
     rights = chain.expected(data, tokens, size)
     if rights is not None and tuple(rights) != data.block_hashes:
-        for block, local, right in zip(data.block_hashes, data.tokens_hashes, rights, strict=True):
+        for i, (block, local, right) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):
             if block != right:
                 parent = "no parent" if data.parent_hash is None else f"parent {block_text(data.parent_hash)}"
-                return Flaw(
-                    block,
-                    f"block {block_text(block)} is stored with local hash {block_text(local)}; the event has {parent}",
-                    f"the chain of parent and local hash is {block_text(right)}",
+                known = (
+                    f"block {block_text(block)} is stored with local hash {block_text(local)}; the event has {parent}"
                 )
+                known_tokens = None if tokens is None else tuple(tokens[i]) if tokens else ()
+                others = (None, *data.block_hashes)
+                for candidate in (*others, *parents(block)):
+                    if chain.name(candidate, local, known_tokens, size) == block:
+                        return Flaw(block, *_fits(known, candidate))
+                return Flaw(block, known, f"the chain of parent and local hash is {block_text(right)}")
     return None
+
+
+FITS: Final = "; the hash fits "
+"""Where `Flaw.known` of a wrong hash says which parent would be right."""
+
+
+def _fits(known: str, parent: int | None) -> tuple[str, str]:
+    """What is known of a block whose hash is right, and its parent wrong; and what would be right."""
+    if parent is None:
+        return f"{known}{FITS}no parent", "the block is a root"
+    name = block_text(parent)
+    return f"{known}{FITS}parent {name}", f"the parent is block {name}"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.hygiene.content import Chain, own_parent, sparse, wrong_hash
@@ -159,7 +159,11 @@ class Ledger:
         if got > due:
             missing = range(due, got)
             stream.holes.append(missing)
-            known = f"{ids_text(missing)} did not arrive" + (f" after event {due - 1}" if due else "")
+            lost, skipped = stream.take_skipped(missing)
+            never = f"; the worker never published {_several(skipped)}" if skipped else ""
+            known = f"{_several(lost)} did not arrive" + (f" after event {due - 1}" if due else "") + never
+            if not lost:
+                known = f"non-consecutive event id: expected {due}, got {got}{never}"
         elif event == stream.last:
             known = f"event {got} had arrived already"
         else:
@@ -189,12 +193,8 @@ class Ledger:
         problems = [] if plain else self._unsound(stream, held, data, again)
         if event.token_ids is not None and (flaw := sparse(event, data, stream.block_size)) is not None:
             problems.append(self._problem("sparse_tokens", stream, flaw.known, flaw.right, (flaw.block,)))
-        if chained and (flaw := wrong_hash(event, data, stream.block_size, stream.hash_chain)) is not None:
-            problem = self._problem("wrong_hash", stream, flaw.known, flaw.right, (flaw.block,))
-            problem.is_error = stream.prefix_closed
-            if problems and problems[0].rule in _OF_THE_CHAIN and problems[0].cause is None:
-                problem.follows_from(problems[0])  # the parent is wrong, so the chain is: one fault
-            problems.append(problem)
+        if chained:
+            problems += self._wrong_hash(stream, event, data, problems)
         if again and stream.residency == "unique":
             problems += self._repeated(stream, hashes, again, alone=not problems)
         elif stream.restored:
@@ -213,6 +213,32 @@ class Ledger:
             if parent is not None:
                 wound.named.add(parent)
         return before + problems if before else problems
+
+    def wrong_hash(self, event: RouterEvent, position: int, before: Sequence[Problem]) -> list[Problem]:
+        """Judge the hashes of a Stored that was observed before it was known that they are a chain.
+
+        Args:
+            event: the event.
+            position: its number in the log.
+            before: what else is wrong with it.
+        """
+        data = event.event.data
+        assert isinstance(data, Stored)
+        problems = self._wrong_hash(self.stream((event.worker_id, event.event.dp_rank)), event, data, before)
+        for problem in problems:
+            problem.event, problem.position = event, position
+        return problems
+
+    def _wrong_hash(self, stream: Stream, event: RouterEvent, data: Stored, before: Sequence[Problem]) -> list[Problem]:
+        """The wrong_hash that a Stored breaks, if it does; it follows from a wrong parent among the problems `before`."""
+        flaw = wrong_hash(event, data, stream.block_size, stream.hash_chain, stream.parents_of)
+        if flaw is None:
+            return []
+        problem = self._problem("wrong_hash", stream, flaw.known, flaw.right, (flaw.block,))
+        problem.is_error = stream.prefix_closed
+        if before and before[0].rule in _OF_THE_CHAIN and before[0].cause is None:
+            problem.follows_from(before[0])  # the parent is wrong, so the chain is: one fault
+        return [problem]
 
     def _repeated(self, stream: Stream, hashes: tuple[int, ...], again: set[int], *, alone: bool) -> list[Problem]:
         """Note which blocks of a Stored are held already; a duplicate_store, if they all are and nothing else is wrong."""
@@ -259,7 +285,9 @@ class Ledger:
         since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
         known = f"the events say that {count} blocks are held{since}"
         right = f"the engine has {most} block{'s' * (most != 1)}; what it evicts is published as Removed"
-        return [self.fold(stream, self._problem("over_capacity", stream, known, right, ()))]
+        problem = self.fold(stream, self._problem("over_capacity", stream, known, right, ()))
+        stream.unconfirmed.append((StorageTier.DEVICE, problem))
+        return [problem]
 
     def _removed(self, stream: Stream, event: RouterEvent, data: Removed) -> list[Problem]:
         hashes, tier = data.block_hashes, event.storage_tier
@@ -350,6 +378,7 @@ class Ledger:
             if tier is StorageTier.DEVICE:
                 stream.orphaned.update(dict.fromkeys(blocks, problem))
             problems.append(problem)
+            stream.unconfirmed.append((tier, problem))
         return problems
 
     # ------------------------------------------------------------------------------------------- comparisons
@@ -402,6 +431,18 @@ class Ledger:
         gone = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
         return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(gone)))
 
+    def skipped(self, key: StreamKey, due: int | None, got: int) -> None:
+        """Take note that a worker published an event and left out ids before it: they will not arrive.
+
+        Args:
+            key: (worker_id, dp_rank).
+            due: the id after the last one that it published; None: it has published nothing before.
+            got: the id that it published.
+        """
+        stream = self.streams.get(key)
+        if stream is not None and (first := stream.next_id if due is None else due) is not None and first < got:
+            stream.skipped.append(range(first, got))
+
     def published(self, key: StreamKey, next_id: int, position: int) -> list[Problem]:
         """Compare with what the worker says that it published: ids below `next_id`, all of which are due by now."""
         stream = self.streams.get(key) or self.open(key, first_id=0)
@@ -409,10 +450,12 @@ class Ledger:
         if next_id <= due:
             return []
         missing = range(due, next_id)
+        lost, skipped = stream.take_skipped(missing)
+        never = f"; it never published {_several(skipped)}" if skipped else ""
         problem = self._problem(
             "event_id_gap",
             stream,
-            f"the worker published ids up to {next_id - 1}; {ids_text(missing)} did not arrive",
+            f"the worker published ids up to {next_id - 1}; {_several(lost)} did not arrive{never}",
             "what is published arrives",
             (),
         )
@@ -453,7 +496,33 @@ class Ledger:
                 problem = self.drift_problem(stream, part, said, had)
                 problem.position = position
                 problems.append(self.fold(stream, problem))
+        unconfirmed = [problem for where, problem in stream.unconfirmed if where is tier and problem.cause is None]
+        stream.unconfirmed = [pair for pair in stream.unconfirmed if pair[0] is not tier]
+        if unconfirmed and problems:
+            self._confirm(stream, unconfirmed, problems, set(resident), tier)
         return problems
+
+    @staticmethod
+    def _confirm(
+        stream: Stream, found: list[Problem], drifts: list[Problem], resident: set[int], tier: StorageTier
+    ) -> None:
+        """List what came of a missing Removed under the engine_drift that shows it: the engine has dropped the block.
+
+        Args:
+            stream: whose it is.
+            found: an orphan is none if the engine has dropped it; nor are there too many without those that it has.
+            drifts: the drift, by cause.
+            resident: what the engine holds.
+            tier: where.
+        """
+        dropped = [drift for drift in drifts if drift.cause is None and resident.isdisjoint(drift.blocks)]
+        extra = sum(block not in resident for block in stream.held(tier))
+        fits = stream.num_blocks is not None and stream.count(tier) - extra <= stream.num_blocks
+        for problem in found:
+            for drift in dropped:
+                if set(drift.blocks).issuperset(problem.blocks) and (problem.blocks or fits):
+                    problem.follows_from(drift)
+                    break
 
     def drift_problem(self, stream: Stream, blocks: tuple[int, ...], right: str, had: str) -> Problem:
         """The record of blocks of which stream and engine say different things."""
@@ -525,6 +594,11 @@ class Ledger:
     @staticmethod
     def _problem(rule: str, stream: Stream, known: str, right: str, blocks: tuple[int, ...]) -> Problem:
         return Problem(rule, stream.worker_id, stream.dp_rank, known, right, blocks=blocks)
+
+
+def _several(parts: Sequence[range]) -> str:
+    """Some runs of event ids."""
+    return ", ".join(map(ids_text, parts))
 
 
 _OF_THE_CHAIN = ("invalid_block", "parent_block_not_found")

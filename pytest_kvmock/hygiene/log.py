@@ -127,6 +127,7 @@ class EventLog:
         problems: every problem so far, also those found by comparisons, and those that follow from others.
         expectations: what the test expects to go wrong, for the whole test.
         within: what it expects within the `with` blocks that are open, outermost first.
+        warnings_fail: a warning fails the test, too, so `check` raises for it.
         waive: says of a problem that would count whether it may pass all the same; None: none may.
         total: how many events arrived, those taken or cleared away too.
     """
@@ -139,6 +140,7 @@ class EventLog:
         self.expectations: list[Expectation] = []
         self.within: list[Expectation] = []
         self.waive: Callable[[Problem], bool] | None = None
+        self.warnings_fail = False
         self.total = 0
         self._counts: Counter[tuple[int, int, str]] = Counter()  # events by worker, rank and kind
 
@@ -241,7 +243,7 @@ class EventLog:
             return worker == worker_id and dp_rank in (None, rank)
 
         part = EventLog(self._flush, allow=self._allow)
-        part.waive = self.waive
+        part.waive, part.warnings_fail = self.waive, self.warnings_fail
         part._entries = [e for e in self._entries if asked_for(e.event.worker_id, e.event.event.dp_rank)]
         part.problems = [p for p in self.problems if asked_for(p.worker_id, p.dp_rank)]
         part._counts.update({key: count for key, count in self._counts.items() if asked_for(key[0], key[1])})
@@ -267,11 +269,13 @@ class EventLog:
             at_least: how many events must have arrived by now.
 
         Raises:
-            KvEventsError: an error that is not expected, or fewer events.
+            KvEventsError: an error that is not expected, or a warning where `event_warnings="fail"`, in the order in
+                which they came; or fewer events.
         """
         __tracebackhide__ = True
         self.flush()
-        wrong = self.unexcused(self.errors)
+        counted = [p for p in self.problems if p.cause is None and (p.is_error or self.warnings_fail)]
+        wrong = self.unexcused(counted)
         if wrong:
             raise KvEventsError(problems_text(wrong))
         if self.total < at_least:

@@ -76,7 +76,8 @@ def problems_text(problems: Sequence[Problem]) -> str:
 
     Of many problems, the first of each rule is told in full: what repeats a fault says nothing new.
     """
-    what = "error" if any(problem.is_error for problem in problems) else "warning"
+    kinds = {"error" if problem.is_error else "warning" for problem in problems}
+    what = kinds.pop() if len(kinds) == 1 else "problem"
     first = problem_line(problems[0])
     more = f", and {len(problems) - 1:,} more" if len(problems) > 1 else ""
     headline = f"{len(problems):,} KV event {what}{'s' * (len(problems) != 1)}: {first}{more}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise, repeat
 from typing import Final, Literal, TypeAlias
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.hygiene.content import Chain, DynamoChain, sparse
+from pytest_kvmock.hygiene.content import MOST_PARENTS, Chain, DynamoChain, sparse
 from pytest_kvmock.hygiene.orphans import Links
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.text import block_text
@@ -55,7 +55,9 @@ class Stream:
         emptied: the last Cleared's choice of the blocks that it emptied: the first, one amid, and the last.
         next_id: the id that is due; None when any may come.
         holes: ids that did not arrive.
+        skipped: ids that the worker left out when it published, of which no gap was reported yet.
         late: ids that did not arrive either, but were asked for and told since (see `Ledger.recovered`).
+        unconfirmed: every orphaned_child and over_capacity since the last comparison with the engine, with its tier.
         wound: open while blocks are unknown.
         restored: blocks of the event before, a Stored, that were held already; each with the cause of the wound that
             made it unknown then, or None.
@@ -69,6 +71,7 @@ class Stream:
     __slots__ = (
         "_gone",
         "_origin",
+        "_parents_left",
         "_read",
         "astray",
         "block_size",
@@ -93,7 +96,9 @@ class Stream:
         "residency",
         "restored",
         "said",
+        "skipped",
         "tiers",
+        "unconfirmed",
         "unmarked",
         "worker_id",
         "wound",
@@ -127,8 +132,10 @@ class Stream:
         self._read = 0
         self._origin: dict[int, RouterEvent] = {}
         self._gone: dict[int, RouterEvent] = {}
+        self._parents_left = MOST_PARENTS
         self.holes: list[range] = []
         self.late: list[range] = []
+        self.skipped: list[range] = []
         self.last: RouterEvent | None = None
         self.wound: Wound | None = None
         self.restored: dict[int, Problem | None] = {}
@@ -136,6 +143,7 @@ class Stream:
         self.astray: dict[int, Problem] = {}
         self.orphaned: dict[int, Problem] = {}
         self.links = Links()
+        self.unconfirmed: list[tuple[StorageTier, Problem]] = []
         self.overfull = False
         self.drifted: set[int] = set()
         self.emptied: tuple[int, ...] = ()
@@ -275,6 +283,15 @@ class Stream:
         self.orphaned = {}  # another one: who was given the old one goes on with it
         self.wound = self.doubled = None
 
+    def take_skipped(self, missing: range) -> tuple[list[range], list[range]]:
+        """Part ids that are missing into those that were lost on their way, and those that the worker left out."""
+        skipped, self.skipped = self.skipped, []
+        left_out = [range(max(ids.start, missing.start), min(ids.stop, missing.stop)) for ids in skipped]
+        left_out = sorted(filter(None, left_out), key=lambda ids: ids.start)
+        starts = [missing.start, *(ids.stop for ids in left_out)]
+        stops = [*(ids.start for ids in left_out), missing.stop]
+        return [ids for ids in map(range, starts, stops) if ids], left_out
+
     def take_hole(self, event_id: int) -> bool:
         """Whether the id was missing until now; it is not any more."""
         return _take(self.holes, event_id)
@@ -358,6 +375,20 @@ class Stream:
         assert isinstance(data, Stored)
         index = data.block_hashes.index(block)
         return data.block_hashes[index - 1] if index else data.parent_hash
+
+    def parents_of(self, block: int) -> Iterator[int]:
+        """Yield the blocks that may be the right parent of a block that has a wrong one, the likeliest first.
+
+        They are all blocks ever stored, the newest first; of a stream with very many wrong parents, none in the end.
+        """
+        before = self.parent(block)
+        if before is not None:
+            yield before
+        for candidate in reversed(self.origin):
+            if not self._parents_left:
+                return
+            self._parents_left -= 1
+            yield candidate
 
     def local_hash(self, block: int) -> int:
         """Local hash of a block that was stored."""

@@ -74,6 +74,7 @@ class Case:
         self.item = item
         self.harness = harness
         self.policy = policy
+        harness.events.warnings_fail = policy.event_warnings == "fail"
         self.backend: str | None = None
         self.passed = False
         self.failed_before = 0
@@ -339,7 +340,7 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
-    """Make more sinks, `make_kv_sink(chained=False, num_blocks=None)`: each stands for a worker by itself."""
+    """Make more sinks, `make_kv_sink(chained=None, num_blocks=None)`: each stands for a worker by itself."""
     return _kvmock_case.harness.make_sink
 
 

@@ -47,6 +47,10 @@ class _Findings:
                 self.fatal += problems
             elif reaction == "warn":
                 self.told += problems
+        if self.errors and warnings:  # what came first is nearer to the cause, whatever its kind
+            order = {id(problem): i for i, problem in enumerate(case.harness.events.problems)}
+            for problems in (self.fatal, self.told):
+                problems.sort(key=lambda problem: order[id(problem)])
 
     @property
     def is_failure(self) -> bool:

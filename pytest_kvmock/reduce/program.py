@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.harness.recording import Forgotten, Operation
+from pytest_kvmock.hygiene.content import FITS
 from pytest_kvmock.hygiene.stream import Residency
 
 if TYPE_CHECKING:
@@ -80,8 +81,19 @@ _PLAIN: Final = (
 
 
 def story_of(problem: Problem) -> str:
-    """What was known, with numbers and counts made alike."""
-    text = problem.known
+    """What was known, with numbers and counts made alike.
+
+    In a replay nothing is lost on its way: what did not arrive, the worker leaves out. The parent that the hash of a
+    block fits is told by what would have been right.
+    """
+    text = problem.known.partition(FITS)[0]
+    if (
+        problem.rule == "event_id_gap"
+        and problem.event is not None
+        and re.search("did not arrive|never published", text)
+    ):
+        first = not re.search("after event|expected [1-9]", text)
+        return "the first event is missing" if first else "event # is missing"
     for pattern, plain in _PLAIN:
         text = pattern.sub(plain, text)
     return text

@@ -11,6 +11,7 @@ from pytest_kvmock.backends import EngineProfile, known_backends
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import Forgotten, Operation
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.content import is_chained
 from pytest_kvmock.hygiene.text import block_text
 from pytest_kvmock.tokens import Prompt
 
@@ -93,6 +94,9 @@ def _world(program: Reproduction) -> Iterator[str]:
         yield f"kv.worker({worker_id}{f', {rank}' if rank else ''}{of})"
     for i, sink in enumerate(program.sinks):
         fields = {name: value for name, value in sink._asdict().items() if value != sink._field_defaults[name]}
+        own = [event for event in program.events if event.worker_id == FIRST_SINK_WORKER + i]
+        if not sink.chained and any(map(_is_chained, own)):  # it would be found out
+            fields["chained"] = False
         said = ", ".join(
             f"{name}={_quoted(value) if isinstance(value, str) else value}" for name, value in fields.items()
         )
@@ -126,6 +130,10 @@ def _events(program: Reproduction) -> Iterator[str]:
             yield "kv.apply(["
             yield from (f"    {text}," for text in said)
             yield f"]{at})"
+
+
+def _is_chained(event: RouterEvent) -> bool:
+    return isinstance(event.event.data, Stored) and is_chained(event.event.data)
 
 
 def _sink(worker_id: int, program: Reproduction) -> str:

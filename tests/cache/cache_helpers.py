@@ -9,7 +9,7 @@ from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
 from pytest_kvmock.cache.logical import LogicalManager
 from pytest_kvmock.engine.sequence import ActiveSequence
-from pytest_kvmock.events import Cleared, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
 from pytest_kvmock.moves import Deref, Promote, Use
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import lineage_hash
@@ -46,6 +46,16 @@ def event_rows(events):
         else:
             rows.append(["R", event.event_id, list(data.block_hashes)])
     return rows
+
+
+def publish_rows(sink, rows):
+    """Publish the events of a recording, as an engine of the user's own would."""
+    for kind, event_id, *rest in rows:
+        if kind == "S":
+            parent, blocks = rest
+            sink(KvCacheEvent(event_id, Stored(parent, *map(tuple, zip(*blocks, strict=True)))))
+        else:
+            sink(KvCacheEvent(event_id, Removed(tuple(*rest))))
 
 
 def state_of(manager):

@@ -1,9 +1,11 @@
 """The recordings of the real manager of dynamo-mocker 1.0.2, step by step."""
 
-import pytest
-from cache_helpers import Player, event_rows
+from collections import Counter
 
-from pytest_kvmock import CapturingSink, create_manager
+import pytest
+from cache_helpers import Player, event_rows, publish_rows
+
+from pytest_kvmock import CapturingSink, EngineProfile, RouterHarness, create_manager
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.moves import Destroy, MoveError, Promote, Use
 
@@ -77,3 +79,40 @@ def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recordi
                 assert before == shown(player.manager), where
             else:
                 assert expected == player.play(operation), where
+
+
+OWN_FAULTS = {  # of the real manager: what a `Use` that does not fit keeps, and blocks named twice
+    "scenarios": {
+        ("engine_drift", True, None): 2,
+        ("block_not_found", True, None): 1,
+        ("invalid_block", True, None): 1,
+    },
+    "moves": {
+        ("engine_drift", True, None): 55,
+        ("block_not_found", True, None): 111,
+        ("parent_block_not_found", True, None): 5,
+    },
+    "requests": {("wrong_hash", False, None): 1},
+}
+
+
+@pytest.mark.parametrize("file", ["scenarios", "moves", "requests"])
+def test_a_users_sink_finds_in_a_recording_what_the_real_manager_does_wrong(recording, file):
+    """Compared after each step with what the manager holds; hashes are found out to be a chain."""
+    found = Counter()
+    for program in recording(f"hash_cache_{file}.json.gz")["programs"]:
+        sizes = {"num_blocks": program["capacity"], "block_size": program["block_size"]}
+        player = HashCachePlayer(create_manager("hash_cache", **sizes, sink=CapturingSink()))
+        kv = RouterHarness(EngineProfile(block_size=program["block_size"]), backend=None)
+        sink = kv.make_sink(num_blocks=program["capacity"], prefix_closed=False)
+        sink.compare(player.manager.resident)
+        for operation, *expected in program["steps"]:
+            if isinstance(expected[0], dict):  # the real manager panicked
+                continue
+            player.play(operation)
+            publish_rows(sink, expected[1])
+            kv.flush()
+        found.update(
+            (problem.rule, problem.is_error, problem.cause and problem.cause.rule) for problem in kv.events.problems
+        )
+    assert OWN_FAULTS[file] == found

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from collections import Counter
 from functools import cache
 
 import pytest
-from cache_helpers import Player, new_manager, state_of
+from cache_helpers import Player, new_manager, publish_rows, state_of
 
+from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.events import Stored
 from pytest_kvmock.moves import Deref, MoveError, Use
 from pytest_kvmock.tokens import lineage_hashes, sequence_hashes
@@ -36,6 +38,47 @@ def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recordi
             else:
                 assert expected == player.play(operation), where
                 assert expected[4] == len(player.manager.inactive_blocks()), where
+
+
+RESTORED = ("evicted_and_restored", None)
+OWN_FAULTS = {  # of the real manager; what follows from one is listed under it
+    "logical_scenarios": {
+        ("invalid_block", None): 3,
+        ("orphaned_child", None): 13,
+        RESTORED: 14,
+        ("engine_drift", "evicted_and_restored"): 14,
+    },
+    "logical_lru_moves": {
+        ("orphaned_child", None): 38,
+        RESTORED: 1,
+        ("orphaned_child", "evicted_and_restored"): 1,
+        ("engine_drift", "evicted_and_restored"): 1,
+    },
+    "logical_multi_lru_requests": {
+        RESTORED: 1,
+        ("engine_drift", "evicted_and_restored"): 1,
+        ("parent_block_not_found", "evicted_and_restored"): 1,
+    },
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_users_sink_finds_in_a_recording_what_the_real_manager_does_wrong(recording, file):
+    """Compared after each step with what the manager holds, as README teaches; hashes are found out to be a chain."""
+    found = Counter()
+    for program in recording(f"{file}.json.gz")["programs"]:
+        player = Player(new_manager(program["backend"], program["capacity"], program["block_size"]))
+        kv = RouterHarness(EngineProfile(block_size=program["block_size"]), backend=None)
+        sink = kv.make_sink(num_blocks=program["capacity"], prefix_closed=program["backend"] != "multi_lru")
+        sink.compare(player.manager.resident)
+        for operation, *expected in program["steps"]:
+            if isinstance(expected[0], dict):  # the real manager panicked
+                continue
+            player.play(operation)
+            publish_rows(sink, expected[1])
+            kv.flush()
+        found.update((problem.rule, problem.cause and problem.cause.rule) for problem in kv.events.problems)
+    assert OWN_FAULTS.get(file, {}) == found
 
 
 RUNS = range(24)  # two traces, three policies, two capacities, one and eight requests at a time

@@ -1,8 +1,11 @@
 """Where a block manager of the user's own publishes."""
 
+import random
+from contextlib import suppress
+
 import pytest
 
-from pytest_kvmock import KvEventsError, RadixIndex, RouterHarness, create_manager
+from pytest_kvmock import BACKENDS, EngineProfile, KvEventsError, OutOfBlocks, RadixIndex, RouterHarness, create_manager
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.tokens import sequence_hashes
@@ -420,3 +423,292 @@ def test_a_failure_of_such_a_worker_is_reproduced(make_kv, worker_id):
     exec(found.as_test(), namespace)
     with pytest.raises(KvEventsError, match=r"^1 KV event error: block_not_found"):
         namespace["test_reproduction"]()
+
+
+# ------------------------------------------------------------------------------------ whether hashes are a chain
+
+LOCALS = (0xA000_0000_0000_0001, 0xA000_0000_0000_0002, 0xA000_0000_0000_0003, 0xA000_0000_0000_0004)
+CHAIN = tuple(sequence_hashes(LOCALS))
+OTHER = 0xB000_0000_0000_0001
+
+
+def text(block):
+    return f"0x{block:016x}"
+
+
+def rules(kv):
+    return [(p.rule, p.position, p.blocks) for p in kv.events.problems if p.cause is None]
+
+
+def test_a_chain_is_found_out_and_judged_from_then_on(kv, sink):
+    sink(Stored(None, CHAIN[:2], LOCALS[:2]))
+    sink(Stored(CHAIN[1], (OTHER,), LOCALS[2:3]))
+    assert [("wrong_hash", 1, (OTHER,))] == rules(kv)
+    (problem,) = kv.judge().errors
+    assert (
+        f"block {text(OTHER)} is stored with local hash {text(LOCALS[2])}; the event has parent {text(CHAIN[1])}"
+        == problem.known
+    )
+    assert f"the chain of parent and local hash is {text(CHAIN[2])}" == problem.right
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([Stored(None, (CHAIN[0], OTHER), LOCALS[:2])], id="two free hashes"),
+        pytest.param([Stored(None, LOCALS, LOCALS), Removed(LOCALS[::-1])], id="local hashes as names"),
+        pytest.param([Stored(None, (1, 2), (11, 12)), Stored(2, (3,), (13,))], id="by hand"),
+        pytest.param([Stored(None, CHAIN, LOCALS), Stored(None, (1, 2), (11, 12))], id="by hand beside a chain"),
+        pytest.param([Stored(None, CHAIN, LOCALS), Stored(None, (OTHER,), (OTHER - 1,))], id="free beside a chain"),
+        pytest.param([Stored(None, (-5, -6), LOCALS[:2]), Stored(-6, (-7,), LOCALS[2:3])], id="signed"),
+    ],
+)
+def test_what_has_nothing_to_do_with_a_chain_is_free(kv, sink, events):
+    for event in events:
+        sink(event)
+    assert [] == rules(kv)
+
+
+def test_what_came_before_the_chain_was_found_is_judged_then(kv, sink):
+    sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
+    assert [] == rules(kv)
+    sink(Stored(CHAIN[1], CHAIN[2:3], LOCALS[2:3]))
+    assert [("wrong_hash", 0, (OTHER,)), ("parent_block_not_found", 1, (CHAIN[1],))] == rules(kv)
+    assert ["wrong_hash"] == [problem.rule for problem in kv.events[0].problems]
+
+
+def test_what_the_engine_holds_shows_that_a_published_hash_breaks_the_chain(kv, sink):
+    sink.compare(lambda: CHAIN[:1])
+    sink(Stored(None, (OTHER,), LOCALS[:1]))
+    assert [] == rules(kv)
+    kv.flush()
+    assert [("wrong_hash", 0, (OTHER,)), ("engine_drift", 0, (OTHER,)), ("engine_drift", 0, CHAIN[:1])] == rules(kv)
+
+
+def test_what_the_engine_holds_beside_what_it_published_shows_no_chain(kv, sink):
+    sink.compare(lambda: [OTHER, *CHAIN])
+    sink(Stored(None, (OTHER,), LOCALS[:1]))
+    kv.flush()
+    assert [("engine_drift", 0, CHAIN)] == [
+        (rule, at, tuple(sorted(blocks, key=CHAIN.index))) for rule, at, blocks in rules(kv)
+    ]
+
+
+def test_a_chain_may_be_ruled_out(kv):
+    sink = kv.make_sink(chained=False)
+    sink(Stored(None, CHAIN[:2], LOCALS[:2]))
+    sink(Stored(CHAIN[1], (OTHER,), LOCALS[2:3]))
+    assert [] == rules(kv)
+
+
+def test_each_sink_finds_out_for_itself(kv):
+    first, second = kv.make_sink(), kv.make_sink()
+    first(Stored(None, CHAIN, LOCALS))
+    second(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
+    assert [] == rules(kv)
+
+
+@pytest.mark.parametrize("chained", [None, True], ids=["found out", "said"])
+@pytest.mark.parametrize(
+    ("wrong", "known", "right"),
+    [
+        pytest.param(
+            Stored(CHAIN[0], CHAIN[2:3], LOCALS[2:3]),
+            f"the event has parent {text(CHAIN[0])}; the hash fits parent {text(CHAIN[1])}",
+            f"the parent is block {text(CHAIN[1])}",
+            id="another block",
+        ),
+        pytest.param(
+            Stored(None, CHAIN[2:3], LOCALS[2:3]),
+            f"the event has no parent; the hash fits parent {text(CHAIN[1])}",
+            f"the parent is block {text(CHAIN[1])}",
+            id="none",
+        ),
+        pytest.param(
+            Stored(CHAIN[1], (OTHER,), (OTHER,)),
+            f"the event has parent {text(CHAIN[1])}; the hash fits no parent",
+            "the block is a root",
+            id="one, of a root",
+        ),
+        pytest.param(
+            Stored(CHAIN[1], CHAIN[3:], LOCALS[3:]),
+            f"the event has parent {text(CHAIN[1])}; the hash fits parent {text(CHAIN[2])}",
+            f"the parent is block {text(CHAIN[2])}",
+            id="a block that was removed",
+        ),
+    ],
+)
+def test_a_wrong_parent_of_a_right_hash_is_named(kv, chained, wrong, known, right):
+    sink = kv.make_sink(chained=chained)
+    sink(Stored(None, CHAIN[:3], LOCALS[:3]))
+    sink(Removed(CHAIN[2:3]))
+    sink(wrong)
+    (problem,) = kv.judge().errors
+    block = f"block {text(wrong.block_hashes[0])} is stored with local hash {text(wrong.tokens_hashes[0])}"
+    assert ("wrong_hash", f"{block}; {known}", right) == (problem.rule, problem.known, problem.right)
+
+
+def test_a_signed_parent_does_not_stop_a_chained_sink(kv):
+    sink = kv.make_sink(chained=True)
+    sink(Stored(None, (-1,), (1,)))
+    sink(Stored(-1, (2,), (2,)))
+    assert ["wrong_hash", "wrong_hash"] == [problem.rule for problem in kv.judge().errors]
+
+
+# --------------------------------------------------------------------------------- ids that a worker leaves out
+
+
+def gaps(kv):
+    return [(p.known, p.right) for p in kv.events.problems if p.rule == "event_id_gap"]
+
+
+def test_an_id_that_the_worker_left_out_did_not_get_lost(kv, sink):
+    for event_id in (5, 7, 8, 11):
+        sink(KvCacheEvent(event_id, one_block(event_id)))
+    assert [
+        ("non-consecutive event id: expected 6, got 7; the worker never published event 6", "event 6 was due"),
+        ("non-consecutive event id: expected 9, got 11; the worker never published events 9 to 10", "event 9 was due"),
+    ] == gaps(kv)
+
+
+def test_the_first_id_of_a_mock_worker_is_0(make_kv):
+    kv = make_kv("lru")
+    kv.apply(KvCacheEvent(2, one_block(1)))
+    assert ["non-consecutive event id: expected 0, got 2; the worker never published events 0 to 1"] == [
+        known for known, _ in gaps(kv)
+    ]
+
+
+def test_what_was_lost_and_what_was_left_out_are_told_apart(kv, sink):
+    sink(KvCacheEvent(5, one_block(5)))
+    kv.drop_next()
+    sink(KvCacheEvent(7, one_block(7)))
+    sink(KvCacheEvent(9, one_block(9)))
+    assert [
+        ("event 7 did not arrive after event 5; the worker never published event 6, event 8", "event 6 was due")
+    ] == gaps(kv)
+
+
+def test_what_was_lost_last_and_what_was_left_out_are_told_apart(kv, sink):
+    sink(KvCacheEvent(5, one_block(5)))
+    kv.drop_next()
+    sink(KvCacheEvent(7, one_block(7)))
+    kv.flush()
+    assert [
+        (
+            "the worker published ids up to 7; event 7 did not arrive; it never published event 6",
+            "what is published arrives",
+        )
+    ] == gaps(kv)
+
+
+def test_what_a_sink_before_the_router_kept_away_was_published(kv):
+    class Refuses:
+        def publish(self, event, *beside):
+            if event.event_id == 1:
+                raise RuntimeError("full")
+
+    kv.add_sink(Refuses(), before=True)
+    sink = kv.make_sink()
+    for event_id in (0, 1, 3):
+        sink(KvCacheEvent(event_id, one_block(event_id)))
+    assert ["sink_failure", "event_id_gap"] == [problem.rule for problem in kv.events.problems]
+    assert ["non-consecutive event id: expected 2, got 3; the worker never published event 2"] == [
+        known for known, _ in gaps(kv)
+    ]
+
+
+# -------------------------------------------------------------------------------------------- which is the cause
+
+
+def test_an_orphan_that_the_engine_has_dropped_comes_of_a_missing_removed(kv, sink):
+    resident = {1, 2}
+    sink.compare(lambda: resident)
+    sink(Stored(None, (1, 2), (1, 2)))
+    resident.clear()
+    sink(Removed((1,)))
+    kv.flush()
+    (problem,) = kv.events.errors
+    assert ("engine_drift", (2,), ["orphaned_child"]) == (
+        problem.rule,
+        problem.blocks,
+        [consequence.rule for consequence in problem.folded],
+    )
+    assert [] == kv.events.warnings
+
+
+def test_an_orphan_that_the_engine_holds_stands_by_itself(kv, sink):
+    resident = {1, 2}
+    sink.compare(lambda: resident)
+    sink(Stored(None, (1, 2), (1, 2)))
+    resident.discard(1)
+    sink(Removed((1,)))
+    kv.flush()
+    resident.clear()
+    kv.flush()
+    assert [("orphaned_child", 1, (2,)), ("engine_drift", 1, (2,))] == rules(kv)
+
+
+def test_too_many_blocks_come_of_a_missing_removed(kv):
+    resident = {1, 2}
+    sink = kv.make_sink(num_blocks=2)
+    sink.compare(lambda: resident)
+    sink(Stored(None, (1, 2), (1, 2)))
+    resident.symmetric_difference_update({1, 3})
+    sink(one_block(3))
+    kv.flush()
+    assert [("engine_drift", 1, (1,))] == rules(kv)
+
+
+def test_too_many_blocks_that_the_engine_holds_stand_by_themselves(kv):
+    resident = {1, 2, 3, 4}
+    sink = kv.make_sink(num_blocks=2)
+    sink.compare(lambda: resident)
+    sink(Stored(None, (1, 2, 3, 4), (1, 2, 3, 4)))
+    resident.discard(1)
+    kv.flush()
+    assert [("over_capacity", 0, ()), ("engine_drift", 0, (1,))] == rules(kv)
+
+
+# ------------------------------------------------------------------------------------------- workers, likewise
+
+
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang"])
+def test_a_wrong_parent_of_a_right_hash_is_named_in_every_engines_chain(make_kv, backend):
+    kv = make_kv(backend)
+    prompt = kv.prompt(3)
+    kv.worker(0).serve(prompt)
+    first, _, last = kv.events.stored_blocks
+    kv.faults.wrong_parent(parent=first)
+    kv.worker(0).serve(kv.prompt(2, after=prompt))
+    problem = next(problem for problem in kv.judge() and kv.events.problems if problem.rule == "wrong_hash")
+    name = f"{'-' * (last < 0)}0x{abs(last):016x}"
+    assert problem.known.endswith(f"; the hash fits parent {name}")
+    assert f"the parent is block {name}" == problem.right
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sink_that_is_given_a_workers_events_finds_what_is_found_of_the_worker(backend, seed):
+    """A worker's hashes are known to be a chain; of those of a sink it is found out."""
+    spec, size, rng = BACKENDS[backend], {"block_size": 4, "num_blocks": 16}, random.Random(seed)
+    theirs, own = RouterHarness(EngineProfile(**size, seed=seed), backend), RouterHarness(EngineProfile(**size), None)
+    sink = own.make_sink(num_blocks=16, residency=spec.residency, prefix_closed=spec.prefix_closed)
+    sink.compare(theirs.worker(0).manager.resident)
+    shared = [theirs.prompt(rng.randint(1, 3)) for _ in range(4)]
+    running = []
+    for _ in range(200):
+        with suppress(OutOfBlocks):
+            prompt = theirs.prompt(rng.randint(0, 3), after=rng.choice(shared), tail=rng.randint(1, 3))
+            running.append(theirs.worker(0).prefill(prompt))
+        if running and rng.random() < 0.7:
+            running.pop(rng.randrange(len(running))).finish()
+        for event in theirs.events.take():
+            sink(event)
+        own.flush()
+    theirs.flush()
+
+    assert own.events.total > 100
+    assert [(p.rule, p.position, p.known) for p in theirs.events.problems] == [
+        (p.rule, p.position, p.known) for p in own.events.problems
+    ]

@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 
+from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.hygiene.ledger import Ledger
 
@@ -145,6 +146,42 @@ def test_vllm_stores_and_removes_copies_which_as_a_set_are_false_alarms(recordin
                 heard.say(engine(row))
         found.update(rule for rule, _ in heard.end())
     assert found["duplicate_store"] > 0 < found["block_not_found"]
+
+
+def sunk(num_blocks, size):
+    """A harness and a sink of it, for an engine that publishes every copy and names blocks in its own way."""
+    kv = RouterHarness(EngineProfile(block_size=size), backend=None)
+    return kv, kv.make_sink(num_blocks=num_blocks, residency="counted")
+
+
+@pytest.mark.parametrize("kind", ["random", "scenarios"])
+@pytest.mark.parametrize("version", ["0.19.1", "0.33.0"])
+def test_a_users_sink_finds_nothing_in_vllm(recording, version, kind):
+    stored = 0
+    for program in recording(f"vllm_{version}_{kind}.json.gz"):
+        kv, sink = sunk(program["usable_blocks"], program["block_size"])
+        for step in program["steps"]:
+            for row in step["events"]:
+                sink(engine(row))
+            kv.flush()
+        assert [] == kv.events.problems
+        stored += len(kv.events.stored)
+    assert stored
+
+
+@pytest.mark.parametrize("kind", ["random", "scenarios"])
+def test_a_users_sink_finds_nothing_in_sglang(recording, kind):
+    stored = 0
+    for program in recording(f"sglang_0.5.23_{kind}.json.gz"):
+        tokens, size = program.get("capacity_tokens"), program["page_size"]
+        kv, sink = sunk(tokens and tokens // size, size)
+        for _, events in sglang_steps(program) if "steps" in program else ():
+            for data in events:
+                sink(data)
+            kv.flush()
+        assert [] == kv.events.problems
+        stored += len(kv.events.stored)
+    assert stored
 
 
 def sglang_steps(program):

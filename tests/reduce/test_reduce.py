@@ -11,6 +11,7 @@ from pytest_kvmock import (
     Cleared,
     EngineProfile,
     KvCacheEvent,
+    KvEventsError,
     OutOfBlocks,
     Removed,
     RouterEvent,
@@ -24,7 +25,7 @@ from pytest_kvmock.reduce import NotReduced, reproduce
 from pytest_kvmock.reduce.program import Breach, story_of
 from pytest_kvmock.reduce.replay import Replayer
 from pytest_kvmock.reduce.search import Budget
-from pytest_kvmock.tokens import Prompt, chained_hash
+from pytest_kvmock.tokens import Prompt, chained_hash, sequence_hashes
 
 # ------------------------------------------------------------------------------------------------ events by rule
 
@@ -162,6 +163,69 @@ def test_a_wrong_hash_keeps_its_hashes(failure_of):
     parent = kv.events[0].event.event.data.block_hashes[-1]
     assert [Stored(None, (parent,), (parent,)), Stored(parent, (99,), (9,))] == [e.event.data for e in found.events]
     assert failure_of(found).startswith("1 KV event error: wrong_hash")
+
+
+LOCALS = tuple(range(2**40, 2**40 + 40))
+CHAIN = tuple(sequence_hashes(LOCALS))
+
+
+@pytest.mark.parametrize("options", [{}, {"chained": True}], ids=["found out", "said"])
+def test_a_wrong_parent_of_a_right_hash_keeps_the_right_one(failure_of, options):
+    def say(sink):
+        sink(Stored(None, CHAIN[:30], LOCALS[:30]))
+        sink(Stored(CHAIN[4], CHAIN[30:], LOCALS[30:]))
+
+    kv = sunk(say, **options)
+    found = reproduce(kv)
+    message = failure_of(found)
+
+    assert f"the hash fits parent 0x{CHAIN[29]:016x}" in message
+    assert message.startswith("1 KV event error: wrong_hash (worker 65536, event ")
+    assert "kv.make_sink(chained=True)" in found.as_test()
+
+
+def test_a_wrong_hash_among_events_by_hand_is_cut(failure_of):
+    def say(sink):
+        sink(Stored(None, (2**50,), (2**51,)))  # by hand, and no chain
+        sink(Stored(None, CHAIN, LOCALS))
+        noise(sink)
+        sink(Stored(CHAIN[9], (2**52,), (2**53,)))
+
+    found = reproduce(sunk(say))
+
+    assert 2 == found.size
+    assert failure_of(found).startswith("1 KV event error: wrong_hash (worker 65536, event ")
+
+
+def test_a_reproduction_does_not_find_out_that_its_hashes_are_a_chain(failure_of):
+    found = reproduce(sunk(a_parent_that_is_gone))
+    assert "kv.make_sink()" in found.as_test()
+
+    steps = [
+        RouterEvent(2**16, KvCacheEvent(i, data))
+        for i, data in enumerate([Stored(None, CHAIN[:2], LOCALS[:2]), Stored(CHAIN[0], CHAIN[3:4], LOCALS[3:4])])
+    ]
+    gone = RouterEvent(2**16, KvCacheEvent(2, Removed((7,))))
+    text = found.replace(steps=(*steps, gone)).as_test()
+    assert "kv.make_sink(chained=False)" in text
+    module = {}
+    exec(text, module)
+    with pytest.raises(KvEventsError, match=r"^1 KV event error: block_not_found "):
+        module["test_reproduction"]()
+
+
+def test_a_lost_event_is_replayed_as_one_that_was_left_out(failure_of):
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink()
+    noise(sink)
+    kv.drop_next()
+    noise(sink, 5000)
+    kv.judge()
+    found = reproduce(kv)
+
+    assert [0, 2] == [event.event.event_id for event in found.events]
+    assert "event 60 did not arrive after event 59" == kv.events.errors[0].known
+    assert "non-consecutive event id: expected 1, got 2; the worker never published event 1" in failure_of(found)
 
 
 def test_a_warning_is_cut_too_and_its_test_asserts_that_there_is_none():
@@ -366,7 +430,7 @@ def judged(events):
 @pytest.mark.parametrize(
     ("backend", "rule", "requests"),
     [
-        ("forgets_a_removed", "over_capacity", ["prefill", "finish"] * 3),
+        ("forgets_a_removed", "engine_drift", ["prefill", "finish"] * 2),
         ("names_one_twice", "block_not_found", ["prefill", "finish"] * 2),
         ("hashes_one_wrongly", "wrong_hash", ["prefill", "finish"]),
     ],

@@ -1,0 +1,67 @@
+"""What `event_warnings="fail"` makes of `kv_events.check()`, and the order in which a verdict lists what is wrong."""
+
+import pytest
+
+WARNED = """
+{marker}
+def test(kv_sink, kv_events):
+    kv_sink(GOOD)
+    kv_sink(TWICE)
+    kv_events.check()
+    print("checked")
+"""
+TWO = """
+{marker}
+def test(kv_sink):
+    kv_sink(GOOD)
+    kv_sink(TWICE)
+    kv_sink(BAD)
+"""
+FAIL = "@pytest.mark.kvmock(event_warnings='fail')"
+ALLOW = "@pytest.mark.kvmock(event_warnings='fail', allow=['duplicate_store'])"
+
+
+def headline(result):
+    return next(line for line in result.outlines if " KV event " in line).removeprefix("E       ")
+
+
+@pytest.mark.parametrize(("marker", "outcome"), [("", "passed"), (FAIL, "failed"), (ALLOW, "passed")])
+def test_check_raises_for_a_warning_where_warnings_fail(nested, marker, outcome):
+    result = nested(WARNED.format(marker=marker), "-rA")
+    result.assert_outcomes(**{outcome: 1})
+    assert (outcome == "passed") == ("checked" in result.outlines)
+    if outcome == "failed":
+        message = "1 KV event warning: duplicate_store (worker 65536, event 1)"
+        assert f"pytest_kvmock.hygiene.log.KvEventsError: {message}" == headline(result)
+
+
+def test_check_lets_pass_what_a_hook_waives(nested):
+    conftest = "def pytest_kvmock_event_error(item, problem): return problem.rule == 'duplicate_store'"
+    nested(WARNED.format(marker=FAIL), files={"conftest.py": conftest}).assert_outcomes(passed=1)
+
+
+def test_what_came_first_is_listed_first_though_it_is_a_warning(nested):
+    result = nested(TWO.format(marker=FAIL))
+    result.assert_outcomes(failed=1)
+    assert "2 KV event problems: duplicate_store (worker 65536, event 1), and 1 more" == headline(result)
+
+
+def test_where_warnings_do_not_fail_the_error_is_alone(nested):
+    result = nested(TWO.format(marker=""))
+    result.assert_outcomes(failed=1)
+    assert "1 KV event error: block_not_found (worker 65536, event 2)" == headline(result)
+
+
+def test_warnings_warned_of_are_listed_in_order_too(nested):
+    marker = "@pytest.mark.kvmock(event_warnings='warn', event_errors='warn')"
+    result = nested(TWO.format(marker=marker))
+    result.assert_outcomes(passed=1, warnings=1)
+    assert "2 KV event problems: duplicate_store (worker 65536, event 1), and 1 more" in result.stdout.str()
+
+
+def test_check_lists_what_came_first_first(nested):
+    result = nested(TWO.format(marker=FAIL).replace("kv_sink)", "kv_sink, kv_events)") + "    kv_events.check()\n")
+    result.assert_outcomes(failed=1)
+    message = "2 KV event problems: duplicate_store (worker 65536, event 1), and 1 more"
+    assert f"pytest_kvmock.hygiene.log.KvEventsError: {message}" == headline(result)
+    assert "kvmock: also" not in result.stdout.str()
