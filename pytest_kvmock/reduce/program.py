@@ -11,6 +11,7 @@ from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.harness.recording import Forgotten, Operation
 from pytest_kvmock.hygiene.stream import Residency
+from pytest_kvmock.hygiene.text import without_restarts
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
@@ -80,7 +81,7 @@ _PLAIN: Final = (
 
 def story_of(problem: Problem) -> str:
     """What was known, with numbers and counts made alike."""
-    text = problem.known
+    text = without_restarts(problem.known)
     for pattern, plain in _PLAIN:
         text = pattern.sub(plain, text)
     return text
