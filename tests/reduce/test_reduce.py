@@ -213,6 +213,19 @@ def test_a_worker_that_was_forgotten_is_forgotten_again(failure_of, forget, text
     assert f" was stored by event 0 and forgotten when worker 1 {what}\n" in failure_of(found)
 
 
+def test_a_restart_that_only_names_an_event_is_left_out():
+    kv = RouterHarness()
+    kv.apply([Stored(None, (1,), (1,)), Removed((1,))])
+    kv.worker(0).restart(announced=True)
+    kv.apply(Removed((1,)))
+    (problem,) = kv.judge().errors
+    found = reproduce(kv)
+
+    assert "block 1 was removed by event 1 (before the restart)" == problem.known
+    assert 3 == found.size
+    assert "restart" not in found.as_test()
+
+
 def test_ranks_and_other_workers_stay_apart(failure_of):
     kv = RouterHarness(EngineProfile(workers=2, dp_size=2))
     for rank in (0, 1):
