@@ -69,7 +69,7 @@ class Ledger:
             prefix_closed=prefix_closed,
             chain=None if chain is None else chain(),
         )
-        stream.restarts = 0 if before is None else before.restarts
+        stream.restarts = () if before is None else before.restarts
         return stream
 
     def stream(self, key: StreamKey) -> Stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -160,7 +159,7 @@ class EventLog:
         self.waive: Callable[[Problem], bool] | None = None
         self.total = 0
         self.notes: list[WorkerNote] = []
-        self._anew: dict[StreamKey, list[int]] = {}  # the first positions after ids began anew
+        self._anew: dict[StreamKey, list[tuple[int, str]]] = {}  # the first positions after ids began anew, and why
         self._counts: Counter[tuple[int, int, str]] = Counter()  # events by worker, rank and kind
 
     def __len__(self) -> int:
@@ -200,11 +199,11 @@ class EventLog:
     def _count_restarts(self, problem: Problem) -> None:
         """Say of a problem how often its worker and rank had begun anew; one that shows it is the first to know."""
         key = (problem.worker_id, problem.dp_rank)
-        positions = self._anew.get(key, [])
-        if problem.restarts <= len(positions):
-            problem.restarts = bisect_right(positions, problem.position)
+        anew = self._anew.get(key, [])
+        if len(problem.restarts) <= len(anew):
+            problem.restarts = tuple(why for position, why in anew if position <= problem.position)
         else:
-            self._anew[key] = [*positions, problem.position]
+            self._anew[key] = [*anew, (problem.position, problem.restarts[-1])]
             what = "event ids go backwards, as after a restart that nobody announced"
             self.notes.append(WorkerNote(problem.position, *key, f"{worker_text(*key)}: {what}"))
 
@@ -217,7 +216,7 @@ class EventLog:
             keys: the workers and ranks whose event ids begin anew.
         """
         for key in keys:
-            self._anew.setdefault(key, []).append(self.total)
+            self._anew.setdefault(key, []).append((self.total, "removal" if dp_rank is None else "restart"))
         if dp_rank is None:
             what = f"worker {worker_id} removed: your router forgets it, all ranks"
         else:

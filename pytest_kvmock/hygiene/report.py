@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.hygiene.problem import INDEX_RULES
 from pytest_kvmock.hygiene.rules import RULES
-from pytest_kvmock.hygiene.text import event_text, restarts_text, worker_text
+from pytest_kvmock.hygiene.text import after_text, event_text, worker_text
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.log import EventLog, LogEntry, WorkerNote
@@ -31,7 +31,7 @@ def problem_line(problem: Problem) -> str:
     if event is None:
         return f"{problem.rule} ({who})"
     if (event.worker_id, event.event.dp_rank) == (problem.worker_id, problem.dp_rank):
-        return f"{problem.rule} ({who}, event {event.event.event_id}{restarts_text(problem.restarts)})"
+        return f"{problem.rule} ({who}, event {event.event.event_id}{after_text(problem.restarts)})"
     said_by = worker_text(event.worker_id, event.event.dp_rank)
     return f"{problem.rule} ({who}, at event {event.event.event_id} of {said_by})"
 
@@ -49,7 +49,7 @@ def problem_text(problem: Problem) -> str:
     lines = []
     if problem.event is not None:
         own = (problem.event.worker_id, problem.event.event.dp_rank) == (problem.worker_id, problem.dp_rank)
-        lines.append(f"  {event_text(problem.event, _named(problem), problem.restarts if own else 0)}")
+        lines.append(f"  {event_text(problem.event, _named(problem), problem.restarts if own else ())}")
     else:
         after = "before any event" if problem.position < 0 else f"after entry {problem.position} of the log"
         lines.append(f"  {worker_text(problem.worker_id, problem.dp_rank)}, compared {after}")

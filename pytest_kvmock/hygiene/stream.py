@@ -53,7 +53,7 @@ class Stream:
         implied: parents that a Stored named though nothing had stored them: believed, so reported once.
         said: every event, in order: its history, which `origin` and `gone` look up.
         anew: when its event ids began anew: how many events were `said` by then, and why (`EVENTS_BEGAN_ANEW`).
-        restarts: how often they did, also where the events before are forgotten (see `recover`).
+        restarts: why they did, each time, also where the events before are forgotten (see `recover`).
         emptied: the last Cleared's choice of the blocks that it emptied: the first, one amid, and the last.
         next_id: the id that is due; None when any may come.
         holes: ids that did not arrive.
@@ -128,7 +128,7 @@ class Stream:
         self.implied: set[int] = set()
         self.said: list[RouterEvent] = []
         self.anew: list[tuple[int, str]] = []
-        self.restarts = 0
+        self.restarts: tuple[str, ...] = ()
         self._read = 0
         self._origin: dict[int, RouterEvent] = {}
         self._gone: dict[int, RouterEvent] = {}
@@ -301,7 +301,7 @@ class Stream:
     def begin_anew(self, why: str) -> None:
         """Its event ids begin anew from here on; `why` is a key of `EVENTS_BEGAN_ANEW`."""
         self.anew.append((len(self.said), why))
-        self.restarts += 1
+        self.restarts = (*self.restarts, why)
 
     def settle(self, blocks: Iterable[int]) -> None:
         """An event has said what these are: no longer implied by another, no longer adrift or astray."""

@@ -20,11 +20,11 @@ MOST_BLOCKS: Final = 4
 """How many blocks of a list are shown."""
 
 EVENTS_BEGAN_ANEW: Final = {
-    "restart": "before the restart",
-    "removal": "before the worker was removed",
-    "backwards": "before ids went backwards",
+    "restart": "the restart",
+    "removal": "the worker was removed",
+    "backwards": "ids went backwards",
 }
-"""Why the event ids of a worker and rank began anew, and what to say of an event before that."""
+"""Why the event ids of a worker and rank began anew, in words: an event was before that, or after."""
 
 
 def blocks_text(blocks: Sequence[int], most: int = MOST_BLOCKS) -> str:
@@ -48,7 +48,8 @@ def event_name(event_id: int, anew: Sequence[str] = ()) -> str:
     """
     if not anew:
         return f"event {event_id}"
-    return f"event {event_id} ({EVENTS_BEGAN_ANEW[anew[0]] if len(anew) == 1 else f'{len(anew)} restarts ago'})"
+    when = f"before {EVENTS_BEGAN_ANEW[anew[0]]}" if len(anew) == 1 else f"{len(anew)} restarts ago"
+    return f"event {event_id} ({when})"
 
 
 def without_restarts(text: str) -> str:
@@ -56,12 +57,14 @@ def without_restarts(text: str) -> str:
     return _ANEW.sub("", text)
 
 
-_ANEW: Final = re.compile(rf" \((?:{'|'.join(EVENTS_BEGAN_ANEW.values())}|\d+ restarts ago)\)")
+_ANEW: Final = re.compile(rf" \((?:before (?:{'|'.join(EVENTS_BEGAN_ANEW.values())})|\d+ restarts ago)\)")
 
 
-def restarts_text(restarts: int) -> str:
-    """After how many restarts of its worker an event came; empty for none."""
-    return "" if not restarts else " after the restart" if restarts == 1 else f" after {restarts} restarts"
+def after_text(restarts: Sequence[str]) -> str:
+    """What an event came after, by what made the ids of its worker begin anew before it; empty for nothing."""
+    if not restarts:
+        return ""
+    return f" after {EVENTS_BEGAN_ANEW[restarts[0]] if len(restarts) == 1 else f'{len(restarts)} restarts'}"
 
 
 def worker_text(worker_id: int, dp_rank: int) -> str:
@@ -81,13 +84,13 @@ def data_text(data: EventData) -> str:
     return kind if hashes is None else f"{kind} {blocks_text(hashes)}"
 
 
-def event_text(event: RouterEvent, named: Iterable[int] = (), restarts: int = 0) -> str:
+def event_text(event: RouterEvent, named: Iterable[int] = (), restarts: Sequence[str] = ()) -> str:
     """An event, in one line.
 
     Args:
         event: the event.
         named: blocks that are shown in any case, if the event is about them.
-        restarts: how often its worker had restarted; said where it had.
+        restarts: why the ids of its worker had begun anew before it, each time; keys of `EVENTS_BEGAN_ANEW`.
     """
     inner: KvCacheEvent = event.event
     tier = "" if event.storage_tier is StorageTier.DEVICE else f" ({event.storage_tier})"
@@ -96,4 +99,4 @@ def event_text(event: RouterEvent, named: Iterable[int] = (), restarts: int = 0)
     hidden = [] if len(hashes) <= MOST_BLOCKS else [block for block in dict.fromkeys(named) if block in hashes]
     hidden = [block for block in hidden if block not in hashes[:MOST_BLOCKS]]
     among = f"  ({blocks_text(hidden)} among them)" if hidden else ""
-    return f"event {inner.event_id}{restarts_text(restarts)}  {who}{tier}  {data_text(inner.data)}{among}"
+    return f"event {inner.event_id}{after_text(restarts)}  {who}{tier}  {data_text(inner.data)}{among}"

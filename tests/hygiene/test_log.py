@@ -310,7 +310,7 @@ def test_ids_that_go_backwards_are_a_line_and_told_apart():
     assert "event_id_gap" == gap.rule
     assert ["block 1 was removed by event 2 (before ids went backwards)"] == [p.known for p in gap.folded]
     assert (
-        "1 KV event error: event_id_gap (worker 65536, event 0 after the restart)"
+        "1 KV event error: event_id_gap (worker 65536, event 0 after ids went backwards)"
         == failure_text([gap]).partition("\n")[0]
     )
     assert [
@@ -333,7 +333,7 @@ def test_a_removed_worker_that_comes_back_as_another_is_told_apart():
     kv.apply(Removed((1,)))
     first, second = kv.judge().errors
     assert "block_not_found (worker 0, event 0)" in failure_text([first])
-    assert "block_not_found (worker 0, event 0 after the restart)" in failure_text([second])
+    assert "block_not_found (worker 0, event 0 after the worker was removed)" in failure_text([second])
 
 
 # ------------------------------------------------------------------------------------- what happened to a block

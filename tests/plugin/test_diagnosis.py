@@ -330,10 +330,10 @@ def test_the_log_of_a_failure_shows_where_a_worker_was_removed(nested):
 
     start = printed.index("1 KV event error")
     assert [
-        "1 KV event error: block_not_found (worker 0, event 0 after the restart)",
+        "1 KV event error: block_not_found (worker 0, event 0 after the worker was removed)",
         "",
-        "  event 0 after the restart  worker 0  Removed block 2",
-        "    rule:   block_not_found: a Removed names a block that this worker and rank does not hold",
+        "  event 0 after the worker was removed  worker 0  Removed block 2",
+        "    rule:   block_not_found: a Removed names a block that this worker and rank does not hold in that tier",
         "    known:  block 2 was removed by event 1 (before the worker was removed)",
     ] == printed[start:].splitlines()[:5]
     log = printed[printed.index("3 events\n") :].splitlines()
