@@ -352,7 +352,7 @@ class Judge:
                     found.append(ledger.drift_problem(stream, tuple(blocks), right, had))
         for problem in found:
             problem.position = self.log.total - 1
-        return found
+        return self._oldest_first(found)
 
     # ---------------------------------------------------------------------------------------------- verdict
 

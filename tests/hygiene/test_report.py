@@ -10,6 +10,7 @@ from pytest_kvmock import (
     EngineProfile,
     KvCacheEvent,
     KvEventError,
+    KvEventsError,
     RadixIndex,
     Removed,
     RouterEvent,
@@ -218,6 +219,19 @@ def test_drifts_of_several_workers_are_listed_by_the_event_that_stored_their_blo
     kv.judge()
 
     assert [(2,), (3,), (4,)] == [problem.blocks for problem in kv.events.errors]
+
+
+def test_assert_in_sync_names_the_drift_that_is_oldest():
+    kv = RouterHarness(backend=None)
+    first, second = kv.make_sink(), kv.make_sink()
+    first.compare(list)
+    second.compare(list)
+    second(Stored(None, (1,), (1,)))
+    first(Stored(None, (2,), (2,)))
+
+    with pytest.raises(KvEventsError) as error:
+        kv.assert_in_sync()
+    assert "2 KV event errors: engine_drift (worker 65537), and 1 more" == str(error.value).partition("\n")[0]
 
 
 class Deaf:
