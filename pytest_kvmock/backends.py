@@ -297,7 +297,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=_sglang_driver,
                 chain=_hash_chain,
-                options=("policy", "dynamo_kv_event_format"),
+                options=("policy", "protected_threshold", "dynamo_kv_event_format"),
             ),
         )
     }

@@ -32,6 +32,31 @@ def check_block_hashes(hashes: Sequence[int]) -> None:
         array("q", hashes)
 
 
+def block_text(block: object) -> str:
+    """A block or local hash in a text: 16 digits that can be searched for; a small one, written by hand, in decimal.
+
+    What is no hash of 64 bits is shown as it is.
+    """
+    if not isinstance(block, int) or not 2**16 <= abs(block) <= _U64:
+        return repr(block)
+    return f"{'-' * (block < 0)}0x{abs(block):016x}"
+
+
+def value_text(value: object) -> str:
+    """As `repr`, with the hashes in it as `block_text` shows them."""
+    if type(value) is list:
+        return f"[{', '.join(map(value_text, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(value_text, value))}{',' * (len(value) == 1)})"
+    if value and type(value) in (set, frozenset):
+        shown = f"{{{', '.join(map(value_text, value))}}}"  # type: ignore[call-overload]  # mypy does not see the type
+        return shown if type(value) is set else f"frozenset({shown})"
+    if isinstance(value, dict):
+        shown = f"{{{', '.join(f'{value_text(key)}: {value_text(one)}' for key, one in value.items())}}}"
+        return shown if type(value) is dict else f"{type(value).__name__}({shown})"
+    return block_text(value)
+
+
 BlockTokens: TypeAlias = Sequence[Sequence[int]]
 """Token ids that travel with a Stored: one sequence of `block_size` ids a block."""
 
@@ -52,12 +77,16 @@ class StoredBlock(NamedTuple):
     tokens_hash: int
     mm_extra_info: Any = None
 
+    def __repr__(self) -> str:
+        hashes = f"block_hash={block_text(self.block_hash)}, tokens_hash={block_text(self.tokens_hash)}"
+        return f"StoredBlock({hashes}, mm_extra_info={self.mm_extra_info!r})"
+
 
 # Not frozen: a frozen dataclass costs three times as much to make, and one is made for every move. They are values all
 # the same; every listener of a stream gets the same object.
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, unsafe_hash=True, repr=False)
 class Stored:
     """Blocks became cached, in order, each the child of the one before.
 
@@ -92,6 +121,11 @@ class Stored:
                 "mm_extra_info; one a block, or None for all, is expected"
             )
 
+    def __repr__(self) -> str:
+        hashes = f"block_hashes={value_text(self.block_hashes)}, tokens_hashes={value_text(self.tokens_hashes)}"
+        more = f"start_position={self.start_position!r}, mm_extra_info={self.mm_extra_info!r}"
+        return f"Stored(parent_hash={block_text(self.parent_hash)}, {hashes}, {more})"
+
     @property
     def blocks(self) -> tuple[StoredBlock, ...]:
         """The blocks, one object each."""
@@ -99,7 +133,7 @@ class Stored:
         return tuple(map(StoredBlock, self.block_hashes, self.tokens_hashes, infos))
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, unsafe_hash=True, repr=False)
 class Removed:
     """Blocks are cached no more, in the order in which they were evicted."""
 
@@ -107,6 +141,9 @@ class Removed:
 
     def __init__(self, block_hashes: Iterable[int]) -> None:
         self.block_hashes = block_hashes if type(block_hashes) is tuple else tuple(block_hashes)
+
+    def __repr__(self) -> str:
+        return f"Removed(block_hashes={value_text(self.block_hashes)})"
 
 
 @dataclass(slots=True, unsafe_hash=True)

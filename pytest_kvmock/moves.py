@@ -7,9 +7,11 @@ their rules are those of `MoveBlock` in Dynamo's mocker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 from uuid import UUID
+
+from pytest_kvmock.events import value_text
 
 Block: TypeAlias = int | UUID
 """A full block (its sequence hash, u64) or a partial one (a UUID)."""
@@ -19,11 +21,21 @@ class MoveError(ValueError):
     """A move breaks a rule of the manager it was sent to; nothing has changed. The message names block and rule."""
 
 
+class _Move:
+    """What all moves have: a repr in which hashes are as in messages."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{field.name}={value_text(getattr(self, field.name))}" for field in fields(self))  # type: ignore[arg-type]  # all are dataclasses
+        return f"{type(self).__name__}({said})"
+
+
 # As in events.py: not frozen, because one is made for every step of every request.
 
 
-@dataclass(slots=True)
-class Use:
+@dataclass(slots=True, repr=False)
+class Use(_Move):
     """Make these blocks active, in order.
 
     Attributes:
@@ -45,22 +57,22 @@ class Use:
             self.plhs = ()
 
 
-@dataclass(slots=True)
-class Deref:
+@dataclass(slots=True, repr=False)
+class Deref(_Move):
     """Drop one reference to each of these blocks."""
 
     blocks: Sequence[Block]
 
 
-@dataclass(slots=True)
-class Destroy:
+@dataclass(slots=True, repr=False)
+class Destroy(_Move):
     """Delete these blocks whatever their references; dynamo-mocker 1.0.2 alone has this move."""
 
     blocks: Sequence[Block]
 
 
-@dataclass(slots=True)
-class Promote:
+@dataclass(slots=True, repr=False)
+class Promote(_Move):
     """A partial block became full.
 
     Attributes:

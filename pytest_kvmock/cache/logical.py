@@ -13,7 +13,7 @@ from pytest_kvmock.cache.pool import BlockPool, EvictionPolicy, PoolMetrics, Slo
 from pytest_kvmock.cache.short_forms import LineageShortForms
 from pytest_kvmock.cache.told import Told
 from pytest_kvmock.cache.trace import LOG, trace
-from pytest_kvmock.events import Cleared, StorageTier, Stored
+from pytest_kvmock.events import Cleared, StorageTier, Stored, value_text
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, MoveError, Promote, Use
 from pytest_kvmock.sinks import Sink
 
@@ -321,7 +321,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         ):
             raise RuntimeError(
                 f"the eviction policy {type(pool.inactive).__name__} is wrong: evict({count - len(slots)}) gave "
-                f"{victims!r:.200}; {wanted} different slots that nobody holds could go"
+                f"{value_text(victims):.200}; {wanted} different slots that nobody holds could go"
             )
         plhs = [slot.plh for slot in victims]
         for plh in plhs:

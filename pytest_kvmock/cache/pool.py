@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pytest_kvmock.events import block_text
+
 
 class Slot:
     """One physical block, and what is known of the block registered in it.
@@ -37,7 +39,7 @@ class Slot:
         self.above: Any = None
 
     def __repr__(self) -> str:
-        return f"<Slot of block {self.name}: {self.refs} references>"
+        return f"<Slot of block {block_text(self.name)}: {self.refs} references>"
 
 
 class EvictionPolicy(Protocol):

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from pytest_kvmock.cache.event_queue import EventQueue, TakenEvent
 from pytest_kvmock.cache.manager import RequestLevel
 from pytest_kvmock.cache.radix_request import RadixKey, RadixRequest
-from pytest_kvmock.cache.radix_tree import POLICIES, RadixTree, TreeNode
+from pytest_kvmock.cache.radix_tree import POLICIES, PROTECTED_THRESHOLD, RadixTree, TreeNode
 from pytest_kvmock.cache.sglang_hashes import SglangHasher
 from pytest_kvmock.cache.trace import LOG, trace
 from pytest_kvmock.events import BlockTokens, Removed, StorageTier, Stored
@@ -62,6 +62,7 @@ class RadixCacheManager(RequestLevel):
         dp_rank: data-parallel rank that events name.
         sink: who hears the events.
         policy: order in which leaves go: one of `POLICIES`.
+        protected_threshold: with "slru" only, from how many hits on a node goes after all others; None: 2.
         dynamo_kv_event_format: publish names that tell namespaces apart.
         is_eagle: keys are bigrams. For calls by hand; a `KvWorker` has none.
         hold_events: let events wait until `take_events`.
@@ -87,12 +88,14 @@ class RadixCacheManager(RequestLevel):
         dp_rank: int = 0,
         sink: Sink | None = None,
         policy: str = "lru",
+        protected_threshold: int | None = None,
         dynamo_kv_event_format: bool = False,
         is_eagle: bool = False,
         hold_events: bool = False,
     ) -> None:
         super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
         self.policy = _checked_policy(policy)
+        threshold = _checked_threshold(policy, protected_threshold)
         flags = {"dynamo_kv_event_format": dynamo_kv_event_format, "is_eagle": is_eagle, "hold_events": hold_events}
         for name, value in flags.items():
             if not isinstance(value, bool):
@@ -100,7 +103,7 @@ class RadixCacheManager(RequestLevel):
         self.hasher = SglangHasher(dynamo_kv_event_format=dynamo_kv_event_format, is_eagle=is_eagle)
         self.hold_events = hold_events
         self.requests: dict[RadixRequest, None] = {}
-        self._tree = RadixTree(policy)
+        self._tree = RadixTree(policy, threshold)
         self._free = num_blocks
         self._queue = EventQueue()
         self._queue.cleared()
@@ -426,3 +429,13 @@ def _checked_policy(policy: str) -> str:
         # tlru needs what only the unified tree keeps: on RadixCache, SGLang fails with it at the first eviction.
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r:.80}")
     return policy
+
+
+def _checked_threshold(policy: str, threshold: int | None) -> int:
+    if threshold is None:
+        return PROTECTED_THRESHOLD
+    if policy != "slru":
+        raise ValueError(f'protected_threshold is an option of policy "slru", got policy {policy!r}')
+    if not isinstance(threshold, int) or isinstance(threshold, bool) or threshold < 1:
+        raise ValueError(f"protected_threshold must be an integer of at least 1 (hits), got {threshold!r:.80}")
+    return threshold

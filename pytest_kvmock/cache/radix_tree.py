@@ -59,6 +59,9 @@ class TreeNode:
         self.queued: Any = None
 
 
+PROTECTED_THRESHOLD: Final = 2
+"""From so many hits on `slru` protects a node (SGLang 0.5.23, the default of `SLRUStrategy`)."""
+
 POLICIES: Final[Mapping[str, Callable[[TreeNode], Any]]] = MappingProxyType(
     {
         "lru": attrgetter("last"),
@@ -67,10 +70,15 @@ POLICIES: Final[Mapping[str, Callable[[TreeNode], Any]]] = MappingProxyType(
         "mru": lambda node: -node.last,
         "filo": lambda node: -node.created,
         "priority": attrgetter("priority", "last"),
-        "slru": lambda node: (node.hit_count >= 2, node.last),
+        "slru": lambda node: (node.hit_count >= PROTECTED_THRESHOLD, node.last),
     }
 )
 """Keys by which leaves go, the least first (SGLang 0.5.23, `evict_policy`). No two nodes that may go have the same."""
+
+
+def _slru(threshold: int) -> Callable[[TreeNode], Any]:
+    """The key of `slru` where a node is protected from another number of hits on."""
+    return lambda node: (node.hit_count >= threshold, node.last)
 
 
 class RadixTree:
@@ -78,6 +86,7 @@ class RadixTree:
 
     Args:
         policy: one of `POLICIES`.
+        protected_threshold: with "slru", from how many hits on a node is protected.
 
     Attributes:
         root: above all nodes; it has no pages, and is never locked.
@@ -87,8 +96,8 @@ class RadixTree:
 
     __slots__ = ("_changed", "_clock", "_heap", "_key", "_nodes", "evictable", "protected", "root")
 
-    def __init__(self, policy: str) -> None:
-        self._key = POLICIES[policy]
+    def __init__(self, policy: str, protected_threshold: int = PROTECTED_THRESHOLD) -> None:
+        self._key = POLICIES[policy] if policy != "slru" else _slru(protected_threshold)
         self._clock = 0
         self.reset()
 

@@ -13,6 +13,7 @@ from uuid import UUID
 from pytest_kvmock.cache.names import Names
 from pytest_kvmock.cache.pool import EvictionPolicy, Slot
 from pytest_kvmock.checks import check_integer, is_integer
+from pytest_kvmock.events import block_text, value_text
 from pytest_kvmock.moves import Block, MoveError, Promote, Use
 
 _U64 = 2**64 - 1
@@ -66,7 +67,7 @@ def is_full(block: object) -> bool:
 def check_full(block: object, what: str) -> None:
     """Raise a MoveError unless this names a full block."""
     if not is_full(block):
-        raise MoveError(f"{what} {block!r}: expected a sequence hash, an integer from 0 to 2**64 - 1")
+        raise MoveError(f"{what} {block_text(block)}: expected a sequence hash, an integer from 0 to 2**64 - 1")
 
 
 def flatten(blocks: tuple[Block | Iterable[Block], ...]) -> list[Block]:
@@ -83,7 +84,7 @@ def flatten(blocks: tuple[Block | Iterable[Block], ...]) -> list[Block]:
 def check_list(value: object, what: str) -> None:
     """Raise a MoveError unless this has a length, as a list of blocks or hashes has."""
     if not hasattr(value, "__len__") or isinstance(value, (str, bytes)):
-        raise MoveError(f"{what}: a list is expected, one entry a block, got {value!r:.80}")
+        raise MoveError(f"{what}: a list is expected, one entry a block, got {value_text(value):.80}")
 
 
 def are_plhs(plhs: Sequence[int]) -> bool:
@@ -181,7 +182,7 @@ def _count_full(blocks: Sequence[Block]) -> int:
         if not isinstance(block, UUID):
             if not is_full(block):
                 raise MoveError(
-                    f"Use of block {block!r}: a block is a sequence hash (an integer from 0 to 2**64 - 1) or a UUID"
+                    f"Use of block {block_text(block)}: a block is a sequence hash (an integer from 0 to 2**64 - 1) or a UUID"
                 )
             full += 1
     return full
@@ -251,7 +252,7 @@ def count_blocks(blocks: Sequence[Block], what: str) -> dict[Block, int]:
 
 def called(block: Block) -> str:
     """A block in an error: "block 4", or "partial block ..."."""
-    return f"partial block {block}" if isinstance(block, UUID) else f"block {block}"
+    return f"partial block {block}" if isinstance(block, UUID) else f"block {block_text(block)}"
 
 
 def _check_collisions(last: list[int], names: Names, policy: EvictionPolicy, backend: str) -> None:
@@ -267,7 +268,7 @@ def _check_collisions(last: list[int], names: Names, policy: EvictionPolicy, bac
     refused = policy.refused(falling)
     if refused is not None:
         raise MoveError(
-            f"Deref of block {refused.name}: hash collision. Another block has the same position and fragment as "
+            f"Deref of block {block_text(refused.name)}: hash collision. Another block has the same position and fragment as "
             f"its lineage hash {refused.plh:#034x}, and {backend} cannot have both inactive"
         )
 
@@ -283,10 +284,10 @@ def check_promote(move: Promote, partials: Container[Block]) -> None:
         raise MoveError(f"{what}: it is not active")
     check_full(move.block, f"{what} to block")
     if isinstance(move.parent, UUID):
-        raise MoveError(f"{what} to block {move.block}: its parent {move.parent} is partial")
+        raise MoveError(f"{what} to block {block_text(move.block)}: its parent {move.parent} is partial")
     if move.parent is not None:
-        check_full(move.parent, f"{what} to block {move.block}: parent")
-    check_full(move.local_hash, f"{what} to block {move.block}: local hash")
+        check_full(move.parent, f"{what} to block {block_text(move.block)}: parent")
+    check_full(move.local_hash, f"{what} to block {block_text(move.block)}: local hash")
 
 
 def check_promote_plh(move: Promote) -> int:
@@ -296,14 +297,16 @@ def check_promote_plh(move: Promote) -> int:
         MoveError: it has none.
     """
     if move.plh is None or not are_plhs((move.plh,)):
-        what = f"Promote of partial block {move.partial} to block {move.block}"
+        what = f"Promote of partial block {move.partial} to block {block_text(move.block)}"
         raise MoveError(f"{what}: plh must be a lineage hash, got {move.plh!r}")
     return move.plh
 
 
 def use_of(blocks: Sequence[Block]) -> str:
     """A Use in an error: by its first block."""
-    return f"Use of block {blocks[0]}" if blocks else "Use"
+    if not blocks:
+        return "Use"
+    return f"Use of block {blocks[0] if isinstance(blocks[0], UUID) else block_text(blocks[0])}"
 
 
 def lengths(what: str, got: int, expected: int, blocks: Sequence[Block], also: str = "") -> str:

@@ -9,6 +9,7 @@ from uuid import UUID
 from pytest_kvmock.cache.names import Names
 from pytest_kvmock.cache.pool import BlockPool, Slot
 from pytest_kvmock.cache.rules import check_full, flatten
+from pytest_kvmock.events import block_text, value_text
 from pytest_kvmock.moves import Block, Deref, Move, MoveError, Promote, Use
 from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_position
 
@@ -39,7 +40,7 @@ class ShortForms(ABC):
     ) -> int:
         """Short form of Use; see `KvManager.use`."""
         if not isinstance(blocks, Iterable):
-            raise MoveError(f"Use: a list of blocks is expected, got {blocks!r:.80}")
+            raise MoveError(f"Use: a list of blocks is expected, got {value_text(blocks):.80}")
         blocks = list(blocks)
         full: list[int] = [block for block in blocks if not isinstance(block, UUID)]
         for block in full:
@@ -76,7 +77,9 @@ class ShortForms(ABC):
             return None
         check_full(parent, f"{what}: parent")
         if not self._caches(parent):
-            raise MoveError(f"{what}: parent {parent} is not cached; a block's parent must be active or inactive")
+            raise MoveError(
+                f"{what}: parent {block_text(parent)} is not cached; a block's parent must be active or inactive"
+            )
         return parent
 
 

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
+from pytest_kvmock.events import block_text
+
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
 
@@ -46,7 +48,10 @@ def trace(manager: KvManager, stored: Iterable[int], evicted: Iterable[int | Non
             "utilization": (active + inactive) / total,
             "backend": manager.backend,
         }
-        names = ", ".join(
-            f"{'-' * (block < 0)}0x{abs(block):016x}" if abs(block) >= 2**16 else str(block) for block in blocks
-        )  # as in reports
-        LOG.debug(_TEXT, *fields.values(), names, extra={**fields, "block_ids": blocks}, stacklevel=2)
+        LOG.debug(
+            _TEXT,
+            *fields.values(),
+            ", ".join(map(block_text, blocks)),
+            extra={**fields, "block_ids": blocks},
+            stacklevel=2,
+        )

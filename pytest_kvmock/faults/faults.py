@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.checks import check_integer, is_integer, unknown_text
-from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent
+from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, block_text
 from pytest_kvmock.faults import changes
 from pytest_kvmock.faults.fault import Fault, RandomFault, wanted
 from pytest_kvmock.faults.kinds import check_rates, check_survived
@@ -91,7 +91,7 @@ class Faults:
         """Stored events name this parent, or a block that nobody stored. Other arguments and errors: see `lose`."""
         if parent is not None and (not is_integer(parent) or not 0 <= parent < 2**64):
             raise ValueError(
-                f"kv_router.faults.wrong_parent: parent must be a hash from 0 to 2**64 - 1, got {parent!r}"
+                f"kv_router.faults.wrong_parent: parent must be a hash from 0 to 2**64 - 1, got {block_text(parent)}"
             )
         change = changes.wrong_parent(self._rng, parent)
         return self._script("wrong_parent", change, n, worker=worker, parent=parent)
@@ -378,7 +378,11 @@ class Faults:
         said = {**said, "worker": worker}
         shown = [
             *([] if n is None else [str(n)]),
-            *(f"{key}={value!r}" for key, value in said.items() if value is not None),
+            *(
+                f"{key}={block_text(value) if key == 'parent' else repr(value)}"
+                for key, value in said.items()
+                if value is not None
+            ),
         ]
         armed = self._way.doors if door else self._way.armed
 

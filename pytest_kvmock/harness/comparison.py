@@ -23,7 +23,7 @@ from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored, block_text
 from pytest_kvmock.harness.under_test import (
     Call,
     IndexUnderTest,
@@ -38,7 +38,7 @@ from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.orphans import Orphaned, orphaned
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import Stream, StreamKey, Wound
-from pytest_kvmock.hygiene.text import NOBODY, block_text, worker_text
+from pytest_kvmock.hygiene.text import NOBODY, worker_text
 from pytest_kvmock.tokens import sequence_hashes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from inspect import isawaitable
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from pytest_kvmock.events import RouterEvent, StorageTier, check_block_hashes
 from pytest_kvmock.harness.comparison import Comparison, Heard, Sync, arun, run
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]
 """Who can tell what is resident: worker and rank, tier, and a callable that answers block hashes."""
+
+
+_DRIFTS: Final = ("engine_drift", "index_drift")
 
 
 class Verdict(NamedTuple):
@@ -162,7 +165,7 @@ class Judge:
             orphaned = self.ledger.streams[event.worker_id, event.event.dp_rank].orphaned
             comparison.heard(Heard(event, entry.position, problems, refused, given, orphaned))
             if not self.is_async and (found := run(comparison.catch_up())):
-                self.note(found)
+                self.note(self._oldest_first(found))
 
     def judge_hashes(self, events: Iterable[RouterEvent]) -> None:
         """Judge hashes of events that may have arrived before it was known that they are a chain."""
@@ -228,6 +231,7 @@ class Judge:
             ranks = [rank for _, rank in gone]
             self._comparison.gone(gone, self.under_test.farewell(worker_id, ranks, whole=gone == known))
         self._recording.arrive(Forgotten(worker_id, dp_rank, first_id))
+        self.log.forgotten(worker_id, dp_rank, gone)
         for key in gone:
             self.reference.remove_worker_dp_rank(*key)
             self.ledger.restarted(key, first_id=first_id)
@@ -307,11 +311,29 @@ class Judge:
             real = truth.published(key, next_id, position) if truth is not None else ()
             self.note(self.ledger.published(key, next_id, position), real)
         self.note(self.ledger.over_capacity(position), truth.over_capacity(position) if truth is not None else ())
+        drift: list[Problem] = []
         for key, tier, resident in residents:
             blocks = self._told_by(key, resident)
             if blocks is not None:
                 real = truth.drift(key, blocks, position, tier) if truth is not None else ()
-                self.note(self.ledger.drift(key, blocks, position, tier), real)
+                found = self.ledger.drift(key, blocks, position, tier)
+                if self.truth is not None:
+                    self.truth.sort(found, real)
+                drift += found
+        self.log.note(self._oldest_first(drift))
+
+    def _oldest_first(self, problems: list[Problem]) -> list[Problem]:
+        """Drifts in the order of the events that stored their blocks; those that none did come last."""
+        if len(problems) < 2 or any(problem.rule not in _DRIFTS for problem in problems):
+            return problems
+        positions = {id(entry.event): entry.position for entry in self.log}
+
+        def age(problem: Problem) -> int:
+            stream = self.ledger.streams.get((problem.worker_id, problem.dp_rank))
+            stored = None if stream is None or problem.block is None else stream.origin.get(problem.block)
+            return self.log.total if stored is None else positions.get(id(stored), -1)
+
+        return sorted(problems, key=age)
 
     def _told_by(self, key: StreamKey, resident: Callable[[], Iterable[int]]) -> list[int] | None:
         """What a callable says is resident; None, and a problem noted once, where it cannot say."""
@@ -336,15 +358,15 @@ class Judge:
         if self._comparison is None or self.is_async:
             return []
         self.end_burst()
-        found = run(self._comparison.everything(self.log.total - 1))
+        found = self._oldest_first(run(self._comparison.everything(self.log.total - 1)))
         self.note(self._comparison.news(found))
         return found
 
     async def acompare(self) -> list[Problem]:
         """As `compare`, for an async index, which is first given the events that wait."""
         assert self._comparison is not None
-        self.note(await arun(self._comparison.catch_up()))
-        found = await arun(self._comparison.everything(self.log.total - 1))
+        self.note(self._oldest_first(await arun(self._comparison.catch_up())))
+        found = self._oldest_first(await arun(self._comparison.everything(self.log.total - 1)))
         self.note(self._comparison.news(found))
         return found
 
@@ -359,7 +381,7 @@ class Judge:
                     found.append(ledger.drift_problem(stream, tuple(blocks), right, had))
         for problem in found:
             problem.position = self.log.total - 1
-        return found
+        return self._oldest_first(found)
 
     # ---------------------------------------------------------------------------------------------- verdict
 

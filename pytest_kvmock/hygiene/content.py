@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from pytest_kvmock.events import BlockTokens, RouterEvent, Stored
-from pytest_kvmock.hygiene.text import block_text
+from pytest_kvmock.events import BlockTokens, RouterEvent, Stored, block_text
 from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes
 
 HAND_WRITTEN: Final = 2**16

@@ -21,11 +21,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, block_text
 from pytest_kvmock.hygiene.content import Chain, own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import LAST, Residency, Stream, StreamKey, Wound
-from pytest_kvmock.hygiene.text import block_text, blocks_text, ids_text
+from pytest_kvmock.hygiene.text import blocks_text, ids_text
 
 
 class Ledger:
@@ -74,6 +74,7 @@ class Ledger:
             prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning, and an orphaned child is none.
             chain: makes the rule by which it names blocks, to judge `wrong_hash` by; None: it is Dynamo's.
         """
+        before = self.streams.get(key)
         stream = self.streams[key] = Stream(
             key,
             first_id=first_id,
@@ -83,6 +84,7 @@ class Ledger:
             prefix_closed=prefix_closed,
             chain=None if chain is None else chain(),
         )
+        stream.restarts = () if before is None else before.restarts
         return stream
 
     def stream(self, key: StreamKey) -> Stream:
@@ -107,6 +109,7 @@ class Ledger:
         stream = self.streams.get(key)
         if stream is not None:
             stream.forget()
+            stream.begin_anew("removal" if first_id is None else "restart")
             stream.next_id, stream.last = first_id, None
             stream.holes.clear()
             stream.late.clear()
@@ -146,6 +149,7 @@ class Ledger:
                 problem.follows_from(cause)
         problems += found
         if isinstance(data, Cleared):
+            stream.said.append(event)
             stream.forget()
         if cause is not None:  # after a repeat the event before it is still the one before
             stream.restored = restored
@@ -169,9 +173,9 @@ class Ledger:
         else:
             before = "another event" if got == due - 1 else "event"
             known = f"{before} {due - 1} had arrived: ids went backwards, as after a restart that nobody announced"
-        problem = Problem(
-            "event_id_gap", stream.worker_id, stream.dp_rank, known, f"event {due} was due", event, position
-        )
+            stream.begin_anew("backwards")
+        problem = self._problem("event_id_gap", stream, known, f"event {due} was due", ())
+        problem.event, problem.position = event, position
         problems.append(problem)
         if event == stream.last:  # a repeat of the event before: only its own consequences follow from it
             self.fold(stream, problem)
@@ -373,6 +377,7 @@ class Ledger:
             if len(pairs) > 1:
                 known += f"; likewise {len(pairs) - 1} more"
             problem = cls._problem("orphaned_child", stream, known, "a block is removed before its parent is", blocks)
+            problem.named = (parent,)
             if cause is not None:
                 problem.follows_from(cause)
             if tier is StorageTier.DEVICE:
@@ -526,7 +531,7 @@ class Ledger:
 
     def drift_problem(self, stream: Stream, blocks: tuple[int, ...], right: str, had: str) -> Problem:
         """The record of blocks of which stream and engine say different things."""
-        known = f"{had} {blocks_text(blocks)}; to the events, {stream.history(blocks[0])}"
+        known = f"{had} {blocks_text(blocks)}; {stream.history(blocks[0])}"
         return self._problem("engine_drift", stream, known, right, blocks)
 
     @staticmethod
@@ -535,7 +540,7 @@ class Ledger:
     ) -> list[tuple[list[int], str, str]]:
         """Blocks of which stream and engine say different things: (blocks, what would be right, what the engine has)."""
         held, copies = stream.held(tier), stream.copies.get(tier, {})
-        there = resident if isinstance(resident, (set, frozenset, dict)) else set(resident)
+        there = resident if isinstance(resident, (set, frozenset, dict)) else dict.fromkeys(resident)
         extra = [block for block in held if block not in there]
         silent = [block for block in there if block not in held and block not in stream.implied]
         found = [
@@ -550,7 +555,7 @@ class Ledger:
                 (fewer, "each copy that the engine drops is published as Removed", "the engine holds fewer copies of"),
                 (more, "each copy that the engine caches is published as Stored", "the engine holds more copies of"),
             ]
-        return found
+        return [(stream.oldest_first(blocks), right, what) for blocks, right, what in found]
 
     # ----------------------------------------------------------------------------------------------- wounds
 
@@ -593,7 +598,9 @@ class Ledger:
 
     @staticmethod
     def _problem(rule: str, stream: Stream, known: str, right: str, blocks: tuple[int, ...]) -> Problem:
-        return Problem(rule, stream.worker_id, stream.dp_rank, known, right, blocks=blocks)
+        problem = Problem(rule, stream.worker_id, stream.dp_rank, known, right, blocks=blocks)
+        problem.restarts = stream.restarts
+        return problem
 
 
 def _several(parts: Sequence[range]) -> str:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pytest_kvmock.checks import check_integer, unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
 from pytest_kvmock.hygiene.report import entry_line, expectation_text, problems_text
 from pytest_kvmock.hygiene.rules import RULES, check_rule
+from pytest_kvmock.hygiene.text import worker_text
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.events import BlockTokens, RouterEvent, StorageTier
     from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.hygiene.stream import StreamKey
 
 
 class KvEventsError(AssertionError):
@@ -68,6 +70,22 @@ class LogEntry:
     def storage_tier(self) -> StorageTier:
         """Where the blocks are."""
         return self.event.storage_tier
+
+
+class WorkerNote(NamedTuple):
+    """What happened to a worker between two events: a line of the log that is no event.
+
+    Attributes:
+        at: position of the event after it.
+        worker_id: which worker.
+        dp_rank: which rank; None for all.
+        text: what happened.
+    """
+
+    at: int
+    worker_id: int
+    dp_rank: int | None
+    text: str
 
 
 KINDS = ("stored", "removed", "cleared")
@@ -130,6 +148,7 @@ class EventLog:
         warnings_fail: a warning fails the test, too, so `check` raises for it.
         waive: says of a problem that would count whether it may pass all the same; None: none may.
         total: how many events arrived, those taken or cleared away too.
+        notes: workers that were removed or began anew, in order; they count as no events.
     """
 
     def __init__(self, flush: Callable[[], None] | None = None, *, allow: Collection[str] = ()) -> None:
@@ -142,6 +161,8 @@ class EventLog:
         self.waive: Callable[[Problem], bool] | None = None
         self.warnings_fail = False
         self.total = 0
+        self.notes: list[WorkerNote] = []
+        self._anew: dict[StreamKey, list[tuple[int, str]]] = {}  # the first positions after ids began anew, and why
         self._counts: Counter[tuple[int, int, str]] = Counter()  # events by worker, rank and kind
 
     def __len__(self) -> int:
@@ -169,12 +190,41 @@ class EventLog:
     def note(self, problems: list[Problem]) -> None:
         """Add problems; those that an event shows are marked at its entry, if that was not cleared away."""
         self.problems += problems
+        for problem in problems:
+            self._count_restarts(problem)
         first = self._entries[0].position if self._entries else self.total
         for problem in problems:
             if problem.event is not None and problem.position >= first:
                 entry = self._entries[problem.position - first]
                 if entry.event is problem.event:
                     entry.problems = (*entry.problems, problem)
+
+    def _count_restarts(self, problem: Problem) -> None:
+        """Say of a problem how often its worker and rank had begun anew; one that shows it is the first to know."""
+        key = (problem.worker_id, problem.dp_rank)
+        anew = self._anew.get(key, [])
+        if len(problem.restarts) <= len(anew):
+            problem.restarts = tuple(why for position, why in anew if position <= problem.position)
+        else:
+            self._anew[key] = [*anew, (problem.position, problem.restarts[-1])]
+            what = "event ids go backwards, as after a restart that nobody announced"
+            self.notes.append(WorkerNote(problem.position, *key, f"{worker_text(*key)}: {what}"))
+
+    def forgotten(self, worker_id: int, dp_rank: int | None, keys: Iterable[StreamKey]) -> None:
+        """Note that the router was told to forget a worker.
+
+        Args:
+            worker_id: which worker.
+            dp_rank: the rank that restarted; None: the worker was removed.
+            keys: the workers and ranks whose event ids begin anew.
+        """
+        for key in keys:
+            self._anew.setdefault(key, []).append((self.total, "removal" if dp_rank is None else "restart"))
+        if dp_rank is None:
+            what = f"worker {worker_id} removed: your router forgets it, all ranks"
+        else:
+            what = f"{worker_text(worker_id, dp_rank)} restarted, announced: your router forgets it"
+        self.notes.append(WorkerNote(self.total, worker_id, dp_rank, what))
 
     def flush(self) -> None:
         """Have everything compared that can be by now."""
@@ -246,6 +296,9 @@ class EventLog:
         part.waive, part.warnings_fail = self.waive, self.warnings_fail
         part._entries = [e for e in self._entries if asked_for(e.event.worker_id, e.event.event.dp_rank)]
         part.problems = [p for p in self.problems if asked_for(p.worker_id, p.dp_rank)]
+        part.notes = [
+            n for n in self.notes if n.worker_id == worker_id and (None in (dp_rank, n.dp_rank) or n.dp_rank == dp_rank)
+        ]
         part._counts.update({key: count for key, count in self._counts.items() if asked_for(key[0], key[1])})
         part.total = part._counts.total()
         return part
@@ -259,6 +312,7 @@ class EventLog:
     def clear(self) -> None:
         """Clear the events from the log; what they broke stays on record, and what workers hold is still known."""
         self._entries.clear()
+        self.notes.clear()
 
     # ------------------------------------------------------------------------------------------------ judging
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.hygiene.rules import RULES
-from pytest_kvmock.hygiene.text import worker_text
+from pytest_kvmock.hygiene.text import after_text, worker_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +36,8 @@ class Problem:
         cause: the problem that it follows from; then it is listed there and is none of its own.
         folded: the problems that follow from this one.
         expected_by: what of the test said that it would come; None: nothing did.
+        named: further blocks that its text names.
+        restarts: why the event ids of its worker and rank had begun anew before it, each time (`EVENTS_BEGAN_ANEW`).
         waived: whether somebody from outside the test lets it pass; None: nobody was asked (see `EventLog.waive`).
         fault: the fault injected on purpose that it came of; None: it is real.
     """
@@ -54,13 +56,15 @@ class Problem:
     expected_by: object = None
     fault: Injected | None = None
     waived: bool | None = None
+    named: tuple[int, ...] = ()
+    restarts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if RULES[self.rule].kind == "warning":
             self.is_error = False
 
     def __repr__(self) -> str:
-        event = "" if self.event_id is None else f" event {self.event_id}"
+        event = "" if self.event_id is None else f" event {self.event_id}{after_text(self.restarts)}"
         return f"<{self.rule}: {worker_text(self.worker_id, self.dp_rank)}{event}: {self.known}>"
 
     def __deepcopy__(self, memo: dict[int, object]) -> Problem:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.hygiene.problem import INDEX_RULES
 from pytest_kvmock.hygiene.rules import RULES
-from pytest_kvmock.hygiene.text import block_text, event_text, worker_text
+from pytest_kvmock.hygiene.text import after_text, event_text, worker_text
 
 if TYPE_CHECKING:
-    from pytest_kvmock.hygiene.log import EventLog, LogEntry
+    from pytest_kvmock.hygiene.log import EventLog, LogEntry, WorkerNote
     from pytest_kvmock.hygiene.problem import Problem
 
 MOST_PROBLEMS = 3
@@ -31,7 +31,7 @@ def problem_line(problem: Problem) -> str:
     if event is None:
         return f"{problem.rule} ({who})"
     if (event.worker_id, event.event.dp_rank) == (problem.worker_id, problem.dp_rank):
-        return f"{problem.rule} ({who}, event {event.event.event_id})"
+        return f"{problem.rule} ({who}, event {event.event.event_id}{after_text(problem.restarts)})"
     said_by = worker_text(event.worker_id, event.event.dp_rank)
     return f"{problem.rule} ({who}, at event {event.event.event_id} of {said_by})"
 
@@ -48,7 +48,8 @@ def problem_text(problem: Problem) -> str:
     """A problem in full: the event, the worker, the block, what was known and what would have been right."""
     lines = []
     if problem.event is not None:
-        lines.append(f"  {event_text(problem.event)}")
+        own = (problem.event.worker_id, problem.event.event.dp_rank) == (problem.worker_id, problem.dp_rank)
+        lines.append(f"  {event_text(problem.event, _named(problem), problem.restarts if own else ())}")
     else:
         after = "before any event" if problem.position < 0 else f"after entry {problem.position} of the log"
         lines.append(f"  {worker_text(problem.worker_id, problem.dp_rank)}, compared {after}")
@@ -136,11 +137,23 @@ def failure_text(
     return "\n\n".join(parts)
 
 
-def entry_line(entry: LogEntry) -> str:
-    """A line of the log."""
+def entry_line(entry: LogEntry, around: Problem | None = None) -> str:
+    """A line of the log; it shows the blocks that its problems name, and that of another.
+
+    Args:
+        entry: the event.
+        around: the other problem.
+    """
+    problems = entry.problems if around is None else (*entry.problems, around)
+    named = [block for problem in problems for block in _named(problem)]
     counts = Counter(map(_mark, entry.problems))
     marks = "".join(f"  {mark}" + f" ({count} times)" * (count > 1) for mark, count in counts.items())
-    return f"{entry.position:>5}  {event_text(entry.event)}{marks}"
+    return f"{entry.position:>5}  {event_text(entry.event, named)}{marks}"
+
+
+def _named(problem: Problem) -> tuple[int, ...]:
+    """The blocks that the text of a problem names, and that are perhaps not shown with its event."""
+    return (*problem.blocks[:1], *problem.named)
 
 
 def _mark(problem: Problem) -> str:
@@ -154,7 +167,8 @@ def log_text(log: EventLog, last: int = 20, around: Problem | None = None) -> st
 
     Without a problem, the last lines, and those before them that broke a rule (the first few). With one, the lines
     around the event that shows it, or around the last that names its block where a comparison shows it, and the
-    events before that name its block (the last few).
+    events before that name its block (the last few). Where a worker was removed or began anew, a line says so: among
+    the lines that are shown, and before them where the problem is about that worker.
 
     Args:
         log: the log.
@@ -162,44 +176,51 @@ def log_text(log: EventLog, last: int = 20, around: Problem | None = None) -> st
         around: the problem that matters.
     """
     entries = list(log)
-    count = f"{len(entries):,} event{'s' * (len(entries) != 1)}"
-    if len(entries) <= last:
-        return "\n".join([count, *map(entry_line, entries)])
-    if around is None:
+    text = f"{len(entries):,} event{'s' * (len(entries) != 1)}"
+    start, before, notes = 0, [], []
+    if len(entries) > last and around is None:
         start = len(entries) - last
+        text += f", the last {last}"
         before = [entry for entry in entries[:start] if entry.problems][:last]
-        part, said = entries[start:], f"{count}, the last {last}"
-        lines = list(map(entry_line, before))
-    else:
-        named = [i for i, entry in enumerate(entries) if _names(entry, around)]
+    elif len(entries) > last and around is not None:
+        named = [i for i, entry in enumerate(entries) if _is_own(entry, around) and _names(entry, around)]
         at = around.position - entries[0].position
-        if around.event is None and named:
-            at = named[-1]
+        if around.event is None:
+            at = max(named or [i for i, entry in enumerate(entries) if _names(entry, around)], default=at)
         start = min(max(0, at - last * 3 // 5), len(entries) - last)
-        part, said = entries[start : start + last], f"{count}; those around the first problem"
+        text += "; those around the first problem"
         before = [entries[i] for i in named if i < start][-MOST_NAMING:]
         if before:
-            said += ", and those before that name its block"
-        lines = [_naming_line(entry, around) for entry in before]
+            text += ", and those before that name its block"
+        notes = [note for note in log.notes if note.at < entries[start].position and _is_about(note, around)]
+        notes = notes[-MOST_NAMING:]
+    lines = _lines(before, notes, around)
     lines += ["  ..."] * bool(lines)
-    lines += [_naming_line(entry, around) for entry in part]
-    lines += ["  ..."] * (part[-1] is not entries[-1])
-    return "\n".join([said, *lines])
+    part = entries[start : start + last]
+    first = part[0].position if start else 0
+    end = log.total if not entries or part[-1] is entries[-1] else part[-1].position
+    lines += _lines(part, [note for note in log.notes if first <= note.at <= end], around)
+    lines += ["  ..."] * (bool(part) and part[-1] is not entries[-1])
+    return "\n".join([text, *lines])
+
+
+def _lines(entries: Iterable[LogEntry], notes: Iterable[WorkerNote], around: Problem | None) -> list[str]:
+    """Lines for events and notes, in their order."""
+    lines = [(entry.position, 1, entry_line(entry, around)) for entry in entries]
+    lines += [(note.at, 0, f"       {note.text}") for note in notes]
+    return [line for *_, line in sorted(lines, key=lambda line: line[:2])]
+
+
+def _is_own(entry: LogEntry, problem: Problem) -> bool:
+    """Whether an event is of the worker and rank that a problem is about."""
+    return (entry.event.worker_id, entry.event.event.dp_rank) == (problem.worker_id, problem.dp_rank)
+
+
+def _is_about(note: WorkerNote, problem: Problem) -> bool:
+    """Whether a note is about the worker and rank that a problem is about."""
+    return note.worker_id == problem.worker_id and note.dp_rank in (None, problem.dp_rank)
 
 
 def _names(entry: LogEntry, problem: Problem) -> bool:
-    """Whether an event of the problem's worker and rank names its block."""
-    event = entry.event
-    if problem.block is None or (event.worker_id, event.event.dp_rank) != (problem.worker_id, problem.dp_rank):
-        return False
-    return problem.block in getattr(event.event.data, "block_hashes", ())
-
-
-def _naming_line(entry: LogEntry, problem: Problem | None) -> str:
-    """A line of the log; the problem's block is named in it, where its event does so far down the list."""
-    line = entry_line(entry)
-    if problem is None or not _names(entry, problem):
-        return line
-    assert problem.block is not None
-    text = block_text(problem.block)
-    return line if text in line else f"{line}  (block {text} among them)"
+    """Whether an event is about the problem's block."""
+    return problem.block is not None and problem.block in getattr(entry.event.event.data, "block_hashes", ())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import pairwise, repeat
 from typing import Final, Literal, TypeAlias
 
-from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, block_text
 from pytest_kvmock.hygiene.content import MOST_PARENTS, Chain, DynamoChain, sparse
 from pytest_kvmock.hygiene.orphans import Links
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.text import block_text
+from pytest_kvmock.hygiene.text import event_name, worker_text
 
 StreamKey: TypeAlias = tuple[int, int]
 """(worker_id, dp_rank): who counts event ids and holds blocks by itself."""
@@ -51,7 +52,9 @@ class Stream:
         unmarked: blocks with an entry in `forks` and no mark in `tiers`, because they are not held.
         copies: per tier the blocks of which several copies are held, and how many beyond the first.
         implied: parents that a Stored named though nothing had stored them: believed, so reported once.
-        said: every Stored and Removed, in order: its history, which `origin` and `gone` look up.
+        said: every event, in order: its history, which `origin` and `gone` look up.
+        anew: when its event ids began anew: how many events were `said` by then, and why (`EVENTS_BEGAN_ANEW`).
+        restarts: why they did, each time, also where the events before are forgotten (see `recover`).
         emptied: the last Cleared's choice of the blocks that it emptied: the first, one amid, and the last.
         next_id: the id that is due; None when any may come.
         holes: ids that did not arrive.
@@ -69,10 +72,14 @@ class Stream:
     """
 
     __slots__ = (
+        "_cleared",
         "_gone",
+        "_numbered",
         "_origin",
         "_parents_left",
+        "_places",
         "_read",
+        "anew",
         "astray",
         "block_size",
         "copies",
@@ -94,6 +101,7 @@ class Stream:
         "overfull",
         "prefix_closed",
         "residency",
+        "restarts",
         "restored",
         "said",
         "skipped",
@@ -129,10 +137,15 @@ class Stream:
         self.copies: dict[StorageTier, dict[int, int]] = {}
         self.implied: set[int] = set()
         self.said: list[RouterEvent] = []
+        self.anew: list[tuple[int, str]] = []
+        self.restarts: tuple[str, ...] = ()
         self._read = 0
         self._origin: dict[int, RouterEvent] = {}
         self._gone: dict[int, RouterEvent] = {}
         self._parents_left = MOST_PARENTS
+        self._numbered = 0
+        self._places: dict[int, int] = {}  # in `said`, by the id() of the event
+        self._cleared: list[int] = []  # the places of each Cleared
         self.holes: list[range] = []
         self.late: list[range] = []
         self.skipped: list[range] = []
@@ -262,6 +275,49 @@ class Stream:
                 self._gone.update(zip(data.block_hashes, repeat(event)))
         self._read = len(self.said)
 
+    def _place(self, event: RouterEvent) -> int:
+        """Where in `said` an event is; the last place, where it is there several times."""
+        self._number()
+        place = self._places.get(id(event))
+        if place is None or self.said[place] is not event:  # the stream was copied, and its events with it
+            self._renumber()
+            self._number()
+            place = self._places[id(event)]
+        return place
+
+    def _number(self) -> None:
+        """Number what was said since the last time; where nobody asks, it costs nothing."""
+        for place in range(self._numbered, len(self.said)):
+            event = self.said[place]
+            self._places[id(event)] = place
+            if isinstance(event.event.data, Cleared):
+                self._cleared.append(place)
+        self._numbered = len(self.said)
+
+    def _renumber(self) -> None:
+        """Forget the numbers of what was said."""
+        self._numbered, self._places, self._cleared = 0, {}, []
+
+    def oldest_first(self, blocks: list[int]) -> list[int]:
+        """Blocks in the order of the events that last stored them; those that none did come last, as they are."""
+        if len(blocks) < 2:
+            return blocks
+        origin, wanted = self.origin, set(blocks)
+        events = {id(event): event for block in blocks if (event := origin.get(block)) is not None}
+        age: dict[int, int] = {}
+        for event in sorted(events.values(), key=self._place):
+            data = event.event.data
+            assert isinstance(data, Stored)
+            for block in data.block_hashes:
+                if block in wanted and origin[block] is event:
+                    age.setdefault(block, len(age))
+        return sorted(blocks, key=lambda block: age.get(block, len(age)))
+
+    def begin_anew(self, why: str) -> None:
+        """Its event ids begin anew from here on; `why` is a key of `EVENTS_BEGAN_ANEW`."""
+        self.anew.append((len(self.said), why))
+        self.restarts = (*self.restarts, why)
+
     def settle(self, blocks: Iterable[int]) -> None:
         """An event has said what these are: no longer implied by another, no longer adrift or astray."""
         if self.implied:
@@ -335,7 +391,8 @@ class Stream:
         self.restored, self.last = dict(said.restored), said.last
         self.astray = {block: astray.get(block, problem) for block, problem in said.astray.items()}
         self.orphaned = {block: orphaned.get(block, problem) for block, problem in said.orphaned.items()}
-        self.said, self.emptied = list(said.said), said.emptied
+        self.said, self.emptied, self.anew = list(said.said), said.emptied, list(said.anew)
+        self._renumber()
         self.links = Links()
         self._read = 0
         self._origin, self._gone = {}, {}
@@ -420,23 +477,58 @@ class Stream:
 
     def history(self, block: int) -> str:
         """What the stream said of a block, for messages."""
+        name = f"block {block_text(block)}"
         if block in self.implied:
-            return f"block {block_text(block)} is held as a parent only"
-        tiers = [tier.value for tier, held in self.tiers.items() if block in held]
+            return f"{name} was named as a parent and never stored"
+        stored, removed = self.origin.get(block), self.gone.get(block)
+        if stored is None:
+            return f"{name} was {'never stored' if removed is None else f'removed by {self._called(removed)}'}"
+        tiers = [tier for tier, held in self.tiers.items() if block in held]
         if tiers:
-            where = f" in {', '.join(tiers)}" if len(self.tiers) > 1 else ""
-            copies = sum(
-                1 + self.copies.get(tier, {}).get(block, 0) for tier, held in self.tiers.items() if block in held
-            )
-            since = f", {copies} copies, the last" if copies > len(tiers) else ""
-            return f"block {block_text(block)} is held{where}{since} since event {self.origin[block].event.event_id}"
-        removed, stored = self.gone.get(block), self.origin.get(block)
-        if removed is not None:
+            return f"{name} was stored{self._held(block, stored, removed, tiers)}"
+        if removed is not None and self._place(removed) > self._place(stored):
             after = ", right after it was stored again" if block in self.astray else ""
-            return f"block {block_text(block)} was removed by event {removed.event.event_id}{after}"
-        if stored is not None:
-            return f"block {block_text(block)}, stored by event {stored.event.event_id}, was cleared, or forgotten with its worker"
-        return f"block {block_text(block)} was never stored"
+            return f"{name} was removed by {self._called(removed)}{after}"
+        return f"{name} was stored by {self._forgotten(stored)}"
+
+    def _held(self, block: int, stored: RouterEvent, removed: RouterEvent | None, tiers: list[StorageTier]) -> str:
+        """Since when a block is held that is, in some tiers."""
+        where = ""
+        if len(self.tiers) > 1:
+            where = f" in {', '.join(tiers)}"
+            if stored.storage_tier not in tiers:  # it was stored in another later, and removed there
+                stored = next(event for event in reversed(self.said) if _stores(event, block) in tiers)
+        copies = sum(1 + self.copies.get(tier, {}).get(block, 0) for tier in tiers)
+        if removed is None or removed.storage_tier not in tiers or self._place(removed) < self._place(stored):
+            count = f"; {copies} copies are held" if copies > len(tiers) else ""
+            return f"{where} by {self._called(stored)} and never removed{count}"
+        left = f"{copies} {'is' if copies == 1 else 'are'} held"
+        return f"{where} by {self._called(stored)}; {self._called(removed)} removed a copy, and {left}"
+
+    def _called(self, event: RouterEvent) -> str:
+        """An event by its id, and whether that has begun anew since."""
+        place = self._place(event) if self.anew else 0
+        return event_name(event.event.event_id, [why for when, why in self.anew if when > place])
+
+    def _forgotten(self, stored: RouterEvent) -> str:
+        """A Stored by its id, and what made its blocks go that no Removed has named since."""
+        place = self._place(stored)
+        cleared = next((self.said[at] for at in self._cleared[bisect_right(self._cleared, place) :]), None)
+        end = next(((when, why) for when, why in self.anew if when > place and why != "backwards"), None)
+        if cleared is not None and (end is None or self._place(cleared) < end[0]):
+            return f"{self._called(stored)} and cleared by {self._called(cleared)}"
+        if end is None:
+            return f"{self._called(stored)} and is held no more"
+        later = [why for when, why in self.anew if when > place]
+        called = event_name(stored.event.event_id, later if len(later) > 1 else ())
+        what = "restarted" if end[1] == "restart" else "was removed"
+        return f"{called} and forgotten when {worker_text(self.worker_id, self.dp_rank)} {what}"
+
+
+def _stores(event: RouterEvent, block: int) -> StorageTier | None:
+    """In which tier an event stores a block, if it does."""
+    data = event.event.data
+    return event.storage_tier if isinstance(data, Stored) and block in data.block_hashes else None
 
 
 def _take(ranges: list[range], event_id: int) -> bool:

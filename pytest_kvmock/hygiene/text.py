@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, Stored, block_text
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import EventData
@@ -15,14 +16,18 @@ NOBODY: Final = (-1, 0)
 """In place of (worker_id, dp_rank), where a problem is about no worker."""
 
 
-def block_text(block: int) -> str:
-    """A block or local hash: in full, so that it can be searched for; small ones, as written by hand, in decimal."""
-    if not isinstance(block, int) or abs(block) < 2**16:
-        return repr(block)
-    return f"{'-' * (block < 0)}0x{abs(block):016x}"
+MOST_BLOCKS: Final = 4
+"""How many blocks of a list are shown."""
+
+EVENTS_BEGAN_ANEW: Final = {
+    "restart": "the restart",
+    "removal": "the worker was removed",
+    "backwards": "ids went backwards",
+}
+"""Why the event ids of a worker and rank began anew, in words: an event was before that, or after."""
 
 
-def blocks_text(blocks: Sequence[int], most: int = 4) -> str:
+def blocks_text(blocks: Sequence[int], most: int = MOST_BLOCKS) -> str:
     """Several blocks; the first few, and how many more."""
     shown = ", ".join(map(block_text, blocks[:most]))
     more = f" and {len(blocks) - most} more" if len(blocks) > most else ""
@@ -32,6 +37,34 @@ def blocks_text(blocks: Sequence[int], most: int = 4) -> str:
 def ids_text(ids: range) -> str:
     """A run of event ids."""
     return f"event {ids.start}" if ids.stop - ids.start == 1 else f"events {ids.start} to {ids.stop - 1}"
+
+
+def event_name(event_id: int, anew: Sequence[str] = ()) -> str:
+    """An event by its id.
+
+    Args:
+        event_id: the id.
+        anew: why the ids began anew since then, each time; keys of `EVENTS_BEGAN_ANEW`.
+    """
+    if not anew:
+        return f"event {event_id}"
+    when = f"before {EVENTS_BEGAN_ANEW[anew[0]]}" if len(anew) == 1 else f"{len(anew)} restarts ago"
+    return f"event {event_id} ({when})"
+
+
+def without_restarts(text: str) -> str:
+    """A text in which `event_name` says nothing of restarts."""
+    return _ANEW.sub("", text)
+
+
+_ANEW: Final = re.compile(rf" \((?:before (?:{'|'.join(EVENTS_BEGAN_ANEW.values())})|\d+ restarts ago)\)")
+
+
+def after_text(restarts: Sequence[str]) -> str:
+    """What an event came after, by what made the ids of its worker begin anew before it; empty for nothing."""
+    if not restarts:
+        return ""
+    return f" after {EVENTS_BEGAN_ANEW[restarts[0]] if len(restarts) == 1 else f'{len(restarts)} restarts'}"
 
 
 def worker_text(worker_id: int, dp_rank: int) -> str:
@@ -51,9 +84,19 @@ def data_text(data: EventData) -> str:
     return kind if hashes is None else f"{kind} {blocks_text(hashes)}"
 
 
-def event_text(event: RouterEvent) -> str:
-    """An event, in one line."""
+def event_text(event: RouterEvent, named: Iterable[int] = (), restarts: Sequence[str] = ()) -> str:
+    """An event, in one line.
+
+    Args:
+        event: the event.
+        named: blocks that are shown in any case, if the event is about them.
+        restarts: why the ids of its worker had begun anew before it, each time; keys of `EVENTS_BEGAN_ANEW`.
+    """
     inner: KvCacheEvent = event.event
     tier = "" if event.storage_tier is StorageTier.DEVICE else f" ({event.storage_tier})"
     who = worker_text(event.worker_id, inner.dp_rank)
-    return f"event {inner.event_id}  {who}{tier}  {data_text(inner.data)}"
+    hashes = getattr(inner.data, "block_hashes", ())
+    hidden = [] if len(hashes) <= MOST_BLOCKS else [block for block in dict.fromkeys(named) if block in hashes]
+    hidden = [block for block in hidden if block not in hashes[:MOST_BLOCKS]]
+    among = f"  ({blocks_text(hidden)} among them)" if hidden else ""
+    return f"event {inner.event_id}{after_text(restarts)}  {who}{tier}  {data_text(inner.data)}{among}"

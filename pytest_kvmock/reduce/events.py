@@ -219,12 +219,10 @@ class EventCutter:
         names: dict[int, int] = {}  # worker ids in the program
         sinks: list[SinkKind] = []
         counts: dict[StreamKey, int] = {}
-        chained = {piece.key[0] for piece in pieces if not isinstance(piece.arrival, Forgotten) and piece.arrival[1]}
         mender = (_Roots if self._chained else _Mender)(self._parents, self._whole.breach.block)
         for piece in pieces:
             arrival = piece.arrival
             worker_id, rank = piece.key
-            is_chained = self._chained and worker_id in chained
             if worker_id not in names:
                 names[worker_id] = worker_id
                 kind = self._kinds.get(worker_id, SinkKind())

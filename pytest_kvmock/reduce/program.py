@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.events import RouterEvent, block_text
 from pytest_kvmock.harness.recording import Forgotten, Operation
 from pytest_kvmock.hygiene.content import FITS
 from pytest_kvmock.hygiene.stream import Residency
+from pytest_kvmock.hygiene.text import without_restarts
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.comparison import Sync
@@ -28,7 +29,7 @@ class NotReduced(Exception):  # noqa: N818 - it says why, and nobody has to catc
     """Nothing smaller was found. The message is one line that says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Breach:
     """What a smaller stream has to break: the same rule, in the same way.
 
@@ -47,6 +48,11 @@ class Breach:
     block: int | None
     story: str
     right: str | None = None
+
+    def __repr__(self) -> str:
+        said = {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        said["block"] = block_text(self.block)
+        return f"Breach({', '.join(f'{name}={text}' for name, text in said.items())})"
 
     @classmethod
     def of(cls, problem: Problem) -> Breach:
@@ -86,7 +92,7 @@ def story_of(problem: Problem) -> str:
     In a replay nothing is lost on its way: what did not arrive, the worker leaves out. The parent that the hash of a
     block fits is told by what would have been right.
     """
-    text = problem.known.partition(FITS)[0]
+    text = without_restarts(problem.known).partition(FITS)[0]
     if (
         problem.rule == "event_id_gap"
         and problem.event is not None

@@ -8,11 +8,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.backends import EngineProfile, known_backends
-from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
 from pytest_kvmock.harness.recording import Forgotten, Operation
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.content import is_chained
-from pytest_kvmock.hygiene.text import block_text
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -279,9 +278,9 @@ def _parts(numbers: Iterable[int], shown: Callable[[int], str] = block_text) -> 
         if len(run) < 6 or end < 0:
             parts += map(shown, run)
         elif step < 0:
-            parts.append(f"*range({first}, {end}, -1)")
+            parts.append(f"*range({shown(first)}, {shown(end)}, -1)")
         else:
-            parts.append(f"*range({first}, {end})" if first else f"*range({end})")
+            parts.append(f"*range({shown(first)}, {shown(end)})" if first else f"*range({shown(end)})")
     return parts
 
 

@@ -25,7 +25,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NoReturn
 
-from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import (
+    Cleared,
+    EventData,
+    KvCacheEvent,
+    Removed,
+    RouterEvent,
+    StorageTier,
+    Stored,
+    block_text,
+    value_text,
+)
 from pytest_kvmock.router.tree import Node, Tree, WorkerRank
 
 # The three errors bear Dynamo's names, which its users look for.
@@ -65,10 +75,13 @@ class KvEventError(ValueError):
         self.block_hash = block_hash
         self.storage_tier = storage_tier
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{value_text(self.args)}"
+
     def __str__(self) -> str:
         tier = "" if self.storage_tier is StorageTier.DEVICE else f" in tier {self.storage_tier.value}"
         who = f"event {self.event_id} of worker {self.worker_id} rank {self.dp_rank}{tier}"
-        return f"{self.reason}: {who} {self._detail.format(self.block_hash)}"
+        return f"{self.reason}: {who} {self._detail.format(block_text(self.block_hash))}"
 
 
 class ParentBlockNotFound(KvEventError):  # noqa: N818 - see above

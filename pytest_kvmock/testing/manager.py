@@ -8,6 +8,7 @@ from uuid import UUID
 
 from pytest_kvmock.cache.manager import KvManager
 from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.events import value_text
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.moves import Deref, MoveError, Promote, Use
 from pytest_kvmock.sinks import CapturingSink, Sink
@@ -153,7 +154,9 @@ class ManagerContract(OverBackend):
         events.take()
         expect_served(manager, [21, 22, 23], 3)
         gone = [row[1] for row in said_by(events) if row[0] == "Removed"]
-        assert 3 == len(set(gone)), f"3 blocks were needed of a full manager, and the Removed events name {gone}"
+        assert 3 == len(set(gone)), (
+            f"3 blocks were needed of a full manager, and the Removed events name {value_text(gone)}"
+        )
         expect_resident(manager, {1, 2, 3, 4, 11, 12, 13, 14, 21, 22, 23} - set(gone))
         expect_counts(manager, active=3, references=3, inactive=5)
         events.check()
@@ -169,7 +172,7 @@ class ManagerContract(OverBackend):
         taken = 2 if self.semantics == "e0" else served
         expect_references(manager, dict.fromkeys([*range(1, 7), *range(11, 11 + taken)], 1))
         gone = [row for row in said_by(events) if row[0] == "Removed"]
-        assert [] == gone, f"every block was in use, and there were {gone}"
+        assert [] == gone, f"every block was in use, and there were {value_text(gone)}"
         if self.semantics != "e0":
             events.check()
 
@@ -184,7 +187,9 @@ class ManagerContract(OverBackend):
         for block in range(21, 29):
             manager.use([block])
         gone = [row[1] for row in said_by(events) if row[0] == "Removed"]
-        assert expected == gone, f"inactive_blocks() said {expected}; the Removed events name {gone}"
+        assert expected == gone, (
+            f"inactive_blocks() said {value_text(expected)}; the Removed events name {value_text(gone)}"
+        )
         events.check()
 
     def test_what_is_used_again_does_not_go(self) -> None:
@@ -194,7 +199,9 @@ class ManagerContract(OverBackend):
         manager.deref(4, 3, 2, 1)
         manager.use([1, 2])
         listed = sorted(manager.inactive_blocks())
-        assert [3, 4] == listed, f"1 and 2 are in use again; inactive_blocks() lists {listed}, expected 3 and 4"
+        assert [3, 4] == listed, (
+            f"1 and 2 are in use again; inactive_blocks() lists {value_text(listed)}, expected 3 and 4"
+        )
         manager.use(range(11, 17))
         expect_resident(manager, [1, 2, *range(11, 17)])
         events.check()
@@ -286,7 +293,7 @@ class ManagerContract(OverBackend):
             manager.use([held])
             events.take()
             before = state_of(manager)
-            assert not manager.clear(), f"clear() answered True while {held} was in use"
+            assert not manager.clear(), f"clear() answered True while {value_text(held)} was in use"
             expect_unchanged(manager, before, "a clear() that was refused")
             expect_said(events, [], "a clear() that was refused")
 
@@ -467,7 +474,7 @@ class ManagerContract(OverBackend):
                 inactive, resident = manager.inactive_blocks(), list(manager.resident())
                 partial = sum(isinstance(block, UUID) for block in held)
                 assert sorted(resident) == sorted([*inactive, *(b for b in held if isinstance(b, int))]), (
-                    f"resident() is {sorted(resident)}; in use is {held} and inactive {inactive}"
+                    f"resident() is {value_text(sorted(resident))}; in use is {value_text(held)} and inactive {value_text(inactive)}"
                 )
                 expect_counts(
                     manager,

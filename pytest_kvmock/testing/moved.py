@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from pytest_kvmock.cache.manager import KvManager
-from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, Removed, StorageTier, Stored
+from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, Removed, StorageTier, Stored, value_text
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.moves import Block, Destroy
 
@@ -116,14 +116,15 @@ def expect_said(events: EventLog, expected: Sequence[tuple[Any, ...]], after: st
     __tracebackhide__ = True
     said = said_by(events)
     events.take()
-    assert list(expected) == said, f"after {after} it said {said or 'nothing'}; expected {list(expected) or 'nothing'}"
+    got, due = (value_text(rows) if rows else "nothing" for rows in (said, list(expected)))
+    assert list(expected) == said, f"after {after} it said {got}; expected {due}"
 
 
 def expect_served(manager: KvManager, blocks: Sequence[Block], expected: int) -> None:
     """A Use is answered by so many leading blocks."""
     __tracebackhide__ = True
     served = manager.use(blocks)
-    assert expected == served, f"use({list(blocks)}) answered {served!r}; expected {expected}, for they fit"
+    assert expected == served, f"use({value_text(list(blocks))}) answered {served!r}; expected {expected}, for they fit"
 
 
 def expect_counts(manager: KvManager, *, active: int, references: int, inactive: int) -> None:
@@ -142,10 +143,10 @@ def expect_references(manager: KvManager, expected: dict[Block, int]) -> None:
     """What is in use, and by how many."""
     __tracebackhide__ = True
     held = dict(manager.active_blocks)
-    assert expected == held, f"active_blocks is {held}; expected {expected}"
+    assert expected == held, f"active_blocks is {value_text(held)}; expected {value_text(expected)}"
     for block, count in expected.items():
         assert count == manager.references(block), (
-            f"references({block}) is {manager.references(block)}; active_blocks says {count}"
+            f"references({value_text(block)}) is {manager.references(block)}; active_blocks says {count}"
         )
 
 
@@ -153,7 +154,9 @@ def expect_resident(manager: KvManager, expected: Sequence[int] | set[int]) -> N
     """What is cached, in any order."""
     __tracebackhide__ = True
     resident = sorted(manager.resident())
-    assert sorted(expected) == resident, f"resident() is {resident}; expected {sorted(expected)}"
+    assert sorted(expected) == resident, (
+        f"resident() is {value_text(resident)}; expected {value_text(sorted(expected))}"
+    )
 
 
 def state_of(manager: KvManager) -> dict[str, Any]:
@@ -172,5 +175,9 @@ def expect_unchanged(manager: KvManager, before: dict[str, Any], by: str) -> Non
     """All that shows is as it was (`state_of`)."""
     __tracebackhide__ = True
     after = state_of(manager)
-    changed = [f"{name} from {before[name]} to {after[name]}" for name in before if before[name] != after[name]]
+    changed = [
+        f"{name} from {value_text(before[name])} to {value_text(after[name])}"
+        for name in before
+        if before[name] != after[name]
+    ]
     assert not changed, f"{by} changed {', '.join(changed)}"

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
-from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock.events import Cleared, Removed, Stored, value_text
 from pytest_kvmock.testing.subject import OverBackend
 from pytest_kvmock.testing.world import World
 from pytest_kvmock.tokens import Prompt
@@ -116,7 +116,7 @@ class WorkerContract(OverBackend):
         assert 2 * self.block_size == served.cached_tokens, f"2 of 4 blocks were cached; serve answered {served}"
         resident = set(world.worker.manager.resident())
         assert 2 == len(served.stored_blocks) and resident.issuperset(served.stored_blocks), (
-            f"2 blocks became cached; serve answered {served}, and resident are {sorted(resident)}"
+            f"2 blocks became cached; serve answered {served}, and resident are {value_text(sorted(resident))}"
         )
 
     def test_a_look_touches_nothing(self) -> None:
@@ -199,7 +199,7 @@ class WorkerContract(OverBackend):
         resident = sorted(world.worker.manager.resident())
         expected = world.worker.traits.copies
         assert expected == (len(resident) > len(set(resident))), (
-            f"two requests were the same; resident are {resident}, and its traits.copies is {expected}"
+            f"two requests were the same; resident are {value_text(resident)}, and its traits.copies is {expected}"
         )
 
     def test_a_prompt_is_taken_chunk_by_chunk_where_the_traits_say_so(self) -> None:

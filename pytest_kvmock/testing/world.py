@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from pytest_kvmock.engine.worker import KvWorker
-from pytest_kvmock.events import EventData
+from pytest_kvmock.events import EventData, value_text
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.testing.program import Player, random_traffic
 from pytest_kvmock.tokens import Prompt
@@ -65,7 +65,11 @@ class World:
         """Nothing that shows has changed."""
         __tracebackhide__ = True
         after = self.state()
-        changed = [f"{name} from {before[name]} to {after[name]}" for name in before if before[name] != after[name]]
+        changed = [
+            f"{name} from {value_text(before[name])} to {value_text(after[name])}"
+            for name in before
+            if before[name] != after[name]
+        ]
         assert not changed, f"{by} changed {', '.join(changed)}"
 
     def expect_refused(self, error: type[Exception], call: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:

@@ -151,6 +151,18 @@ def test_each_call_is_in_the_debug_log(caplog):
     assert names[0] == names[1]
 
 
+@pytest.mark.parametrize(("threshold", "gone"), [(None, 4), (2, 4), (3, 2), (4, 1)])
+def test_slru_evicts_the_oldest_of_what_has_fewer_hits_than_its_threshold(threshold, gone):
+    manager = new(policy="slru", protected_threshold=threshold)
+    names = {}
+    for page, hits in ((1, 3), (2, 2), (3, 4), (4, 1)):  # the first is the oldest
+        for _ in range(hits):
+            manager.insert([page, page])
+        names[said(manager)[-1].block_hashes] = page
+    manager.evict(1)
+    assert [gone] == [names[removed.block_hashes] for removed in said(manager)]
+
+
 # -------------------------------------------------------------------------------------------------- what is refused
 
 POLICIES = "policy must be one of lru, lfu, fifo, mru, filo, priority, slru, got "
@@ -164,7 +176,22 @@ REFUSED = [
     ({"block_size": 1.0}, "block_size must be an integer of at least 1 (tokens a block), got 1.0"),
     ({"num_blocks": 0}, "num_blocks must be an integer of at least 1, got 0"),
     ({"dynamo_kv_event_format": 1}, "dynamo_kv_event_format must be True or False, got 1"),
-    ({"page_size": 4}, "backend 'sglang' has no option 'page_size'; it has policy, dynamo_kv_event_format"),
+    (
+        {"page_size": 4},
+        "backend 'sglang' has no option 'page_size'; it has policy, protected_threshold, dynamo_kv_event_format",
+    ),
+    *(
+        (
+            {"policy": "slru", "protected_threshold": value},
+            f"protected_threshold must be an integer of at least 1 (hits), got {value!r}",
+        )
+        for value in (0, -1, 2.0, "3", True)
+    ),
+    (
+        {"policy": "lfu", "protected_threshold": 3},
+        "protected_threshold is an option of policy \"slru\", got policy 'lfu'",
+    ),
+    ({"protected_threshold": 2}, "protected_threshold is an option of policy \"slru\", got policy 'lru'"),
 ]
 
 

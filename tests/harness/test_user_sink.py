@@ -130,14 +130,14 @@ def test_a_missing_removed_is_drift(kv, sink):
         kv.assert_in_sync()
     (problem,) = kv.judge().errors
     assert ("engine_drift", FIRST, (1,)) == (problem.rule, problem.worker_id, problem.blocks)
-    assert "the engine does not hold block 1; to the events, block 1 is held since event 0" == problem.known
+    assert "the engine does not hold block 1; block 1 was stored by event 0 and never removed" == problem.known
     assert "what the engine drops is published as Removed" == problem.right
 
 
 def test_a_missing_stored_is_drift(kv, sink):
     sink.compare(lambda: [1])
     (problem,) = kv.judge().errors
-    assert "the engine holds block 1; to the events, block 1 was never stored" == problem.known
+    assert "the engine holds block 1; block 1 was never stored" == problem.known
 
 
 @pytest.mark.parametrize("resident", [list, set, tuple, iter, dict.fromkeys])
@@ -233,7 +233,8 @@ def test_copies_are_counted_where_it_is_told(kv):
     assert {} == kv.warning_counts()
     resident.pop()
     with pytest.raises(
-        KvEventsError, match="the engine holds fewer copies of block 1; to the events, block 1 is held, 2"
+        KvEventsError,
+        match="the engine holds fewer copies of block 1; block 1 was stored by event 1 and never removed; 2 copies are held",
     ):
         kv.assert_in_sync()
     sink(Removed((1,)))

@@ -229,7 +229,7 @@ def test_drift_names_what_is_not_there_and_what_was_not_said_once_each():
     stream.say(stored(1, 2))
     extra, silent = stream.ledger.drift((0, 0), {2, 3, 4}, 0)
     assert ((1,), {3, 4}) == (extra.blocks, set(silent.blocks))
-    assert "the engine does not hold block 1; to the events, block 1 is held since event 0" == extra.known
+    assert "the engine does not hold block 1; block 1 was stored by event 0 and never removed" == extra.known
     assert [] == stream.ledger.drift((0, 0), {2, 3, 4}, 0)
     (more,) = stream.ledger.drift((0, 0), {3, 4}, 0)
     assert (2,) == more.blocks
@@ -277,7 +277,7 @@ def test_what_is_held_says_in_which_tier_where_there_are_several():
     stream = Stream()
     stream.say(stored(1))
     stream.say(stored(2), tier=HOST)
-    assert "block 1 is held in device since event 0" == stream.ledger.streams[0, 0].history(1)
+    assert "block 1 was stored in device by event 0 and never removed" == stream.ledger.streams[0, 0].history(1)
 
 
 def test_a_parent_that_is_not_held_and_the_hashes_under_it_are_one_fault():

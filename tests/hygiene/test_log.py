@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_kvmock import KvEventsError, RouterHarness
-from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
 from pytest_kvmock.hygiene.report import MOST_PROBLEMS, failure_text, log_text
 
 
@@ -177,3 +177,211 @@ def test_a_comparison_says_after_which_entry_it_was():
     sink(Stored(None, (1,), (1,)))
     with pytest.raises(KvEventsError, match="worker 65536, compared after entry 0 of the log"):
         kv.assert_in_sync()
+
+
+# ---------------------------------------------------------------------------------- workers that begin anew
+
+
+def one(block, parent=None):
+    return Stored(parent, (block,), (block,))
+
+
+@pytest.fixture
+def removed():
+    """Worker 3 is removed between two events of its own; worker 4 goes on."""
+    kv = RouterHarness(backend=None)
+    kv.apply(one(1), worker_id=3)
+    kv.apply(one(1), worker_id=4)
+    kv.remove_worker(3)
+    kv.apply(one(2), worker_id=3)
+    return kv
+
+
+GONE = "       worker 3 removed: your router forgets it, all ranks"
+
+
+def test_a_removed_worker_is_a_line_of_the_log_and_counts_as_no_event(removed):
+    log = removed.events
+    assert [
+        "3 events",
+        "    0  event 0  worker 3  Stored block 1 as a root",
+        "    1  event 0  worker 4  Stored block 1 as a root",
+        GONE,
+        "    2  event 0  worker 3  Stored block 2 as a root",
+    ] == log_text(log).splitlines()
+    assert (3, 3, [0, 1, 2]) == (len(log), log.total, [entry.position for entry in log])
+    assert one(2) == log[2].event.event.data
+    assert [(2, 3, None, GONE.strip())] == log.notes
+
+
+def test_the_part_of_a_worker_has_its_own_lines_only(removed):
+    assert [] == removed.events.for_worker(4).notes
+    assert GONE == log_text(removed.events.for_worker(3, dp_rank=0)).splitlines()[2]
+
+
+@pytest.mark.parametrize("forget", ["take", "clear"])
+def test_a_line_goes_with_the_events_of_the_log(removed, forget):
+    getattr(removed.events, forget)()
+    assert "0 events" == log_text(removed.events)
+    removed.remove_worker(4)
+    assert ["0 events", GONE.replace("3", "4")] == log_text(removed.events).splitlines()
+
+
+def test_a_worker_that_is_removed_last_is_the_last_line(removed):
+    removed.remove_worker(4)
+    assert GONE.replace("3", "4") == log_text(removed.events).splitlines()[-1]
+
+
+def test_an_announced_restart_of_one_rank_is_a_line():
+    kv = RouterHarness()
+    kv.worker(0, 1).restart(announced=True)
+    kv.apply(Cleared())
+    assert [
+        "1 event",
+        "       worker 0 rank 1 restarted, announced: your router forgets it",
+        "    0  event 0  worker 0  Cleared",
+    ] == log_text(kv.events).splitlines()
+    assert 1 == len(kv.events.for_worker(0, dp_rank=1).notes)
+    assert [] == kv.events.for_worker(0, dp_rank=0).notes
+
+
+def test_a_long_log_shows_that_the_worker_of_the_problem_was_removed_before():
+    kv = RouterHarness(backend=None)
+    kv.apply(one(1), worker_id=3)
+    kv.remove_worker(3)
+    kv.remove_worker(4)
+    kv.apply([one(block) for block in range(100, 130)], worker_id=3)
+    kv.apply(Removed((1,)), worker_id=3)
+    (problem,) = kv.judge().errors
+    lines = log_text(kv.events, around=problem).splitlines()
+    assert [
+        "32 events; those around the first problem, and those before that name its block",
+        "    0  event 0  worker 3  Stored block 1 as a root",
+        GONE,
+        "  ...",
+    ] == lines[:4]
+    assert 24 == len(lines)
+
+
+def test_an_event_from_before_a_restart_is_told_from_its_namesake():
+    kv = RouterHarness()
+    worker = kv.worker(0)
+    kv.apply([one(1), one(2), Removed((2,))])
+    worker.restart(announced=True)
+    kv.apply([one(1), one(2), Removed((1,)), Removed((1,))])
+    (again,) = kv.judge().errors
+    assert "block 1 was removed by event 2" == again.known
+    worker.restart(announced=True)
+    kv.apply([one(3), Removed((1,)), Removed((2,))])
+    first, second = kv.judge().errors
+    assert [
+        "block 1 was removed by event 3 (before the restart)",
+        "block 2 was stored by event 1 and forgotten when worker 0 restarted",
+    ] == [first.known, second.known]
+    headline, _, header, *_ = failure_text([first]).splitlines()
+    assert "1 KV event error: block_not_found (worker 0, event 1 after 2 restarts)" == headline
+    assert "  event 1 after 2 restarts  worker 0  Removed block 1" == header
+    worker.restart(announced=True)
+    kv.apply(Removed((3,)))
+    kv.apply(Removed((2,)))
+    _, last = kv.judge().errors
+    assert "block 2 was removed by event 2 (before the restart)" == last.known
+
+
+def test_two_restarts_ago_is_said_so():
+    kv = RouterHarness()
+    kv.apply([one(1), Removed((1,)), one(2)])
+    for _ in range(2):
+        kv.worker(0).restart(announced=True)
+    kv.apply([Removed((1,)), Removed((2,))])
+    assert [
+        "block 1 was removed by event 1 (2 restarts ago)",
+        "block 2 was stored by event 2 (2 restarts ago) and forgotten when worker 0 restarted",
+    ] == [problem.known for problem in kv.judge().errors]
+
+
+def test_ids_that_go_backwards_are_a_line_and_told_apart():
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink()
+    for event_id, data in ((0, one(1)), (1, one(2)), (2, Removed((1,))), (0, one(3)), (1, Removed((2,)))):
+        sink(KvCacheEvent(event_id, data))
+    sink(KvCacheEvent(2, Removed((1,))))
+    (gap,) = kv.judge().errors
+    assert "event_id_gap" == gap.rule
+    assert ["block 1 was removed by event 2 (before ids went backwards)"] == [p.known for p in gap.folded]
+    assert (
+        "1 KV event error: event_id_gap (worker 65536, event 0 after ids went backwards)"
+        == failure_text([gap]).partition("\n")[0]
+    )
+    assert [
+        "6 events",
+        "    0  event 0  worker 65536  Stored block 1 as a root",
+        "    1  event 1  worker 65536  Stored block 2 as a root",
+        "    2  event 2  worker 65536  Removed block 1",
+        "       worker 65536: event ids go backwards, as after a restart that nobody announced",
+        "    3  event 0  worker 65536  Stored block 3 as a root  !! event_id_gap",
+        "    4  event 1  worker 65536  Removed block 2",
+        "    5  event 2  worker 65536  Removed block 1  !! block_not_found",
+    ] == log_text(kv.events).splitlines()
+
+
+def test_a_removed_worker_that_comes_back_as_another_is_told_apart():
+    kv = RouterHarness()
+    kv.apply(Removed((1,)))
+    kv.remove_worker(0)
+    kv.worker(0)
+    kv.apply(Removed((1,)))
+    first, second = kv.judge().errors
+    assert "block_not_found (worker 0, event 0)" in failure_text([first])
+    assert "block_not_found (worker 0, event 0 after the worker was removed)" in failure_text([second])
+
+
+# ------------------------------------------------------------------------------------- what happened to a block
+
+HISTORIES = {
+    "block 1 was never stored": [],
+    "block 1 was stored by event 0 and cleared by event 2": [one(1), one(2), Cleared(), one(2), Cleared()],
+    "block 1 was stored by event 2 and cleared by event 3": [one(1), Removed((1,)), one(1), Cleared()],
+    "block 1 was removed by event 3": [one(1), Cleared(), one(1), Removed((1,))],
+}
+
+
+@pytest.mark.parametrize("known", HISTORIES)
+def test_what_made_a_block_go_is_said_with_its_event(known):
+    kv = RouterHarness(backend=None)
+    kv.apply([*HISTORIES[known], Removed((1,))])
+    assert [known] == [problem.known for problem in kv.judge().errors]
+
+
+def test_a_copy_that_was_removed_is_not_called_never_removed():
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink(residency="counted")
+    for data in (one(1), one(1), one(1), Removed((1,))):
+        sink(data)
+    sink.compare(list)
+    (problem,) = kv.judge().errors
+    known = "the engine does not hold block 1; block 1 was stored by event 2; event 3 removed a copy, and 2 are held"
+    assert known == problem.known
+
+
+def test_a_block_that_went_from_one_tier_is_said_to_be_stored_in_the_other():
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink()
+    sink(one(1))
+    for data in (one(1), Removed((1,))):
+        sink(data, StorageTier.HOST_PINNED)
+    sink.compare(list)
+    (problem,) = kv.judge().errors
+    known = "the engine does not hold block 1; block 1 was stored in device by event 0 and never removed"
+    assert known == problem.known
+
+
+def test_a_parent_that_was_only_named_is_said_to_be_that():
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink()
+    sink(one(2, parent=1))
+    sink.compare(lambda: [2, 3])
+    sink(one(3, parent=1))
+    (problem,) = kv.judge().errors
+    assert ("block 1 was never stored", "parent_block_not_found") == (problem.known, problem.rule)
+    assert "block 1 was named as a parent and never stored" == kv.streams[65536, 0].history(1)

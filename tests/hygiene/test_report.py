@@ -1,9 +1,28 @@
 """What a report shows of many problems and of a long log."""
 
+import asyncio
+from uuid import UUID
+
 import pytest
 
-from pytest_kvmock import EngineProfile, Removed, RouterHarness, Stored
+from pytest_kvmock import (
+    Cleared,
+    EngineProfile,
+    KvCacheEvent,
+    KvEventError,
+    KvEventsError,
+    RadixIndex,
+    Removed,
+    RouterEvent,
+    RouterHarness,
+    Stored,
+    create_manager,
+)
 from pytest_kvmock.hygiene.report import log_text, problems_text
+from pytest_kvmock.moves import Deref, Promote, Use
+from pytest_kvmock.reduce import Breach, Reproduction
+from pytest_kvmock.router.index import BlockNotFound
+from pytest_kvmock.testing.moved import expect_references
 
 SEVERAL = 14
 """More problems than are told in full, and more than are named one by one."""
@@ -106,3 +125,235 @@ def test_wherever_the_problem_is_as_much_is_shown(long, position, first):
 
     shown = [number for number in positions(log_text(long.events, around=problem)) if number != "..."]
     assert [*map(str, range(first, first + 20))] == shown[-20:]
+
+
+# ------------------------------------------------------------------------------------- the block that is named
+
+
+def test_a_short_log_and_the_message_show_the_block_far_down_in_an_event():
+    """Also one whose number stands in the line for another reason."""
+    kv = RouterHarness(backend=None)
+    kv.apply([Stored(None, (n,), (n,)) for n in (9, 3, 4, 2, 5)])
+    kv.apply(Removed((9, 3, 4, 2, 5, 6)))
+    problem = kv.judge().errors[0]
+    line = "event 5  worker 0  Removed blocks 9, 3, 4, 2 and 2 more  (block 6 among them)"
+
+    assert f"  {line}" == problems_text([problem]).splitlines()[2]
+    assert f"    5  {line}  !! block_not_found" == log_text(kv.events, around=problem).splitlines()[-1]
+    assert f"    5  {line}  !! block_not_found" == log_text(kv.events).splitlines()[-1]
+
+
+def test_a_block_whose_digits_stand_elsewhere_in_the_line_is_shown_all_the_same():
+    kv = RouterHarness(backend=None)
+    kv.apply([Stored(None, (10, 11, 12, 13, 1), (1, 2, 3, 4, 5)), Removed((1,)), Removed((1,))])
+    problem = kv.judge().errors[0]
+
+    assert [
+        "3 events",
+        "    0  event 0  worker 0  Stored blocks 10, 11, 12, 13 and 1 more as a root  (block 1 among them)",
+        "    1  event 1  worker 0  Removed block 1",
+        "    2  event 2  worker 0  Removed block 1  !! block_not_found",
+    ] == log_text(kv.events, around=problem).splitlines()
+
+
+def test_the_parent_that_a_warning_names_is_shown_too():
+    kv = RouterHarness(backend=None)
+    kv.apply([Stored(None, (n,), (n,)) for n in (1, 2, 3, 4, 5)])
+    kv.apply([Stored(5, (6,), (6,)), Removed((1, 2, 3, 4, 5))])
+    (problem,) = kv.judge().warnings
+
+    assert (
+        "    6  event 6  worker 0  Removed blocks 1, 2, 3, 4 and 1 more  (block 5 among them)  ! orphaned_child"
+        == log_text(kv.events, around=problem).splitlines()[-1]
+    )
+
+
+class SaysTwo:
+    """An index that answers for worker 2, whatever it is asked."""
+
+    def apply(self, event):
+        pass
+
+    def find_matches(self, local_hashes):
+        return {2: len(local_hashes)}
+
+
+def test_a_block_that_only_another_worker_stored_is_shown():
+    kv = RouterHarness(backend=None, index=SaysTwo(), sync="end")
+    kv.apply(Stored(None, (1, 2, 3, 4, 5), (1, 2, 3, 4, 5)), worker_id=1)
+    kv.apply([Cleared()], worker_id=1)
+    kv.apply([Stored(None, (n,), (n,)) for n in range(100, 130)], worker_id=2)
+    problem = next(p for p in kv.judge().errors if p.block == 1)
+
+    lines = log_text(kv.events, around=problem).splitlines()
+    assert "    0  event 0  worker 1  Stored blocks 1, 2, 3, 4 and 1 more as a root" == lines[1]
+
+
+def test_drift_names_the_blocks_that_were_stored_first_first():
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink()
+    for data in (
+        Stored(None, (7,), (7,)),
+        Stored(None, (9, 8), (9, 8)),
+        Removed((8,)),
+        Stored(9, (8,), (8,)),
+        Stored(None, (6,), (6,)),
+        Stored(None, (20, 21), (1, 2)),
+        Removed((21,)),
+        Removed((20,)),
+    ):
+        sink(data)
+    sink.compare(lambda: {1, 21, 20})
+    kv.judge()
+
+    assert [(7, 9, 8, 6), (20, 21, 1)] == [problem.blocks for problem in kv.events.errors]
+
+
+def test_drifts_of_several_workers_are_listed_by_the_event_that_stored_their_block():
+    kv = RouterHarness(backend=None)
+    first, second = kv.make_sink(), kv.make_sink()
+    for sink, block in ((second, 1), (first, 2), (second, 3)):
+        sink(Stored(None, (block,), (block,)))
+    first.compare(lambda: [4])
+    second.compare(lambda: [1])
+    kv.judge()
+
+    assert [(2,), (3,), (4,)] == [problem.blocks for problem in kv.events.errors]
+
+
+def test_assert_in_sync_names_the_drift_that_is_oldest():
+    kv = RouterHarness(backend=None)
+    first, second = kv.make_sink(), kv.make_sink()
+    first.compare(list)
+    second.compare(list)
+    second(Stored(None, (1,), (1,)))
+    first(Stored(None, (2,), (2,)))
+
+    with pytest.raises(KvEventsError) as error:
+        kv.assert_in_sync()
+    assert "2 KV event errors: engine_drift (worker 65537), and 1 more" == str(error.value).partition("\n")[0]
+
+
+class Deaf:
+    """An async index that hears nothing."""
+
+    async def apply(self, event):
+        pass
+
+    async def find_matches(self, local_hashes):
+        return {}
+
+
+def test_drifts_that_one_flush_finds_are_listed_oldest_first():
+    kv = RouterHarness(backend=None, index=Deaf())
+    kv.apply([Stored(None, (n,), (n,)) for n in (3, 1, 2)])
+    asyncio.run(kv.aflush())
+
+    assert [3, 1, 2] == [problem.block for problem in kv.judge().errors]
+
+
+def test_drifts_that_the_end_of_a_test_finds_are_listed_oldest_first():
+    kv = RouterHarness(backend=None, index=SaysTwo(), sync="end")
+    for worker, block in ((1, 3), (0, 1), (1, 2)):
+        kv.apply(Stored(None, (block,), (block,)), worker_id=worker)
+
+    assert [3, 1, 2] == [problem.block for problem in kv.judge().errors]
+
+
+# ----------------------------------------------------------------------------------------------------- hashes
+
+LARGE, SIGNED = 0xFEDC_BA98_7654_3210, -0x0123_4567_89AB_CDEF
+TEXT, SIGNED_TEXT = "0xfedcba9876543210", "-0x0123456789abcdef"
+
+
+RUN = tuple(range(LARGE, LARGE + 8))
+
+
+@pytest.mark.parametrize(("block", "text"), [(LARGE, TEXT), (SIGNED, SIGNED_TEXT), (65535, "65535"), (-5, "-5")])
+def test_a_block_reads_alike_in_log_message_and_headers(block, text):
+    kv = RouterHarness(backend=None)
+    kv.apply([Stored(None, (block,), (65536,)), Removed((block,)), Removed((block,))])
+    problem = kv.judge().errors[0]
+
+    lines = problems_text([problem]).splitlines()
+    assert [f"  event 2  worker 0  Removed block {text}", f"    known:  block {text} was removed by event 1"] == [
+        lines[2],
+        lines[4],
+    ]
+    assert f"    0  event 0  worker 0  Stored block {text} as a root" == log_text(kv.events).splitlines()[1]
+
+
+def test_a_reproduction_has_its_hashes_as_the_log_has_them():
+    breach = Breach("block_not_found", is_error=True, worker=(0, 0), block=LARGE, story="")
+    said = (Stored(SIGNED, RUN, (1, 65535, 65536, 4, 5, 6, 7, 9)), Removed((SIGNED, 5)))
+    steps = tuple(RouterEvent(0, KvCacheEvent(i, data)) for i, data in enumerate(said))
+    found = Reproduction(breach, "events", "lineage", EngineProfile(), steps)
+
+    run = f"*range({TEXT}, 0xfedcba9876543218)"
+    assert [
+        f"            Stored({SIGNED_TEXT}, ({run},), (1, 65535, 0x0000000000010000, 4, 5, 6, 7, 9)),",
+        f"            Removed(({SIGNED_TEXT}, 5)),",
+    ] == found.as_test().splitlines()[6:8]
+    assert f"block={TEXT}," in repr(breach)
+
+
+def refused(call, *arguments, **options):
+    with pytest.raises((ValueError, KvEventError)) as error:
+        call(*arguments, **options)
+    return str(error.value)
+
+
+def test_hashes_read_alike_in_what_managers_and_the_reference_index_refuse():
+    manager = create_manager("lineage", num_blocks=4)
+    partial = UUID(int=7, version=4)
+    gone = f"Deref of block {TEXT}: it is not active"
+    assert gone == refused(manager.deref, [LARGE])
+    assert f"Use: parent {TEXT} is not cached; a block's parent must be active or inactive" == refused(
+        manager.use, [1], parent=LARGE
+    )
+    assert f"Use of block {SIGNED_TEXT}: expected a sequence hash, an integer from 0 to 2**64 - 1" == refused(
+        manager.use, [SIGNED]
+    )
+    assert f"Use of block {TEXT}: 1 plhs for 2 full blocks; expected one for each full block" == refused(
+        manager.process, Use([LARGE, 1], plhs=[1])
+    )
+    assert f"Promote of partial block {partial} to block {TEXT}: parent {SIGNED_TEXT}: expected" in refused(
+        manager.process, Promote(manager.use([partial]) and partial, LARGE, parent=SIGNED)
+    )
+    index = RadixIndex()
+    assert f"Failed to find block: event 3 of worker 0 rank 0 removes block {TEXT}, which" in refused(
+        index.apply, RouterEvent(0, KvCacheEvent(3, Removed((LARGE,))))
+    )
+
+
+def test_hashes_read_alike_in_what_events_and_moves_show_of_themselves():
+    stored = Stored(SIGNED, (LARGE, 1), (65536, 2))
+    text = (
+        f"Stored(parent_hash={SIGNED_TEXT}, block_hashes=({TEXT}, 1), tokens_hashes=(0x0000000000010000, 2), "
+        "start_position=None, mm_extra_info=None)"
+    )
+    assert text == repr(stored)
+    assert stored == eval(text)
+    assert f"Removed(block_hashes=({TEXT},))" == repr(Removed((LARGE,)))
+    assert f"StoredBlock(block_hash={TEXT}, tokens_hash=0x0000000000010000, mm_extra_info=None)" == repr(
+        stored.blocks[0]
+    )
+    assert f"Use(blocks=[{TEXT}], local_hashes=(), plhs=(), token_ids=None, parent=None)" == repr(Use([LARGE]))
+    assert f"Deref(blocks={{{TEXT}}})" == repr(Deref({LARGE}))
+    error = BlockNotFound(0, 0, 3, LARGE)
+    assert f"BlockNotFound(0, 0, 3, {TEXT}, <StorageTier.DEVICE: 'device'>)" == repr(error)
+
+
+def test_the_parent_that_a_fault_was_given_reads_as_in_the_log():
+    kv = RouterHarness()
+    fault = kv.faults.wrong_parent(parent=LARGE)
+    assert f"<kv_router.faults.wrong_parent(1, parent={TEXT}): 0 struck>" == repr(fault)
+    fault.stop()
+
+
+def test_a_contract_says_what_is_resident_as_the_log_does():
+    manager = create_manager("lineage", num_blocks=4)
+    manager.use([LARGE])
+    with pytest.raises(AssertionError) as error:
+        expect_references(manager, {LARGE: 2})
+    assert f"active_blocks is {{{TEXT}: 1}}; expected {{{TEXT}: 2}}" == str(error.value).partition("\n")[0]

@@ -1,6 +1,7 @@
 """The radix cache against the RadixCache of SGLang, on random requests: no difference at all.
 
-Run as a program it is the long differential: `python tests/interop/test_sglang_radix.py RUNS [FIRST_SEED]`.
+Run as a program it is the long differential: `python tests/interop/test_sglang_radix.py RUNS [FIRST_SEED [THRESHOLD]]`,
+with a threshold over slru alone.
 """
 
 import random
@@ -54,7 +55,7 @@ class Real:
 
     device = "cpu"
 
-    def __init__(self, pages, size, policy):
+    def __init__(self, pages, size, policy, **config):
         self.size = size
         self.free = self.capacity = pages * size
         self.rows = radix.torch.zeros((1, 4 * self.free + 1024), dtype=radix.torch.int64)
@@ -66,6 +67,7 @@ class Real:
                 token_to_kv_pool_allocator=self,
                 page_size=size,
                 eviction_policy=policy,
+                eviction_policy_config=config or None,
                 enable_kv_cache_events=True,
             )
         )
@@ -137,9 +139,11 @@ class Real:
 
 
 class Ours:
-    def __init__(self, pages, size, policy):
+    def __init__(self, pages, size, policy, **config):
         self.sink = CapturingSink()
-        self.manager = create_manager("sglang", num_blocks=pages, block_size=size, sink=self.sink, policy=policy)
+        self.manager = create_manager(
+            "sglang", num_blocks=pages, block_size=size, sink=self.sink, policy=policy, **config
+        )
         self.manager.hold_events = True  # as the original, where what is said in one step coalesces
         self.driver = RadixDriver(self.manager, True, random.Random(0))
 
@@ -185,11 +189,14 @@ class Ours:
         return self.manager.available_size(), self.manager.evictable_size(), self.manager.protected_size()
 
 
-def run(seed, counts, steps=150):
-    """One random program on both; every answer, event and size is equal."""
+def run(seed, counts, steps=150, threshold=None):
+    """One random program on both; every answer, event and size is equal. With a threshold the policy is slru."""
     rng = random.Random(seed)
     size, pages, policy = rng.choice((1, 2, 4, 16)), rng.choice((1, 2, 3, 6, 12, 48)), rng.choice([*POLICIES])
-    sides = [side(pages, size, policy) for side in (Real, Ours)]
+    if threshold is None:
+        sides = [side(pages, size, policy) for side in (Real, Ours)]
+    else:
+        sides = [side(pages, size, "slru", protected_threshold=threshold) for side in (Real, Ours)]
     vocabulary = rng.choice((2, 50, 200_000))
     known, live = [], []
 
@@ -250,10 +257,21 @@ def test_random_requests_get_the_same_answers_events_and_sizes(block):
     assert [] == [kind for kind in kinds if not counts[kind]]
 
 
+@pytest.mark.filterwarnings("ignore")  # as above
+@pytest.mark.parametrize("threshold", [1, 2, 3, 5])
+def test_slru_protects_from_its_threshold_on_and_from_two_hits_by_default(threshold):
+    counts = Counter()
+    for seed in range(30):
+        run(seed, counts, threshold=threshold)
+    assert counts["R"]
+    assert 2 == radix.get_eviction_strategy("slru").protected_threshold
+
+
 if __name__ == "__main__":
     radix.time = Clock()
     totals = Counter()
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    threshold = int(sys.argv[3]) if len(sys.argv) > 3 else None
     for number in range(first, first + int(sys.argv[1])):
-        run(number, totals)
+        run(number, totals, threshold=threshold)
     print(dict(totals))  # noqa: T201 - it is a program too

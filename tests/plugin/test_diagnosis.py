@@ -557,3 +557,31 @@ def test_the_failure_of_a_long_trace_is_readable(nested):
 def test_the_failure_of_the_whole_conversation_trace_is_readable(nested, traces_dir):
     trace = traces_dir / "mooncake_conversation_trace.jsonl"
     check_report_of_a_trace(nested(ON_A_TRACE.replace("{requests}", "12031"), f"--kv-trace={trace}"))
+
+
+def test_the_log_of_a_failure_shows_where_a_worker_was_removed(nested):
+    """And its own events from before and after are told apart, in message and log."""
+    source = """
+    def test(kv_router):
+        kv_router.apply([GOOD, Removed((2,))])
+        kv_router.remove_worker(0)
+        kv_router.apply([Removed((2,))])
+    """
+
+    printed = nested(source, "--kv-backend=lineage").stdout.str()
+
+    start = printed.index("1 KV event error")
+    assert [
+        "1 KV event error: block_not_found (worker 0, event 0 after the worker was removed)",
+        "",
+        "  event 0 after the worker was removed  worker 0  Removed block 2",
+        "    rule:   block_not_found: a Removed names a block that this worker and rank does not hold in that tier",
+        "    known:  block 2 was removed by event 1 (before the worker was removed)",
+    ] == printed[start:].splitlines()[:5]
+    log = printed[printed.index("3 events\n") :].splitlines()
+    assert [
+        "3 events",
+        "    0  event 0  worker 0  Stored block 2 as a root",
+        "    1  event 1  worker 0  Removed block 2",
+        "       worker 0 removed: your router forgets it, all ranks",
+    ] == log[:4]

@@ -35,7 +35,7 @@ def test_what_shows_only_where_copies_are_counted_names_the_engine(failure_of):
 
     found = reproduce(kv)
 
-    assert 4 == found.size
+    assert 3 == found.size
     assert 'RouterHarness(backend="vllm", index=kv_index)' in found.as_test()
     assert "index_drift" in failure_of(found, ForgetsWithTheFirstCopy())
 

@@ -255,14 +255,14 @@ def test_what_the_test_let_pass_is_let_pass():
 
 
 @pytest.mark.parametrize(
-    ("forget", "text"),
+    ("forget", "text", "what"),
     [
-        (lambda kv: kv.worker(1).restart(announced=True), "kv.worker(1).restart(announced=True)"),
-        (lambda kv: kv.remove_worker(1), "kv.remove_worker(1)"),
+        (lambda kv: kv.worker(1).restart(announced=True), "kv.worker(1).restart(announced=True)", "restarted"),
+        (lambda kv: kv.remove_worker(1), "kv.remove_worker(1)", "was removed"),
     ],
     ids=["restart", "remove"],
 )
-def test_a_worker_that_was_forgotten_is_forgotten_again(failure_of, forget, text):
+def test_a_worker_that_was_forgotten_is_forgotten_again(failure_of, forget, text, what):
     kv = RouterHarness(EngineProfile(workers=2))
     noise(kv.apply)
     kv.apply(Stored(None, (1, 2), (1, 2)), worker_id=1)
@@ -273,7 +273,20 @@ def test_a_worker_that_was_forgotten_is_forgotten_again(failure_of, forget, text
 
     assert ("block_not_found", 2) == (found.rule, found.size)
     assert text in found.as_test()
-    assert "was cleared, or forgotten with its worker" in failure_of(found)
+    assert f" was stored by event 0 and forgotten when worker 1 {what}\n" in failure_of(found)
+
+
+def test_a_restart_that_only_names_an_event_is_left_out():
+    kv = RouterHarness()
+    kv.apply([Stored(None, (1,), (1,)), Removed((1,))])
+    kv.worker(0).restart(announced=True)
+    kv.apply(Removed((1,)))
+    (problem,) = kv.judge().errors
+    found = reproduce(kv)
+
+    assert "block 1 was removed by event 1 (before the restart)" == problem.known
+    assert 3 == found.size
+    assert "restart" not in found.as_test()
 
 
 def test_ranks_and_other_workers_stay_apart(failure_of):
