@@ -429,6 +429,19 @@ def test_how_often_an_index_is_asked_is_said_by_sync(make_kv, monkeypatch):
     assert 10 < asked["auto"] < 60
 
 
+def test_by_itself_the_first_2000_events_are_each_followed_by_a_question(make_kv):
+    index = Sound()
+    kv = make_kv(index=index)
+    for number in range(2000):
+        chain(kv, number)
+    assert 2000 == index.asked
+    chain(kv, 2000)
+    assert 2000 == index.asked  # this name and seed choose later ones
+    for number in range(2001, 2321):
+        chain(kv, number)
+    assert 5 <= index.asked - 2000 <= 40  # one in 16
+
+
 # -------------------------------------------------------------------------------------------------- async indexes
 
 
