@@ -411,6 +411,43 @@ def test_index_and_reference_out_of_sync_are_asserted_each_time(make_kv):
     kv.assert_in_sync()
 
 
+def test_what_has_drifted_since_is_reported_beside_what_was_reported_before(make_kv):
+    index = ForgetsOneRemoved()
+    kv = make_kv(index=index)
+    chain(kv, 1, 2)
+    kv.apply(Removed((2,)))
+    chain(kv, 5)
+    index.tree.apply(RouterEvent(0, KvCacheEvent(9, Removed((5,)))))
+    assert [(2,), (5,)] == [problem.blocks for problem in kv.judge().errors]
+
+
+def test_what_is_found_at_the_end_stands_after_the_last_event(make_kv):
+    kv = make_kv(index=ForgetsOneRemoved(), sync="end")
+    chain(kv, 1, 2)
+    kv.apply(Removed((2,)))
+    with pytest.raises(KvEventsError, match="worker 0, compared after entry 1 of the log"):
+        kv.assert_in_sync()
+    (problem,) = kv.judge().errors
+    assert (None, 1) == (problem.event, problem.position)
+
+
+def test_what_is_found_when_an_async_index_is_flushed_stands_after_the_last_event(make_kv):
+    async def body():
+        chain(kv, 1, 2)
+        kv.apply(Removed((2,)))
+        await kv.aflush()
+
+    class Forgets(Async):
+        async def apply(self, event):
+            if not isinstance(event.event.data, Removed):
+                await super().apply(event)
+
+    kv = make_kv(index=Forgets(), sync="end")
+    asyncio.run(body())
+    (problem,) = kv.judge().errors
+    assert (None, 1) == (problem.event, problem.position)
+
+
 def test_how_often_an_index_is_asked_is_said_by_sync(make_kv, monkeypatch):
     from pytest_kvmock.harness import comparison
 

@@ -70,6 +70,25 @@ def test_a_long_log_is_shown_around_the_first_problem_and_where_its_block_is_nam
     assert ["3", "40", "...", *map(str, range(48, 68)), "..."] == positions(text)
 
 
+def test_of_a_log_that_was_taken_from_the_rest_is_shown_around_the_problem():
+    kv = RouterHarness()
+    kv.apply([Stored(None, (n,), (n,)) for n in range(30)])
+    kv.events.take()
+    kv.apply([Stored(None, (n,), (n,)) if n != 70 else Removed((999,)) for n in range(30, 100)])
+    text = log_text(kv.events, around=kv.events.errors[0])
+
+    assert "70 events; those around the first problem" == text.splitlines()[0]
+    assert [*map(str, range(58, 78)), "..."] == positions(text)
+
+
+def test_around_a_problem_of_the_last_event_nothing_is_left_out_behind_it():
+    kv = RouterHarness()
+    kv.apply([Stored(None, (n,), (n,)) for n in range(30)])
+    kv.apply(Removed((999,)))
+
+    assert [str(n) for n in range(11, 31)] == positions(log_text(kv.events, around=kv.events.errors[0]))
+
+
 def test_without_a_problem_its_end_is_shown(long):
     assert ["60", "...", *map(str, range(80, 100))] == positions(log_text(long.events))
 
