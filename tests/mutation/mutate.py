@@ -24,7 +24,9 @@ import sys
 import tempfile
 import time
 import tomllib
+from bisect import bisect
 from collections import Counter, defaultdict
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
@@ -42,9 +44,13 @@ ENVIRONMENT = {"CI": "1", "PYTHONHASHSEED": "0"}  # with CI set, Hypothesis trie
 
 QUICK = 3.0
 """Seconds of computing, without a mutant, of the tests that are run first: those that need least."""
+LONG = 30.0
+"""Of all tests that are run, unless all that run the line are asked for (`--whole`); the rest are long ones."""
 TIMES_SLOWER = 20
 LEAST_LIMIT = 10.0
 """A test that computes that many times longer than without a mutant, and these seconds, has timed out."""
+FIRST = ("tests/hygiene", "tests/harness", "tests/faults")
+"""Their tests go before others that take as long: they are about nothing else."""
 WALL = 1800
 """Seconds after which a run is ended that waits for something."""
 
@@ -55,6 +61,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="how many to draw (default: 100)")
     parser.add_argument("--pick", default="", help="try only these of them, by their numbers: 3,17")
     parser.add_argument("--only", default="", help="draw from those whose file, or file:line, ends like this")
+    parser.add_argument("--whole", action="store_true", help="run the long tests too before a mutant has survived")
     parser.add_argument("--list", action="store_true", help="print the mutants, try none")
     options = parser.parse_args()
 
@@ -69,7 +76,7 @@ def main() -> int:
 
     counts, begun = Counter(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvmock-mutants-") as directory:
-        tree = None if options.list else Tree(Path(directory) / "tree")
+        tree = None if options.list else Tree(Path(directory) / "tree", whole=options.whole)
         for number, mutant in enumerate(drawn, 1):
             if number not in picked:
                 continue
@@ -106,8 +113,8 @@ class Tree:
         changed: files with tests that were changed since that was noted; what is new in them is run for each mutant.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, whole: bool) -> None:
+        self.root, self.whole = root, whole
         files = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT,
@@ -180,14 +187,12 @@ class Tree:
             py_compile.compile(str(path), doraise=True)
 
     def judge(self, mutant) -> tuple[str, str]:
-        lines = self.lines.get(mutant.file, {})
-        tests = set().union(*(lines.get(line, ()) for line in mutant.lines)) if mutant.lines else set(self.seconds)
-        ordered = sorted(tests, key=lambda nodeid: (self.seconds[nodeid], nodeid))
-        total, quick = 0.0, 0
-        while quick < len(ordered) and total < QUICK:
-            total += self.seconds[ordered[quick]]
-            quick += 1
-        for part, files in ((ordered[:quick], self.changed), (ordered[quick:], [])):
+        tests = self.running(mutant)
+        ordered = sorted(tests, key=lambda nodeid: (self.seconds[nodeid] * (3 - 2 * nodeid.startswith(FIRST)), nodeid))
+        upto = list(accumulate(self.seconds[nodeid] for nodeid in ordered))
+        quick = bisect(upto, QUICK)
+        last = len(ordered) if self.whole else max(quick, bisect(upto, LONG))
+        for part, files in ((ordered[:quick], self.changed), (ordered[quick:last], [])):
             if not part and not files:
                 continue
             limits = {nodeid: max(LEAST_LIMIT, TIMES_SLOWER * self.seconds[nodeid]) for nodeid in part}
@@ -200,7 +205,19 @@ class Tree:
             if status not in (0, 5):  # 5: none of them is there any more
                 failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.MULTILINE)
                 return "killed", failed.group(1) if failed else "before any test"
-        return "survived", f"{len(ordered)} tests run it" if ordered else "no test runs it"
+        return "survived", f"{last} of {len(ordered)} tests that run it" if ordered else "no test runs it"
+
+    def running(self, mutant) -> set[str]:
+        """The tests that run what a mutant changes; of a constant of a module, what names it."""
+        places = {mutant.file: mutant.lines}
+        if not mutant.lines:
+            name = re.match(r"(\w+)(: \S+)? = ", mutant.old)
+            word = re.compile(rf"\b{name.group(1)}\b") if name else re.compile("")
+            places = {
+                file: [n for n, text in enumerate((self.root / file).read_text().splitlines(), 1) if word.search(text)]
+                for file in self.lines
+            }
+        return {test for file, lines in places.items() for n in lines for test in self.lines.get(file, {}).get(n, ())}
 
     def run(self, command: list[str], plan: object, *, wall: float) -> tuple[int, str]:
         """Run Python in the copy; exit status and output."""

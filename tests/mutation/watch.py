@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items):
         files, known = set(PLAN["files"]), set(PLAN["known"])
         new = {each.nodeid for each in items if each.nodeid.partition("::")[0] in files} - known
         wanted = (each for each in items if each.nodeid in places or each.nodeid in new)
-        items[:] = sorted(wanted, key=lambda each: places.get(each.nodeid, -1))
+        items[:] = sorted(wanted, key=lambda each: places.get(each.nodeid, len(places)))
 
 
 @pytest.hookimpl(wrapper=True)
