@@ -292,6 +292,13 @@ def test_blocks_with_what_are_no_tokens_of_theirs_are_not_salted(token_ids):
     assert change(RouterEvent(0, KvCacheEvent(0, one_block(1)), token_ids=token_ids)) is None
 
 
+@pytest.mark.parametrize("token_ids", [((1, 2, 3, 4), (5, 6)), ((5, 6), (1, 2, 3, 4)), ((5, 6), (7, 8))])
+def test_blocks_of_which_some_lack_tokens_are_not_salted(token_ids):
+    change = salted(4, "adapter", None)
+    event = KvCacheEvent(0, Stored(None, (1, 2), (1, 2)))
+    assert change(RouterEvent(0, event, token_ids=token_ids)) is None
+
+
 def test_a_worker_has_blocks_of_another_size(kv):
     worker = kv.faults.block_size(8)
     asked = kv.prompt(4)

@@ -28,6 +28,23 @@ def test_of_many_problems_the_first_of_each_rule_is_told_and_the_others_are_coun
     assert "  and 1,212 more: 1,212 block_not_found" == lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (2**16 - 1, "65535"),
+        (2**16, "0x0000000000010000"),
+        (2**64 - 1, "0xffffffffffffffff"),
+        (1 - 2**16, "-65535"),
+        (-(2**16), "-0x0000000000010000"),
+    ],
+)
+def test_hashes_below_65536_are_decimal_and_others_are_16_digits(block, text):
+    kv = RouterHarness()
+    kv.make_sink()(Removed((block,)))
+    (problem,) = kv.events.errors
+    assert problem.known.startswith(f"block {text} ")
+
+
 def test_what_one_event_breaks_many_times_is_one_mark():
     kv = RouterHarness()
     sink = kv.make_sink()

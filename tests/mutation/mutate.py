@@ -66,12 +66,12 @@ def main() -> int:
     options = parser.parse_args()
 
     every = [m for path in modules() for m in mutants(path.relative_to(ROOT).as_posix(), path.read_text())]
-    known = {(e["file"], e["operator"], e["line"]): e["reason"] for e in equivalents()}
+    known = {(e["file"], e["operator"], e["old"], e["new"]): e["reason"] for e in equivalents()}
     pool = [m for m in every if f"{m.file}:{m.line}".endswith(options.only) or m.file.endswith(options.only)]
     drawn = Random(options.seed).sample(pool, min(options.count, len(pool)))
     picked = {int(number) for number in options.pick.split(",") if number} or set(range(1, len(drawn) + 1))
-    for file, operator, line in known.keys() - {(m.file, m.operator, m.new) for m in every}:
-        print(f"equivalent.toml: no {operator} in {file} makes: {line}")
+    for file, operator, _, new in known.keys() - {(m.file, m.operator, m.old, m.new) for m in every}:
+        print(f"equivalent.toml: no {operator} in {file} makes this any more: {new}")
     print(f"{len(every)} mutants, {len(drawn)} drawn by seed {options.seed}", flush=True)
 
     counts, begun = Counter(), time.monotonic()
@@ -81,8 +81,9 @@ def main() -> int:
             if number not in picked:
                 continue
             since = time.monotonic()
-            if (mutant.file, mutant.operator, mutant.new) in known:
-                outcome, why = "equivalent", known[mutant.file, mutant.operator, mutant.new]
+            key = mutant.file, mutant.operator, mutant.old, mutant.new
+            if key in known:
+                outcome, why = "equivalent", known[key]
             else:
                 outcome, why = ("", "") if tree is None else tree.attempt(mutant)
             counts[outcome] += 1
@@ -100,7 +101,7 @@ def modules() -> list[Path]:
 
 
 def equivalents() -> list[dict[str, str]]:
-    """Mutants that no test can tell from the code, each by its file, operator and changed line, with the reason."""
+    """Mutants that no test can tell from the code, each by its file, operator and line, before and after, with the reason."""
     return tomllib.loads((HERE / "equivalent.toml").read_text()).get("equivalent", [])
 
 
