@@ -289,6 +289,7 @@ def test_a_flush_that_raises_is_one_problem_and_names_no_worker(make_kv):
     assert "index_failure" == problem.rule
     assert problem.known.startswith("flush raised OSError: gone (test_index_under_test.py:")
     assert "worker -1" not in repr(problem)
+    assert (-1, 0) == (problem.worker_id, problem.dp_rank)
 
 
 def test_what_an_index_raises_does_not_reach_the_code_under_test(make_kv):
@@ -419,6 +420,14 @@ def test_what_has_drifted_since_is_reported_beside_what_was_reported_before(make
     chain(kv, 5)
     index.tree.apply(RouterEvent(0, KvCacheEvent(9, Removed((5,)))))
     assert [(2,), (5,)] == [problem.blocks for problem in kv.judge().errors]
+
+
+def test_blocks_that_are_each_others_parents_are_asked_for_all_the_same(make_kv):
+    kv = make_kv(index=RadixIndex())
+    chain(kv, 1)
+    kv.apply([Stored(1, (2,), (2,)), Stored(2, (1,), (1,))])
+    assert [2, 1] == kv.streams[0, 0].chain(1)
+    assert [] == [problem for problem in kv.judge().errors if problem.rule == "index_failure"]
 
 
 def test_what_is_found_at_the_end_stands_after_the_last_event(make_kv):
