@@ -288,7 +288,7 @@ def test_a_flush_that_raises_is_one_problem_and_names_no_worker(make_kv):
     (problem,) = kv.judge().errors
     assert "index_failure" == problem.rule
     assert problem.known.startswith("flush raised OSError: gone (test_index_under_test.py:")
-    assert "worker -1" not in repr(problem)
+    assert repr(problem).startswith("<index_failure: no worker: ")
     assert (-1, 0) == (problem.worker_id, problem.dp_rank)
 
 
