@@ -16,7 +16,7 @@ import pytest
 
 TIMEOUT = 77
 """Exit status of a run that a test ended by computing longer than its limit."""
-LIMIT = 60
+LIMIT = 20
 """Seconds of computing for a test that has no limit of its own."""
 MEMORY = 4 * 2**30
 """Bytes; a loop without an end may fill memory."""
