@@ -5,7 +5,7 @@ from fault_worlds import PROFILE, Traffic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import RadixIndex
+from pytest_kvmock import RadixIndex, RouterHarness
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.events import Removed, RouterEvent, Stored
 from pytest_kvmock.faults.kinds import FAULTS
@@ -149,3 +149,29 @@ def test_no_faults_cost_no_ledger():
     kv = Traffic("lineage", 1, profile=PROFILE).run(3)
     assert kv._judge.truth is None
     assert kv.delivery.faults is None
+
+
+# ------------------------------------------------------------------------------------------ which of several faults
+
+
+def test_a_problem_names_the_fault_that_struck_its_block_and_not_a_later_one():
+    kv = RouterHarness(PROFILE)
+    kv.apply([Stored(None, (block,), (block,)) for block in (1, 9)])
+    kv.faults.wrong_parent(parent=9)
+    kv.apply(Stored(1, (2,), (2,)))  # arrives as a child of 9
+    kv.faults.double()
+    kv.apply(Stored(None, (20,), (20,)))
+    kv.apply(Removed((9,)))
+    (orphan,) = [problem for problem in kv.events.problems if problem.rule == "orphaned_child"]
+    assert (2, "wrong_parent", 2) == (orphan.block, orphan.fault.kind, orphan.fault.event_id)
+
+
+def test_of_two_faults_that_struck_its_block_it_names_the_later_one():
+    kv = RouterHarness(PROFILE)
+    kv.apply([Stored(None, (block,), (block,)) for block in (1, 8, 9)])
+    for parent in (8, 9):
+        kv.faults.wrong_parent(parent=parent)
+        kv.apply([Stored(1, (2,), (2,))])  # the second time it is a warning
+    kv.apply(Removed((9,)))
+    (orphan,) = [problem for problem in kv.events.problems if problem.rule == "orphaned_child"]
+    assert (2, "wrong_parent", 4) == (orphan.block, orphan.fault.kind, orphan.fault.event_id)

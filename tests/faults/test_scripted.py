@@ -39,6 +39,37 @@ def test_every_fault_is_a_method_of_its_name(kv):
     assert [] == [name for name in FAULTS if not callable(getattr(kv.faults, name, None))]
 
 
+@pytest.mark.parametrize("name", [kind.name for kind in FAULTS.values() if kind.has_rate] + ["missing_first"])
+def test_a_fault_strikes_one_event_unless_it_is_told_how_many(kv, name):
+    assert 1 == getattr(kv.faults, name)().left
+
+
+def test_a_late_joiner_and_salt_and_signed_hashes_strike_until_they_are_stopped():
+    faults = RouterHarness(PROFILE, index=RadixIndex()).faults
+    assert [None, None, None] == [
+        fault.left for fault in (faults.late_join(), faults.salt(lora_name="l"), faults.signed())
+    ]
+
+
+@pytest.mark.parametrize(("name", "late_by"), [("reorder", 1), ("delay", 2)])
+def test_at_random_events_are_as_late_as_by_hand(name, late_by):
+    kv = RouterHarness(PROFILE, faults={name: 1.0})
+    kv.apply([one_block(n) for n in range(6)])
+    assert list(range(6 - late_by)) == ids(kv)
+
+
+def test_blocks_that_nobody_stored_may_be_any_u64(kv):
+    kv.faults.wrong_parent(20)
+    kv.faults.unknown_removed(20)
+    kv.apply([event for n in range(20) for event in (one_block(n), Removed((n,)))])
+    for made in (
+        [event.data.parent_hash for event in kv.events.stored],
+        [event.data.block_hashes[1] for event in kv.events.removed],
+    ):
+        assert 20 == len(set(made))
+        assert 2**63 <= max(made) < 2**64
+
+
 def test_lost_events_do_not_arrive(kv):
     kv.faults.lose(2)
     kv.apply([one_block(n) for n in range(4)])
@@ -259,6 +290,13 @@ def test_blocks_without_tokens_cannot_be_salted(kv):
 def test_blocks_with_what_are_no_tokens_of_theirs_are_not_salted(token_ids):
     change = salted(4, "adapter", None)
     assert change(RouterEvent(0, KvCacheEvent(0, one_block(1)), token_ids=token_ids)) is None
+
+
+@pytest.mark.parametrize("token_ids", [((1, 2, 3, 4), (5, 6)), ((5, 6), (1, 2, 3, 4)), ((5, 6), (7, 8))])
+def test_blocks_of_which_some_lack_tokens_are_not_salted(token_ids):
+    change = salted(4, "adapter", None)
+    event = KvCacheEvent(0, Stored(None, (1, 2), (1, 2)))
+    assert change(RouterEvent(0, event, token_ids=token_ids)) is None
 
 
 def test_a_worker_has_blocks_of_another_size(kv):

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from contextlib import suppress
 
 import pytest
 from fault_worlds import PROFILE, Traffic
@@ -19,6 +20,7 @@ from surviving_indexes import (
 from pytest_kvmock import KvEventsError, RadixIndex, Recovery, RouterHarness
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.events import KvCacheEvent, Removed, Stored
+from pytest_kvmock.router.index import KvEventError
 
 SURVIVABLE = ("lose", "double", "reorder", "delay", "wrong_parent", "unknown_removed", "self_parent", "sink_failure")
 
@@ -146,6 +148,59 @@ def test_an_index_that_does_not_recover_fails_and_is_told_which_fault(kind):
     assert {"index_drift"} == set(rules(errors))
     assert all(kind == error.fault.kind for error in errors)
     assert all(error.right.endswith("as was published") for error in errors)
+
+
+class AsksInVain(AsksByCursor):
+    """Asks the worker, and does not apply the answer."""
+
+    def apply(self, event):
+        with suppress(KvEventError):
+            self.tree.apply(event)
+        step = self.cursor.observe(event)
+        while step.ask is not None:
+            step = self.cursor.answered(step.ask, self.ask(*step.ask))
+
+
+@pytest.mark.parametrize("kind", ["lose", "delay"])
+def test_an_index_that_has_asked_is_due_to_have_what_was_lost_or_is_held_back(kind):
+    for index, expected in ((AsksByCursor, []), (AsksInVain, [("index_drift", 1)])):
+        recovery = Recovery()
+        kv = RouterHarness(PROFILE, index=index(recovery), recovery=recovery, survive=[kind])
+        kv.apply(Stored(None, (1,), (1,)))
+        if kind == "delay":
+            kv.faults.delay(by=9)
+        else:
+            kv.faults.lose()
+        kv.apply(Stored(None, (2,), (2,)))
+        kv.apply(Stored(None, (3,), (3,)))
+        errors, warnings, unmet = kv.judge()
+        assert expected == [(problem.rule, len(problem.blocks)) for problem in errors]
+        assert ([], []) == (warnings, unmet)
+
+
+@pytest.mark.parametrize(("applies", "expected"), [(True, set()), (False, {("index_drift", (2,))})])
+def test_an_index_that_asks_when_it_is_flushed_is_due_to_have_what_was_lost_last(applies, expected):
+    class AsksAtFlush(TakesWhatComes):
+        def flush(self):
+            for event in recovery(0, 0).events:
+                if applies:
+                    self.apply(event)
+
+    recovery = Recovery()
+    kv = RouterHarness(PROFILE, index=AsksAtFlush(), recovery=recovery, survive=["lose"])
+    kv.apply(Stored(None, (1,), (1,)))
+    kv.faults.lose()
+    kv.apply(Stored(None, (2,), (2,)))
+    assert expected == {(problem.rule, problem.blocks) for problem in kv.judge().errors}
+
+
+def test_an_index_that_has_not_asked_may_lack_what_is_still_held_back():
+    for index in (TakesWhatComes(), WaitsForLateEvents()):
+        kv = RouterHarness(PROFILE, index=index, survive=["delay"])
+        kv.apply(Stored(None, (1,), (1,)))
+        kv.faults.delay(by=9)
+        kv.apply([Stored(None, (block,), (block,)) for block in (2, 3)])
+        assert ([], [], []) == tuple(kv.judge())
 
 
 def test_an_index_that_raises_fails():

@@ -288,7 +288,8 @@ def test_a_flush_that_raises_is_one_problem_and_names_no_worker(make_kv):
     (problem,) = kv.judge().errors
     assert "index_failure" == problem.rule
     assert problem.known.startswith("flush raised OSError: gone (test_index_under_test.py:")
-    assert "worker -1" not in repr(problem)
+    assert repr(problem).startswith("<index_failure: no worker: ")
+    assert (-1, 0) == (problem.worker_id, problem.dp_rank)
 
 
 def test_what_an_index_raises_does_not_reach_the_code_under_test(make_kv):
@@ -411,6 +412,51 @@ def test_index_and_reference_out_of_sync_are_asserted_each_time(make_kv):
     kv.assert_in_sync()
 
 
+def test_what_has_drifted_since_is_reported_beside_what_was_reported_before(make_kv):
+    index = ForgetsOneRemoved()
+    kv = make_kv(index=index)
+    chain(kv, 1, 2)
+    kv.apply(Removed((2,)))
+    chain(kv, 5)
+    index.tree.apply(RouterEvent(0, KvCacheEvent(9, Removed((5,)))))
+    assert [(2,), (5,)] == [problem.blocks for problem in kv.judge().errors]
+
+
+def test_blocks_that_are_each_others_parents_are_asked_for_all_the_same(make_kv):
+    kv = make_kv(index=RadixIndex())
+    chain(kv, 1)
+    kv.apply([Stored(1, (2,), (2,)), Stored(2, (1,), (1,))])
+    assert [2, 1] == kv.streams[0, 0].chain(1)
+    assert [] == [problem for problem in kv.judge().errors if problem.rule == "index_failure"]
+
+
+def test_what_is_found_at_the_end_stands_after_the_last_event(make_kv):
+    kv = make_kv(index=ForgetsOneRemoved(), sync="end")
+    chain(kv, 1, 2)
+    kv.apply(Removed((2,)))
+    with pytest.raises(KvEventsError, match="worker 0, compared after entry 1 of the log"):
+        kv.assert_in_sync()
+    (problem,) = kv.judge().errors
+    assert (None, 1) == (problem.event, problem.position)
+
+
+def test_what_is_found_when_an_async_index_is_flushed_stands_after_the_last_event(make_kv):
+    async def body():
+        chain(kv, 1, 2)
+        kv.apply(Removed((2,)))
+        await kv.aflush()
+
+    class Forgets(Async):
+        async def apply(self, event):
+            if not isinstance(event.event.data, Removed):
+                await super().apply(event)
+
+    kv = make_kv(index=Forgets(), sync="end")
+    asyncio.run(body())
+    (problem,) = kv.judge().errors
+    assert (None, 1) == (problem.event, problem.position)
+
+
 def test_how_often_an_index_is_asked_is_said_by_sync(make_kv, monkeypatch):
     from pytest_kvmock.harness import comparison
 
@@ -427,6 +473,19 @@ def test_how_often_an_index_is_asked_is_said_by_sync(make_kv, monkeypatch):
     assert (10, 10, 0) == (asked["every", 10], asked["auto", 10], asked["end", 10])
     assert (200, 0) == (asked["every"], asked["end"])
     assert 10 < asked["auto"] < 60
+
+
+def test_by_itself_the_first_2000_events_are_each_followed_by_a_question(make_kv):
+    index = Sound()
+    kv = make_kv(index=index)
+    for number in range(2000):
+        chain(kv, number)
+    assert 2000 == index.asked
+    chain(kv, 2000)
+    assert 2000 == index.asked  # this name and seed choose later ones
+    for number in range(2001, 2321):
+        chain(kv, number)
+    assert 5 <= index.asked - 2000 <= 40  # one in 16
 
 
 # -------------------------------------------------------------------------------------------------- async indexes

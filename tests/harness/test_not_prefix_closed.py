@@ -241,3 +241,16 @@ def test_a_use_that_evicts_blocks_and_stores_them_again_is_found_in_a_trace(trac
     assert {"wrong_hash": 12, "evicted_and_restored": 24, "engine_drift": 24} == Counter(
         problem.rule for problem in kv.events.problems
     )
+
+
+def test_what_is_held_behind_a_hole_is_no_part_of_the_leading_run(make_kv):
+    index = Scripted()
+    kv = make_kv(None, index)
+    sink = kv.make_sink(prefix_closed=False)
+    sink(Stored(None, CHAIN, LOCALS))
+    sink(Removed(CHAIN[1:2]))
+    index.blocks = 1
+    kv.assert_in_sync()
+    index.blocks = 2  # as many as are held
+    with pytest.raises(KvEventsError, match="index_drift"):
+        kv.assert_in_sync()

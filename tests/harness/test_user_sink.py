@@ -713,3 +713,17 @@ def test_a_sink_that_is_given_a_workers_events_finds_what_is_found_of_the_worker
     assert [(p.rule, p.position, p.known) for p in theirs.events.problems] == [
         (p.rule, p.position, p.known) for p in own.events.problems
     ]
+
+
+def test_a_wrong_hash_stands_where_its_parent_is_only_unknown_and_follows_from_a_parent_that_is_wrong(make_kv):
+    standing = []
+    for event_id in (1, 5):  # from 5 on nobody knows whether the parent was stored
+        sink = make_kv().make_sink(chained=True)
+        kv = sink._harness
+        (right,) = sequence_hashes((4,))
+        sink(KvCacheEvent(0, Stored(None, (right,), (4,))))
+        sink(KvCacheEvent(event_id, Stored(77, (2,), (2,))))
+        standing.append([(p.rule, [each.rule for each in p.folded]) for p in kv.events.errors])
+    wrong_parent, unknown_parent = standing
+    assert [("parent_block_not_found", ["wrong_hash"])] == wrong_parent
+    assert [("event_id_gap", ["parent_block_not_found"]), ("wrong_hash", [])] == unknown_parent

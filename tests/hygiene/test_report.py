@@ -47,6 +47,23 @@ def test_of_many_problems_the_first_of_each_rule_is_told_and_the_others_are_coun
     assert "  and 1,212 more: 1,212 block_not_found" == lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (2**16 - 1, "65535"),
+        (2**16, "0x0000000000010000"),
+        (2**64 - 1, "0xffffffffffffffff"),
+        (1 - 2**16, "-65535"),
+        (-(2**16), "-0x0000000000010000"),
+    ],
+)
+def test_hashes_below_65536_are_decimal_and_others_are_16_digits(block, text):
+    kv = RouterHarness()
+    kv.make_sink()(Removed((block,)))
+    (problem,) = kv.events.errors
+    assert problem.known.startswith(f"block {text} ")
+
+
 def test_what_one_event_breaks_many_times_is_one_mark():
     kv = RouterHarness()
     sink = kv.make_sink()
@@ -87,6 +104,25 @@ def test_a_long_log_is_shown_around_the_first_problem_and_where_its_block_is_nam
 
     assert "100 events; those around the first problem, and those before that name its block" == text.splitlines()[0]
     assert ["3", "40", "...", *map(str, range(48, 68)), "..."] == positions(text)
+
+
+def test_of_a_log_that_was_taken_from_the_rest_is_shown_around_the_problem():
+    kv = RouterHarness()
+    kv.apply([Stored(None, (n,), (n,)) for n in range(30)])
+    kv.events.take()
+    kv.apply([Stored(None, (n,), (n,)) if n != 70 else Removed((999,)) for n in range(30, 100)])
+    text = log_text(kv.events, around=kv.events.errors[0])
+
+    assert "70 events; those around the first problem" == text.splitlines()[0]
+    assert [*map(str, range(58, 78)), "..."] == positions(text)
+
+
+def test_around_a_problem_of_the_last_event_nothing_is_left_out_behind_it():
+    kv = RouterHarness()
+    kv.apply([Stored(None, (n,), (n,)) for n in range(30)])
+    kv.apply(Removed((999,)))
+
+    assert [str(n) for n in range(11, 31)] == positions(log_text(kv.events, around=kv.events.errors[0]))
 
 
 def test_without_a_problem_its_end_is_shown(long):

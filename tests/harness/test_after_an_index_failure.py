@@ -1,0 +1,159 @@
+"""After an index has raised nobody knows what it holds, until events name blocks again: what follows, and what does not."""
+
+import asyncio
+
+import pytest
+from faulty_indexes import Async, AsyncManageable, Manageable, RaisesWhenAsked, Sound
+
+from pytest_kvmock.events import Cleared, Removed, Stored
+
+
+def raising(kind, at, ignores=()):
+    """An index that raises at its event number `at`, and from there on ignores events with data of these kinds."""
+
+    class Raising(kind):
+        def __init__(self):
+            super().__init__()
+            self.applied = -1
+
+        def take(self, event):
+            self.applied += 1
+            if self.applied == at:
+                raise OSError("disk full")
+            return self.applied < at or not isinstance(event.event.data, ignores)
+
+        if issubclass(kind, Async):
+
+            async def apply(self, event):
+                if self.take(event):
+                    await super().apply(event)
+
+        else:
+
+            def apply(self, event):
+                if self.take(event):
+                    super().apply(event)
+
+    return Raising()
+
+
+def chain(kv, *numbers, parent=None):
+    kv.apply(Stored(parent, numbers, numbers))
+
+
+def standing(kv):
+    """Rule, event and blocks of each error that stands by itself."""
+    return [(p.rule, p.event_id, p.blocks) for p in kv.events.errors]
+
+
+FAILED = ("index_failure", 0, ())
+
+
+def test_a_removed_that_is_ignored_after_an_expected_failure_is_found(make_kv):
+    kv = make_kv(index=raising(Sound, 0, Removed))
+    with kv.events.expect_error("index_failure"):
+        chain(kv, 1)
+    chain(kv, 2, 3)
+    kv.apply(Removed((3,)))
+    assert [FAILED, ("index_drift", 2, (3,))] == standing(kv)
+    assert [("index_drift", 2, (3,))] == [(p.rule, p.event_id, p.blocks) for p in kv.judge().errors]
+
+
+def test_it_is_found_of_what_the_index_had_before_once_that_is_named_again(make_kv):
+    kv = make_kv(index=raising(Sound, 1, Removed))
+    chain(kv, 1, 2)
+    chain(kv, 9)
+    for _ in range(2):  # the first may be what the index missed; it is named again then
+        kv.apply(Removed((2,)))
+        chain(kv, 2, parent=1)
+    assert [("index_failure", 1, ()), ("index_drift", 4, (2,))] == standing(kv)
+
+
+def test_what_an_event_stores_is_named_from_the_next_event_on(make_kv):
+    kv = make_kv(index=raising(Sound, 0, (Stored, Removed)))
+    chain(kv, 1)
+    chain(kv, 2)
+    assert [FAILED] == standing(kv)
+    (failure,) = kv.events.errors
+    assert [("index_drift", 1, (2,))] == [(p.rule, p.event_id, p.blocks) for p in failure.folded[1:]]
+
+
+def test_a_cleared_ends_it(make_kv):
+    kv = make_kv(index=raising(Sound, 0, Stored))
+    chain(kv, 1)
+    kv.apply(Cleared())
+    chain(kv, 2)
+    assert [FAILED, ("index_drift", 2, (2,))] == standing(kv)
+
+
+def test_a_cleared_at_which_it_raises_does_not(make_kv):
+    kv = make_kv(index=raising(Sound, 0, Stored))
+    kv.apply(Cleared())
+    chain(kv, 2)
+    assert [FAILED] == standing(kv)
+
+
+def begin_anew(kv, how):
+    if how == "removed":
+        kv.remove_worker(0)
+    else:
+        kv.worker(0).restart(announced=True)
+
+
+@pytest.mark.parametrize("how", ["removed", "restarted"])
+def test_it_ends_where_the_worker_begins_anew(make_kv, how):
+    kv = make_kv(index=raising(Manageable, 0, Stored))
+    chain(kv, 1)
+    begin_anew(kv, how)
+    chain(kv, 2)
+    assert [FAILED, ("index_drift", kv.events[-1].event.event.event_id, (2,))] == standing(kv)
+
+
+@pytest.mark.parametrize("how", ["removed", "restarted"])
+def test_so_it_does_of_an_async_index(make_kv, how):
+    async def body():
+        chain(kv, 1)
+        begin_anew(kv, how)
+        chain(kv, 2)
+        await kv.aflush()
+
+    kv = make_kv(index=raising(AsyncManageable, 0, Stored))
+    asyncio.run(body())
+    assert [FAILED, ("index_drift", kv.events[-1].event.event.event_id, (2,))] == standing(kv)
+
+
+def test_of_another_rank_it_does_not_end_there(make_kv):
+    kv = make_kv(index=raising(Manageable, 0, Stored), dp_size=2)
+    chain(kv, 1)
+    kv.worker(0, 1).restart(announced=True)
+    chain(kv, 2)
+    assert [FAILED] == standing(kv)
+
+
+def test_an_async_index_that_raises_when_it_is_told_has_failed_for_that_worker(make_kv):
+    class Stubborn(Async):
+        async def remove_worker(self, worker_id):
+            raise OSError("no")
+
+    async def body():
+        chain(kv, 1)
+        kv.remove_worker(0)
+        await kv.aflush()
+
+    kv = make_kv(index=Stubborn())
+    asyncio.run(body())
+    (error, *_) = kv.events.errors
+    assert ("index_failure", 0, 0, None) == (error.rule, error.worker_id, error.dp_rank, error.event_id)
+    assert error.known.startswith("remove_worker raised OSError: no (test_after_an_index_failure.py:")
+
+
+def test_an_index_that_fails_at_one_chain_of_an_event_is_not_asked_for_the_others(make_kv, rules_of):
+    class Counting(RaisesWhenAsked):
+        def find_matches(self, local_hashes):
+            self.asked += 1
+            return super().find_matches(local_hashes)
+
+    kv = make_kv(index=Counting())
+    chain(kv, 1, 2, 3)
+    assert ["index_failure"] == rules_of(kv.events.problems)
+    assert 1 == kv.index.asked
