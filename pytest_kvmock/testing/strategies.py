@@ -21,7 +21,7 @@ def traffic(
     most_blocks: int = 5,
     numbers: int = 3,
     most_tokens: int = 9,
-    most_in_a_burst: int = 60,
+    most_in_a_burst: int = 100,
 ) -> SearchStrategy[Program]:
     """Any mix of requests: prefill, decode, finish, preempt, resume and clear, on some workers, sharing prefixes.
 

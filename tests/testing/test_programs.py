@@ -200,13 +200,13 @@ def test_a_burst_serves_prompts_of_a_block_and_flushes_the_index_once():
         assert {1: 1} == kv.overlap([39, 39])
 
 
-def first_find(backend, index, seed_of_hypothesis):
-    """How many examples `traffic` draws, with README's sizes, until an index is found wrong; None: of 50, none."""
+def first_find(backend, index, seed_of_hypothesis, most=50):
+    """How many examples `traffic` draws, with README's sizes, until an index is found wrong; None: none of `most`."""
     sizes = EngineProfile(block_size=4, num_blocks=8, workers=2)
     examples = []
 
     @seed(seed_of_hypothesis)
-    @settings(max_examples=50, database=None, phases=(Phase.generate,))
+    @settings(max_examples=most, database=None, phases=(Phase.generate,))
     @given(traffic(workers=2))
     def run(program):
         examples.append(program)
@@ -228,7 +228,7 @@ def test_traffic_finds_an_index_that_counts_no_copies(backend, seed_of_hypothesi
 
 @pytest.mark.parametrize("seed_of_hypothesis", range(3))
 def test_traffic_finds_a_queue_that_overflows(seed_of_hypothesis):
-    assert first_find("lineage", lambda: Queued(deque(maxlen=64)), seed_of_hypothesis) is not None
+    assert first_find("lineage", lambda: Queued(deque(maxlen=64)), seed_of_hypothesis, 100) is not None
 
 
 def test_a_burst_that_shows_a_fault_shrinks_to_few_steps():
