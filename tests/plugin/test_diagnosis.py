@@ -113,7 +113,7 @@ def test(kv_worker, kv_prompt):
     assert "kv.worker(0).serve([*range(48)])\n" in pasted
     again = nested("", files={**files, "test_it.py": pasted}, subprocess=True)
     again.assert_outcomes(failed=1)
-    again.stdout.fnmatch_lines(["*KV event error*: over_capacity (worker 0*"])
+    again.stdout.fnmatch_lines(["*KV event error*: engine_drift (worker 0*"])
 
 
 WITH_AN_INDEX = (

@@ -539,8 +539,8 @@ def test_requests_that_overlap_are_replayed_as_they_were(faulty_backends, failur
     kv.judge()
     found = reproduce(kv)
 
-    assert ("over_capacity", True) == (found.rule, found.complete)
-    assert "over_capacity" in failure_of(found)
+    assert ("engine_drift", True) == (found.rule, found.complete)
+    assert "engine_drift" in failure_of(found)
 
 
 @pytest.mark.usefixtures("faulty_backends")
