@@ -27,8 +27,11 @@ class _Move:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{field.name}={value_text(getattr(self, field.name))}" for field in fields(self))  # type: ignore[arg-type]  # all are dataclasses
-        return f"{type(self).__name__}({said})"
+        said = []
+        for field in fields(self):  # type: ignore[arg-type]  # all are dataclasses
+            value = getattr(self, field.name)
+            said.append(f"{field.name}={repr(value) if field.name == 'token_ids' else value_text(value)}")
+        return f"{type(self).__name__}({', '.join(said)})"
 
 
 # As in events.py: not frozen, because one is made for every step of every request.

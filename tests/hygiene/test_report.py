@@ -374,7 +374,8 @@ def test_hashes_read_alike_in_what_events_and_moves_show_of_themselves():
     assert f"StoredBlock(block_hash={TEXT}, tokens_hash=0x0000000000010000, mm_extra_info=None)" == repr(
         stored.blocks[0]
     )
-    assert f"Use(blocks=[{TEXT}], local_hashes=(), plhs=(), token_ids=None, parent=None)" == repr(Use([LARGE]))
+    use = Use([LARGE], token_ids=[[128_000, 1]])
+    assert f"Use(blocks=[{TEXT}], local_hashes=(), plhs=(), token_ids=[[128000, 1]], parent=None)" == repr(use)
     assert f"Deref(blocks={{{TEXT}}})" == repr(Deref({LARGE}))
     error = BlockNotFound(0, 0, 3, LARGE)
     assert f"BlockNotFound(0, 0, 3, {TEXT}, <StorageTier.DEVICE: 'device'>)" == repr(error)
