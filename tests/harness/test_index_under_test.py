@@ -550,6 +550,25 @@ def test_a_wrong_async_index_is_found_at_the_flush(make_kv):
     assert ("index_drift", (3,)) == (problem.rule, problem.blocks)
 
 
+def test_an_async_index_out_of_sync_is_asserted_each_time(make_kv):
+    class Forgetful(Async):
+        async def apply(self, event):
+            if not isinstance(event.event.data, Removed):
+                await super().apply(event)
+
+    async def body():
+        chain(kv, 1, 2)
+        await kv.aassert_in_sync()
+        kv.apply(Removed((2,)))
+        for _ in range(2):
+            with pytest.raises(KvEventsError, match="index_drift"):
+                await kv.aassert_in_sync()
+
+    kv = make_kv(index=Forgetful())
+    asyncio.run(body())
+    assert 1 == len(kv.events.errors)
+
+
 def test_an_async_index_that_raises_is_found_at_the_flush(make_kv):
     class Raising(Async):
         async def apply(self, event):
