@@ -149,6 +149,15 @@ def test_an_index_that_is_only_wrong_in_this_test_is_said(busy, kind, why):
     assert NOT_AGAIN + why == said
 
 
+def test_a_search_that_ends_early_says_nothing_of_how_the_index_is_made(busy):
+    with pytest.raises(NotReduced) as raised:
+        reproduce(busy(index=ForgetsLongRemoved(), requests=40), work=1)
+    assert (
+        "no part of the events broke the rule again before the limit was reached; "
+        "no part of the requests broke the rule again before the limit was reached" == str(raised.value)
+    )
+
+
 # ------------------------------------------------------------------------------------------- when it is compared
 
 
