@@ -6,7 +6,9 @@ resident chain, and a comparison of those at the end alone would miss every Remo
 Where a backend is not prefix-closed the reference itself can be wrong: it loses the children of a block that goes
 before them, and believes an engine that links a block to its own descendant. There, any answer between the reference's
 and the leading run of blocks that the events say are held is right. So it is for chains through a block that an engine
-has left without its parent (`orphaned_child`); and what an index answers outside of that is listed under the warning.
+has left without its parent (`orphaned_child`); and what an index answers outside of that is listed under the warning. But
+where both are the same, an index that answers more has counted what is not held, or is behind a hole: no orphan excuses
+that.
 
 All of it is written once, for sync and async indexes: generators yield the calls to make and are sent what came back.
 `run` makes the calls, `arun` awaits them.
@@ -475,6 +477,8 @@ class Comparison:
         if heard is not None and heard.key == (worker, rank) and self._left_a_copy(heard.event, block):
             story += "; this Removed took one copy of it, and the engine has another"
         orphan, warning = self._orphan(answer, (worker, rank), shortest)
+        if len(right) == 1 and got >= right.stop:
+            warning = None  # more than anybody holds there: what an orphan leaves open is no excuse for that
         if warning is not None:
             story += f"; block {block_text(orphan)} was left without its parent by event {warning.event_id}"
         problem = Problem(

@@ -167,7 +167,6 @@ def test_what_is_outside_of_it_is_listed_under_the_warning_and_says_why():
         pytest.param([chain(3, parent=2), chain(2, parent=1)], (1, 2, 3), 2, id="a descendant of it, linked again"),
         pytest.param([Removed((2,)), chain(2, parent=1)], (1, 2), 1, id="stored again as it should be"),
         pytest.param([chain(3, parent=2), Removed((2,)), chain(2, parent=1)], (1, 2, 3), 1, id="gone, and back"),
-        pytest.param([Removed((1,)), Removed((2,))], (1, 2), 2, id="gone for good"),
     ],
 )
 def test_until_the_rank_is_cleared_the_engine_is_to_blame(more, asked, wrong):
@@ -220,6 +219,17 @@ def test_chains_that_do_not_go_through_the_orphan_are_judged_as_ever(asked, answ
     index.told[asked] = {(sink.worker_id, 0): answer}
     say(sink, Stored(72, (73,), (3,)))
     assert ["index_drift"] == rules(kv.judge().errors)
+
+
+@pytest.mark.parametrize("more", [[], [Removed((2,))]], ids=["behind a hole", "gone"])
+def test_an_index_that_counts_more_than_is_held_has_no_excuse_where_nothing_is_open(more):
+    index = Scripted()
+    kv = harness(index)
+    sink = kv.make_sink()
+    say(sink, *ORPHAN[:2], *more)
+    index.told[1, 2] = {(sink.worker_id, 0): 1}
+    (error,) = kv.judge().errors
+    assert ("index_drift", (2,), "0 blocks, as the reference index says") == (error.rule, error.blocks, error.right)
 
 
 def test_a_removed_of_an_inner_block_that_an_index_ignores_is_its_own_fault():
