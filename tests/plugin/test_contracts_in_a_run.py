@@ -26,7 +26,7 @@ def test_only_the_subclasses_are_collected(ids):
 
 
 def test_a_broken_promise_is_one_failed_test_that_says_which_and_shows_no_frame_of_ours(nested):
-    result = nested(SOURCE, "-k", "TestForgetful and test_a_cleared")
+    result = nested(SOURCE, "-k", "TestForgetful and test_a_cleared_worker")
 
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(

@@ -20,6 +20,7 @@ FIXTURES = [
     "kv_router",
     "kv_sink",
     "kv_trace",
+    "kv_traits",
     "kv_worker",
     "make_kv_manager",
     "make_kv_sink",
