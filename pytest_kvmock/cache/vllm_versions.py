@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from pytest_kvmock.checks import unknown_text
-
 
 @dataclass(frozen=True, slots=True)
 class VllmVersion:
@@ -50,4 +48,4 @@ def vllm_version(name: str) -> VllmVersion:
     """
     if isinstance(name, str) and name in VERSIONS:
         return VERSIONS[name]
-    raise ValueError(unknown_text("vLLM version", name, VERSIONS))
+    raise ValueError(f"unknown vLLM version {name!r}; known: {', '.join(VERSIONS)}")

@@ -134,8 +134,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselect(config, items)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # the last lines of the summary
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Generator[None]:
     """Show the event logs of tests that passed, with --kv-events=all; say in a line what was judged, but with -q."""
+    yield
     settings = config.stash[SETTINGS]
     if settings.get("log") == "all":
         from pytest_kvmock.plugin.report import passed_logs

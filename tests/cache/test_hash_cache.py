@@ -531,7 +531,7 @@ def test_strict_may_be_given_no_local_hashes():
         ({"num_blocks": 0}, "num_blocks must be an integer of at least 1, got 0"),
         ({"dp_rank": -1}, "dp_rank must be"),
         ({"strict": "yes"}, "strict must be True or False, got 'yes'"),
-        ({"stric": True}, "backend 'hash_cache' has no option 'stric'; it has strict"),
+        ({"stric": True}, "backend 'hash_cache' has no option 'stric'; did you mean 'strict'[?] it has strict"),
     ],
 )
 def test_what_makes_no_manager_is_refused(options, words):
