@@ -150,17 +150,27 @@ class ToldIndex:
         except Exception as error:
             raise AssertionError(f"apply raised {type(error).__name__}: {error}\n{self._story()}") from error
 
-    def expect(self, letters: str, expected: dict[tuple[int, int], int] | dict[int, int], *, tail: int = 0) -> None:
+    def expect(
+        self,
+        letters: str,
+        expected: dict[tuple[int, int], int] | dict[int, int],
+        *,
+        tail: int = 0,
+        any_rank: bool = False,
+    ) -> None:
         """Ask for a prompt of these letters, and compare the answer.
 
         Args:
             letters: the blocks.
             expected: leading blocks by worker (of rank 0), or by (worker, rank).
             tail: tokens after the blocks.
+            any_rank: whether the index may answer of any rank of the worker.
         """
         __tracebackhide__ = True
         due: Scores = {key if isinstance(key, tuple) else (key, 0): blocks for key, blocks in expected.items()}
         answer = self.ask(letters, tail=tail)
+        if any_rank:
+            answer = {key[0] if isinstance(key, tuple) else key: blocks for key, blocks in answer.items()}
         assert agree(answer, due), (
             f"asked for {letters[:40] or 'an empty prompt'}: expected {expected}, the index answered {answer}\n{self._story()}"
         )

@@ -221,4 +221,4 @@ def test_traits_of_a_backend_that_there_is_not_are_refused(nested):
     )
 
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["kvmock: kv_backend is 'vlm'; known: lineage, lru, *"])
+    result.stdout.fnmatch_lines(["kvmock: kv_backend is 'vlm'; did you mean 'vllm'? known: lineage, lru, *"])

@@ -483,7 +483,8 @@ def test_an_unknown_backend_of_the_users_is_one_line(nested, source, value):
     result = nested(source.replace("{}", value, 1))
 
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines([f"kvmock: kv_backend is *; known: {', '.join(BACKENDS)}"])
+    nearest = "; did you mean 'lru'[?] known" if value == "'lruu'" else "; known"
+    result.stdout.fnmatch_lines([f"kvmock: kv_backend is {value}{nearest}: {', '.join(BACKENDS)}"])
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 

@@ -65,7 +65,7 @@ CASES = [
         subject(ManagerContract),
         'set backend = "name" (or a BackendSpec), or define make_manager(self, num_blocks, block_size, sink)',
     ),
-    (subject(ManagerContract, backend="lruu"), f"unknown backend 'lruu'; known: {', '.join(BACKENDS)}"),
+    (subject(ManagerContract, backend="lruu"), f"unknown backend 'lruu'; did you mean 'lru'? known: {', '.join(BACKENDS)}"),
     (subject(WorkerContract, backend=7), "backend must be the name of a backend or a BackendSpec, got 7"),
     (
         subject(ManagerContract, make_manager=lambda self, num_blocks, block_size, sink: []),
@@ -88,7 +88,7 @@ CASES = [
     ),
     (
         subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("lru", "lruu")),
-        f"backends has 'lruu': unknown backend 'lruu'; known: {', '.join(BACKENDS)}",
+        f"backends has 'lruu': unknown backend 'lruu'; did you mean 'lru'? known: {', '.join(BACKENDS)}",
     ),
     (
         subject(IndexContract, make_index=lambda self: RadixIndex(), block_size=3),

@@ -103,6 +103,6 @@ def test_a_machine_is_named_for_its_backend_so_that_what_is_printed_can_be_read(
 
 
 def test_an_attribute_that_a_machine_does_not_have_is_refused():
-    message = "^for_backend: unknown attribute 'blocks'; known: num_blocks, block_size, workers, chunk, make_index$"
+    message = "^for_backend: unknown attribute 'blocks'; did you mean 'num_blocks' or 'block_size'[?] known: num_blocks, block_size, workers, chunk, make_index$"
     with pytest.raises(TypeError, match=message):
         KvStateMachine.for_backend("lru", blocks=8)
