@@ -30,6 +30,15 @@ TWICE = Stored(None, (2,), (2,))    # after GOOD: a duplicate, which is a warnin
 """
 
 
+class ShortInterrupt:
+    """An error of collection interrupts the run, which pytest writes out frame by frame: the last says enough."""
+
+    @staticmethod
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_keyboard_interrupt(excinfo):
+        excinfo.traceback = excinfo.traceback[-1:]
+
+
 @pytest.fixture
 def nested(pytester, monkeypatch):
     """Write a test module and run it: `nested(source, *args, plugins=(), files={}, subprocess=False)`."""
@@ -54,7 +63,7 @@ def nested(pytester, monkeypatch):
         else:
             with warnings.catch_warnings():
                 warnings.resetwarnings()  # those of the outer run
-                result = pytester.runpytest_inprocess(*command)
+                result = pytester.runpytest_inprocess(*command, plugins=[ShortInterrupt])
         assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
         return result
 
