@@ -37,7 +37,7 @@ from pytest_kvmock.harness.under_test import (
     question,
 )
 from pytest_kvmock.hygiene.ledger import Ledger
-from pytest_kvmock.hygiene.orphans import Orphaned, orphaned
+from pytest_kvmock.hygiene.orphans import Orphaned, orphaned, stored_as
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import Stream, StreamKey, Wound
 from pytest_kvmock.hygiene.text import NOBODY, worker_text
@@ -401,7 +401,8 @@ class Comparison:
         """Yield the chains whose answers an event changes.
 
         Those of the last block stored, of each first block removed, and of three that were cleared; and once more
-        with the first block exchanged and without it, which must match nothing that the chain matched.
+        with the first block exchanged and without it, which must match nothing that the chain matched. After a Cleared
+        also those that it must not change: one of each other rank of the worker.
         """
         key = (event.worker_id, event.event.dp_rank)
         stream = self._ledger.streams[key]
@@ -417,6 +418,12 @@ class Comparison:
             yield self._chain(stream, block)
         if touched:
             yield from self._strangers(self._chain(stream, touched[-1]))
+        if isinstance(data, Cleared):
+            for other, spared in self._ledger.streams.items():
+                if other[0] == key[0] and other != key and spared.device:
+                    block = next(reversed(spared.device))
+                    if block in spared.origin:
+                        yield self._chain(spared, block)
 
     def _strangers(self, chain: Chain) -> Iterator[Chain]:
         """Yield a chain with its first block exchanged, and without it."""
@@ -463,17 +470,7 @@ class Comparison:
         if wrong is None:
             return []  # an index that changes its mind between two questions: the next question shows it again
         worker, rank, got, right = wrong
-        block = shortest.blocks[-1]
-        stories = [
-            s.history(block) for k, s in self._ledger.streams.items() if k == (worker, rank) and block in s.origin
-        ]
-        others = [worker_text(*k) for k, s in self._ledger.streams.items() if k != (worker, rank) and block in s.origin]
-        if stories:
-            story = stories[0]
-        elif others:
-            story = f"it never stored it, {others[0]} did; was the index empty at the start?"
-        else:
-            story = "nobody ever stored it; was the index empty at the start?"
+        block, story = self._story((worker, rank), shortest)
         if heard is not None and heard.key == (worker, rank) and self._left_a_copy(heard.event, block):
             story += "; this Removed took one copy of it, and the engine has another"
         orphan, warning = self._orphan(answer, (worker, rank), shortest)
@@ -485,8 +482,8 @@ class Comparison:
             "index_drift",
             worker,
             rank,
-            f"the index under test ({self._under_test.name}) answers {_count(got)} of {worker_text(worker, rank)} for the chain of "
-            f"{len(shortest.local)} that ends in block {block_text(block)}; {story}",
+            f"{self._under_test.asked}() of your index ({self._under_test.name}) returned {got} for "
+            f"{worker_text(worker, rank)} on a {len(shortest.local)}-block prefix (ends in {block_text(block)}); {story}",
             _right(right, "the reference index says" if self._standard is None else "was published"),
             heard.event if heard else None,
             heard.position if heard else position,
@@ -496,6 +493,22 @@ class Comparison:
         if warning is not None:
             self._warned[problem] = warning
         return [problem]
+
+    def _story(self, key: StreamKey, chain: Chain) -> tuple[int, str]:
+        """The last block of a chain, as the worker and rank has named it if it has, and what the events say of it."""
+        streams, block = self._ledger.streams, chain.blocks[-1]
+        own = streams.get(key)
+        if own is not None:
+            if chain.stranger:  # without its first block, it may be another chain that somebody has stored
+                named = stored_as(own, chain.local)
+                block = min(named) if named else block
+            if block in own.origin:
+                return block, own.history(block)
+        others = [other for other, stream in streams.items() if other != key and block in stream.origin]
+        others.sort(key=lambda other: other[0] != key[0])  # another rank of the worker tells most
+        if others:
+            return block, f"it never stored it, {worker_text(*others[0])} did"
+        return block, "nobody ever stored it; was the index empty at the start?"
 
     def _orphan(
         self, answer: Scores | WorkerScores, key: StreamKey, chain: Chain

@@ -25,6 +25,9 @@ from pytest_kvmock.hygiene.content import FoundChain
 if TYPE_CHECKING:
     from pytest_kvmock.harness.router_harness import RouterHarness
 
+MOST_UNJUDGED: Final = 10_000
+"""So many Stored are kept until it is found out whether their hashes are a chain; those of other engines never are."""
+
 FIRST_SINK_WORKER: Final = MOST_WORKERS
 """Sinks are workers of their own, with the first ids from here on that are free."""
 
@@ -127,7 +130,8 @@ class KvSink:
         was_found = chain.found
         is_broken = chain.is_broken_by(data)
         if not chain.found:
-            self._unjudged.append(said)
+            if len(self._unjudged) < MOST_UNJUDGED:
+                self._unjudged.append(said)
         elif not was_found:
             self._judge_earlier(chain.is_broken_by)
         return is_broken

@@ -81,6 +81,12 @@ def orphaned(stream: Stream, local_hashes: tuple[int, ...], named: Sequence[int]
     return Orphaned(tuple(dict.fromkeys(found)), most) if found else None
 
 
+def stored_as(stream: Stream, local_hashes: tuple[int, ...]) -> set[int]:
+    """The blocks that the stream has stored at the end of a chain of local hashes; none where it never stored it."""
+    stored = _stored(stream, local_hashes)
+    return stored[-1] if len(stored) == len(local_hashes) else set()
+
+
 def _stored(stream: Stream, local_hashes: tuple[int, ...]) -> list[set[int]]:
     """The blocks that the stream has stored for each place of a chain, from the root on."""
     links = stream.links

@@ -82,7 +82,7 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
                 "what the events say is held is not what the engine holds",
                 at_end=True,
             ),
-            Rule("index_drift", "error", "the index under test answers otherwise than the reference index"),
+            Rule("index_drift", "error", "your index disagrees with the reference index"),
             Rule(
                 "not_flushed",
                 "error",

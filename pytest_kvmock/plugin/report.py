@@ -244,8 +244,8 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> st
         if settings.get("event_warnings") != "fail":
             line += " (--kv-event-warnings=fail makes them fail)"
     else:
-        line += "no warnings"
+        line += "warnings: none" if engine_warnings else "no warnings"
     if engine_warnings:
         own = _counts_text({rule: engine_warnings[rule] for rule in order if rule in engine_warnings})
-        line += f"; the engines' own: {own}"
+        line += f"{'; ' if warnings else ' but '}the engines' own: {own}"
     return line

@@ -306,11 +306,44 @@ def test_a_forgotten_removed_is_found_at_that_event(make_kv):
     kv.apply([Removed((3,)), Stored(2, (4,), (4,))])
     (problem,) = kv.judge().errors
     assert ("index_drift", 1, (3,)) == (problem.rule, problem.event_id, problem.blocks)
-    assert problem.known.startswith(
-        "the index under test (ForgetsOneRemoved) answers 3 blocks of worker 0 for the chain of 3"
-    )
-    assert "block 3 was removed by event 1" in problem.known
+    assert (
+        "find_matches() of your index (ForgetsOneRemoved) returned 3 for worker 0 on a 3-block prefix (ends in 3); "
+        "block 3 was removed by event 1"
+    ) == problem.known
     assert "2 blocks, as the reference index says" == problem.right
+
+
+def test_a_cleared_that_empties_another_rank_is_found_at_that_event(make_kv):
+    class ClearsAllRanks(Sound):
+        def apply(self, event):
+            super().apply(event)
+            if isinstance(event.event.data, Cleared):
+                self.tree.remove_worker(event.worker_id)
+
+    kv = make_kv(index=ClearsAllRanks(), dp_size=2)
+    kv.apply([Stored(None, (1, 2), (1, 2))], dp_rank=0)
+    kv.apply([Stored(None, (7, 8), (7, 8))], dp_rank=1)
+    kv.apply([Cleared()], dp_rank=0)
+    (problem,) = kv.judge().errors
+    assert ("index_drift", (0, 1), 2) == (problem.rule, (problem.worker_id, problem.dp_rank), problem.position)
+    assert (
+        "find_matches() of your index (ClearsAllRanks) returned 0 for worker 0 rank 1 on a 1-block prefix (ends in 7); "
+        "block 7 was stored by event 0 and never removed"
+    ) == problem.known
+
+
+def test_a_chain_that_lacks_its_first_block_is_named_as_the_worker_names_it(make_kv):
+    class ForgetsWorkerOne(Sound):
+        def find_matches(self, local_hashes):
+            return {key: blocks for key, blocks in super().find_matches(local_hashes).items() if key[0] != 1}
+
+    kv = make_kv(index=ForgetsWorkerOne(), sync="end", workers=2)
+    kv.apply([Stored(None, (5,), (12,))], worker_id=1)
+    with kv.burst():
+        kv.apply([Stored(None, (1, 2), (11, 12))])
+    (problem,) = kv.judge().errors
+    assert (1, (5,)) == (problem.worker_id, problem.blocks)
+    assert problem.known.endswith("on a 1-block prefix (ends in 5); block 5 was stored by event 0 and never removed")
 
 
 def test_an_ignored_cleared_is_found_at_that_event(make_kv, rules_of):

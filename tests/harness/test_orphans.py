@@ -154,8 +154,8 @@ def test_what_is_outside_of_it_is_listed_under_the_warning_and_says_why():
     (drift,) = warning.folded
     assert ("index_drift", (2,)) == (drift.rule, drift.blocks)
     assert (
-        f"the index under test (Scripted) answers 0 blocks of worker {sink.worker_id} for the chain of 2 that ends in "
-        "block 2; block 2 was stored by event 0 and never removed; block 2 was left without its parent by event 1"
+        f"find_matches() of your index (Scripted) returned 0 for worker {sink.worker_id} on a 2-block prefix (ends in "
+        "2); block 2 was stored by event 0 and never removed; block 2 was left without its parent by event 1"
     ) == drift.known
     assert "1 to 2 blocks: between what the reference index says and what the events say is held" == drift.right
 

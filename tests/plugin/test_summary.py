@@ -112,7 +112,7 @@ RUNS = {
     ),
     "what a faithful engine does by itself": (
         HOLE,
-        "kvmock: 1 test on multi_lru; 7 events; no warnings; the engines' own: 1 evicted_and_restored",
+        "kvmock: 1 test on multi_lru; 7 events; warnings: none but the engines' own: 1 evicted_and_restored",
     ),
     "and what a test does by hand": (
         """
