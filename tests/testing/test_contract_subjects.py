@@ -65,7 +65,10 @@ CASES = [
         subject(ManagerContract),
         'set backend = "name" (or a BackendSpec), or define make_manager(self, num_blocks, block_size, sink)',
     ),
-    (subject(ManagerContract, backend="lruu"), f"unknown backend 'lruu'; did you mean 'lru'? known: {', '.join(BACKENDS)}"),
+    (
+        subject(ManagerContract, backend="lruu"),
+        f"unknown backend 'lruu'; did you mean 'lru'? known: {', '.join(BACKENDS)}",
+    ),
     (subject(WorkerContract, backend=7), "backend must be the name of a backend or a BackendSpec, got 7"),
     (
         subject(ManagerContract, make_manager=lambda self, num_blocks, block_size, sink: []),
