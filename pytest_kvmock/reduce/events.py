@@ -250,10 +250,13 @@ class EventCutter:
         pieces = self._own(_pieces([*self._arrivals, *self._later]))
         amid = [*self._amid(pieces, upto)]
         for room in dict.fromkeys(min(room, len(pieces)) for room in _ROOMS):
+            roomy = EngineProfile(num_blocks=max(room + 2, EngineProfile().num_blocks))
+            self._look = replace(self._look, profile=roomy)
             for kept in amid:
                 for gap in range(len(kept) + 1):
                     if self._attempt(self._put(kept, gap, room)):
                         fewest = self._fewest(kept, gap, room)
+                        self._try_look(fewest, profile=EngineProfile())
                         self._try_look(fewest, renamed=True)
                         return True
         self._look = before
