@@ -71,14 +71,16 @@ class Recording:
         arrivals: what the router heard.
         operations: what was asked of the workers, as tuples of `Operation`'s fields.
         requests: how many requests there were.
+        bursts: whether the test gave an index events in bursts (`RouterHarness.burst`).
     """
 
-    __slots__ = ("_log", "arrivals", "operations", "requests")
+    __slots__ = ("_log", "arrivals", "bursts", "operations", "requests")
 
     def __init__(self, log: EventLog) -> None:
         self.arrivals: list[Arrival] = []
         self.operations: list[tuple[Kind, StreamKey, int, Any, int]] = []
         self.requests = 0
+        self.bursts = False
         self._log = log
 
     def arrive(self, arrival: Arrival) -> None:

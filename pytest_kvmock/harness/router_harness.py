@@ -189,6 +189,11 @@ class RouterHarness(Questions):
         """What the events have said, by (worker_id, dp_rank)."""
         return MappingProxyType(self._judge.ledger.streams)
 
+    @property
+    def sink_ids(self) -> frozenset[int]:
+        """The worker ids of its sinks."""
+        return frozenset(self._sinks)
+
     def use_backend(self, backend: str | BackendSpec) -> None:
         """Say which backend the workers have, once, and make those that exist from the start.
 
@@ -424,6 +429,7 @@ class RouterHarness(Questions):
         placed at the last event that explains it. With sync="end" it is compared at the end all the same. An async index
         gets no event before `aflush` anyway.
         """
+        self.recording.bursts = True
         try:
             with self._judge.burst():
                 yield

@@ -160,6 +160,8 @@ def _save(case: Case, found: Reproduction) -> str:
         return "\n# not saved: a scenario cannot await an async index"
     if found.sync != "auto":
         return f"\n# not saved: a scenario flushes the index after each step, and this needs sync={found.sync!r}"
+    if found.index_semantics is not None:
+        return f"\n# not saved: a scenario file cannot set index_semantics, and this needs {found.index_semantics!r}"
     # A test has one file, whoever runs it: the workers of pytest-xdist do not meet.
     path = Path(wanted, re.sub(r"[^\w.-]+", "-", case.item.nodeid).strip("-") + ".kv.yaml")
     target = case.item.config.invocation_params.dir / path

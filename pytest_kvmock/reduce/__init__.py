@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 WORK: Final = 500_000
 """How many steps a search replays at most, unless it is told otherwise."""
 
-MOST_STEPS: Final = 200
-"""A program of more steps is none that anybody reads."""
+MOST_LINES: Final = 200
+"""A test of more lines is none that anybody reads."""
 
 _OF_AN_INDEX: Final = ("index_drift", "index_failure")
 _OF_NO_STREAM: Final = ("not_flushed", "sink_failure")
@@ -109,7 +109,7 @@ def _search(
     reasons: dict[str, None] = {}
     # Events first, whichever is wanted: they cost little, and are at hand where requests do not show it in time.
     for chosen in sorted(levels):
-        for way in _ways(whole.replace(level=chosen)):
+        for way in _ways(whole.replace(level=chosen), bursts=kv.recording.bursts):
             fresh = replayer()
             try:
                 cut = _finished(_cut(kv, problem, way, fresh), fresh)
@@ -125,13 +125,15 @@ def _search(
     raise NotReduced("; ".join(reasons))
 
 
-def _ways(whole: Reproduction) -> Iterator[Reproduction]:
+def _ways(whole: Reproduction, *, bursts: bool) -> Iterator[Reproduction]:
     """The ways in which an index may be asked: as the test did, then others that may show what that did not."""
     yield whole
     if whole.aflush == "end":  # how often the test did it is not known
         yield whole.replace(aflush="every")
-    elif whole.with_index and whole.sync != "end":  # in a long test it was not flushed after each event
-        yield whole.replace(sync="end")
+    elif whole.with_index and whole.sync == "burst":  # a replay is one burst, and the test perhaps many
+        yield whole.replace(sync="auto")
+    elif whole.with_index and whole.sync == "auto":  # in a long test it was not flushed after each event
+        yield whole.replace(sync="burst" if bursts else "end")
 
 
 def _whole(kv: RouterHarness, problem: Problem) -> tuple[Reproduction, MakeIndex | None]:
@@ -161,6 +163,7 @@ def _whole(kv: RouterHarness, problem: Problem) -> tuple[Reproduction, MakeIndex
             workers=tuple(made),
             with_index=make_index is not None,
             sync="auto" if make_index is None or kv.sync == "every" else kv.sync,
+            index_semantics=None if make_index is None else kv.index_semantics,
             aflush="end" if make_index is not None and kv.is_async else None,
         ),
         make_index,
@@ -205,6 +208,9 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     if problem.rule in _NEEDS_AN_ENGINE:
         raise NotReduced("what an engine holds cannot be replayed from its events")
     arrivals = _upto(recording.arrivals, problem.position)
+    # What an index makes of an event that it queues may be due to those that come after, before it is flushed.
+    is_late = whole.sync != "auto" or whole.aflush is not None
+    later = recording.arrivals[len(arrivals) :] if is_late else []
     whole = whole.replace(cut_from=kv.events.total)
     # What is published must be the engine's chain only where that is what is wrong: else blocks get other names. And a
     # capacity only makes a test longer that is about something else.
@@ -221,8 +227,8 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     }
     if with_capacity:  # what is held is too much: what was removed does not matter, nor in how many events it came
         with suppress(NotReduced):
-            return EventCutter(whole, _held(arrivals, whole.breach.worker), replayer, kinds).cut()
-    return EventCutter(whole, arrivals, replayer, kinds).cut()
+            return EventCutter(whole, _held(arrivals, whole.breach.worker), replayer, kinds, sinks=kv.sink_ids).cut()
+    return EventCutter(whole, arrivals, replayer, kinds, sinks=kv.sink_ids, later=later).cut()
 
 
 def _operations(recorded: Iterable[tuple[Any, ...]]) -> Iterator[Operation]:
@@ -304,7 +310,9 @@ def _finished(found: Reproduction, replayer: Replayer) -> Reproduction:
     """The program with what it says of itself."""
     replays = replayer.budget.replays
     replayer.budget = Budget(WORK)  # once or twice more, at whatever cost: it is short
-    if len(found.steps) > MOST_STEPS or not (len(found.steps) <= ASKED_ALWAYS or replayer.breaks(found, as_test=True)):
+    if found.as_test().count("\n") > MOST_LINES or not (
+        len(found.steps) <= ASKED_ALWAYS or replayer.breaks(found, as_test=True)
+    ):
         raise NotReduced(f"cut to {found.size:,} of {found.cut_from:,} {found.level} before the limit was reached")
     plain = found.replace(sync="auto")
     if found.sync != "auto" and replayer.breaks(plain, as_test=True):

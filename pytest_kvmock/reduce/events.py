@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import Arrival, Forgotten
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.text import NOBODY
 from pytest_kvmock.reduce.program import NotReduced, Reproduction, SinkKind
 from pytest_kvmock.reduce.search import Spent, minimal
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 
 _WINDOWS: Final = (16, 64, 256)
+_ROOMS: Final = (16, 64, 256, 1024)
+"""So much room a queue may have that overflows: events before, between and after those that count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +90,32 @@ class EventCutter:
         arrivals: what the router heard, up to the event that shows the problem.
         replayer: replays programs.
         kinds: what a sink must be like that says what a worker, or sink, has said.
+        sinks: the worker ids of sinks.
+        later: what the router heard after that event, where that may be why it went wrong.
 
     Attributes:
         best: the smallest program so far that breaks the rule; None before the first.
     """
 
     def __init__(
-        self, whole: Reproduction, arrivals: Sequence[Arrival], replayer: Replayer, kinds: Mapping[int, SinkKind]
+        self,
+        whole: Reproduction,
+        arrivals: Sequence[Arrival],
+        replayer: Replayer,
+        kinds: Mapping[int, SinkKind],
+        *,
+        sinks: Collection[int],
+        later: Sequence[Arrival] = (),
     ) -> None:
         self.best: Reproduction | None = None
         self._whole = whole
         self._replayer = replayer
         self._kinds = kinds
+        self._sinks = sinks
         self._chained = whole.rule == "wrong_hash"
         self._arrivals = arrivals
-        self._parents = _parents(arrivals)
+        self._later = later
+        self._parents = _parents([*arrivals, *later])
         self._look = _Look(with_ids=whole.rule == "event_id_gap")
 
     def cut(self) -> Reproduction:
@@ -110,11 +125,12 @@ class EventCutter:
             NotReduced: nothing was found that breaks the rule again.
         """
         try:
-            pieces = self._start()
-            self._make_plain(pieces)  # now already: should the search end early, this much is done
-            pieces = self._minimal(pieces)
-            self._make_plain(pieces)
-            self._minimal(pieces)
+            if not self._filled():
+                pieces = self._start()
+                self._make_plain(pieces)  # now already: should the search end early, this much is done
+                pieces = self._minimal(pieces)
+                self._make_plain(pieces)
+                self._minimal(pieces)
         except Spent:
             if self.best is None:
                 raise NotReduced("no part of the events broke the rule again before the limit was reached") from None
@@ -134,7 +150,7 @@ class EventCutter:
     def _start(self) -> Sequence[_Piece]:
         """The first of some parts, from the likeliest to the whole, that breaks the rule."""
         pieces = [*_pieces(self._arrivals)]
-        own = [piece for piece in pieces if piece.key == self._whole.breach.worker]
+        own = self._own(pieces)
         for with_ids in (True,) if self._look.with_ids else (False, True):
             self._look = replace(self._look, with_ids=with_ids)
             for part in self._parts(pieces, own):
@@ -159,6 +175,15 @@ class EventCutter:
                 yield own[max(0, end - size) : end]
         yield own
         yield pieces
+        if self._later:
+            everything = [*_pieces([*self._arrivals, *self._later])]
+            yield self._own(everything)
+            yield everything
+
+    def _own(self, pieces: Iterable[_Piece]) -> list[_Piece]:
+        """Those of the worker and rank that the problem is about; a failed flush is about nobody."""
+        worker = self._whole.breach.worker
+        return [piece for piece in pieces if worker in (NOBODY, piece.key)]
 
     def _line(self, blocks: Iterable[int]) -> frozenset[int]:
         """Blocks and their ancestors."""
@@ -211,6 +236,71 @@ class EventCutter:
         if not self._attempt(pieces):
             self._look = before
 
+    # ------------------------------------------------------------------------------------------------- filling
+
+    def _filled(self) -> bool:
+        """Whether the rule is broken for want of room: by one or two events that count, amid others that may be any.
+
+        Then `best` has as few others as can be, all alike, so that hundreds of them are a range in a test.
+        """
+        if (self._whole.sync == "auto" and self._whole.aflush is None) or not self._whole.with_index:
+            return False
+        before, self._look = self._look, replace(self._look, profile=EngineProfile(), made=False, bare=True)
+        upto = len(self._own(_pieces(self._arrivals)))
+        pieces = self._own(_pieces([*self._arrivals, *self._later]))
+        amid = [*self._amid(pieces, upto)]
+        for room in dict.fromkeys(min(room, len(pieces)) for room in _ROOMS):
+            roomy = EngineProfile(num_blocks=max(room + 2, EngineProfile().num_blocks))
+            self._look = replace(self._look, profile=roomy)
+            for kept in amid:
+                for gap in range(len(kept) + 1):
+                    if self._attempt(self._put(kept, gap, room)):
+                        fewest = self._fewest(kept, gap, room)
+                        self._try_look(fewest, profile=EngineProfile())
+                        self._try_look(fewest, renamed=True)
+                        return True
+        self._look = before
+        return False
+
+    def _amid(self, pieces: Sequence[_Piece], upto: int) -> Iterator[list[_Piece]]:
+        """Events that may be what counts: none, or the last one or two of a block.
+
+        Args:
+            pieces: what the router heard of the worker and rank.
+            upto: how many of them were there when the problem showed.
+        """
+        block = self._whole.breach.block
+        if block is None:
+            yield []
+            block = _longest_stored(pieces)
+        if block is None:
+            return
+        own = [piece.only(frozenset([block])) for piece in pieces[:upto] if block in piece.blocks]
+        yield own[-1:]
+        if len(own) > 1:
+            yield own[-2:]
+
+    def _put(self, kept: Sequence[_Piece], gap: int, others: int) -> list[_Piece]:
+        """Put so many others before, between or after those that are kept."""
+        worker_id, rank = kept[0].key if kept else self._whole.breach.worker
+        worker_id = max(worker_id, 0)  # of nobody
+        known = {block for piece in kept for block in piece.blocks}
+        fresh = islice((block for block in count(1) if block not in known), others)
+        events = (KvCacheEvent(block, Stored(None, (block,), (block,)), rank) for block in fresh)
+        fillers = [_Piece((RouterEvent(worker_id, event), False), 0) for event in events]
+        return [*kept[:gap], *fillers, *kept[gap:]]
+
+    def _fewest(self, kept: Sequence[_Piece], gap: int, enough: int) -> list[_Piece]:
+        """Put as few others as can be."""
+        too_few = -1
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if self._attempt(self._put(kept, gap, middle)):
+                enough = middle
+            else:
+                too_few = middle
+        return self._put(kept, gap, enough)
+
     # ------------------------------------------------------------------------------------------------- writing
 
     def _program(self, pieces: Sequence[_Piece], look: _Look) -> Reproduction | None:
@@ -219,6 +309,8 @@ class EventCutter:
         names: dict[int, int] = {}  # worker ids in the program
         sinks: list[SinkKind] = []
         counts: dict[StreamKey, int] = {}
+        taken = (piece.key[0] + 1 for piece in pieces if piece.key[0] < FIRST_SINK_WORKER)
+        free = max(1, self._whole.profile.workers, *taken)
         mender = (_Roots if self._chained else _Mender)(self._parents, self._whole.breach.block)
         for piece in pieces:
             arrival = piece.arrival
@@ -226,9 +318,12 @@ class EventCutter:
             if worker_id not in names:
                 names[worker_id] = worker_id
                 kind = self._kinds.get(worker_id, SinkKind())
-                if worker_id >= FIRST_SINK_WORKER or kind.chained:
+                if worker_id in self._sinks or kind.chained:
                     names[worker_id] = FIRST_SINK_WORKER + len(sinks)
                     sinks.append(kind)
+                elif worker_id >= FIRST_SINK_WORKER:  # where the sinks of a program are
+                    names[worker_id] = free
+                    free += 1
             if isinstance(arrival, Forgotten):
                 steps.append(arrival._replace(worker_id=names[worker_id]))
                 mender.forget(piece.key)
@@ -240,8 +335,8 @@ class EventCutter:
                 return None
             if not isinstance(data, Cleared) and not data.block_hashes and _named(event):
                 continue
-            count = counts[piece.key] = counts.get(piece.key, -1) + 1
-            event_id = max(0, count + piece.jumps) if look.with_ids else count
+            number = counts[piece.key] = counts.get(piece.key, -1) + 1
+            event_id = max(0, number + piece.jumps) if look.with_ids else number
             tier, tokens = event.storage_tier, event.token_ids
             if look.bare:
                 tier, tokens = StorageTier.DEVICE, None
@@ -251,6 +346,7 @@ class EventCutter:
                 tokens = [tokens[i] for i in piece.places]
             steps.append(RouterEvent(names[worker_id], KvCacheEvent(event_id, data, rank), tier, tokens))
         breach = self._whole.breach
+        names.setdefault(NOBODY[0], NOBODY[0])
         if breach.worker[0] not in names:
             return None
         renamer = _Renamer() if look.renamed else None
@@ -262,7 +358,9 @@ class EventCutter:
             profile=look.profile or self._whole.profile,
             steps=tuple(steps),
             workers=tuple(
-                made for made in self._whole.workers if names.get(made[0][0]) == made[0][0] < FIRST_SINK_WORKER
+                ((names[worker_id], rank), backend)
+                for (worker_id, rank), backend in self._whole.workers
+                if names.get(worker_id, FIRST_SINK_WORKER) < FIRST_SINK_WORKER
             )
             * look.made,
             sinks=tuple(sinks),
@@ -290,8 +388,22 @@ def _pieces(arrivals: Iterable[Arrival]) -> Iterator[_Piece]:
             continue
         inner = arrival[0].event
         key = (arrival[0].worker_id, inner.dp_rank)
-        count = counts[key] = counts.get(key, -1) + 1
-        yield _Piece(arrival, inner.event_id - count)
+        number = counts[key] = counts.get(key, -1) + 1
+        yield _Piece(arrival, inner.event_id - number)
+
+
+def _longest_stored(pieces: Iterable[_Piece]) -> int | None:
+    """Of blocks that were stored and then removed, the one with the most events in between."""
+    stored: dict[int, int] = {}
+    longest, most = None, 0
+    for i, piece in enumerate(pieces):
+        if piece.event is not None and isinstance(piece.event.event.data, Stored):
+            stored.update(dict.fromkeys(piece.blocks, i))
+            continue
+        for block in piece.blocks:
+            if (age := i - stored.pop(block, i)) > most:
+                longest, most = block, age
+    return longest
 
 
 def _parents(arrivals: Iterable[Arrival]) -> dict[StreamKey, dict[int, int | None]]:

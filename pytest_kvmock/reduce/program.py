@@ -129,6 +129,7 @@ class Reproduction:
         sinks: the sinks that speak; the first is worker 2**16.
         with_index: whether the index under test takes part.
         sync: when it is compared; see `RouterHarness`.
+        index_semantics: what a Cleared empties; likewise.
         aflush: when the test awaits `aflush()`: after "every" step, or at the "end"; None where no async index takes part.
         with_ids: whether the ids of the events matter; if not, they count from 0.
         allow: rules that it breaks besides, and that the test let pass.
@@ -146,6 +147,7 @@ class Reproduction:
     sinks: tuple[SinkKind, ...] = ()
     with_index: bool = False
     sync: Sync = "auto"
+    index_semantics: Literal["e1"] | None = None
     aflush: Literal["every", "end"] | None = None
     with_ids: bool = False
     allow: tuple[str, ...] = ()

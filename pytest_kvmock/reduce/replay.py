@@ -100,7 +100,7 @@ class Replayer:
         self.budget.replays += 1
         if not as_test and len(program.steps) > ASKED_ALWAYS:
             aflush = program.aflush and "end"
-            program = program.replace(sync="end" if program.sync == "auto" else program.sync, aflush=aflush)
+            program = program.replace(sync="end", aflush=aflush)
         if program.aflush is not None:
             return in_a_loop(self._aplay(program, strict=strict), self.budget)
         index = self._make_index() if program.with_index and self._make_index is not None else None
@@ -120,7 +120,8 @@ class Replayer:
 
     def _world(self, program: Reproduction, index: Any) -> RouterHarness:
         backend = self._specs.get(program.backend, program.backend)
-        kv = RouterHarness(program.profile, backend, index, sync=program.sync)
+        semantics = program.index_semantics
+        kv = RouterHarness(program.profile, backend, index, sync=program.sync, index_semantics=semantics)
         for key, name in program.workers:
             kv.worker(*key, backend=None if name is None else self._specs.get(name, name))
         for sink in program.sinks:
@@ -217,6 +218,7 @@ class MakeIndex:
     def __init__(self, index: Any, profile: EngineProfile, *, is_async: bool) -> None:
         self.failures: list[str] = []
         self._kind: Any = type(index)
+        self._call = f"{self._kind.__name__}()"
         self._profile, self._is_async = profile, is_async
         new = getattr(index, "new", None)
         self._has_new = callable(new)
@@ -229,6 +231,8 @@ class MakeIndex:
                 if not hasattr(self._profile, parameter.name):
                     raise NotReduced(_no_second(self._kind, f"its class needs {parameter.name!r}"))
                 given[parameter.name] = getattr(self._profile, parameter.name)
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        self._call = f"{self._kind.__name__}({said})"
         return partial(self._kind, **given)
 
     def __call__(self) -> Any:
@@ -266,10 +270,9 @@ class MakeIndex:
 
     def why_not(self) -> str:
         """What may be the reason why a replay does not show what was wrong with the index under test."""
-        name = self._kind.__name__
         if self.failures:
-            return f"; a new {name} failed there: {self.failures[0]}"
-        return "" if self._has_new else f"; if yours is not as {name}() makes it, give it a method new()"
+            return f"; a new {self._kind.__name__} failed there: {self.failures[0]}"
+        return "" if self._has_new else f"; the replays called {self._call}: if yours differs, give it a method `new()`"
 
 
 def _needed(parameters: Iterable[Parameter]) -> list[Parameter]:
@@ -278,7 +281,7 @@ def _needed(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def _no_second(kind: type, why: str) -> str:
-    return f"no second {kind.__name__} can be made to try with ({why}); give it a method new() that makes an empty one"
+    return f"could not rebuild your index for the replay ({why}): give {kind.__name__} a method `new()` that returns an empty one"
 
 
 # ------------------------------------------------------------------------------------------------- async indexes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.backends import EngineProfile, known_backends
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
@@ -74,6 +74,8 @@ def _harness(program: Reproduction) -> str:
         arguments.append("index=kv_index")
     if program.sync != "auto":
         arguments.append(f"sync={_quoted(program.sync)}")
+    if program.index_semantics is not None:
+        arguments.append(f"index_semantics={_quoted(program.index_semantics)}")
     if program.allow:
         arguments.append(f"allow=[{', '.join(map(_quoted, program.allow))}]")
     return ", ".join(arguments)
@@ -118,17 +120,62 @@ def _events(program: Reproduction) -> Iterator[str]:
             continue
         events = [step for step in steps if isinstance(step, RouterEvent)]
         if kind == "sink":
-            yield from (f"{_sink(where[0], program)}({_said(step, program)})" for step in events)
+            name = _sink(where[0], program)
+            for run in _alike(events, program):
+                if len(run) > 1:
+                    yield f"for block in {_blocks(run)}:"
+                    yield f"    {name}({_ANY_BLOCK})"
+                else:
+                    yield f"{name}({_said(run[0], program)})"
             continue
         worker_id, rank = where
         at = "".join([f", worker_id={worker_id}" * bool(worker_id), f", dp_rank={rank}" * bool(rank)])
-        said = [_applied(step, program) for step in events]
-        if len(said) == 1:
+        said = [
+            f"*({_ANY_BLOCK} for block in {_blocks(run)})" if len(run) > 1 else _applied(run[0], program)
+            for run in _alike(events, program)
+        ]
+        if len(events) == 1:
             yield f"kv.apply({said[0]}{at})"
         else:
             yield "kv.apply(["
             yield from (f"    {text}," for text in said)
             yield f"]{at})"
+
+
+_ANY_BLOCK: Final = "Stored(None, (block,), (block,))"
+_ALIKE: Final = 6
+"""So many events that differ by their block alone, one higher each, are written as one."""
+
+
+def _alike(events: Sequence[RouterEvent], program: Reproduction) -> Iterator[Sequence[RouterEvent]]:
+    """Events one by one, but runs of those that store one root block each, one higher than the one before, together."""
+    start = 0
+    while start < len(events):
+        first = events[start].event.data
+        end = start
+        if isinstance(first, Stored) and not program.with_ids:
+            block = first.block_hashes[0] if first.block_hashes else 0
+            while end < len(events) and _is_plain(events[end], block + end - start):
+                end += 1
+        if end - start < _ALIKE:
+            end = start + 1
+        yield events[start:end]
+        start = end
+
+
+def _is_plain(event: RouterEvent, block: int) -> bool:
+    """Whether an event says nothing but that a root block is stored, in a sink on its first rank."""
+    rank = event.event.dp_rank if event.worker_id >= FIRST_SINK_WORKER else 0
+    plain = (Stored(None, (block,), (block,)), StorageTier.DEVICE, None, 0)
+    return plain == (event.event.data, event.storage_tier, event.token_ids, rank)
+
+
+def _blocks(run: Sequence[RouterEvent]) -> str:
+    """The blocks of events that are alike, as a range."""
+    first, last = (event.event.data for event in (run[0], run[-1]))
+    assert isinstance(first, Stored)
+    assert isinstance(last, Stored)
+    return f"range({block_text(first.block_hashes[0])}, {block_text(last.block_hashes[0] + 1)})"
 
 
 def _is_chained(event: RouterEvent) -> bool:

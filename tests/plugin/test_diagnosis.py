@@ -287,7 +287,7 @@ def test(kv_worker, kv_prompt):
     result.stdout.fnmatch_lines(
         [
             SECTION,
-            "none: no second Forgetful can be made to try with (its class needs 'name'); give it a method new() that *",
+            "none: could not rebuild your index for the replay (its class needs 'name'): give Forgetful a method `new()` *",
         ]
     )
 

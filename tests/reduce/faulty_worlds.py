@@ -1,5 +1,7 @@
 """Indexes and engines that somebody could have written wrong."""
 
+from contextlib import suppress
+
 from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.cache.logical import LogicalManager
@@ -57,6 +59,20 @@ class Overflows(Sound):
     def flush(self):
         for event in self.queue:
             self.tree.apply(event)
+        self.queue.clear()
+
+
+class ForgetsOldest(Overflows):
+    """What is in its queue gives way to what comes."""
+
+    def apply(self, event):
+        self.queue.append(event)
+        del self.queue[: -self.room]
+
+    def flush(self):
+        for event in self.queue:
+            with suppress(ValueError):  # of a block whose Stored is lost
+                self.tree.apply(event)
         self.queue.clear()
 
 

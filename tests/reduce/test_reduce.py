@@ -754,3 +754,30 @@ def test_operations_are_recorded_as_they_were_asked():
         Operation("clear", (0, 0), 0, None, 1),
         Operation("drop_next", (0, 0), 0, (2, "removed"), 2),
     ] == [Operation(*fields) for fields in kv.recording.operations]
+
+
+# ------------------------------------------------------------------------------------- engines with the ids of sinks
+
+
+def test_an_engine_with_the_id_of_a_sink_is_an_engine_in_the_replay_of_a_gap(failure_of):
+    kv = RouterHarness()
+    kv.worker(70_000)
+    kv.apply(KvCacheEvent(3, Stored(None, (1,), (1,))), worker_id=70_000)
+    kv.judge()
+    found = reproduce(kv)
+
+    assert "event_id_gap" == found.rule
+    assert () == found.sinks
+    assert "event_id_gap" in failure_of(found).splitlines()[0]
+
+
+def test_an_engine_with_the_id_of_a_sink_is_an_engine_in_the_replay_of_a_capacity(failure_of):
+    kv = RouterHarness(EngineProfile(num_blocks=2))
+    kv.worker(70_000)
+    kv.apply([Stored(None, (block,), (block,)) for block in range(1, 5)], worker_id=70_000)
+    kv.judge()
+    found = reproduce(kv)
+
+    assert "over_capacity" == found.rule
+    assert () == found.sinks
+    assert "over_capacity" in failure_of(found).splitlines()[0]

@@ -1,6 +1,7 @@
 """The fault of an index under test is cut down, compared as its test does, and awaited where it is async."""
 
 import asyncio
+import random
 import re
 import threading
 
@@ -9,13 +10,14 @@ from faulty_worlds import (
     AsyncForgets,
     ByTokens,
     ForgetsLongRemoved,
+    ForgetsOldest,
     ForgetsWhatWasFlushed,
     Overflows,
     RaisesOnRemoved,
     Sound,
 )
 
-from pytest_kvmock import EngineProfile, RadixIndex, Removed, RouterHarness, Stored
+from pytest_kvmock import Cleared, EngineProfile, RadixIndex, Removed, RouterHarness, Stored
 from pytest_kvmock.reduce import NotReduced, reproduce
 
 # ------------------------------------------------------------------------------------------------ how it is made
@@ -91,8 +93,8 @@ def test_an_index_that_cannot_be_made_in_either_way_is_said_with_why_not_in_its_
     with pytest.raises(NotReduced) as raised:
         reproduce(busy(index=Forgets("a")))
     assert (
-        "no second Forgets can be made to try with (OSError: port in use); give it a method new() that makes an empty one"
-        == str(raised.value)
+        "could not rebuild your index for the replay (OSError: port in use): "
+        "give Forgets a method `new()` that returns an empty one" == str(raised.value)
     )
 
 
@@ -104,8 +106,8 @@ def test_an_index_that_cannot_be_made_anew_is_said(busy):
     with pytest.raises(NotReduced) as raised:
         reproduce(busy(index=Named("a")))
     assert (
-        "no second Named can be made to try with (its class needs 'name'); give it a method new() that makes an empty one"
-        == str(raised.value)
+        "could not rebuild your index for the replay (its class needs 'name'): "
+        "give Named a method `new()` that returns an empty one" == str(raised.value)
     )
 
 
@@ -132,7 +134,7 @@ NOT_AGAIN = "replayed, the events do not break the rule again; replayed, the req
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Sound, "; if yours is not as Sound() makes it, give it a method new()"),
+        (Sound, "; the replays called Sound(): if yours differs, give it a method `new()`"),
         (SoundWithNew, ""),
         (
             NeedsALibrary,
@@ -254,6 +256,154 @@ def test_an_index_that_loses_what_it_was_given_long_ago_is_cut_as_far_as_it_can_
 
     assert (53, "auto", True) == (found.size, found.sync, found.complete)
     assert "index_drift" in failure_of(found, RunsFull()).splitlines()[0]
+
+
+# ------------------------------------------------------------------------------------------- found in a burst
+
+
+def traffic(kv, requests=100):
+    """Prompts that share prefixes, on one worker."""
+    rng = random.Random(0)
+    shared = [kv.prompt(3) for _ in range(6)]
+    for _ in range(requests):
+        kv.worker(0).serve(kv.prompt(rng.randrange(1, 5), after=rng.choice(shared)))
+    return kv
+
+
+ROOMY = EngineProfile(block_size=4, num_blocks=2000)
+
+
+def in_a_burst_of_each(index):
+    kv = traffic(RouterHarness(ROOMY, index=index, sync="burst"))
+    kv.judge()
+    return kv
+
+
+def in_a_burst_amid_others(index):
+    kv = RouterHarness(ROOMY, index=index)
+    kv.worker(0).serve(kv.prompt(2))
+    with kv.burst():
+        traffic(kv)
+    kv.worker(0).serve(kv.prompt(2))
+    kv.judge()
+    return kv
+
+
+@pytest.mark.parametrize("found_in", [in_a_burst_of_each, in_a_burst_amid_others])
+@pytest.mark.parametrize("index", [Overflows, ForgetsOldest])
+def test_a_queue_that_overflows_in_a_burst_is_shown_in_one(failure_of, found_in, index):
+    found = reproduce(found_in(index(64)), work=20_000)
+
+    assert ("index_drift", 65, "burst", True) == (found.rule, found.size, found.sync, found.complete)
+    assert found.as_test() == (
+        "from pytest_kvmock import RouterHarness, Stored\n"
+        "\n"
+        "\n"
+        "def test_reproduction(kv_index):\n"
+        '    with RouterHarness(index=kv_index, sync="burst") as kv:\n'
+        "        kv.apply([\n"
+        "            *(Stored(None, (block,), (block,)) for block in range(1, 66)),\n"
+        "        ])\n"
+    )
+    assert "index_drift" in failure_of(found, index(64)).splitlines()[0]
+
+
+def test_a_removed_that_does_not_fit_into_a_queue_is_the_one_that_is_shown(failure_of):
+    kv = traffic(RouterHarness(EngineProfile(block_size=4, num_blocks=24), index=Overflows(64), sync="burst"))
+    kv.judge()
+    found = reproduce(kv, work=20_000)
+
+    assert (
+        "            *(Stored(None, (block,), (block,)) for block in range(1, 65)),\n"
+        "            Removed((1,)),\n" in found.as_test()
+    )
+    assert "index_drift" in failure_of(found, Overflows(64)).splitlines()[0]
+
+
+def test_a_queue_that_is_longer_than_a_test_that_anybody_reads_is_shown_as_a_range(failure_of):
+    found = reproduce(stored_one_by_one(Overflows(500), 600, "burst"), work=50_000)
+
+    assert "            *(Stored(None, (block,), (block,)) for block in range(1, 502)),\n" in found.as_test()
+    assert "index_drift" in failure_of(found, Overflows(500)).splitlines()[0]
+
+
+def test_a_queue_that_a_sink_fills_is_shown_in_a_loop(failure_of):
+    kv = RouterHarness(index=Overflows(64), sync="burst")
+    sink = kv.make_sink(residency="counted")
+    for block in range(100, 200):
+        sink(Stored(None, (block,), (block,)))
+    kv.judge()
+    found = reproduce(kv)
+
+    assert (
+        '        sink = kv.make_sink(residency="counted")\n'
+        "        for block in range(1, 66):\n"
+        "            sink(Stored(None, (block,), (block,)))\n" in found.as_test()
+    )
+    assert "index_drift" in failure_of(found, Overflows(64)).splitlines()[0]
+
+
+def test_what_shows_outside_of_a_burst_too_is_written_without_one(failure_of):
+    kv = traffic(RouterHarness(EngineProfile(block_size=4, num_blocks=24), index=ForgetsLongRemoved(), sync="burst"))
+    kv.judge()
+    found = reproduce(kv)
+
+    assert (3, "auto") == (found.size, found.sync)
+    assert "index_drift" in failure_of(found, ForgetsLongRemoved())
+
+
+# ----------------------------------------------------------------------------------------- what a Cleared empties
+
+
+class ClearsOneRank(Sound):
+    """Where a Cleared should empty all ranks of its worker."""
+
+
+def test_a_drift_from_the_older_rule_of_cleared_is_replayed_under_it(failure_of):
+    kv = RouterHarness(EngineProfile(dp_size=2), index=ClearsOneRank(), index_semantics="e1")
+    for _ in range(30):
+        for rank in range(2):
+            kv.worker(0, rank).serve(kv.prompt(2))
+    kv.worker(0, 0).clear()
+    kv.judge()
+    found = reproduce(kv)
+
+    assert ("index_drift", 2, "e1") == (found.rule, found.size, found.index_semantics)
+    assert found.as_test() == (
+        "from pytest_kvmock import Cleared, RouterHarness, Stored\n"
+        "\n"
+        "\n"
+        "def test_reproduction(kv_index):\n"
+        '    with RouterHarness(index=kv_index, index_semantics="e1") as kv:\n'
+        "        kv.apply(Stored(None, (1,), (1,)), dp_rank=1)\n"
+        "        kv.apply(Cleared())\n"
+    )
+    assert "index_drift" in failure_of(found, ClearsOneRank()).splitlines()[0]
+
+
+def test_an_index_of_the_older_rule_is_not_blamed_for_it_in_a_replay(failure_of):
+    class Forgets(RadixIndex):
+        def __init__(self):
+            super().__init__(semantics="e1")
+
+        def new(self):
+            return Forgets()
+
+        def apply(self, event):
+            if not isinstance(event.event.data, Removed):
+                super().apply(event)
+
+    kv = RouterHarness(EngineProfile(dp_size=2), index=Forgets(), index_semantics="e1")
+    for rank in range(2):
+        kv.apply(Stored(None, (1, 2), (1, 2)), dp_rank=rank)
+    kv.apply(Cleared())
+    for rank in range(2):
+        kv.apply([Stored(None, (1, 2), (1, 2)), Removed((2,))], dp_rank=rank)
+    kv.judge()
+    found = reproduce(kv)
+
+    assert ["Stored", "Removed"] == [type(event.event.data).__name__ for event in found.events]
+    assert "index_drift" in failure_of(found, Forgets()).splitlines()[0]
 
 
 # ------------------------------------------------------------------------------------------------- async indexes
@@ -430,8 +580,8 @@ def test_an_async_index_that_cannot_be_made_anew_is_said():
     with pytest.raises(NotReduced) as raised:
         awaited(Once)
     assert (
-        "no second Once can be made to try with (OSError: port in use); give it a method new() that makes an empty one"
-        == str(raised.value)
+        "could not rebuild your index for the replay (OSError: port in use): "
+        "give Once a method `new()` that returns an empty one" == str(raised.value)
     )
 
 
@@ -463,8 +613,8 @@ def test_an_async_index_that_is_never_made_ends_with_the_limit():
     with pytest.raises(NotReduced) as raised:
         awaited(NeverMade, expired=hangs.is_set)
     assert (
-        "no second NeverMade can be made to try with (it took longer than the limit); give it a method new() that makes "
-        "an empty one" == str(raised.value)
+        "could not rebuild your index for the replay (it took longer than the limit): "
+        "give NeverMade a method `new()` that returns an empty one" == str(raised.value)
     )
 
 
