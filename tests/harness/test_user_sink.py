@@ -619,6 +619,34 @@ def test_what_a_sink_before_the_router_kept_away_was_published(kv):
     ]
 
 
+def test_an_id_that_was_left_out_is_known_to_be_when_an_event_before_it_arrives_late(kv, sink):
+    sink(KvCacheEvent(0, one_block(1)))
+    kv.faults.reorder()
+    sink(KvCacheEvent(2, one_block(2)))
+    kv.faults.delay(by=3)
+    for event_id in (4, 5, 6, 7):
+        sink(KvCacheEvent(event_id, one_block(event_id)))
+    assert [0, 2, 5, 6, 7, 4] == [entry.event.event.event_id for entry in kv.events]
+    assert [
+        ("non-consecutive event id: expected 1, got 2; the worker never published event 1", "event 1 was due"),
+        ("event 4 did not arrive after event 2; the worker never published event 3", "event 3 was due"),
+    ] == gaps(kv)
+
+
+def test_what_a_worker_left_out_before_it_began_anew_says_nothing_of_its_new_ids(make_kv):
+    kv = make_kv("lru")
+    kv.apply(KvCacheEvent(0, one_block(1)))
+    kv.drop_next()
+    kv.apply(KvCacheEvent(4, one_block(2)))
+    kv.worker(0).restart(announced=True)
+    kv.apply(KvCacheEvent(0, one_block(1)))
+    for event_id in (1, 2, 3):
+        kv.drop_next()
+        kv.apply(KvCacheEvent(event_id, one_block(event_id)))
+    kv.apply(KvCacheEvent(4, one_block(4)))
+    assert [("events 1 to 3 did not arrive after event 0", "event 1 was due")] == gaps(kv)
+
+
 # -------------------------------------------------------------------------------------------- which is the cause
 
 
@@ -648,6 +676,17 @@ def test_an_orphan_that_the_engine_holds_stands_by_itself(kv, sink):
     resident.clear()
     kv.flush()
     assert [("orphaned_child", 1, (2,)), ("engine_drift", 1, (2,))] == rules(kv)
+
+
+def test_an_orphan_does_not_come_of_what_its_block_misses_after_a_cleared(kv, sink):
+    resident = set()
+    sink.compare(lambda: resident)
+    sink(Stored(None, (1, 2), (1, 2)))
+    sink(Removed((1,)))
+    sink(Cleared())
+    sink(one_block(2))
+    kv.flush()
+    assert [("orphaned_child", 1, (2,)), ("engine_drift", 3, (2,))] == rules(kv)
 
 
 def test_too_many_blocks_come_of_a_missing_removed(kv):
