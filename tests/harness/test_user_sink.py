@@ -486,6 +486,50 @@ def test_what_the_engine_holds_shows_that_a_published_hash_breaks_the_chain(kv, 
     assert [("wrong_hash", 0, (OTHER,)), ("engine_drift", 0, (OTHER,)), ("engine_drift", 0, CHAIN[:1])] == rules(kv)
 
 
+def test_one_of_several_blocks_is_enough_to_show_it(kv, sink):
+    sink.compare(lambda: CHAIN[:2])
+    sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
+    assert [] == rules(kv)
+    kv.flush()
+    assert [("wrong_hash", 0, (OTHER,)), ("engine_drift", 0, (OTHER,)), ("engine_drift", 0, CHAIN[1:2])] == rules(kv)
+
+
+def test_an_event_may_show_the_chain_and_break_it(kv, sink):
+    sink(Stored(None, (*CHAIN[:2], OTHER), LOCALS[:3]))
+    assert [("wrong_hash", 0, (OTHER,))] == rules(kv)
+
+
+def test_a_block_that_is_called_0_is_one_of_a_chain_too(kv, sink):
+    for parent, local in ((0, LOCALS[0]), (None, LOCALS[1])):
+        sink(Stored(parent, tuple(sequence_hashes([local], parent=0)), (local,)))
+    assert [
+        ("parent_block_not_found", 0, (0,)),
+        ("wrong_hash", 1, tuple(sequence_hashes(LOCALS[1:2], parent=0))),
+    ] == rules(kv)
+
+
+def test_a_wrong_parent_that_was_never_stored_is_known_from_the_last_time(kv):
+    sink = kv.make_sink(chained=True)
+    sink(Stored(CHAIN[0], CHAIN[1:2], LOCALS[1:2]))
+    sink(Removed(CHAIN[1:2]))
+    sink(Stored(None, CHAIN[1:2], LOCALS[1:2]))
+    (wrong,) = (problem for problem in kv.events.problems if problem.rule == "wrong_hash")
+    assert (
+        f"block {text(CHAIN[1])} is stored with local hash {text(LOCALS[1])}; the event has no parent; the hash fits parent "
+        f"{text(CHAIN[0])}",
+        f"the parent is block {text(CHAIN[0])}",
+    ) == (wrong.known, wrong.right)
+
+
+def test_when_a_chain_is_found_late_only_its_own_events_are_replayed_as_one(kv, sink):
+    free = kv.make_sink(chained=False)
+    free(Stored(None, (OTHER,), LOCALS[:1]))
+    sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
+    sink(Stored(CHAIN[0], CHAIN[1:2], LOCALS[1:2]))
+    kv.judge()
+    assert [sink.worker_id] == [event.worker_id for event in reproduce(kv).events]
+
+
 def test_what_the_engine_holds_beside_what_it_published_shows_no_chain(kv, sink):
     sink.compare(lambda: [OTHER, *CHAIN])
     sink(Stored(None, (OTHER,), LOCALS[:1]))
@@ -601,6 +645,29 @@ def test_what_was_lost_last_and_what_was_left_out_are_told_apart(kv, sink):
             "what is published arrives",
         )
     ] == gaps(kv)
+
+
+def test_what_was_lost_last_is_said_where_the_flush_was(kv, sink):
+    sink(KvCacheEvent(5, one_block(5)))
+    kv.drop_next()
+    sink(KvCacheEvent(6, one_block(6)))
+    kv.flush()
+    assert [("event_id_gap", 0, ())] == rules(kv)
+
+
+def test_an_event_that_a_sink_kept_away_says_nothing_of_the_next(kv):
+    class Refuses:
+        def publish(self, event, *beside):
+            if event.event_id == 1:
+                raise RuntimeError("full")
+
+    kv.add_sink(Refuses(), before=True)
+    sink = kv.make_sink()
+    for event_id in (0, 1):
+        sink(KvCacheEvent(event_id, one_block(event_id)))
+    kv.faults.double()
+    sink(KvCacheEvent(2, one_block(2)))
+    assert [("event 2 had arrived already", "event 3 was due")] == gaps(kv)
 
 
 def test_what_a_sink_before_the_router_kept_away_was_published(kv):

@@ -353,6 +353,13 @@ def test_what_made_a_block_go_is_said_with_its_event(known):
     assert [known] == [problem.known for problem in kv.judge().errors]
 
 
+def test_a_restart_before_a_block_was_stored_did_not_make_it_go():
+    kv = RouterHarness()
+    kv.worker(0).restart(announced=True)
+    kv.apply([one(1), Cleared(), Removed((1,))])
+    assert ["block 1 was stored by event 0 and cleared by event 1"] == [problem.known for problem in kv.judge().errors]
+
+
 def test_a_copy_that_was_removed_is_not_called_never_removed():
     kv = RouterHarness(backend=None)
     sink = kv.make_sink(residency="counted")
