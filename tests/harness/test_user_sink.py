@@ -134,6 +134,16 @@ def test_a_missing_removed_is_drift(kv, sink):
     assert "what the engine drops is published as Removed" == problem.right
 
 
+def test_a_block_that_drifted_may_drift_again_when_it_was_stored_since(kv, sink):
+    resident = {1}
+    sink.compare(lambda: resident)
+    kv.flush()
+    sink(one_block(1))
+    resident.clear()
+    kv.flush()
+    assert [("engine_drift", -1, (1,)), ("engine_drift", 0, (1,))] == rules(kv)
+
+
 def test_a_missing_stored_is_drift(kv, sink):
     sink.compare(lambda: [1])
     (problem,) = kv.judge().errors
@@ -514,20 +524,28 @@ def test_a_wrong_parent_that_was_never_stored_is_known_from_the_last_time(kv):
     sink(Removed(CHAIN[1:2]))
     sink(Stored(None, CHAIN[1:2], LOCALS[1:2]))
     (wrong,) = (problem for problem in kv.events.problems if problem.rule == "wrong_hash")
-    assert (
-        f"block {text(CHAIN[1])} is stored with local hash {text(LOCALS[1])}; the event has no parent; the hash fits parent "
-        f"{text(CHAIN[0])}",
-        f"the parent is block {text(CHAIN[0])}",
-    ) == (wrong.known, wrong.right)
+    known = f"block {text(CHAIN[1])} is stored with local hash {text(LOCALS[1])}; the event has no parent"
+    assert f"{known}; the hash fits parent {text(CHAIN[0])}" == wrong.known
+    assert f"the parent is block {text(CHAIN[0])}" == wrong.right
 
 
-def test_when_a_chain_is_found_late_only_its_own_events_are_replayed_as_one(kv, sink):
+def test_a_chain_that_was_found_late_is_one_in_the_reproduction_and_no_other_sinks_is(kv, sink):
     free = kv.make_sink(chained=False)
-    free(Stored(None, (OTHER,), LOCALS[:1]))
+    free(Removed((7,)))
     sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
     sink(Stored(CHAIN[0], CHAIN[1:2], LOCALS[1:2]))
-    kv.judge()
-    assert [sink.worker_id] == [event.worker_id for event in reproduce(kv).events]
+    of_free, late = kv.judge().errors
+    assert (("block_not_found", False), ("wrong_hash", True)) == tuple(
+        (problem.rule, "chained=True" in reproduce(kv, problem).as_test()) for problem in (of_free, late)
+    )
+
+
+def test_a_chain_that_only_the_engine_shows_is_one_in_the_reproduction(kv, sink):
+    sink.compare(lambda: CHAIN[:1])
+    sink(Stored(None, (OTHER,), LOCALS[:1]))
+    problem = kv.judge().errors[0]
+    assert "wrong_hash" == problem.rule
+    assert "chained=True" in reproduce(kv, problem).as_test()
 
 
 def test_what_the_engine_holds_beside_what_it_published_shows_no_chain(kv, sink):

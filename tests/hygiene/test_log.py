@@ -232,6 +232,12 @@ def test_a_worker_that_is_removed_last_is_the_last_line(removed):
     assert GONE.replace("3", "4") == log_text(removed.events).splitlines()[-1]
 
 
+def test_workers_that_are_removed_after_one_event_are_lines_in_that_order(removed):
+    for worker_id in (4, 3):
+        removed.remove_worker(worker_id)
+    assert [GONE.replace("3", "4"), GONE] == log_text(removed.events).splitlines()[-2:]
+
+
 def test_an_announced_restart_of_one_rank_is_a_line():
     kv = RouterHarness()
     kv.worker(0, 1).restart(announced=True)
