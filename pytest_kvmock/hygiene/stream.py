@@ -317,6 +317,7 @@ class Stream:
         """Its event ids begin anew from here on; `why` is a key of `EVENTS_BEGAN_ANEW`."""
         self.anew.append((len(self.said), why))
         self.restarts = (*self.restarts, why)
+        self.skipped = []
 
     def settle(self, blocks: Iterable[int]) -> None:
         """An event has said what these are: no longer implied by another, no longer adrift or astray."""
@@ -337,11 +338,12 @@ class Stream:
         for group in (self.forks, self.unmarked, self.copies, self.implied, self.drifted, self.restored, self.astray):
             group.clear()
         self.orphaned = {}  # another one: who was given the old one goes on with it
+        self.unconfirmed = []
         self.wound = self.doubled = None
 
     def take_skipped(self, missing: range) -> tuple[list[range], list[range]]:
         """Part ids that are missing into those that were lost on their way, and those that the worker left out."""
-        skipped, self.skipped = self.skipped, []
+        skipped, self.skipped = self.skipped, [ids for ids in self.skipped if ids.start >= missing.stop]
         left_out = [range(max(ids.start, missing.start), min(ids.stop, missing.stop)) for ids in skipped]
         left_out = sorted(filter(None, left_out), key=lambda ids: ids.start)
         starts = [missing.start, *(ids.stop for ids in left_out)]
@@ -380,8 +382,9 @@ class Stream:
             said: all that it has said, in the order in which it did.
             ids: what it was asked for, up to the newest. The wound stays where an id before them is missing.
         """
-        wound, astray, orphaned = self.wound, dict(self.astray), self.orphaned
+        wound, astray, orphaned, unconfirmed = self.wound, dict(self.astray), self.orphaned, self.unconfirmed
         self.forget()
+        self.unconfirmed = unconfirmed
         for tier, held in said.tiers.items():
             self.tiers.setdefault(tier, {}).update(held)
         self.implied |= said.implied

@@ -303,7 +303,7 @@ def test_a_worker_has_blocks_of_another_size(kv):
     worker = kv.faults.block_size(8)
     asked = kv.prompt(4)
     worker.serve(asked)
-    assert (2, 8) == (worker.worker_id, worker.manager.block_size)
+    assert (2, 0, 8) == (worker.worker_id, worker.dp_rank, worker.manager.block_size)
     assert 2 == len(kv.events.stored_blocks)
     assert {} == kv.overlap(asked)
     assert {"block_size"} >= {fault for _, fault in errors(kv)}

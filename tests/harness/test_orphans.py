@@ -282,6 +282,20 @@ def test_each_rank_and_each_worker_has_orphans_of_its_own():
     kv.assert_in_sync()
 
 
+@pytest.mark.parametrize(("others", "answer"), [((), 3), ((0,), 1)], ids=["one rank", "two ranks"])
+def test_an_index_that_answers_by_worker_is_excused_by_the_orphan_of_any_rank(others, answer):
+    index = Scripted()
+    kv = harness(index)
+    sink = kv.make_sink()
+    for rank in others:
+        sink(KvCacheEvent(0, chain(1, 2), rank))
+    for event_id, data in enumerate(ORPHAN):
+        sink(KvCacheEvent(event_id, data, 1))
+    index.told[1, 2] = {sink.worker_id: answer}
+    verdict = kv.judge()
+    assert ([], [["index_drift"]]) == (verdict.errors, [rules(warning.folded) for warning in verdict.warnings])
+
+
 def test_an_orphan_on_the_host_says_nothing_of_the_device():
     index = Scripted()
     kv = harness(index)

@@ -134,6 +134,16 @@ def test_a_missing_removed_is_drift(kv, sink):
     assert "what the engine drops is published as Removed" == problem.right
 
 
+def test_a_block_that_drifted_may_drift_again_when_it_was_stored_since(kv, sink):
+    resident = {1}
+    sink.compare(lambda: resident)
+    kv.flush()
+    sink(one_block(1))
+    resident.clear()
+    kv.flush()
+    assert [("engine_drift", -1, (1,)), ("engine_drift", 0, (1,))] == rules(kv)
+
+
 def test_a_missing_stored_is_drift(kv, sink):
     sink.compare(lambda: [1])
     (problem,) = kv.judge().errors
@@ -486,6 +496,58 @@ def test_what_the_engine_holds_shows_that_a_published_hash_breaks_the_chain(kv, 
     assert [("wrong_hash", 0, (OTHER,)), ("engine_drift", 0, (OTHER,)), ("engine_drift", 0, CHAIN[:1])] == rules(kv)
 
 
+def test_one_of_several_blocks_is_enough_to_show_it(kv, sink):
+    sink.compare(lambda: CHAIN[:2])
+    sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
+    assert [] == rules(kv)
+    kv.flush()
+    assert [("wrong_hash", 0, (OTHER,)), ("engine_drift", 0, (OTHER,)), ("engine_drift", 0, CHAIN[1:2])] == rules(kv)
+
+
+def test_an_event_may_show_the_chain_and_break_it(kv, sink):
+    sink(Stored(None, (*CHAIN[:2], OTHER), LOCALS[:3]))
+    assert [("wrong_hash", 0, (OTHER,))] == rules(kv)
+
+
+def test_a_block_that_is_called_0_is_one_of_a_chain_too(kv, sink):
+    for parent, local in ((0, LOCALS[0]), (None, LOCALS[1])):
+        sink(Stored(parent, tuple(sequence_hashes([local], parent=0)), (local,)))
+    assert [
+        ("parent_block_not_found", 0, (0,)),
+        ("wrong_hash", 1, tuple(sequence_hashes(LOCALS[1:2], parent=0))),
+    ] == rules(kv)
+
+
+def test_a_wrong_parent_that_was_never_stored_is_known_from_the_last_time(kv):
+    sink = kv.make_sink(chained=True)
+    sink(Stored(CHAIN[0], CHAIN[1:2], LOCALS[1:2]))
+    sink(Removed(CHAIN[1:2]))
+    sink(Stored(None, CHAIN[1:2], LOCALS[1:2]))
+    (wrong,) = (problem for problem in kv.events.problems if problem.rule == "wrong_hash")
+    known = f"block {text(CHAIN[1])} is stored with local hash {text(LOCALS[1])}; the event has no parent"
+    assert f"{known}; the hash fits parent {text(CHAIN[0])}" == wrong.known
+    assert f"the parent is block {text(CHAIN[0])}" == wrong.right
+
+
+def test_a_chain_that_was_found_late_is_one_in_the_reproduction_and_no_other_sinks_is(kv, sink):
+    free = kv.make_sink(chained=False)
+    free(Removed((7,)))
+    sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
+    sink(Stored(CHAIN[0], CHAIN[1:2], LOCALS[1:2]))
+    of_free, late = kv.judge().errors
+    assert (("block_not_found", False), ("wrong_hash", True)) == tuple(
+        (problem.rule, "chained=True" in reproduce(kv, problem).as_test()) for problem in (of_free, late)
+    )
+
+
+def test_a_chain_that_only_the_engine_shows_is_one_in_the_reproduction(kv, sink):
+    sink.compare(lambda: CHAIN[:1])
+    sink(Stored(None, (OTHER,), LOCALS[:1]))
+    problem = kv.judge().errors[0]
+    assert "wrong_hash" == problem.rule
+    assert "chained=True" in reproduce(kv, problem).as_test()
+
+
 def test_what_the_engine_holds_beside_what_it_published_shows_no_chain(kv, sink):
     sink.compare(lambda: [OTHER, *CHAIN])
     sink(Stored(None, (OTHER,), LOCALS[:1]))
@@ -603,6 +665,29 @@ def test_what_was_lost_last_and_what_was_left_out_are_told_apart(kv, sink):
     ] == gaps(kv)
 
 
+def test_what_was_lost_last_is_said_where_the_flush_was(kv, sink):
+    sink(KvCacheEvent(5, one_block(5)))
+    kv.drop_next()
+    sink(KvCacheEvent(6, one_block(6)))
+    kv.flush()
+    assert [("event_id_gap", 0, ())] == rules(kv)
+
+
+def test_an_event_that_a_sink_kept_away_says_nothing_of_the_next(kv):
+    class Refuses:
+        def publish(self, event, *beside):
+            if event.event_id == 1:
+                raise RuntimeError("full")
+
+    kv.add_sink(Refuses(), before=True)
+    sink = kv.make_sink()
+    for event_id in (0, 1):
+        sink(KvCacheEvent(event_id, one_block(event_id)))
+    kv.faults.double()
+    sink(KvCacheEvent(2, one_block(2)))
+    assert [("event 2 had arrived already", "event 3 was due")] == gaps(kv)
+
+
 def test_what_a_sink_before_the_router_kept_away_was_published(kv):
     class Refuses:
         def publish(self, event, *beside):
@@ -617,6 +702,34 @@ def test_what_a_sink_before_the_router_kept_away_was_published(kv):
     assert ["non-consecutive event id: expected 2, got 3; the worker never published event 2"] == [
         known for known, _ in gaps(kv)
     ]
+
+
+def test_an_id_that_was_left_out_is_known_to_be_when_an_event_before_it_arrives_late(kv, sink):
+    sink(KvCacheEvent(0, one_block(1)))
+    kv.faults.reorder()
+    sink(KvCacheEvent(2, one_block(2)))
+    kv.faults.delay(by=3)
+    for event_id in (4, 5, 6, 7):
+        sink(KvCacheEvent(event_id, one_block(event_id)))
+    assert [0, 2, 5, 6, 7, 4] == [entry.event.event.event_id for entry in kv.events]
+    assert [
+        ("non-consecutive event id: expected 1, got 2; the worker never published event 1", "event 1 was due"),
+        ("event 4 did not arrive after event 2; the worker never published event 3", "event 3 was due"),
+    ] == gaps(kv)
+
+
+def test_what_a_worker_left_out_before_it_began_anew_says_nothing_of_its_new_ids(make_kv):
+    kv = make_kv("lru")
+    kv.apply(KvCacheEvent(0, one_block(1)))
+    kv.drop_next()
+    kv.apply(KvCacheEvent(4, one_block(2)))
+    kv.worker(0).restart(announced=True)
+    kv.apply(KvCacheEvent(0, one_block(1)))
+    for event_id in (1, 2, 3):
+        kv.drop_next()
+        kv.apply(KvCacheEvent(event_id, one_block(event_id)))
+    kv.apply(KvCacheEvent(4, one_block(4)))
+    assert [("events 1 to 3 did not arrive after event 0", "event 1 was due")] == gaps(kv)
 
 
 # -------------------------------------------------------------------------------------------- which is the cause
@@ -648,6 +761,17 @@ def test_an_orphan_that_the_engine_holds_stands_by_itself(kv, sink):
     resident.clear()
     kv.flush()
     assert [("orphaned_child", 1, (2,)), ("engine_drift", 1, (2,))] == rules(kv)
+
+
+def test_an_orphan_does_not_come_of_what_its_block_misses_after_a_cleared(kv, sink):
+    resident = set()
+    sink.compare(lambda: resident)
+    sink(Stored(None, (1, 2), (1, 2)))
+    sink(Removed((1,)))
+    sink(Cleared())
+    sink(one_block(2))
+    kv.flush()
+    assert [("orphaned_child", 1, (2,)), ("engine_drift", 3, (2,))] == rules(kv)
 
 
 def test_too_many_blocks_come_of_a_missing_removed(kv):

@@ -232,6 +232,12 @@ def test_a_worker_that_is_removed_last_is_the_last_line(removed):
     assert GONE.replace("3", "4") == log_text(removed.events).splitlines()[-1]
 
 
+def test_workers_that_are_removed_after_one_event_are_lines_in_that_order(removed):
+    for worker_id in (4, 3):
+        removed.remove_worker(worker_id)
+    assert [GONE.replace("3", "4"), GONE] == log_text(removed.events).splitlines()[-2:]
+
+
 def test_an_announced_restart_of_one_rank_is_a_line():
     kv = RouterHarness()
     kv.worker(0, 1).restart(announced=True)
@@ -351,6 +357,13 @@ def test_what_made_a_block_go_is_said_with_its_event(known):
     kv = RouterHarness(backend=None)
     kv.apply([*HISTORIES[known], Removed((1,))])
     assert [known] == [problem.known for problem in kv.judge().errors]
+
+
+def test_a_restart_before_a_block_was_stored_did_not_make_it_go():
+    kv = RouterHarness()
+    kv.worker(0).restart(announced=True)
+    kv.apply([one(1), Cleared(), Removed((1,))])
+    assert ["block 1 was stored by event 0 and cleared by event 1"] == [problem.known for problem in kv.judge().errors]
 
 
 def test_a_copy_that_was_removed_is_not_called_never_removed():
