@@ -470,7 +470,7 @@ class Comparison:
         if wrong is None:
             return []  # an index that changes its mind between two questions: the next question shows it again
         worker, rank, got, right = wrong
-        block, story = self._story((worker, rank), shortest)
+        block, story = self._story((worker, rank), shortest, too_many=got >= right.stop)
         if heard is not None and heard.key == (worker, rank) and self._left_a_copy(heard.event, block):
             story += "; this Removed took one copy of it, and the engine has another"
         orphan, warning = self._orphan(answer, (worker, rank), shortest)
@@ -494,8 +494,15 @@ class Comparison:
             self._warned[problem] = warning
         return [problem]
 
-    def _story(self, key: StreamKey, chain: Chain) -> tuple[int, str]:
-        """The last block of a chain, as the worker and rank has named it if it has, and what the events say of it."""
+    def _story(self, key: StreamKey, chain: Chain, *, too_many: bool) -> tuple[int, str]:
+        """The last block of a chain, as the worker and rank has named it if it has, and what the events say of it.
+
+        Args:
+            key: the worker and rank of which the answer is wrong.
+            chain: what was asked.
+            too_many: the answer is too high: the index may have had blocks before the first event.
+        """
+        early = "; was the index empty at the start?"
         streams, block = self._ledger.streams, chain.blocks[-1]
         own = streams.get(key)
         if own is not None:
@@ -507,8 +514,9 @@ class Comparison:
         others = [other for other, stream in streams.items() if other != key and block in stream.origin]
         others.sort(key=lambda other: other[0] != key[0])  # another rank of the worker tells most
         if others:
-            return block, f"it never stored it, {worker_text(*others[0])} did"
-        return block, "nobody ever stored it; was the index empty at the start?"
+            known = f"it never stored it, {worker_text(*others[0])} did"
+            return block, known + early * (too_many and others[0][0] != key[0])
+        return block, f"nobody ever stored it{early}"
 
     def _orphan(
         self, answer: Scores | WorkerScores, key: StreamKey, chain: Chain

@@ -267,6 +267,23 @@ def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
 # ---------------------------------------------------------------------------------------------------- to use
 
 
+def _checked(name: str, method: Any) -> Callable[..., Any]:
+    """A method of the harness as a fixture hands it out: a misspelt argument is answered with the nearest ones."""
+    code = method.__code__
+    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]  # without self
+
+    def call(*args: Any, **named: Any) -> Any:
+        __tracebackhide__ = True
+        for key in named:
+            if key not in known:
+                from pytest_kvmock.checks import unknown_text
+
+                raise TypeError(f"{name}: {unknown_text('argument', key, known)}")
+        return method(*args, **named)
+
+    return call
+
+
 @pytest.fixture
 def kv_profile(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> EngineProfile:
     """The effective `EngineProfile` of the test: base, markers and command line. A `kv_index` reads its block size."""
@@ -341,7 +358,7 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
     """Make more sinks, `make_kv_sink(chained=None, num_blocks=None)`: each stands for a worker by itself."""
-    return _kvmock_case.harness.make_sink
+    return _checked("make_kv_sink", _kvmock_case.harness.make_sink)
 
 
 @pytest.fixture
@@ -367,7 +384,7 @@ def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
 @pytest.fixture
 def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
     """Make prompts of fresh tokens, `kv_prompt(blocks=4, after=other)`: the second shares its prefix with `other`."""
-    return _kvmock_case.harness.prompt
+    return _checked("kv_prompt", _kvmock_case.harness.prompt)
 
 
 @pytest.fixture

@@ -537,7 +537,7 @@ def check_report_of_a_trace(result):
     result.stdout.fnmatch_lines(
         [
             "*KV event error*: index_drift (worker 0, event *",
-            "    known:  the index under test (Forgetful) answers *; block * was removed by event *",
+            "    known:  find_matches() of your index (Forgetful) returned *; block * was removed by event *",
             "    right:  *, as the reference index says",
             "*Captured kvmock events call*",
             "* events; those around the first problem*",

@@ -1,5 +1,7 @@
 """What the fixtures give, and that those of one test are parts of one harness."""
 
+import pytest
+
 from __future__ import annotations
 
 
@@ -222,3 +224,23 @@ def test_traits_of_a_backend_that_there_is_not_are_refused(nested):
 
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["kvmock: kv_backend is 'vlm'; did you mean 'vllm'? known: lineage, lru, *"])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            "make_kv_sink(chaned=True)",
+            "make_kv_sink: unknown argument 'chaned'; did you mean 'chained'? "
+            "known: chained, num_blocks, residency, prefix_closed",
+        ),
+        (
+            "kv_prompt(block=3)",
+            "kv_prompt: unknown argument 'block'; did you mean 'blocks'? known: blocks, after, tail",
+        ),
+    ],
+)
+def test_a_misspelt_argument_of_a_fixture_is_answered_with_the_nearest(nested, call, message):
+    result = nested(f"def test(make_kv_sink, kv_prompt):\n    {call}\n")
+    result.assert_outcomes(failed=1)
+    assert f"E       TypeError: {message}" in result.outlines
