@@ -60,6 +60,25 @@ def test_it_is_the_latest_of_those_that_touched_the_block():
     assert "lose, event 2" == world.fault_of("parent_block_not_found", 1)
 
 
+def test_an_ancestor_that_was_struck_later_than_the_block_counts():
+    world = World()
+    world.say(chain(1))
+    world.struck_by("lose", chain(2, parent=1))
+    world.struck_by("lose", Removed((1,)))
+    world.struck_by("lose", chain(5))
+    world.say(chain(3, parent=2))
+    assert "lose, event 2" == world.fault_of("parent_block_not_found", 2)
+
+
+def test_the_block_that_was_struck_later_than_its_ancestor_counts():
+    world = World()
+    world.struck_by("lose", chain(1))
+    world.struck_by("lose", chain(2, parent=1))
+    world.struck_by("lose", chain(5))
+    world.say(chain(3, parent=2))
+    assert "lose, event 1" == world.fault_of("parent_block_not_found", 2)
+
+
 def test_one_that_names_the_block_as_a_parent_only_has_not_touched_it():
     world = World()
     world.struck_by("lose", chain(1))

@@ -1,8 +1,8 @@
 """What the fixtures give, and that those of one test are parts of one harness."""
 
-import pytest
-
 from __future__ import annotations
+
+import pytest
 
 
 def test_all_fixtures_of_a_test_share_one_harness(nested):
@@ -231,8 +231,8 @@ def test_traits_of_a_backend_that_there_is_not_are_refused(nested):
     [
         (
             "make_kv_sink(chaned=True)",
-            "make_kv_sink: unknown argument 'chaned'; did you mean 'chained'? "
-            "known: chained, num_blocks, residency, prefix_closed",
+            "make_kv_sink: unknown argument 'chaned'; did you mean 'chained'? known: "
+            + "chained, num_blocks, residency, prefix_closed",
         ),
         (
             "kv_prompt(block=3)",
