@@ -231,8 +231,10 @@ def test_traits_of_a_backend_that_there_is_not_are_refused(nested):
     [
         (
             "make_kv_sink(chaned=True)",
-            "make_kv_sink: unknown argument 'chaned'; did you mean 'chained'? known: "
-            "chained, num_blocks, residency, prefix_closed",
+            (
+                "make_kv_sink: unknown argument 'chaned'; did you mean 'chained'? known: "
+                "chained, num_blocks, residency, prefix_closed"
+            ),
         ),
         (
             "kv_prompt(block=3)",
