@@ -259,7 +259,7 @@ class Judge:
     def end_burst(self) -> None:
         """Flush the index under test after a burst of events, and compare what they changed."""
         if self._comparison is not None and not self.is_async and (found := run(self._comparison.end_burst())):
-            self.note(self._oldest_first(found))
+            self.note(found)
 
     def ask(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
         """What the index answers for a prompt: the one under test, or the reference.

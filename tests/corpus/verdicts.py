@@ -36,14 +36,14 @@ CATALOGUE = TESTS.parent / "examples" / "bug_catalogue"
 sys.path += [str(TESTS / part) for part in ("faults", "harness", "reduce", "testing")]
 
 import faulty_indexes as of_harness  # noqa: E402 - the paths come first
-import faulty_worlds as of_reduce  # noqa: E402
-import mutants_indexes  # noqa: E402
-import mutants_managers  # noqa: E402
-import surviving_indexes as of_faults  # noqa: E402
-from buggy_engines import BUGGY_ENGINES, Alters, altered  # noqa: E402
-from buggy_indexes import BUGGY_INDEXES, RIGHT_INDEXES  # noqa: E402
+import faulty_worlds as of_reduce  # noqa: E402 - as above
+import mutants_indexes  # noqa: E402 - as above
+import mutants_managers  # noqa: E402 - as above
+import surviving_indexes as of_faults  # noqa: E402 - as above
+from buggy_engines import BUGGY_ENGINES, Alters, altered  # noqa: E402 - as above
+from buggy_indexes import BUGGY_INDEXES, RIGHT_INDEXES  # noqa: E402 - as above
 
-from pytest_kvmock import (  # noqa: E402
+from pytest_kvmock import (  # noqa: E402 - as above
     BACKENDS,
     BackendSpec,
     EngineProfile,

@@ -29,10 +29,10 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "faults"))
 
 from buggy_engines import BUGGY_ENGINES, altered  # noqa: E402 - the paths come first
-from buggy_indexes import BUGGY_INDEXES, RIGHT_INDEXES, Tree  # noqa: E402
-from surviving_indexes import AsksByCursor, WaitsForLateEvents  # noqa: E402
+from buggy_indexes import BUGGY_INDEXES, RIGHT_INDEXES, Tree  # noqa: E402 - as above
+from surviving_indexes import AsksByCursor, WaitsForLateEvents  # noqa: E402 - as above
 
-from pytest_kvmock import (  # noqa: E402
+from pytest_kvmock import (  # noqa: E402 - as above
     BACKENDS,
     Cleared,
     EngineProfile,

@@ -175,7 +175,7 @@ def test_a_drift_that_a_burst_shows_is_cut_down(make_kv):
         kv.worker(0).serve(kv.prompt(1 + number % 5))
     kv.judge()
     assert kv.events.errors
-    assert 3 == reproduce(kv).size  # two chains, and the Removed that the index forgets
+    assert 2 == reproduce(kv).size
 
 
 def test_a_failing_body_leaves_the_burst_too(make_kv):
