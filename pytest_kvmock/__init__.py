@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from pytest_kvmock.events import StorageTier as StorageTier
     from pytest_kvmock.events import Stored as Stored
     from pytest_kvmock.faults.fault import Fault as Fault
-    from pytest_kvmock.faults.faults import Faults as Faults
     from pytest_kvmock.harness import KvSink as KvSink
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness import Verdict as Verdict
-    from pytest_kvmock.harness.questions import WorkerKey as WorkerKey
+    from pytest_kvmock.harness.faults import Faults as Faults
     from pytest_kvmock.harness.recovery import Recovery as Recovery
-    from pytest_kvmock.hygiene.injected import Injected as Injected
+    from pytest_kvmock.harness.workers import WorkerKey as WorkerKey
+    from pytest_kvmock.hygiene.injection import Injection as Injection
     from pytest_kvmock.hygiene.log import EventLog as EventLog
     from pytest_kvmock.hygiene.log import Expectation as Expectation
-    from pytest_kvmock.hygiene.log import KvEventsError as KvEventsError
-    from pytest_kvmock.hygiene.log import LogEntry as LogEntry
+    from pytest_kvmock.hygiene.log_entry import LogEntry as LogEntry
+    from pytest_kvmock.hygiene.problem import KvEventsError as KvEventsError
     from pytest_kvmock.hygiene.problem import Problem as Problem
     from pytest_kvmock.moves import Block as Block
     from pytest_kvmock.moves import Deref as Deref
@@ -97,13 +97,13 @@ _HOME = {
     "TokenIds": "tokens",
     "Sink": "sinks",
     "Expectation": "hygiene.log",
-    "WorkerKey": "harness.questions",
+    "WorkerKey": "harness.workers",
     "Fault": "faults.fault",
-    "Faults": "faults.faults",
-    "Injected": "hygiene.injected",
+    "Faults": "harness.faults",
+    "Injection": "hygiene.injection",
     "KvEventWarning": "plugin.options",
     "Block": "moves",
-    "LogEntry": "hygiene.log",
+    "LogEntry": "hygiene.log_entry",
     "Served": "engine.worker",
     "ExtraKeys": "cache.vllm_hashes",
     "MultimodalItem": "cache.vllm_hashes",
@@ -135,7 +135,7 @@ _HOME = {
     "RouterHarness": "harness",
     "Verdict": "harness",
     "EventLog": "hygiene.log",
-    "KvEventsError": "hygiene.log",
+    "KvEventsError": "hygiene.problem",
     "Problem": "hygiene.problem",
     "NamedProfile": "profiles",
     "read_profiles": "profiles",

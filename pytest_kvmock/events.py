@@ -57,6 +57,9 @@ def value_text(value: object) -> str:
     return block_text(value)
 
 
+StreamKey: TypeAlias = tuple[int, int]
+"""(worker_id, dp_rank): who counts event ids and holds blocks by itself."""
+
 BlockTokens: TypeAlias = Sequence[Sequence[int]]
 """Token ids that travel with a Stored: one sequence of `block_size` ids a block."""
 
@@ -386,3 +389,12 @@ def _number(value: object, where: str, top: int = _U64) -> int:
     if not is_integer(value, 0) or value > top:
         raise ValueError(f"{where}: expected an integer from 0 to {top} (u{top.bit_length()}), got {value!r:.80}")
     return value
+
+
+KINDS: Final = ("stored", "removed", "cleared")
+"""Kinds of events."""
+
+
+def kind_of(event: RouterEvent) -> str:
+    """An event's kind: "stored", "removed" or "cleared"."""
+    return type(event.event.data).__name__.lower()

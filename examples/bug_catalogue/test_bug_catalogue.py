@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 # A nested run unloads what it has loaded; what is loaded here stays.
-import pytest_kvmock.faults.faults
 import pytest_kvmock.harness
+import pytest_kvmock.harness.faults
+import pytest_kvmock.hygiene.log_text
 import pytest_kvmock.hygiene.report
 import pytest_kvmock.plugin.markers
 import pytest_kvmock.plugin.verdict  # noqa: F401 - all of these

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored, StreamKey
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
-
-if TYPE_CHECKING:
-    from pytest_kvmock.hygiene.stream import StreamKey
 
 _U64 = 2**64 - 1
 

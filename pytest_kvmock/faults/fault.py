@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
-from pytest_kvmock.hygiene.log import KvEventsError, kind_of
+from pytest_kvmock.events import kind_of
+from pytest_kvmock.hygiene.problem import KvEventsError
 
 if TYPE_CHECKING:
     from random import Random

@@ -1,37 +1,37 @@
-"""What is heard is judged: by the ledger, against the engines, and index against reference."""
+"""The judge: receives every event that arrives, and notes in the log what is wrong with it.
+
+An event goes to the ledger, to the reference index and to the index under test, in this order. What a comparison with the
+engines finds is `engine_comparison.py`'s.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from inspect import isawaitable
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_kvmock.events import RouterEvent, StorageTier, check_block_hashes
-from pytest_kvmock.harness.comparison import Comparison, Heard, Sync, arun, run
+from pytest_kvmock.events import RouterEvent, StreamKey
+from pytest_kvmock.harness.book import Book
+from pytest_kvmock.harness.index_comparison import IndexComparison, QueuedEvent, Sync
 from pytest_kvmock.harness.recording import Forgotten, Recording
-from pytest_kvmock.harness.standard import Standard
-from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, question
+from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, arun, run
+from pytest_kvmock.hygiene.delivery import Delivery, Published
+from pytest_kvmock.hygiene.drift import oldest_first
+from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.stream import Stream, StreamKey
-from pytest_kvmock.hygiene.truth import Truth
+from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pytest_kvmock.engine.worker import KvWorker, Request
 
-Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]
-"""Who can tell what is resident: worker and rank, tier, and a callable that answers block hashes."""
-
-
-_DRIFTS: Final = ("engine_drift", "index_drift")
+InputFilter = Callable[[RouterEvent], tuple[Injection | None, RouterEvent]]
+"""What a fault does to an event that has arrived, if anything, and what the index under test is given for it."""
 
 
 class Verdict(NamedTuple):
@@ -49,24 +49,24 @@ class Verdict(NamedTuple):
     unmet: list[str]
 
 
-class Told(NamedTuple):
-    """What a router was told when it asked a worker for events that it missed.
+class RecoveryAnswer(NamedTuple):
+    """What a router got when it asked a worker for events that it missed.
 
     Attributes:
-        said: all that the worker's rank had said by then, in the order in which it did.
+        published: all that the worker's rank had published by then, in order.
         ids: the event ids that it was asked for, up to the newest.
-        events: what the router was told; or all that it knows of the rank by now.
-        replace: they are all that it knows, and not the events that were missed.
+        events: what the router got; or all that it has of the rank by now.
+        replace: they are all that it has, and not the events that were missed.
     """
 
-    said: Stream
+    published: Stream
     ids: range
     events: Sequence[RouterEvent]
     replace: bool
 
 
 class Judge:
-    """Hears every event that arrives, and notes in the log what is wrong.
+    """Receives every event that arrives, and notes in the log what is wrong.
 
     Args:
         log: where events and problems are noted.
@@ -80,32 +80,31 @@ class Judge:
         ledger: what the events say is held.
         reference: the reference index.
         under_test: the index under test.
-        told: what routers were told when they asked, and that is not settled yet.
-        truth: what was published, beside what arrived; None until a test injects a fault.
-        standard: what an index that survives faults should know; None where no test says so.
-        door: what the index under test is given for an event; None: the event.
-        unheard: the first event that a sink kept from the router, of itself; None: there was none.
+        book: what would have arrived without faults; None until a test injects one.
+        index_input_filter: what the index under test is given for an event; None: the event.
+        pending_recoveries: what routers got when they asked, and that is not applied yet.
+        first_lost: the first event that a sink kept from the router, of itself; None: there was none.
     """
 
     def __init__(
         self, log: EventLog, index: Any, sync: Sync, rng: Random, recording: Recording, *, reference: RadixIndex
     ) -> None:
         self.log = log
-        self._recording = recording
         self.ledger = Ledger()
         self.reference = reference
         self.under_test = None if index is None else IndexUnderTest(index)
-        self.truth: Truth | None = None
-        self.standard: Standard | None = None
-        self.door: Callable[[RouterEvent], RouterEvent] | None = None
-        self.unheard: Problem | None = None
+        self.book: Book | None = None
+        self.index_input_filter: InputFilter | None = None
+        self.pending_recoveries: deque[RecoveryAnswer] = deque()
+        self.first_lost: Problem | None = None
+        self._recording = recording
         self._comparison = None
         if self.under_test is not None:
-            self._comparison = Comparison(self.under_test, self.reference, self.ledger, rng, sync, settle=self.settle)
+            self._comparison = IndexComparison(
+                self.under_test, self.reference, self.ledger, rng, sync, after_flush=self.apply_pending_recoveries
+            )
         self._judged = 0
-        self._mute: set[StreamKey] = set()  # whose callable has failed to say what is resident
         self._leaked: set[Request] = set()
-        self.told: deque[Told] = deque()
 
     @property
     def is_async(self) -> bool:
@@ -113,105 +112,134 @@ class Judge:
         return self.under_test is not None and self.under_test.is_async
 
     def open(self, key: StreamKey, **about: Any) -> None:
-        """Begin to listen to a worker and rank; the arguments are those of `Ledger.open`."""
-        for ledger in self._ledgers():
-            ledger.open(key, **about)
+        """Begin with a worker and rank; the arguments are those of `Ledger.open`."""
+        self.ledger.open(key, **about)
+        if self.book is not None:
+            self.book.open(key, **about)
 
-    def _ledgers(self) -> list[Ledger]:
-        return [self.ledger, *(each.ledger for each in (self.truth, self.standard) if each is not None)]
+    def keep_book(self) -> Book:
+        """From here on tell what was published from what arrived."""
+        if self.book is None:
+            self.book = Book(self.ledger, self.log.problems)
+        return self.book
 
-    def begin_truth(self) -> Truth:
-        """From here on, tell what was published from what arrived."""
-        if self.truth is None:
-            self.truth = Truth(self.ledger, self.log.problems)
-        return self.truth
-
-    def survive(self) -> Standard | None:
+    def survive(self) -> None:
         """From here on the index under test must be right though faults strike; what has arrived was published so."""
-        if self._comparison is not None and self.standard is None:
-            self.settle()
-            self.standard = self._comparison.standard = Standard(self.ledger, self.reference)
-        return self.standard
+        if self._comparison is not None and self._comparison.survival is None:
+            self.apply_pending_recoveries()
+            self._comparison.survive(self.keep_book().survive(self.reference))
 
-    def note(self, found: list[Problem], real: Sequence[Problem] | None = None) -> None:
+    def note(self, found: list[Problem], real: Sequence[Problem] = (), delivery: Delivery | None = None) -> None:
         """Note problems in the log.
 
         Args:
             found: what is wrong with what arrived.
-            real: what is wrong with what was published, at the same point; see `Truth.sort`.
+            real: what is wrong with what was published, at the same point; see `Attribution.classify`.
+            delivery: the event that shows them; None: a comparison does.
         """
-        if self.truth is not None:
-            self.truth.sort(found, real)
+        if self.book is not None:
+            self.book.attribution.classify(found, real, delivery)
         self.log.note(found)
 
-    def arrive(self, event: RouterEvent, chained: bool) -> None:
-        """Judge an event, and give it to the indexes."""
-        self.settle()
+    # ----------------------------------------------------------------------------------------------- events
+
+    def published(self, event: RouterEvent, *, chained: bool) -> Published | None:
+        """A worker publishes an event; None where no book is kept of that."""
+        return None if self.book is None else self.book.published(event, self.log.total, chained=chained)
+
+    def injected(self, injection: Injection, event: RouterEvent | None = None) -> None:
+        """A fault has struck.
+
+        Args:
+            injection: what it did.
+            event: the event that it struck, as published; None: it struck a worker, or made an event up.
+        """
+        streams = [self.ledger.streams[key] for key in injection.keys if key in self.ledger.streams]
+        emptied = {block for stream in streams for held in stream.tiers.values() for block in held}
+        self.keep_book().injected(injection, event, emptied if injection.empties else ())
+        if injection.kind == "sink_failure" and event is not None:
+            key = (injection.worker_id, injection.dp_rank)
+            known = "a sink raised on purpose; the router never got the event"
+            problem = Problem("sink_failure", *key, known, "a sink takes every event", event, fault=injection)
+            self.sink_failed(problem, event, missed=True)
+
+    def received(self, delivery: Delivery) -> None:
+        """An event arrives: judge it, and give it to the indexes."""
+        book, event = self.book, delivery.event
+        if book is not None:
+            book.receiving(delivery)
+        if self.pending_recoveries:
+            self.apply_pending_recoveries()
         entry = self.log.append(event)
-        self._recording.arrive((event, chained))
+        self._recording.arrive((event, delivery.chained))
         problems: list[Problem] = []
         refused = False
-        if not self.ledger.told_before(event):
-            problems = self.ledger.observe(event, entry.position, chained=chained)
+        if not self.ledger.was_replayed(event):
+            problems = self.ledger.observe(event, entry.position, chained=delivery.chained)
             if problems:
-                self.note(problems)
+                self.note(problems, () if delivery.published is None else delivery.published.problems, delivery)
             try:
                 self.reference.apply(self.ledger.uncounted(event))
-            except KvEventError:  # the ledger has said so already, with what was known
+            except KvEventError:  # the ledger has noted it already, with what was observed
                 refused = True
-        comparison = self._comparison
-        if comparison is not None:
-            given = None if self.door is None else self.door(event)
-            orphaned = self.ledger.streams[event.worker_id, event.event.dp_rank].orphaned
-            comparison.heard(Heard(event, entry.position, problems, refused, given, orphaned))
-            if not self.is_async and (found := run(comparison.catch_up())):
-                self.note(self._oldest_first(found))
+        if self._comparison is not None:
+            self._compare_at(QueuedEvent(event, entry.position, problems, refused), self._comparison)
+        if book is not None:
+            book.received(delivery)
+
+    def _compare_at(self, queued: QueuedEvent, comparison: IndexComparison) -> None:
+        """Give the index under test an event, and compare it where that is due."""
+        if self.index_input_filter is not None:
+            injection, given = self.index_input_filter(queued.event)
+            if injection is not None:
+                self.keep_book().attribution.index_input_changed(queued.key, injection)
+                queued = queued._replace(given=given)
+        comparison.queue(queued._replace(orphaned=self.ledger.streams[queued.key].orphaned))
+        if not self.is_async and (found := run(comparison.catch_up())):
+            self.note(self._oldest_first(found))
 
     def judge_hashes(self, events: Iterable[RouterEvent]) -> None:
         """Judge hashes of events that may have arrived before it was known that they are a chain."""
-        late = {id(event) for event in events}
-        for entry in self.log:
-            if id(entry.event) in late:
-                found = self.ledger.wrong_hash(entry.event, entry.position, entry.problems)
-                self.note(found, found)  # it arrived as it was published
-        self._recording.chain(late)
+        entries = self.log.find(events)
+        for entry in entries:
+            found = self.ledger.wrong_hash(entry.event, entry.position, entry.problems)
+            self.note(found, found)  # it arrived as it was published
+        self._recording.chain({entry.position for entry in entries})
 
-    def sink_failed(self, problem: Problem, event: RouterEvent, missed: bool) -> None:
+    def sink_failed(self, problem: Problem, event: RouterEvent, *, missed: bool) -> None:
         """Note that a sink raised; the event is missed where the sink stood between worker and router."""
         problem.position = self.log.total - 1
         self.log.note([problem])
         if missed:
             if problem.fault is None:
-                self.unheard = self.unheard or problem
+                self.first_lost = self.first_lost or problem
             self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
-            if self.truth is not None and problem.fault is None:
-                self.truth.missed(problem, event)
+            if self.book is not None and problem.fault is None:
+                self.book.lost_to_failure(problem, event)
 
-    def settle(self) -> None:
-        """Take what routers were told when they asked: it counts as arrived.
+    def apply_pending_recoveries(self) -> None:
+        """Take what routers got when they asked workers: it counts as arrived.
 
         The index under test is not given it: it has asked, and has to apply the answer itself.
         """
-        while self.told:
-            said, ids, events, replace = self.told.popleft()
-            key = (said.worker_id, said.dp_rank)
+        while self.pending_recoveries:
+            published, ids, events, replace = self.pending_recoveries.popleft()
+            key = (published.worker_id, published.dp_rank)
             if replace:
                 self.reference.remove_worker_dp_rank(*key)
             for event in events:
-                with suppress(KvEventError):  # what is told again was removed already, or stands already
+                with suppress(KvEventError):  # what comes again was removed already, or stands already
                     self.reference.apply(event)
-            for problem in (news := self.ledger.recovered(said, ids)):
+            for problem in (news := self.ledger.recovered(published, ids)):
                 problem.position = self.log.total - 1
-            self.note(news, () if self.truth is None else self.truth.astray(key))
-            if self.truth is not None:
-                self.truth.recovered(key, ids)
-            if self.standard is not None:
-                self.standard.recovered(key, ids)
+            self.note(news, () if self.book is None else self.book.left_behind(key))
+            if self.book is not None:
+                self.book.recovered(key, ids)
             if self._comparison is not None:
                 self._comparison.recovered(key, self.log.total - 1)
 
-    def gone(self, worker_id: int, dp_rank: int | None = None, *, first_id: int | None) -> list[StreamKey]:
-        """The router is told that a worker, or one rank of it, begins anew: what it held is forgotten everywhere.
+    def removed(self, worker_id: int, dp_rank: int | None = None, *, first_id: int | None) -> list[StreamKey]:
+        """The router is told that a worker, or one rank of it, begins anew: what it held is dropped everywhere.
 
         Args:
             worker_id: which worker.
@@ -219,29 +247,28 @@ class Judge:
             first_id: the id that its next event has; None for any.
 
         Returns:
-            The workers and ranks that are forgotten.
+            The workers and ranks that are dropped.
 
         Raises:
-            ValueError: the index under test cannot be told; nothing is forgotten.
-            Exception: whatever the index under test raises when it is told; nothing else is forgotten.
+            ValueError: the index under test cannot be told; nothing is dropped.
+            Exception: whatever the index under test raises when it is told; nothing else is dropped.
         """
-        known = [key for key in self.ledger.streams if key[0] == worker_id]
-        gone = known if dp_rank is None else [(worker_id, dp_rank)]
+        of_worker = [key for key in self.ledger.streams if key[0] == worker_id]
+        keys = of_worker if dp_rank is None else [(worker_id, dp_rank)]
         if self._comparison is not None and self.under_test is not None:
-            ranks = [rank for _, rank in gone]
-            self._comparison.gone(gone, self.under_test.farewell(worker_id, ranks, whole=gone == known))
+            ranks = [rank for _, rank in keys]
+            calls = self.under_test.removal_calls(worker_id, ranks, whole=keys == of_worker)
+            self._comparison.removed(keys, calls)
         self._recording.arrive(Forgotten(worker_id, dp_rank, first_id))
-        self.log.forgotten(worker_id, dp_rank, gone)
-        for key in gone:
+        self.log.forgotten(worker_id, dp_rank, keys)
+        for key in keys:
             self.reference.remove_worker_dp_rank(*key)
             self.ledger.restarted(key, first_id=first_id)
-            if self.truth is not None:
-                self.truth.gone(key, first_id=first_id)
-            if self.standard is not None:
-                self.standard.announced(key, first_id=first_id)
-        return gone
+            if self.book is not None:
+                self.book.begin_anew(key, first_id=first_id)
+        return keys
 
-    # -------------------------------------------------------------------------------------------- questions
+    # --------------------------------------------------------------------------------- the index under test
 
     @contextmanager
     def burst(self) -> Iterator[None]:
@@ -269,85 +296,23 @@ class Judge:
             UnreadableAnswer: it is no answer.
         """
         __tracebackhide__ = True
-        under_test = self.under_test
-        if under_test is None:
+        if self.under_test is None:
             return self.reference.find_matches(prompt.block_hashes(block_size)).scores
         self.end_burst()
-        if under_test.flush is not None:
-            under_test.flush()
-        return under_test.read(under_test.ask(self._question(under_test, prompt, block_size)))
+        return self.under_test.answer(prompt, block_size)
 
     async def aask(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
         """As `ask`, for an async index, as far as it was flushed."""
         __tracebackhide__ = True
-        under_test = self.under_test
-        assert under_test is not None
-        answer = under_test.ask(self._question(under_test, prompt, block_size))
-        return under_test.read(await answer if isawaitable(answer) else answer)
+        assert self.under_test is not None
+        return await self.under_test.aanswer(prompt, block_size)
 
-    @staticmethod
-    def _question(under_test: IndexUnderTest, prompt: Prompt, block_size: int) -> Sequence[int]:
-        __tracebackhide__ = True
-        hashes = () if under_test.takes_tokens else list(prompt.block_hashes(block_size))
-        return question(hashes, prompt.tokens, takes_tokens=under_test.takes_tokens)
-
-    # ------------------------------------------------------------------------------------------ comparisons
-
-    def flush(self, published: Mapping[StreamKey, int], residents: Residents) -> None:
-        """Compare what can be compared by now: ids with what was published, the stream with the engines.
-
-        Args:
-            published: the id after the last one that was published, by worker and rank.
-            residents: who can tell what is resident.
-        """
-        position = self.log.total - 1
-        truth = None if self.truth is None else self.truth.ledger
+    def flush_index(self) -> None:
+        """Flush the index under test, and compare what is to be right by now; nothing to do for an async one."""
         if self._comparison is not None and not self.is_async:
             self.end_burst()
             self.note(run(self._comparison.flush()))
-            if self.standard is not None:
-                self.note(self._comparison.news(run(self._comparison.recheck(position))))
-        for key, next_id in published.items():
-            real = truth.published(key, next_id, position) if truth is not None else ()
-            self.note(self.ledger.published(key, next_id, position), real)
-        self.note(self.ledger.over_capacity(position), truth.over_capacity(position) if truth is not None else ())
-        drift: list[Problem] = []
-        for key, tier, resident in residents:
-            blocks = self._told_by(key, resident)
-            if blocks is not None:
-                real = truth.drift(key, blocks, position, tier) if truth is not None else ()
-                found = self.ledger.drift(key, blocks, position, tier)
-                if self.truth is not None:
-                    self.truth.sort(found, real)
-                drift += found
-        self.log.note(self._oldest_first(drift))
-
-    def _oldest_first(self, problems: list[Problem]) -> list[Problem]:
-        """Drifts in the order of the events that stored their blocks; those that none did come last."""
-        if len(problems) < 2 or any(problem.rule not in _DRIFTS for problem in problems):
-            return problems
-        positions = {id(entry.event): entry.position for entry in self.log}
-
-        def age(problem: Problem) -> int:
-            stream = self.ledger.streams.get((problem.worker_id, problem.dp_rank))
-            stored = None if stream is None or problem.block is None else stream.origin.get(problem.block)
-            return self.log.total if stored is None else positions.get(id(stored), -1)
-
-        return sorted(problems, key=age)
-
-    def _told_by(self, key: StreamKey, resident: Callable[[], Iterable[int]]) -> list[int] | None:
-        """What a callable says is resident; None, and a problem noted once, where it cannot say."""
-        try:
-            blocks = list(resident())
-            check_block_hashes(blocks)
-        except Exception as error:  # noqa: BLE001 - a user's callable; what else was found must not be lost
-            if key not in self._mute:
-                self._mute.add(key)
-                known = f"what is resident could not be told: {type(error).__name__}: {error}"
-                right = "a callable given to compare answers the block hashes that are resident"
-                self.log.note([Problem("engine_drift", *key, known, right, position=self.log.total - 1)])
-            return None
-        return blocks
+            self.note(self._comparison.news(run(self._comparison.recheck(self.log.total - 1))))
 
     def compare(self) -> list[Problem]:
         """Compare all chains ever stored, and note what is new; nothing to do without an index under test, or async.
@@ -370,18 +335,9 @@ class Judge:
         self.note(self._comparison.news(found))
         return found
 
-    def differences(self, residents: Residents) -> list[Problem]:
-        """Where stream and engines differ now, reported before or not; nothing is noted."""
-        ledger = self.ledger if self.standard is None else self.standard.ledger  # what came of survived faults is none
-        found = []
-        for key, tier, resident in residents:
-            stream = ledger.streams[key]
-            for blocks, right, had in ledger.differences(stream, self._told_by(key, resident) or [], tier):
-                if blocks:
-                    found.append(ledger.drift_problem(stream, tuple(blocks), right, had))
-        for problem in found:
-            problem.position = self.log.total - 1
-        return self._oldest_first(found)
+    def _oldest_first(self, drifts: list[Problem]) -> list[Problem]:
+        """See `drift.oldest_first`."""
+        return oldest_first(drifts, self.ledger.streams, self.log)
 
     # ---------------------------------------------------------------------------------------------- verdict
 
@@ -408,7 +364,7 @@ class Judge:
         """The test body has ended: note events that an async index was not given."""
         if self._comparison is None or not self.is_async:
             return
-        waiting = [heard for heard in self._comparison.waiting if isinstance(heard, Heard)]
+        waiting = [queued for queued in self._comparison.waiting if isinstance(queued, QueuedEvent)]
         self._comparison.waiting.clear()
         if not waiting:
             return
@@ -425,8 +381,8 @@ class Judge:
         self.log.note([problem])
 
     def verdict(self) -> Verdict:
-        """What is new since the last verdict. Expectations for the whole test are settled by the first."""
-        unmet = self.log.settle()
+        """What is new since the last verdict. Expectations for the whole test are counted by the first."""
+        unmet = self.log.match_expectations()
         self.log.expectations.clear()
         new, self._judged = self.log.problems[self._judged :], len(self.log.problems)
         standing = [p for p in new if p.cause is None and p.expected_by is None and not p.excused]

@@ -13,10 +13,9 @@ from pytest_kvmock.engine.worker import Request
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from pytest_kvmock.events import RouterEvent
-    from pytest_kvmock.harness.worker import HarnessWorker
+    from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.events import RouterEvent, StreamKey
     from pytest_kvmock.hygiene.log import EventLog
-    from pytest_kvmock.hygiene.stream import StreamKey
     from pytest_kvmock.tokens import Prompt
 
 MOST: Final = 200_000
@@ -88,11 +87,14 @@ class Recording:
         if len(self.arrivals) < MOST:
             self.arrivals.append(arrival)
 
-    def chain(self, late: Collection[int]) -> None:
-        """Note of events, by `id`, that their hashes must be Dynamo's chain."""
+    def chain(self, positions: Collection[int]) -> None:
+        """Note of events, by their positions in the log, that their hashes must be Dynamo's chain."""
+        position = 0
         for i, arrival in enumerate(self.arrivals):
-            if not isinstance(arrival, Forgotten) and id(arrival[0]) in late:
-                self.arrivals[i] = arrival[0], True
+            if not isinstance(arrival, Forgotten):
+                if position in positions:
+                    self.arrivals[i] = arrival[0], True
+                position += 1
 
     def operate(self, kind: Kind, worker: StreamKey, request: int = 0, argument: Any = None) -> None:
         """Keep what is asked, before it is done: what raises changes nothing, or a part of what it should."""
@@ -103,7 +105,7 @@ class Recording:
 class RecordedRequest(Request):
     """A request that notes what is asked of it."""
 
-    def __init__(self, worker: HarnessWorker, prompt: Prompt, recording: Recording) -> None:
+    def __init__(self, worker: KvWorker, prompt: Prompt, recording: Recording) -> None:
         super().__init__(worker, prompt)
         self._recording = recording
         self._key = (worker.worker_id, worker.dp_rank)

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import Stored
-from pytest_kvmock.harness.judge import Told
+from pytest_kvmock.harness.judge import Judge, RecoveryAnswer
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.router.recovery import RING, Events, LocalIndex, TreeDump, WorkerQuery, ring_size
 
 if TYPE_CHECKING:
-    from pytest_kvmock.events import RouterEvent
-    from pytest_kvmock.harness.judge import Judge
-    from pytest_kvmock.hygiene.stream import StreamKey
+    from pytest_kvmock.events import RouterEvent, StreamKey
     from pytest_kvmock.router.recovery import Answer
 
 
@@ -105,14 +103,14 @@ class Recovery:
                 next_id = 0 if local.newest is None else local.newest + 1
                 ids = range(0 if is_dump or start is None else start, next_id)
                 if self._is_plain(said):
-                    judge.told.append(Told(said, ids, answer.events, is_dump))
+                    judge.pending_recoveries.append(RecoveryAnswer(said, ids, answer.events, is_dump))
                 else:
                     if is_dump:
                         self._built[key] = list(answer.events)
-                    judge.told.append(Told(said, ids, tuple(self._built[key]), replace=True))
+                    judge.pending_recoveries.append(RecoveryAnswer(said, ids, tuple(self._built[key]), replace=True))
         if self._harness_lock.acquire(blocking=False):
             try:
-                judge.settle()
+                judge.apply_pending_recoveries()
             finally:
                 self._harness_lock.release()
         return answer

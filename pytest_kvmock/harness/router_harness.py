@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from itertools import count
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from random import Random
-from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
-from pytest_kvmock.checks import check_integer, integer_text, is_integer, unknown_text
+from pytest_kvmock.backends import BackendSpec, EngineProfile
+from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import (
     Cleared,
     KvCacheEvent,
@@ -20,19 +18,22 @@ from pytest_kvmock.events import (
     RouterEvent,
     StorageTier,
     Stored,
+    StreamKey,
 )
-from pytest_kvmock.harness.comparison import SYNC, Sync
-from pytest_kvmock.harness.delivery import Delivery
+from pytest_kvmock.harness.engine_comparison import EngineComparison
+from pytest_kvmock.harness.index_comparison import SYNC, Sync
 from pytest_kvmock.harness.judge import Judge, Verdict
-from pytest_kvmock.harness.questions import Questions, WorkerKey
+from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
-from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, HASHES, KvSink, Published, is_event
-from pytest_kvmock.harness.worker import HarnessWorker
-from pytest_kvmock.hygiene.log import EventLog, KvEventsError
-from pytest_kvmock.hygiene.report import failure_text
+from pytest_kvmock.harness.user_sink import HASHES, KvSink, Published, is_event
+from pytest_kvmock.harness.workers import WorkerKey, Workers
+from pytest_kvmock.hygiene.log import EventLog
+from pytest_kvmock.hygiene.log_entry import STATUSES
+from pytest_kvmock.hygiene.problem import KvEventsError, Problem
+from pytest_kvmock.hygiene.report import failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
-from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency, Stream, StreamKey
+from pytest_kvmock.hygiene.stream import Residency, Stream
 from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -41,18 +42,16 @@ if TYPE_CHECKING:
 
     from pytest_kvmock.engine.worker import KvWorker, Request
     from pytest_kvmock.faults.fault import Fault
-    from pytest_kvmock.faults.faults import Faults
-    from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.harness.faults import Faults
+    from pytest_kvmock.harness.under_test import Scores, WorkerScores
     from pytest_kvmock.sinks import Sink
 
-
-MOST_WORKER_ID: Final = 2**64 - 1
 
 ENGINES_OWN: Final = frozenset({"evicted_and_restored", "wrong_hash"})
 """What faithful engines do wrong by themselves where a block may go before its parent, as warnings."""
 
 
-class RouterHarness(Questions):
+class RouterHarness:
     """Workers that speak, a router index that hears them, and a ledger that judges what is said.
 
     As a context manager it judges on leaving. `RouterIndexerHarness` of dynamo-mocker is its model.
@@ -79,7 +78,7 @@ class RouterHarness(Questions):
         events: every event that arrived, with its verdict.
         profile: the profile in force.
         sync: when an index under test is compared.
-        delivery: from worker to router.
+        publisher: from worker to router: ids, sinks, the lock.
         recording: what happened, as far as it can be replayed.
         by_hand: the workers and ranks that events made by hand name.
         index_semantics: as above.
@@ -115,24 +114,21 @@ class RouterHarness(Questions):
         self.events = EventLog(self.flush, allow=self._allow)
         self._seed = f"{self.profile.seed}:{name}"
         self._rng = Random(self._seed)  # noqa: S311 - mock data
-        self._lock = RLock()
         # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
         comparing = Random(self._rng.getrandbits(64))  # noqa: S311 - as above
         self.recording = Recording(self.events)
         self.index_semantics = index_semantics
         reference = RadixIndex(semantics=index_semantics)
         self._judge = Judge(self.events, index, sync, comparing, self.recording, reference=reference)
-        self.delivery = Delivery(self._judge.arrive, self._judge.sink_failed, self._judge.ledger.skipped)
-        self._workers: dict[WorkerKey, HarnessWorker] = {}
-        self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
-        self._sinks: set[int] = set()
+        self.publisher = Publisher(self._judge)
+        self._engines = EngineComparison(self._judge)
+        self._workers = Workers(
+            self.profile, self._judge, self.publisher, self._engines, recording=self.recording, rng=self._rng
+        )
         self.by_hand: set[StreamKey] = set()
-        self._holed: set[StreamKey] = set()  # of engines whose blocks may go before their parents
         self._begun: frozenset[Request] = frozenset()
-        self._recovery: Recovery | None = None
         if recovery is not None:
             self.use_recovery(recovery)
-        self._spec: BackendSpec | None = None
         self._faults: Faults | None = None
         if faults:
             self.faults.at_random(faults)
@@ -148,20 +144,20 @@ class RouterHarness(Questions):
             self.use_backend(backend)
 
     def __repr__(self) -> str:
-        return f"<RouterHarness {self.backend}: {len(self._workers)} workers, {self.events.total} events>"
+        return f"<RouterHarness {self.backend}: {len(self._workers.by_key)} workers, {self.events.total} events>"
 
     # ---------------------------------------------------------------------------------------------- workers
 
     @property
     def backend(self) -> str | None:
         """Name of the workers' backend; None while there is none."""
-        return None if self._spec is None else self._spec.name
+        return None if self._workers.spec is None else self._workers.spec.name
 
     @property
     def backends(self) -> dict[str, BackendSpec]:
         """The backends of its workers, by name."""
-        specs = [worker.spec for worker in self._workers.values()]
-        return {spec.name: spec for spec in (self._spec, *specs) if spec is not None}
+        specs = [self._workers.spec, *(worker.spec for worker in self._workers.by_key.values())]
+        return {spec.name: spec for spec in specs if spec is not None}
 
     @property
     def reference(self) -> RadixIndex:
@@ -182,7 +178,7 @@ class RouterHarness(Questions):
     @property
     def workers(self) -> Mapping[WorkerKey, KvWorker]:
         """The workers by id, or by (id, dp_rank) where a worker has more ranks than one."""
-        return MappingProxyType(self._workers)
+        return self._workers.by_key
 
     @property
     def streams(self) -> Mapping[StreamKey, Stream]:
@@ -192,7 +188,7 @@ class RouterHarness(Questions):
     @property
     def sink_ids(self) -> frozenset[int]:
         """The worker ids of its sinks."""
-        return frozenset(self._sinks)
+        return frozenset(self._workers.sink_ids)
 
     def use_backend(self, backend: str | BackendSpec) -> None:
         """Say which backend the workers have, once, and make those that exist from the start.
@@ -200,15 +196,7 @@ class RouterHarness(Questions):
         Raises:
             ValueError: an unknown backend, or another one than before.
         """
-        spec = backend_spec(backend)
-        if self._spec is not None:
-            if spec is not self._spec:
-                raise ValueError(f"the harness has backend {self._spec.name!r} already; it cannot become {spec.name!r}")
-            return
-        self._spec = spec
-        for worker_id in range(self.profile.workers):
-            for dp_rank in range(self.profile.dp_size):
-                self.worker(worker_id, dp_rank)
+        self._workers.use_backend(backend)
 
     def worker(self, id: int, dp_rank: int = 0, backend: BackendSpec | str | None = None) -> KvWorker:  # noqa: A002 - upstream's word
         """The worker of this id and rank; made now if there is none.
@@ -222,73 +210,11 @@ class RouterHarness(Questions):
             ValueError: an id out of range or of a sink, an unknown backend, another backend than the worker has, or
                 none at all.
         """
-        key = self._key(id, dp_rank)
-        found = self._workers.get(key)
-        if found is None:
-            return self._add_worker(id, dp_rank, backend)
-        wanted = backend.name if isinstance(backend, BackendSpec) else backend
-        if wanted is not None and found.backend != wanted:
-            raise ValueError(f"worker {id} has backend {found.backend!r}, not {wanted!r}")
-        return found
+        return self._workers.worker(id, dp_rank, backend)
 
     def next_worker(self, backend: BackendSpec | str | None = None) -> KvWorker:
         """Make one more worker, with the lowest id that is free."""
-        return self._add_worker(self._free_id(), 0, backend)
-
-    def _free_id(self) -> int:
-        """The lowest id that no engine and no sink has."""
-        taken = {*self._sinks, *(worker.worker_id for worker in self._workers.values())}
-        return next(i for i in count() if i not in taken)
-
-    def misfit(self, id: int | None, **fields: Any) -> KvWorker:  # noqa: A002 - as above
-        """Make one more worker with another profile than the router's; see `Faults.block_size`.
-
-        Args:
-            id: its id; the lowest that is free if None.
-            **fields: the fields of the profile that differ.
-
-        Raises:
-            ValueError: a field out of range, or a worker that exists.
-        """
-        worker_id = self._free_id() if id is None else id
-        if any(worker.worker_id == worker_id for worker in self._workers.values()):
-            raise ValueError(f"worker {worker_id} exists already; its profile is the router's")
-        return self._add_worker(worker_id, 0, None, self.profile.replace(**fields))
-
-    def _add_worker(
-        self, worker_id: int, dp_rank: int, backend: BackendSpec | str | None, profile: EngineProfile | None = None
-    ) -> KvWorker:
-        if not is_integer(worker_id, 0) or worker_id > MOST_WORKER_ID:
-            raise ValueError(f"a worker id is an integer from 0 to {MOST_WORKER_ID}, got {worker_id!r}")
-        if worker_id in self._sinks:
-            raise ValueError(f"worker {worker_id} is a sink of this test; take another id for an engine")
-        if not is_integer(dp_rank, 0):
-            raise ValueError(f"a dp_rank is {integer_text(0)}, got {dp_rank!r}")
-        spec = self._spec if backend is None else backend_spec(backend)
-        if spec is None:
-            raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
-        rng = Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
-        # The worker is made before it is heard: it may be refused, and some engines speak as they begin.
-        worker = HarnessWorker(self, spec, worker_id, dp_rank, rng, profile=profile)
-        self._workers[self._key(worker_id, dp_rank)] = worker
-        if not spec.prefix_closed:
-            self._holed.add((worker_id, dp_rank))
-        self._judge.open(
-            (worker_id, dp_rank),
-            first_id=0,
-            block_size=self.profile.block_size,
-            num_blocks=self.profile.num_blocks,
-            residency=spec.residency,
-            prefix_closed=spec.prefix_closed,
-            chain=None if spec.chain is None else partial(spec.chain, worker.manager),
-        )
-        if self._recovery is not None:
-            self._recovery.restarted((worker_id, dp_rank))
-        worker.listen()
-        return worker
-
-    def _key(self, worker_id: int, dp_rank: int) -> WorkerKey:
-        return (worker_id, dp_rank) if self.profile.dp_size > 1 or dp_rank else worker_id
+        return self._workers.next_worker(backend)
 
     def make_sink(
         self,
@@ -310,22 +236,9 @@ class RouterHarness(Questions):
         Raises:
             ValueError: a capacity below 1, or another residency.
         """
-        if num_blocks is not None:
-            check_integer("make_kv_sink: num_blocks", num_blocks, 1, ", or None")
-        if residency not in RESIDENCIES:
-            raise ValueError(f"make_kv_sink: {unknown_text('residency', residency, RESIDENCIES)}")
-        taken = {*self._sinks, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
-        worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)
-        self._sinks.add(worker_id)
-        self._judge.open(
-            (worker_id, 0),
-            first_id=None,
-            block_size=self.profile.block_size,
-            num_blocks=num_blocks,
-            residency=residency,
-            prefix_closed=prefix_closed,
+        return self._workers.make_sink(
+            chained=chained, num_blocks=num_blocks, residency=residency, prefix_closed=prefix_closed
         )
-        return KvSink(self, worker_id, chained=chained)
 
     def add_sink(self, sink: Sink, *, before: bool = False) -> None:
         """Have one more sink hear what workers publish.
@@ -335,7 +248,7 @@ class RouterHarness(Questions):
             before: tell it before the router; what it raises then keeps the event from the router, as the first of
                 Dynamo's publishers does.
         """
-        self.delivery.add_sink(sink, before=before)
+        self.publisher.add_sink(sink, before=before)
 
     def prompt(self, blocks: int = 4, after: Prompt | TokenIds | None = None, *, tail: int = 0) -> Prompt:
         """A prompt of fresh tokens.
@@ -364,12 +277,6 @@ class RouterHarness(Questions):
 
     # ----------------------------------------------------------------------------------------------- events
 
-    def next_id(self, worker_id: int, dp_rank: int) -> int:
-        """The id that an event of this worker gets if it has none; it is used up."""
-        worker = self._workers.get(self._key(worker_id, dp_rank))
-        published = self.delivery.published.get((worker_id, dp_rank), 0)  # by hand perhaps, with ids of its own
-        return published if worker is None else max(published, worker.manager.take_event_id())
-
     def apply(
         self,
         events: Published | Iterable[Published],
@@ -393,10 +300,10 @@ class RouterHarness(Questions):
         elif not isinstance(events, Iterable) or isinstance(events, (str, bytes, Mapping)):
             _refuse(events)
         for event in events:
-            with self._lock:  # from the next id on, or two threads would get one id
+            with self.publisher.lock:  # from the next id on, or two threads would get one id
                 addressed = self._addressed(event, worker_id, dp_rank)
                 self.by_hand.add((addressed.worker_id, addressed.event.dp_rank))
-                self.hear(addressed)
+                self.publisher.publish(addressed)
 
     def _addressed(self, event: Published, worker_id: int, dp_rank: int) -> RouterEvent:
         """An event with what it lacks: id, rank and worker."""
@@ -406,19 +313,15 @@ class RouterHarness(Questions):
             event = RouterEvent(worker_id, event)
         if not is_event(event):
             _refuse(event)
-        if event.worker_id in self._sinks:
+        if event.worker_id in self._workers.sink_ids:
             raise ValueError(f"worker {event.worker_id} is a sink of this test; publish its events through the sink")
         return event
 
-    def hear(self, event: RouterEvent, *, chained: bool = False) -> None:
-        """An event is published; it arrives if nothing is in the way.
-
-        Args:
-            event: what is said, and by whom.
-            chained: whether its hashes must be the engine's chain.
-        """
-        with self._lock:
-            self.delivery.publish(event, chained=chained)
+    def next_id(self, worker_id: int, dp_rank: int) -> int:
+        """The id that an event made by hand gets if it has none; it is used up."""
+        worker = self._workers.by_key.get(self._workers.key(worker_id, dp_rank))
+        published = self.publisher.next_id(worker_id, dp_rank)  # by hand perhaps, with ids of its own
+        return published if worker is None else max(published, worker.manager.take_event_id())
 
     @contextmanager
     def burst(self) -> Iterator[None]:
@@ -434,17 +337,8 @@ class RouterHarness(Questions):
             with self._judge.burst():
                 yield
         finally:
-            with self._lock:
+            with self.publisher.lock:
                 self._judge.end_burst()
-
-    def judge_hashes(self, events: Sequence[RouterEvent]) -> None:
-        """Judge hashes of events that were published before it was known that they are a chain."""
-        if events:
-            self._judge.judge_hashes(events)
-
-    def publishing(self) -> AbstractContextManager[bool]:
-        """Hold up all other publishers while the context lasts."""
-        return self._lock
 
     # ----------------------------------------------------------------------------------------------- faults
 
@@ -452,9 +346,9 @@ class RouterHarness(Questions):
     def faults(self) -> Faults:
         """What the test breaks on purpose, on the way from workers to router."""
         if self._faults is None:
-            from pytest_kvmock.faults.faults import Faults
+            from pytest_kvmock.harness.faults import Faults  # for those who use it
 
-            self._faults = Faults(self, self._judge, self._seed)
+            self._faults = Faults(self.profile, self._workers, self.publisher, self._judge, self._seed)
         return self._faults
 
     def drop_next(self, n: int = 1, *, kind: str | None = None) -> Fault:
@@ -471,32 +365,16 @@ class RouterHarness(Questions):
         Raises:
             ValueError: the index under test has no `remove_worker`; nothing has changed.
         """
-        with self._lock:
+        with self.publisher.lock:
             self.recording.operate("remove_worker", (id, 0))
-            for key in self._judge.gone(id, first_id=None):
-                self.delivery.published.pop(key, None)
-                for tier in StorageTier:
-                    self._resident.pop((key, tier), None)
-                self._workers.pop(self._key(*key), None)
-
-    def restarted(self, worker: KvWorker, *, announced: bool) -> None:
-        """A worker begins anew; called by `HarnessWorker.restart`.
-
-        Raises:
-            ValueError: it is announced, and the index under test cannot be told; nothing has changed.
-        """
-        key = (worker.worker_id, worker.dp_rank)
-        with self._lock:
-            if announced:
-                self._judge.gone(*key, first_id=0)
-            self.delivery.published[key] = 0
-            if self._recovery is not None:
-                self._recovery.restarted(key)
+            keys = self.publisher.removed(id)
+            self._engines.remove(keys)
+            self._workers.remove(keys)
 
     @property
     def asks_recovery(self) -> bool:
         """Whether a router may ask its workers for what it missed."""
-        return self._recovery is not None
+        return self.publisher.recovery is not None
 
     def use_recovery(self, recovery: Recovery) -> None:
         """Have workers keep what they publish, so that a router can ask them for what it missed.
@@ -508,16 +386,15 @@ class RouterHarness(Questions):
         """
         if not isinstance(recovery, Recovery):
             raise TypeError(f"recovery must be a Recovery, got {recovery!r:.80}")
-        with self._lock:
-            if self._recovery is not None:
+        with self.publisher.lock:
+            if self.publisher.recovery is not None:
                 raise ValueError("the harness has a recovery already")
             begun = [entry.event for entry in self.events if isinstance(entry.event.event.data, Cleared)]
-            if not len(begun) == self.events.total == sum(self.delivery.published.values()):
+            if not len(begun) == self.events.total == sum(self.publisher.next_ids.values()):
                 raise ValueError("recovery comes too late: events were published before, and no worker has kept them")
-            recovery.join(self._judge, self._lock)
+            self.publisher.use_recovery(recovery)
             for event in begun:
                 recovery.keep(event)
-            self._recovery, self.delivery.kept = recovery, recovery.keep
 
     # ------------------------------------------------------------------------------------------ comparisons
 
@@ -526,8 +403,9 @@ class RouterHarness(Questions):
 
         An async index is flushed by `aflush`, in the test's own loop.
         """
-        with self._lock:
-            self._judge.flush(self.delivery.published, self._residents())
+        with self.publisher.lock:
+            self._judge.flush_index()
+            self._engines.flush(self.publisher.next_ids, self._workers.by_key.values())
 
     async def aflush(self) -> None:
         """As `flush`, for an async index: give it the events that wait, and compare it with the reference.
@@ -540,37 +418,138 @@ class RouterHarness(Questions):
         await self._judge.acompare()
         self.flush()
 
-    def _residents(self) -> list[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]:
-        # A worker that has never published, and has nothing, is only a name for events made by hand.
-        speaking = [
-            worker
-            for worker in self._workers.values()
-            if worker.has_published or (worker.prefix_caching and worker.manager.resident())
-        ]
-        return [
-            *((key, tier, resident) for (key, tier), resident in self._resident.items()),
-            *(((w.worker_id, w.dp_rank), StorageTier.DEVICE, w.manager.resident) for w in speaking),
-        ]
-
     def compare_with(
         self, worker_id: int, dp_rank: int, storage_tier: StorageTier, resident: Callable[[], Iterable[int]]
     ) -> None:
         """Compare the stream of a worker, at each flush and at the end, with what a callable says is resident."""
-        self._resident[(worker_id, dp_rank), storage_tier] = resident
+        self._engines.compare_with(worker_id, dp_rank, storage_tier, resident)
+
+    # -------------------------------------------------------------------------------------------- questions
+
+    def overlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+        """How many leading blocks of a prompt each worker holds, as the index says; who holds none is absent.
+
+        Raises:
+            TypeError: the index is async: `await kv_router.aoverlap(prompt)`.
+            ValueError: the index takes tokens, and the prompt has none.
+        """
+        __tracebackhide__ = True
+        self._need_sync("overlap", "aoverlap")
+        with self.publisher.lock:  # after a burst it is a comparison too
+            return self._by_worker(self._judge.ask(Prompt.of(prompt), self.profile.block_size))
+
+    async def aoverlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+        """As `overlap`, for an async index, as far as it was flushed."""
+        __tracebackhide__ = True
+        self._need_async("aoverlap")
+        return self._by_worker(await self._judge.aask(Prompt.of(prompt), self.profile.block_size))
+
+    def overlap_for_hashes(self, local_hashes: Iterable[int]) -> dict[WorkerKey, int]:
+        """As `overlap`, for a prompt known by its local hashes."""
+        return self.overlap(Prompt(hashes=local_hashes))
+
+    def _by_worker(self, scores: Scores | WorkerScores) -> dict[WorkerKey, int]:
+        out: dict[WorkerKey, int] = {}
+        for key, blocks in scores.items():
+            out[self._workers.key(*key) if isinstance(key, tuple) else key] = blocks
+        return out
+
+    def _need_sync(self, what: str, instead: str) -> None:
+        __tracebackhide__ = True
+        if self._judge.is_async:
+            raise TypeError(
+                f"{what} cannot ask an async index ({type(self.index).__name__}): "
+                f"use `await kv_router.{instead}(...)`, after `await kv_router.aflush()`"
+            )
+
+    def _need_async(self, what: str) -> None:
+        __tracebackhide__ = True
+        if not self._judge.is_async:
+            raise TypeError(f"{what} is for an async index under test; this one is asked without await")
+
+    # ---------------------------------------------------------------------------------------------- judging
+
+    def ok_count(self, kind: str) -> int:
+        """How many events of a kind ("stored", "removed", "cleared") were sound."""
+        return self.status_count(kind, "ok")
+
+    def status_count(self, kind: str, status: str) -> int:
+        """How many events of a kind had a status: "ok", or one of the errors that an index counts.
+
+        Raises:
+            ValueError: an unknown kind or status.
+        """
+        return self.events.status_count(kind, status)
+
+    def invalid_counts(self) -> dict[tuple[str, str], int]:
+        """The six counters of upstream's harness: (kind, error) for Stored and Removed."""
+        return {
+            (kind, status): self.status_count(kind, status) for kind in ("stored", "removed") for status in STATUSES
+        }
+
+    def warning_counts(self) -> dict[str, int]:
+        """How often each warning came, consequences of another fault counted."""
+        return dict(Counter(problem.rule for problem in self.events.problems if not problem.is_error))
+
+    def assert_no_event_errors(self) -> None:
+        """Flush, and raise if there was any error that the test did not expect.
+
+        Raises:
+            KvEventsError: with the report.
+        """
+        __tracebackhide__ = True
+        self.events.check()
+
+    def assert_no_event_warnings(self) -> None:
+        """Flush, and raise if there was any warning.
+
+        Raises:
+            KvEventsError: with the report.
+        """
+        __tracebackhide__ = True
+        self.flush()
+        warnings = self.events.unexcused(self.events.warnings)
+        if warnings:
+            raise KvEventsError(problems_text(warnings))
+
+    def assert_in_sync(self) -> None:
+        """Flush, and raise if stream and engines, or index and reference, differ now, for whatever reason.
+
+        Raises:
+            KvEventsError: with the report.
+            TypeError: the index is async: `await kv_router.aassert_in_sync()`.
+        """
+        __tracebackhide__ = True
+        self._need_sync("assert_in_sync", "aassert_in_sync")
+        with self.publisher.lock:
+            self._raise_if_any(self._judge.compare())
+
+    async def aassert_in_sync(self) -> None:
+        """As `assert_in_sync`, for an async index, which is flushed first."""
+        __tracebackhide__ = True
+        self._need_async("aassert_in_sync")
+        self._raise_if_any(await self._judge.acompare())
+
+    def _raise_if_any(self, found: list[Problem]) -> None:
+        __tracebackhide__ = True
+        self.flush()
+        found = found + self._engines.differences(self._workers.by_key.values())
+        if found:
+            raise KvEventsError(problems_text(found))
 
     # ---------------------------------------------------------------------------------------------- judging
 
     def body_begins(self) -> None:
         """What is open now was opened by fixtures: the next verdict leaves it to their teardown, the one after does not."""
-        self._begun = frozenset(request for worker in self._workers.values() for request in worker.requests)
+        self._begun = frozenset(request for worker in self._workers.by_key.values() for request in worker.requests)
 
     def judge(self) -> Verdict:
         """Flush, compare everything there is to compare, and say what is new since the last time."""
-        with self._lock:
+        with self.publisher.lock:
             self._judge.close_async()
             self._judge.compare()
             self.flush()
-            self._judge.leaked(self._workers.values(), self._begun)
+            self._judge.leaked(self._workers.by_key.values(), self._begun)
             self._begun = frozenset()
             verdict = self._judge.verdict()
             if self._faults is not None:
@@ -580,7 +559,8 @@ class RouterHarness(Questions):
     def is_engines_own(self, warning: Problem) -> bool:
         """Whether a warning is about what a faithful mock engine does by itself, as `multi_lru` and `hash_cache` do."""
         key = (warning.worker_id, warning.dp_rank)
-        return warning.rule in ENGINES_OWN and key in self._holed and key not in self.by_hand and warning.fault is None
+        prefix_closed = self._workers.is_prefix_closed(key)
+        return warning.rule in ENGINES_OWN and not prefix_closed and key not in self.by_hand and warning.fault is None
 
     def __enter__(self) -> Self:
         return self

@@ -1,12 +1,20 @@
-"""The index under test: how it is asked, and what its answers mean."""
+"""The index under test: how it is called, and what its answers mean.
+
+What calls it is written once, for sync and async indexes: generators yield the calls to make and are sent what came back.
+`run` makes the calls, `arun` awaits them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from inspect import iscoroutinefunction
-from typing import Any, TypeAlias
+import traceback
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from inspect import isawaitable, iscoroutinefunction
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.tokens import Prompt
 
 Scores: TypeAlias = dict[tuple[int, int], int]
 """Matched blocks by (worker_id, dp_rank); who matches none is absent."""
@@ -17,6 +25,52 @@ WorkerScores: TypeAlias = dict[int, int]
 
 Call: TypeAlias = tuple[Callable[[Any], Any], Any]
 """A function of the index under test, and the argument to call it with."""
+
+Findings: TypeAlias = Generator[Call, Any, list[Problem]]
+"""Asks for calls of the index under test, one by one, and returns the problems found."""
+
+
+def run(findings: Findings) -> list[Problem]:
+    """Make the calls that a generator asks for; return what it found."""
+    try:
+        function, argument = next(findings)
+        while True:
+            try:
+                answer = function(argument)
+            except Exception as error:  # noqa: BLE001 - whatever a user's index raises is a finding
+                function, argument = findings.throw(error)
+            else:
+                function, argument = findings.send(answer)
+    except StopIteration as stop:
+        return list(stop.value)
+
+
+async def arun(findings: Findings) -> list[Problem]:
+    """As `run`, awaiting what is awaitable."""
+    try:
+        function, argument = next(findings)
+        while True:
+            try:
+                answer = function(argument)
+                if isawaitable(answer):
+                    answer = await answer
+            except Exception as error:  # noqa: BLE001 - as above
+                function, argument = findings.throw(error)
+            else:
+                function, argument = findings.send(answer)
+    except StopIteration as stop:
+        return list(stop.value)
+
+
+def raised_at(error: Exception) -> str:
+    """Where a call has raised, for a message: the last line of the user's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename) not in _CALLERS]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else ""
+
+
+_CALLERS: Final = (Path(__file__), Path(__file__).with_name("index_comparison.py"))
+"""Whose frames are not the user's."""
 
 
 class UnreadableAnswer(ValueError):  # noqa: N818 - named for what it is
@@ -78,8 +132,8 @@ class IndexUnderTest:
         method = getattr(self.index, name, None)
         return method if callable(method) else None
 
-    def farewell(self, worker_id: int, ranks: Iterable[int], *, whole: bool) -> list[Call]:
-        """The calls that tell it that some ranks of a worker are gone.
+    def removal_calls(self, worker_id: int, ranks: Iterable[int], *, whole: bool) -> list[Call]:
+        """The calls that tell it that some ranks of a worker are removed.
 
         Args:
             worker_id: which worker.
@@ -98,6 +152,29 @@ class IndexUnderTest:
         raise ValueError(
             f"the index under test ({self.name}) cannot be told that worker {worker_id} is gone: it has no {need}"
         )
+
+    def answer(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
+        """Flush it, and ask it for a prompt.
+
+        Raises:
+            ValueError: it takes tokens, and the prompt has none.
+            UnreadableAnswer: it is no answer.
+        """
+        __tracebackhide__ = True
+        if self.flush is not None:
+            self.flush()
+        return self.read(self.ask(self._question(prompt, block_size)))
+
+    async def aanswer(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
+        """As `answer`, for an async index, as far as it was flushed."""
+        __tracebackhide__ = True
+        answer = self.ask(self._question(prompt, block_size))
+        return self.read(await answer if isawaitable(answer) else answer)
+
+    def _question(self, prompt: Prompt, block_size: int) -> Sequence[int]:
+        __tracebackhide__ = True
+        hashes = () if self.takes_tokens else list(prompt.block_hashes(block_size))
+        return question(hashes, prompt.tokens, takes_tokens=self.takes_tokens)
 
     def read(self, answer: Any) -> Scores | WorkerScores:
         """Make one shape of an answer: zeros are dropped, keys stay of the form they have.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 from pytest_kvmock.backends import MOST_WORKERS
 from pytest_kvmock.events import (
@@ -23,13 +23,16 @@ from pytest_kvmock.events import (
 from pytest_kvmock.hygiene.content import FoundChain
 
 if TYPE_CHECKING:
-    from pytest_kvmock.harness.router_harness import RouterHarness
+    from pytest_kvmock.harness.publisher import Publisher
 
 MOST_UNJUDGED: Final = 10_000
 """So many Stored are kept until it is found out whether their hashes are a chain; those of other engines never are."""
 
 FIRST_SINK_WORKER: Final = MOST_WORKERS
 """Sinks are workers of their own, with the first ids from here on that are free."""
+
+CompareWith: TypeAlias = Callable[[int, int, StorageTier, Callable[[], Iterable[int]]], None]
+"""Has the stream of a worker, rank and tier compared with what a callable says is resident."""
 
 Published = EventData | KvCacheEvent | RouterEvent
 
@@ -75,11 +78,21 @@ class KvSink:
         chained: whether hashes must be Dynamo's chain; None: that is found out, see `FoundChain`.
     """
 
-    def __init__(self, harness: RouterHarness, worker_id: int, *, chained: bool | None = None) -> None:
+    def __init__(
+        self,
+        worker_id: int,
+        publisher: Publisher,
+        judge_hashes: Callable[[Sequence[RouterEvent]], None],
+        compare_with: CompareWith,
+        *,
+        chained: bool | None = None,
+    ) -> None:
         self.worker_id = worker_id
         self.chained = chained
         self.events: list[KvCacheEvent] = []
-        self._harness = harness
+        self._publisher = publisher
+        self._judge_hashes = judge_hashes
+        self._compare_with = compare_with
         self._chain = FoundChain()
         self._unjudged: list[RouterEvent] = []  # every Stored before the chain was found
         self._looked_at = 0  # of those, how many were there when it was last looked up what is resident
@@ -106,9 +119,9 @@ class KvSink:
         if isinstance(event, RouterEvent):
             storage_tier, token_ids = event.storage_tier, event.token_ids
             event = event.event
-        with self._harness.publishing():  # from the next id on, or two threads would get one id
+        with self._publisher.lock:  # from the next id on, or two threads would get one id
             if isinstance(event, (Stored, Removed, Cleared)):
-                event = KvCacheEvent(self._harness.next_id(self.worker_id, 0), event)
+                event = KvCacheEvent(self._publisher.next_id(self.worker_id, 0), event)
             said = RouterEvent(self.worker_id, event, storage_tier, token_ids)
             if not is_event(said):
                 raise TypeError(
@@ -116,7 +129,7 @@ class KvSink:
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
-            self._harness.hear(said, chained=self._must_chain(said))
+            self._publisher.publish(said, chained=self._must_chain(said))
 
     __call__ = publish
 
@@ -139,9 +152,7 @@ class KvSink:
     def _judge_earlier(self, is_broken: Callable[[Stored], bool]) -> None:
         """The hashes are found to be a chain: have those judged that were published before, and break it."""
         unjudged, self._unjudged = self._unjudged, []
-        self._harness.judge_hashes(
-            [e for e in unjudged if isinstance(e.event.data, Stored) and is_broken(e.event.data)]
-        )
+        self._judge_hashes([e for e in unjudged if isinstance(e.event.data, Stored) and is_broken(e.event.data)])
 
     def _looked_up(self, resident: Callable[[], Iterable[int]]) -> Iterable[int]:
         """What is resident; it may show that the hashes are a chain, of which a wrong one was published."""
@@ -177,4 +188,4 @@ class KvSink:
         """
         if not callable(resident):
             raise TypeError(f"compare takes a callable that tells the resident block hashes, got {resident!r:.80}")
-        self._harness.compare_with(self.worker_id, dp_rank, storage_tier, partial(self._looked_up, resident))
+        self._compare_with(self.worker_id, dp_rank, storage_tier, partial(self._looked_up, resident))

@@ -5,8 +5,8 @@ held, and how many copies of each where residency is counted; and per worker and
 from which local hashes, parents and chains follow. It believes every event: after a problem it holds what the event
 said, so that one fault is reported once.
 
-Where events are known to be missing it is *wounded*: every block of that worker and rank counts as unknown until an
-event names it again. A problem with an unknown block is no news then; it is listed under what opened the wound. A rule
+Where events are known to be missing it is *out of sync*: every block of that worker and rank counts as unknown until an
+event names it again. A problem with an unknown block is no news then; it is listed under what opened the desync. A rule
 that needs no memory of the stream, such as the chain of hashes inside one event, is judged as ever.
 
 One block alone can be unknown in this way: an engine that evicts a block and stores it again in one go publishes the
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, block_text
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
 from pytest_kvmock.hygiene.content import Chain, own_parent, sparse, wrong_hash
+from pytest_kvmock.hygiene.drift import confirm, differences
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.stream import LAST, Residency, Stream, StreamKey, Wound
+from pytest_kvmock.hygiene.stream import LAST, Desync, Residency, Stream
 from pytest_kvmock.hygiene.text import blocks_text, ids_text
 
 
@@ -38,19 +39,22 @@ class Ledger:
     def __init__(self) -> None:
         self.streams: dict[StreamKey, Stream] = {}
 
-    def copy(self, memo: dict[int, object] | None = None) -> Ledger:
-        """A ledger that knows the same, and goes its own way from here on.
+    def copy_with(self, problems: Iterable[Problem]) -> tuple[Ledger, dict[Problem, Problem]]:
+        """A ledger that holds the same, and goes its own way from here on.
 
-        Events are values that all listeners share. What the copy makes of them is its own, and so is what names the
-        hashes of a stream's blocks: that one remembers the stream.
+        Events are values, which both share. What the copy makes of them is its own, and so is what names the hashes of a
+        stream's blocks: that one remembers the stream.
 
         Args:
-            memo: of `copy.deepcopy`; afterwards it has what was copied.
+            problems: problems that this ledger found.
+
+        Returns:
+            The copy; and of these problems those that it goes on with, by their copies.
         """
-        memo = {} if memo is None else memo
-        for stream in self.streams.values():
-            memo.update((id(event), event) for event in (*stream.said, stream.last))
-        return copy.deepcopy(self, memo)
+        events = (event for stream in self.streams.values() for event in (*stream.events, stream.last))
+        memo: dict[int, Any] = {id(event): event for event in events}  # deepcopy's own way to share
+        ledger = copy.deepcopy(self, memo)
+        return ledger, {memo[id(problem)]: problem for problem in problems if id(problem) in memo}
 
     def open(
         self,
@@ -149,7 +153,7 @@ class Ledger:
                 problem.follows_from(cause)
         problems += found
         if isinstance(data, Cleared):
-            stream.said.append(event)
+            stream.events.append(event)
             stream.forget()
         if cause is not None:  # after a repeat the event before it is still the one before
             stream.restored = restored
@@ -157,7 +161,7 @@ class Ledger:
         return problems
 
     def _gap(self, stream: Stream, event: RouterEvent, position: int, problems: list[Problem]) -> Problem | None:
-        """Note an id that was not due. Return the cause of what else the event breaks, where it opens no wound."""
+        """Note an id that was not due. Return the cause of what else the event breaks, where it opens no desync."""
         got, due = event.event.event_id, stream.next_id
         assert due is not None
         if got > due:
@@ -180,7 +184,7 @@ class Ledger:
         if event == stream.last:  # a repeat of the event before: only its own consequences follow from it
             self.fold(stream, problem)
             return problem
-        self._wound(stream, problem)
+        self._desync(stream, problem)
         return None
 
     def _stored(self, stream: Stream, event: RouterEvent, data: Stored, *, chained: bool) -> list[Problem]:
@@ -209,13 +213,13 @@ class Ledger:
             if parent is not None and parent not in held and not stream.holds(parent):
                 stream.implied.add(parent)
             stream.add_again(tier, hashes, parent, again)
-        stream.said.append(event)
-        stream.settle(hashes)
-        wound = stream.wound
-        if wound is not None:
-            wound.named.update(hashes)
+        stream.events.append(event)
+        stream.mark_named(hashes)
+        desync = stream.desync
+        if desync is not None:
+            desync.resynced.update(hashes)
             if parent is not None:
-                wound.named.add(parent)
+                desync.resynced.add(parent)
         return before + problems if before else problems
 
     def wrong_hash(self, event: RouterEvent, position: int, before: Sequence[Problem]) -> list[Problem]:
@@ -246,14 +250,14 @@ class Ledger:
 
     def _repeated(self, stream: Stream, hashes: tuple[int, ...], again: set[int], *, alone: bool) -> list[Problem]:
         """Note which blocks of a Stored are held already; a duplicate_store, if they all are and nothing else is wrong."""
-        wound, problems = stream.wound, []
+        desync, problems = stream.desync, []
         stream.doubled = None
         if alone and again.issuperset(hashes):
             known = f"{blocks_text(hashes)} {'is' if len(hashes) == 1 else 'are'} held already"
             right = "a block that is held is not stored again"
             stream.doubled = self._problem("duplicate_store", stream, known, right, hashes)
             problems.append(self.fold(stream, stream.doubled, every=True))
-        stream.restored = {b: wound.cause if wound is not None and b not in wound.named else None for b in again}
+        stream.restored = {b: desync.cause if desync is not None and b not in desync.resynced else None for b in again}
         return problems
 
     def _unsound(self, stream: Stream, held: dict[int, int], data: Stored, again: set[int]) -> list[Problem]:
@@ -321,15 +325,15 @@ class Ledger:
                     known = f"block {block_text(part[0])} is named {times} times, and was held {times - over}"
                 problems.append(self.fold(stream, self._problem("block_not_found", stream, known, right, part)))
         restored = self._restored(stream, event, hashes) if stream.restored else []
-        stream.said.append(event)
-        stream.settle(hashes)
+        stream.events.append(event)
+        stream.mark_named(hashes)
         if restored:
-            stream.astray.update((problem.blocks[0], problem) for problem in restored)
+            stream.removed_but_resident.update((problem.blocks[0], problem) for problem in restored)
             problems += restored
         if removed and stream.prefix_closed:
             problems += self._orphaned(stream, tier, removed)
-        if stream.wound is not None:
-            stream.wound.named.update(hashes)
+        if stream.desync is not None:
+            stream.desync.resynced.update(hashes)
         return problems
 
     def _restored(self, stream: Stream, event: RouterEvent, hashes: tuple[int, ...]) -> list[Problem]:
@@ -363,12 +367,12 @@ class Ledger:
             removed: the blocks that it removed, each with what `Stream.remove` said.
         """
         orphans: dict[Problem | None, list[tuple[int, int]]] = {}
-        wound = stream.wound
+        desync = stream.desync
         for block, child in removed.items():
             for orphan in stream.orphans(tier, block, child):
-                cause = stream.astray.get(block)
-                if cause is None and wound is not None and orphan not in wound.named:
-                    cause = wound.cause
+                cause = stream.removed_but_resident.get(block)
+                if cause is None and desync is not None and orphan not in desync.resynced:
+                    cause = desync.cause
                 orphans.setdefault(cause, []).append((orphan, block))
         problems = []
         for cause, pairs in orphans.items():
@@ -393,7 +397,7 @@ class Ledger:
         stream = self.stream(key)
         stream.holes.append(range(event_id, event_id + 1))
         stream.next_id = event_id + 1
-        self._wound(stream, cause)
+        self._desync(stream, cause)
 
     def recovered(self, said: Stream, ids: range) -> list[Problem]:
         """A worker and rank was asked for some event ids, up to the newest, and has told them: they have arrived.
@@ -403,13 +407,13 @@ class Ledger:
             ids: what it was asked for.
 
         Returns:
-            What led blocks astray, or left them without their parent, among the events that had not arrived.
+            What led blocks removed_but_resident, or left them without their parent, among the events that had not arrived.
         """
         stream = self.stream((said.worker_id, said.dp_rank))
-        known = {*stream.astray.values(), *stream.orphaned.values()}
+        known = {*stream.removed_but_resident.values(), *stream.orphaned.values()}
         stream.recover(said, ids)
         news: dict[Problem, Problem] = {}
-        for table in (stream.astray, stream.orphaned):
+        for table in (stream.removed_but_resident, stream.orphaned):
             for block, problem in table.items():
                 if problem not in known:
                     if problem not in news:
@@ -417,7 +421,7 @@ class Ledger:
                     table[block] = news[problem]
         return list(news.values())
 
-    def told_before(self, event: RouterEvent) -> bool:
+    def was_replayed(self, event: RouterEvent) -> bool:
         """Whether an event that arrives was told by a recovery, so that it says nothing new. It is so once."""
         stream = self.streams.get((event.worker_id, event.event.dp_rank))
         return stream is not None and stream.take_late(event.event.event_id)
@@ -467,7 +471,7 @@ class Ledger:
         problem.position = position
         stream.holes.append(missing)
         stream.next_id = next_id
-        self._wound(stream, problem)
+        self._desync(stream, problem)
         return [problem]
 
     def over_capacity(self, position: int) -> list[Problem]:
@@ -494,7 +498,7 @@ class Ledger:
         """
         stream = self.stream(key)
         problems = []
-        for differing, said, had in self.differences(stream, resident, tier):
+        for differing, said, had in differences(stream, resident, tier):
             fresh = [block for block in differing if block not in stream.drifted]
             stream.drifted.update(fresh)
             for part in self._parts(stream, fresh):
@@ -504,95 +508,50 @@ class Ledger:
         unconfirmed = [problem for where, problem in stream.unconfirmed if where is tier and problem.cause is None]
         stream.unconfirmed = [pair for pair in stream.unconfirmed if pair[0] is not tier]
         if unconfirmed and problems:
-            self._confirm(stream, unconfirmed, problems, set(resident), tier)
+            confirm(stream, unconfirmed, problems, set(resident), tier)
         return problems
-
-    @staticmethod
-    def _confirm(
-        stream: Stream, found: list[Problem], drifts: list[Problem], resident: set[int], tier: StorageTier
-    ) -> None:
-        """List what came of a missing Removed under the engine_drift that shows it: the engine has dropped the block.
-
-        Args:
-            stream: whose it is.
-            found: an orphan is none if the engine has dropped it; nor are there too many without those that it has.
-            drifts: the drift, by cause.
-            resident: what the engine holds.
-            tier: where.
-        """
-        dropped = [drift for drift in drifts if drift.cause is None and resident.isdisjoint(drift.blocks)]
-        extra = sum(block not in resident for block in stream.held(tier))
-        fits = stream.num_blocks is not None and stream.count(tier) - extra <= stream.num_blocks
-        for problem in found:
-            for drift in dropped:
-                if set(drift.blocks).issuperset(problem.blocks) and (problem.blocks or fits):
-                    problem.follows_from(drift)
-                    break
 
     def drift_problem(self, stream: Stream, blocks: tuple[int, ...], right: str, had: str) -> Problem:
         """The record of blocks of which stream and engine say different things."""
         known = f"{had} {blocks_text(blocks)}; {stream.history(blocks[0])}"
         return self._problem("engine_drift", stream, known, right, blocks)
 
-    @staticmethod
-    def differences(
-        stream: Stream, resident: Collection[int], tier: StorageTier = StorageTier.DEVICE
-    ) -> list[tuple[list[int], str, str]]:
-        """Blocks of which stream and engine say different things: (blocks, what would be right, what the engine has)."""
-        held, copies = stream.held(tier), stream.copies.get(tier, {})
-        there = resident if isinstance(resident, (set, frozenset, dict)) else dict.fromkeys(resident)
-        extra = [block for block in held if block not in there]
-        silent = [block for block in there if block not in held and block not in stream.implied]
-        found = [
-            (extra, "what the engine drops is published as Removed", "the engine does not hold"),
-            (silent, "what the engine caches is published as Stored", "the engine holds"),
-        ]
-        if stream.residency == "counted":
-            had = Counter(resident)
-            fewer = [block for block in held if 0 < had[block] < 1 + copies.get(block, 0)]
-            more = [block for block in held if had[block] > 1 + copies.get(block, 0)]
-            found += [
-                (fewer, "each copy that the engine drops is published as Removed", "the engine holds fewer copies of"),
-                (more, "each copy that the engine caches is published as Stored", "the engine holds more copies of"),
-            ]
-        return [(stream.oldest_first(blocks), right, what) for blocks, right, what in found]
-
     # ----------------------------------------------------------------------------------------------- wounds
 
     @staticmethod
     def fold(stream: Stream, problem: Problem, *, every: bool = False) -> Problem:
-        """List the problem under the stream's wound if it names no block that is known, or under what led a block astray.
+        """List the problem under the stream's desync if it names no block that is known, or under what led a block removed_but_resident.
 
         Args:
-            stream: whose wound.
+            stream: whose desync.
             problem: what was found.
             every: it takes all its blocks to be known, not the telling one alone.
         """
-        wound = stream.wound
-        if wound is not None and problem is not wound.cause:
-            known = wound.named.issuperset(problem.blocks) if every else problem.block in wound.named
+        desync = stream.desync
+        if desync is not None and problem is not desync.cause:
+            known = desync.resynced.issuperset(problem.blocks) if every else problem.block in desync.resynced
             if not problem.blocks or not known:
-                problem.follows_from(wound.cause)
-        if problem.cause is None and problem.block in stream.astray:
-            problem.follows_from(stream.astray[problem.block])
+                problem.follows_from(desync.cause)
+        if problem.cause is None and problem.block in stream.removed_but_resident:
+            problem.follows_from(stream.removed_but_resident[problem.block])
         return problem
 
-    def _wound(self, stream: Stream, cause: Problem) -> None:
+    def _desync(self, stream: Stream, cause: Problem) -> None:
         """Every block is unknown from here on. A second cause is listed under the first, and blocks are unknown anew."""
         self.fold(stream, cause)
-        stream.wound = Wound(cause if cause.cause is None else cause.cause)
+        stream.desync = Desync(cause if cause.cause is None else cause.cause)
 
     @staticmethod
     def _parts(stream: Stream, blocks: Iterable[int]) -> list[tuple[int, ...]]:
         """Blocks apart by the cause that they have: those that are known have none, and come first."""
         blocks = tuple(blocks)
-        wound, astray = stream.wound, stream.astray
-        if wound is None and not astray:
+        desync, removed_but_resident = stream.desync, stream.removed_but_resident
+        if desync is None and not removed_but_resident:
             return [blocks] if blocks else []
         parts: dict[Problem | None, list[int]] = {None: []}
         for block in blocks:
-            unknown = wound is not None and block not in wound.named
-            cause = wound.cause if wound is not None and unknown else astray.get(block)
+            unknown = desync is not None and block not in desync.resynced
+            cause = desync.cause if desync is not None and unknown else removed_but_resident.get(block)
             parts.setdefault(cause, []).append(block)
         return [tuple(part) for part in parts.values() if part]
 

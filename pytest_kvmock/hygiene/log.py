@@ -4,95 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from pytest_kvmock.checks import check_integer, unknown_text
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
-from pytest_kvmock.hygiene.report import entry_line, expectation_text, problems_text
+from pytest_kvmock.events import KINDS, Cleared, KvCacheEvent, Removed, Stored, kind_of
+from pytest_kvmock.hygiene.log_entry import STATUSES, LogEntry, WorkerNote
+from pytest_kvmock.hygiene.problem import KvEventsError, Problem
+from pytest_kvmock.hygiene.report import expectation_text, problems_text
 from pytest_kvmock.hygiene.rules import RULES, check_rule
 from pytest_kvmock.hygiene.text import worker_text
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pytest_kvmock.events import BlockTokens, RouterEvent, StorageTier
-    from pytest_kvmock.hygiene.problem import Problem
-    from pytest_kvmock.hygiene.stream import StreamKey
-
-
-class KvEventsError(AssertionError):
-    """Events were wrong, or an error that a test expected did not come. The message is the report."""
-
-
-class LogEntry:
-    """One event as it arrived.
-
-    Attributes:
-        position: its number in the log, from 0.
-        event: the event, with worker, tier and token ids.
-        problems: what is wrong with it, causes before consequences; empty when nothing is.
-    """
-
-    __slots__ = ("event", "position", "problems")
-
-    def __init__(self, position: int, event: RouterEvent) -> None:
-        self.position = position
-        self.event = event
-        self.problems: Sequence[Problem] = ()
-
-    def __repr__(self) -> str:
-        return f"<{entry_line(self).strip()}>"
-
-    @property
-    def ok(self) -> bool:
-        """Whether the event broke no rule; a warning is no breach."""
-        return not any(problem.is_error for problem in self.problems)
-
-    @property
-    def status(self) -> str:
-        """What an index makes of it: "ok", "parent_block_not_found", "block_not_found" or "invalid_block"."""
-        for problem in self.problems:
-            if problem.rule in STATUSES:
-                return problem.rule
-        return "ok"
-
-    @property
-    def kind(self) -> str:
-        """The event's kind: "stored", "removed" or "cleared"."""
-        return kind_of(self.event)
-
-    @property
-    def token_ids(self) -> BlockTokens | None:
-        """Token ids a block, where they travel with the event."""
-        return self.event.token_ids
-
-    @property
-    def storage_tier(self) -> StorageTier:
-        """Where the blocks are."""
-        return self.event.storage_tier
-
-
-class WorkerNote(NamedTuple):
-    """What happened to a worker between two events: a line of the log that is no event.
-
-    Attributes:
-        at: position of the event after it.
-        worker_id: which worker.
-        dp_rank: which rank; None for all.
-        text: what happened.
-    """
-
-    at: int
-    worker_id: int
-    dp_rank: int | None
-    text: str
-
-
-KINDS = ("stored", "removed", "cleared")
-"""Kinds of events."""
-
-STATUSES = ("parent_block_not_found", "block_not_found", "invalid_block")
-"""The errors that Dynamo's index counts."""
+    from pytest_kvmock.events import RouterEvent, StreamKey
 
 
 class Expectation:
@@ -186,6 +111,26 @@ class EventLog:
         self._entries.append(entry)
         self._counts[event.worker_id, event.event.dp_rank, kind_of(event)] += 1
         return entry
+
+    def find(self, events: Iterable[RouterEvent]) -> list[LogEntry]:
+        """The entries of these events, in the order of the log; an event that was cleared away has none.
+
+        An event is found by worker, rank and id, and by being the same object: after a restart the ids come again.
+        """
+        wanted: dict[tuple[int, int, int], list[RouterEvent]] = {}
+        for event in events:
+            wanted.setdefault(_name(event), []).append(event)
+        return [e for e in self._entries if any(e.event is event for event in wanted.get(_name(e.event), ()))]
+
+    def positions(self, events: Sequence[RouterEvent]) -> list[int]:
+        """Where in the log each of these events arrived last; -1 for one that it does not have (any more)."""
+        found: dict[tuple[int, int, int], list[LogEntry]] = {}
+        for entry in self.find(events):
+            found.setdefault(_name(entry.event), []).append(entry)
+        return [
+            next((e.position for e in reversed(found.get(_name(event), ())) if e.event is event), -1)
+            for event in events
+        ]
 
     def note(self, problems: list[Problem]) -> None:
         """Add problems; those that an event shows are marked at its entry, if that was not cleared away."""
@@ -342,7 +287,7 @@ class EventLog:
             problem.expected_by = who
         return len(seen)
 
-    def settle(self) -> list[str]:
+    def match_expectations(self) -> list[str]:
         """Mark what is expected for the whole test: a sentence for each rule that came more or less often."""
         by_rule: dict[str, list[Expectation]] = {}
         for expectation in self.expectations:
@@ -359,7 +304,7 @@ class EventLog:
         """Those of `problems` that the test neither expects, within a `with` or for the whole test, nor allows."""
         for expectation in reversed(self.within):
             expectation.mark()
-        self.settle()
+        self.match_expectations()
         wrong = [problem for problem in problems if not problem.covered() and problem.rule not in self._allow]
         return self.unwaived(wrong)
 
@@ -387,9 +332,9 @@ class EventLog:
         return expectation
 
 
-def kind_of(event: RouterEvent) -> str:
-    """An event's kind: "stored", "removed" or "cleared"."""
-    return type(event.event.data).__name__.lower()
+def _name(event: RouterEvent) -> tuple[int, int, int]:
+    """Worker, rank and event id."""
+    return event.worker_id, event.event.dp_rank, event.event.event_id
 
 
 def _blocks(events: list[KvCacheEvent]) -> list[int]:

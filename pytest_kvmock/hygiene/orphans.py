@@ -30,14 +30,14 @@ class Links:
 
     def read(self, stream: Stream) -> None:
         """Take what the stream has said since the last time."""
-        for event in stream.said[self._read :]:
+        for event in stream.events[self._read :]:
             data = event.event.data
             if isinstance(data, Stored):
                 parent = data.parent_hash
                 for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
                     self._after.setdefault((parent, local), set()).add(block)
                     parent = block
-        self._read = len(stream.said)
+        self._read = len(stream.events)
 
     def after(self, parents: set[int | None], local: int) -> set[int]:
         """The blocks with this local hash that were stored after one of these; None is the root."""

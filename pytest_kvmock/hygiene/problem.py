@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.hygiene.text import after_text, worker_text
 
@@ -13,7 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_kvmock.events import RouterEvent
-    from pytest_kvmock.hygiene.injected import Injected
+
+
+class KvEventsError(AssertionError):
+    """Events were wrong, or an error that a test expected did not come. The message is the report."""
+
 
 INDEX_RULES: Final = frozenset({"index_failure", "index_drift", "not_flushed"})
 """Rules that judge an index under test, not the stream: a router that survives a fault keeps them all the same."""
@@ -54,7 +59,7 @@ class Problem:
     cause: Problem | None = None
     folded: list[Problem] = field(default_factory=list)
     expected_by: object = None
-    fault: Injected | None = None
+    fault: Injection | None = None
     waived: bool | None = None
     named: tuple[int, ...] = ()
     restarts: tuple[str, ...] = ()
@@ -99,6 +104,18 @@ class Problem:
     def excused(self) -> bool:
         """Whether it came of an injected fault that the router must survive, and is about the stream alone."""
         return self.fault is not None and self.fault.survived and self.rule not in INDEX_RULES
+
+    @property
+    def named_blocks(self) -> tuple[int, ...]:
+        """The blocks that its text names, and that are perhaps not shown with its event."""
+        return (*self.blocks[:1], *self.named)
+
+    @property
+    def fault_text(self) -> str:
+        """Which injected fault it came of, and whether the router must survive it; empty where it is real."""
+        if self.fault is None:
+            return ""
+        return f"injected: {self.fault}" + ("; the router survives it" if self.excused else "")
 
     def covered(self) -> bool:
         """Whether a test expected it, or what it follows from, or says that its router survives such a fault."""

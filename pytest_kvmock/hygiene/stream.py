@@ -1,20 +1,18 @@
-"""What one worker and rank has said, and what is unknown of it."""
+"""One worker and rank: its events, which blocks they say are held, and which of them are unknown."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise, repeat
 from typing import Final, Literal, TypeAlias
 
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, block_text
-from pytest_kvmock.hygiene.content import MOST_PARENTS, Chain, DynamoChain, sparse
+from pytest_kvmock.events import RouterEvent, StorageTier, Stored, StreamKey, block_text
+from pytest_kvmock.hygiene.content import Chain, DynamoChain
+from pytest_kvmock.hygiene.history import History
 from pytest_kvmock.hygiene.orphans import Links
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.text import event_name, worker_text
-
-StreamKey: TypeAlias = tuple[int, int]
-"""(worker_id, dp_rank): who counts event ids and holds blocks by itself."""
 
 Residency: TypeAlias = Literal["unique", "counted"]
 """Whether a block is published once while it is held, or every copy of it."""
@@ -26,21 +24,25 @@ FORK: Final = 2**64 + 1
 """In place of the block after one: there are several, see `Stream.forks`."""
 
 
-class Wound:
-    """Blocks of one stream are unknown since `cause`, but those that an event has named since."""
+class Desync:
+    """Events of a stream are known to be missing since `cause`: a block is unknown until an event names it again.
 
-    __slots__ = ("cause", "named")
+    Attributes:
+        cause: what shows that they are missing.
+        resynced: the blocks that events have named since.
+    """
+
+    __slots__ = ("cause", "resynced")
 
     def __init__(self, cause: Problem) -> None:
         self.cause = cause
-        self.named: set[int] = set()
+        self.resynced: set[int] = set()
 
 
-class Stream:
-    """What one worker and rank has said.
+class Stream(History):
+    """The events of one worker and rank, and what they say is held.
 
     Attributes:
-        block_size: tokens a block; None: unknown.
         num_blocks: how many blocks the engine has on the device; None: unknown.
         residency: see `BackendSpec`.
         prefix_closed: see `BackendSpec`.
@@ -52,8 +54,6 @@ class Stream:
         unmarked: blocks with an entry in `forks` and no mark in `tiers`, because they are not held.
         copies: per tier the blocks of which several copies are held, and how many beyond the first.
         implied: parents that a Stored named though nothing had stored them: believed, so reported once.
-        said: every event, in order: its history, which `origin` and `gone` look up.
-        anew: when its event ids began anew: how many events were `said` by then, and why (`EVENTS_BEGAN_ANEW`).
         restarts: why they did, each time, also where the events before are forgotten (see `recover`).
         emptied: the last Cleared's choice of the blocks that it emptied: the first, one amid, and the last.
         next_id: the id that is due; None when any may come.
@@ -61,28 +61,19 @@ class Stream:
         skipped: ids that the worker left out when it published, of which no gap was reported yet.
         late: ids that did not arrive either, but were asked for and told since (see `Ledger.recovered`).
         unconfirmed: every orphaned_child and over_capacity since the last comparison with the engine, with its tier.
-        wound: open while blocks are unknown.
-        restored: blocks of the event before, a Stored, that were held already; each with the cause of the wound that
+        desync: open while blocks are unknown.
+        restored: blocks of the event before, a Stored, that were held already; each with the cause of the desync that
             made it unknown then, or None.
         doubled: the duplicate_store that the event before was, if it was one.
-        astray: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
+        removed_but_resident: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
         orphaned: blocks of the device whose parent went before them, held still or not, each with its orphaned_child.
         links: which blocks were stored after which, for chains through those.
         overfull: it was said that the device holds more than it has, and it does so still.
     """
 
     __slots__ = (
-        "_cleared",
-        "_gone",
-        "_numbered",
-        "_origin",
-        "_parents_left",
-        "_places",
-        "_read",
-        "anew",
-        "astray",
-        "block_size",
         "copies",
+        "desync",
         "device",
         "doubled",
         "dp_rank",
@@ -100,16 +91,15 @@ class Stream:
         "orphaned",
         "overfull",
         "prefix_closed",
+        "removed_but_resident",
         "residency",
         "restarts",
         "restored",
-        "said",
         "skipped",
         "tiers",
         "unconfirmed",
         "unmarked",
         "worker_id",
-        "wound",
     )
 
     def __init__(
@@ -123,9 +113,9 @@ class Stream:
         prefix_closed: bool = True,
         chain: Chain | None = None,
     ) -> None:
+        super().__init__(block_size)
         self.worker_id, self.dp_rank = key
         self.next_id = first_id
-        self.block_size = block_size
         self.num_blocks = num_blocks
         self.residency = residency
         self.prefix_closed = prefix_closed
@@ -136,24 +126,15 @@ class Stream:
         self.unmarked: set[int] = set()
         self.copies: dict[StorageTier, dict[int, int]] = {}
         self.implied: set[int] = set()
-        self.said: list[RouterEvent] = []
-        self.anew: list[tuple[int, str]] = []
         self.restarts: tuple[str, ...] = ()
-        self._read = 0
-        self._origin: dict[int, RouterEvent] = {}
-        self._gone: dict[int, RouterEvent] = {}
-        self._parents_left = MOST_PARENTS
-        self._numbered = 0
-        self._places: dict[int, int] = {}  # in `said`, by the id() of the event
-        self._cleared: list[int] = []  # the places of each Cleared
         self.holes: list[range] = []
         self.late: list[range] = []
         self.skipped: list[range] = []
         self.last: RouterEvent | None = None
-        self.wound: Wound | None = None
+        self.desync: Desync | None = None
         self.restored: dict[int, Problem | None] = {}
         self.doubled: Problem | None = None
-        self.astray: dict[int, Problem] = {}
+        self.removed_but_resident: dict[int, Problem] = {}
         self.orphaned: dict[int, Problem] = {}
         self.links = Links()
         self.unconfirmed: list[tuple[StorageTier, Problem]] = []
@@ -253,81 +234,21 @@ class Stream:
         """Whether the events say that the block is held, in any tier."""
         return any(block in held for held in self.tiers.values()) or block in self.implied
 
-    @property
-    def origin(self) -> dict[int, RouterEvent]:
-        """The event that last stored a block, for every block ever stored."""
-        self._read_history()
-        return self._origin
-
-    @property
-    def gone(self) -> dict[int, RouterEvent]:
-        """The event that last removed a block."""
-        self._read_history()
-        return self._gone
-
-    def _read_history(self) -> None:
-        """Look up by block what was said since the last time; where nobody asks, it costs nothing."""
-        for event in self.said[self._read :]:
-            data = event.event.data
-            if isinstance(data, Stored):
-                self._origin.update(zip(data.block_hashes, repeat(event)))
-            elif isinstance(data, Removed):
-                self._gone.update(zip(data.block_hashes, repeat(event)))
-        self._read = len(self.said)
-
-    def _place(self, event: RouterEvent) -> int:
-        """Where in `said` an event is; the last place, where it is there several times."""
-        self._number()
-        place = self._places.get(id(event))
-        if place is None or self.said[place] is not event:  # the stream was copied, and its events with it
-            self._renumber()
-            self._number()
-            place = self._places[id(event)]
-        return place
-
-    def _number(self) -> None:
-        """Number what was said since the last time; where nobody asks, it costs nothing."""
-        for place in range(self._numbered, len(self.said)):
-            event = self.said[place]
-            self._places[id(event)] = place
-            if isinstance(event.event.data, Cleared):
-                self._cleared.append(place)
-        self._numbered = len(self.said)
-
-    def _renumber(self) -> None:
-        """Forget the numbers of what was said."""
-        self._numbered, self._places, self._cleared = 0, {}, []
-
-    def oldest_first(self, blocks: list[int]) -> list[int]:
-        """Blocks in the order of the events that last stored them; those that none did come last, as they are."""
-        if len(blocks) < 2:
-            return blocks
-        origin, wanted = self.origin, set(blocks)
-        events = {id(event): event for block in blocks if (event := origin.get(block)) is not None}
-        age: dict[int, int] = {}
-        for event in sorted(events.values(), key=self._place):
-            data = event.event.data
-            assert isinstance(data, Stored)
-            for block in data.block_hashes:
-                if block in wanted and origin[block] is event:
-                    age.setdefault(block, len(age))
-        return sorted(blocks, key=lambda block: age.get(block, len(age)))
-
     def begin_anew(self, why: str) -> None:
         """Its event ids begin anew from here on; `why` is a key of `EVENTS_BEGAN_ANEW`."""
-        self.anew.append((len(self.said), why))
+        self.anew.append((len(self.events), why))
         self.restarts = (*self.restarts, why)
         self.skipped = []
 
-    def settle(self, blocks: Iterable[int]) -> None:
-        """An event has said what these are: no longer implied by another, no longer adrift or astray."""
+    def mark_named(self, blocks: Iterable[int]) -> None:
+        """An event has said what these are: no longer implied by another, no longer adrift or removed_but_resident."""
         if self.implied:
             self.implied.difference_update(blocks)
         if self.drifted:
             self.drifted.difference_update(blocks)
-        if self.astray:
+        if self.removed_but_resident:
             for block in blocks:
-                self.astray.pop(block, None)
+                self.removed_but_resident.pop(block, None)
 
     def forget(self) -> None:
         """Nothing is held any more, and that is known."""
@@ -335,11 +256,19 @@ class Stream:
         self.emptied = tuple({device[0], device[len(device) // 2], device[-1]}) if device else ()
         for held in self.tiers.values():
             held.clear()
-        for group in (self.forks, self.unmarked, self.copies, self.implied, self.drifted, self.restored, self.astray):
+        for group in (
+            self.forks,
+            self.unmarked,
+            self.copies,
+            self.implied,
+            self.drifted,
+            self.restored,
+            self.removed_but_resident,
+        ):
             group.clear()
         self.orphaned = {}  # another one: who was given the old one goes on with it
         self.unconfirmed = []
-        self.wound = self.doubled = None
+        self.desync = self.doubled = None
 
     def take_skipped(self, missing: range) -> tuple[list[range], list[range]]:
         """Part ids that are missing into those that were lost on their way, and those that the worker left out."""
@@ -380,9 +309,14 @@ class Stream:
 
         Args:
             said: all that it has said, in the order in which it did.
-            ids: what it was asked for, up to the newest. The wound stays where an id before them is missing.
+            ids: what it was asked for, up to the newest. The desync stays where an id before them is missing.
         """
-        wound, astray, orphaned, unconfirmed = self.wound, dict(self.astray), self.orphaned, self.unconfirmed
+        desync, removed_but_resident, orphaned, unconfirmed = (
+            self.desync,
+            dict(self.removed_but_resident),
+            self.orphaned,
+            self.unconfirmed,
+        )
         self.forget()
         self.unconfirmed = unconfirmed
         for tier, held in said.tiers.items():
@@ -392,13 +326,13 @@ class Stream:
         self.unmarked |= said.unmarked
         self.copies = {tier: dict(copies) for tier, copies in said.copies.items()}
         self.restored, self.last = dict(said.restored), said.last
-        self.astray = {block: astray.get(block, problem) for block, problem in said.astray.items()}
+        self.removed_but_resident = {
+            block: removed_but_resident.get(block, problem) for block, problem in said.removed_but_resident.items()
+        }
         self.orphaned = {block: orphaned.get(block, problem) for block, problem in said.orphaned.items()}
-        self.said, self.emptied, self.anew = list(said.said), said.emptied, list(said.anew)
-        self._renumber()
+        self.events, self.emptied, self.anew = list(said.events), said.emptied, list(said.anew)
+        self._forget_index()
         self.links = Links()
-        self._read = 0
-        self._origin, self._gone = {}, {}
         due = 0 if self.next_id is None else self.next_id
         missing = [*self.holes, range(due, ids.stop)]
         before = [range(hole.start, min(hole.stop, ids.start)) for hole in missing]
@@ -406,124 +340,57 @@ class Stream:
         self.holes = [hole for hole in before if hole]
         self.late += [part for part in told if part]
         self.next_id = ids.stop
-        self.wound = wound if self.holes else None
+        self.desync = desync if self.holes else None
 
-    def chain(self, block: int) -> list[int]:
-        """Block hashes from the root to `block`, as last stored; from where history begins if no root is known."""
-        out: list[int] = []
-        seen: set[int] = set()
-        current: int | None = block
-        while current is not None and current not in seen:
-            event = self.origin.get(current)
-            if event is None:
-                break
-            data = event.event.data
-            assert isinstance(data, Stored)
-            upto = data.block_hashes.index(current) + 1
-            run = data.block_hashes[:upto]
-            seen.update(run)
-            out[:0] = run
-            current = data.parent_hash
-        return out
-
-    def parent(self, block: int) -> int | None:
-        """The block before `block`, as last stored; None for a root and for what was never stored."""
-        event = self.origin.get(block)
-        if event is None:
-            return None
-        data = event.event.data
-        assert isinstance(data, Stored)
-        index = data.block_hashes.index(block)
-        return data.block_hashes[index - 1] if index else data.parent_hash
-
-    def parents_of(self, block: int) -> Iterator[int]:
-        """Yield the blocks that may be the right parent of a block that has a wrong one, the likeliest first.
-
-        They are all blocks ever stored, the newest first; of a stream with very many wrong parents, none in the end.
-        """
-        before = self.parent(block)
-        if before is not None:
-            yield before
-        for candidate in reversed(self.origin):
-            if not self._parents_left:
-                return
-            self._parents_left -= 1
-            yield candidate
-
-    def local_hash(self, block: int) -> int:
-        """Local hash of a block that was stored."""
-        data = self.origin[block].event.data
-        assert isinstance(data, Stored)
-        return data.tokens_hashes[data.block_hashes.index(block)]
-
-    def local_hashes(self, blocks: Iterable[int]) -> dict[int, int]:
-        """Local hashes of blocks that were stored."""
-        tables: dict[int, dict[int, int]] = {}
-        out = {}
-        for block in blocks:
-            event = self.origin[block]
-            data = event.event.data
-            assert isinstance(data, Stored)
-            if id(event) not in tables:
-                tables[id(event)] = dict(zip(data.block_hashes, data.tokens_hashes, strict=True))
-            out[block] = tables[id(event)][block]
-        return out
-
-    def tokens(self, block: int) -> tuple[int, ...] | None:
-        """Token ids of a block that was stored; None where they did not come, or not for every block."""
-        event = self.origin[block]
-        data = event.event.data
-        assert isinstance(data, Stored)
-        if event.token_ids is None or sparse(event, data, self.block_size) is not None:
-            return None
-        return tuple(event.token_ids[data.block_hashes.index(block)])
+    # --------------------------------------------------------------------------------------------- messages
 
     def history(self, block: int) -> str:
-        """What the stream said of a block, for messages."""
+        """What the events say of a block, for messages."""
         name = f"block {block_text(block)}"
         if block in self.implied:
             return f"{name} was named as a parent and never stored"
-        stored, removed = self.origin.get(block), self.gone.get(block)
+        stored, removed = self.stored_at.get(block), self.removed_at.get(block)
         if stored is None:
             return f"{name} was {'never stored' if removed is None else f'removed by {self._called(removed)}'}"
         tiers = [tier for tier, held in self.tiers.items() if block in held]
         if tiers:
             return f"{name} was stored{self._held(block, stored, removed, tiers)}"
-        if removed is not None and self._place(removed) > self._place(stored):
-            after = ", right after it was stored again" if block in self.astray else ""
+        if removed is not None and removed > stored:
+            after = ", right after it was stored again" if block in self.removed_but_resident else ""
             return f"{name} was removed by {self._called(removed)}{after}"
-        return f"{name} was stored by {self._forgotten(stored)}"
+        return f"{name} was stored by {self._emptied_by(stored)}"
 
-    def _held(self, block: int, stored: RouterEvent, removed: RouterEvent | None, tiers: list[StorageTier]) -> str:
-        """Since when a block is held that is, in some tiers."""
+    def _held(self, block: int, stored: int, removed: int | None, tiers: list[StorageTier]) -> str:
+        """Since when a block is held that is, in some tiers; `stored` and `removed` are places in `events`."""
         where = ""
         if len(self.tiers) > 1:
             where = f" in {', '.join(tiers)}"
-            if stored.storage_tier not in tiers:  # it was stored in another later, and removed there
-                stored = next(event for event in reversed(self.said) if _stores(event, block) in tiers)
+            if self.events[stored].storage_tier not in tiers:  # it was stored in another later, and removed there
+                stored = next(
+                    place for place in reversed(range(len(self.events))) if _stores(self.events[place], block) in tiers
+                )
         copies = sum(1 + self.copies.get(tier, {}).get(block, 0) for tier in tiers)
-        if removed is None or removed.storage_tier not in tiers or self._place(removed) < self._place(stored):
+        if removed is None or removed < stored or self.events[removed].storage_tier not in tiers:
             count = f"; {copies} copies are held" if copies > len(tiers) else ""
             return f"{where} by {self._called(stored)} and never removed{count}"
         left = f"{copies} {'is' if copies == 1 else 'are'} held"
         return f"{where} by {self._called(stored)}; {self._called(removed)} removed a copy, and {left}"
 
-    def _called(self, event: RouterEvent) -> str:
-        """An event by its id, and whether that has begun anew since."""
-        place = self._place(event) if self.anew else 0
-        return event_name(event.event.event_id, [why for when, why in self.anew if when > place])
+    def _called(self, place: int) -> str:
+        """An event by its id, and whether ids have begun anew since."""
+        return event_name(self.events[place].event.event_id, [why for when, why in self.anew if when > place])
 
-    def _forgotten(self, stored: RouterEvent) -> str:
+    def _emptied_by(self, stored: int) -> str:
         """A Stored by its id, and what made its blocks go that no Removed has named since."""
-        place = self._place(stored)
-        cleared = next((self.said[at] for at in self._cleared[bisect_right(self._cleared, place) :]), None)
-        end = next(((when, why) for when, why in self.anew if when > place and why != "backwards"), None)
-        if cleared is not None and (end is None or self._place(cleared) < end[0]):
-            return f"{self._called(stored)} and cleared by {self._called(cleared)}"
+        called, cleared_at = self._called(stored), self.cleared_at
+        later = [why for when, why in self.anew if when > stored]
+        cleared = next(iter(cleared_at[bisect_right(cleared_at, stored) :]), None)
+        end = next(((when, why) for when, why in self.anew if when > stored and why != "backwards"), None)
+        if cleared is not None and (end is None or cleared < end[0]):
+            return f"{called} and cleared by {self._called(cleared)}"
         if end is None:
-            return f"{self._called(stored)} and is held no more"
-        later = [why for when, why in self.anew if when > place]
-        called = event_name(stored.event.event_id, later if len(later) > 1 else ())
+            return f"{called} and is held no more"
+        called = event_name(self.events[stored].event.event_id, later if len(later) > 1 else ())
         what = "restarted" if end[1] == "restart" else "was removed"
         return f"{called} and forgotten when {worker_text(self.worker_id, self.dp_rank)} {what}"
 

@@ -84,7 +84,7 @@ def profile_lines(settings: Settings) -> str:
 
 def add_log(case: Case, phase: str, around: Problem | None = None) -> None:
     """Attach the event log to the report of this phase: around a problem, or its end."""
-    from pytest_kvmock.hygiene.report import log_text
+    from pytest_kvmock.hygiene.log_text import log_text
 
     events = case.harness.events
     if len(events):

@@ -72,7 +72,7 @@ def judge_body(case: Case) -> None:
 
 def judge_failed_body(case: Case, failure: BaseException) -> None:
     """Tell what a test whose body failed by itself should know: its failure stays the only one."""
-    from pytest_kvmock.hygiene.log import KvEventsError
+    from pytest_kvmock.hygiene.problem import KvEventsError
 
     if _keeps_its_outcome(failure):
         return

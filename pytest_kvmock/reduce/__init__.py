@@ -27,10 +27,10 @@ from pytest_kvmock.reduce.search import Budget
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
+    from pytest_kvmock.events import StreamKey
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.harness.recording import Arrival
     from pytest_kvmock.hygiene.problem import Problem
-    from pytest_kvmock.hygiene.stream import StreamKey
 
 WORK: Final = 500_000
 """How many steps a search replays at most, unless it is told otherwise."""

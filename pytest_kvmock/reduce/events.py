@@ -16,8 +16,7 @@ from pytest_kvmock.reduce.program import NotReduced, Reproduction, SinkKind
 from pytest_kvmock.reduce.search import Spent, minimal
 
 if TYPE_CHECKING:
-    from pytest_kvmock.events import EventData
-    from pytest_kvmock.hygiene.stream import StreamKey
+    from pytest_kvmock.events import EventData, StreamKey
     from pytest_kvmock.reduce.replay import Replayer
 
 # Theory of operation

@@ -15,9 +15,9 @@ from pytest_kvmock.hygiene.stream import Residency
 from pytest_kvmock.hygiene.text import without_restarts
 
 if TYPE_CHECKING:
-    from pytest_kvmock.harness.comparison import Sync
+    from pytest_kvmock.events import StreamKey
+    from pytest_kvmock.harness.index_comparison import Sync
     from pytest_kvmock.hygiene.problem import Problem
-    from pytest_kvmock.hygiene.stream import StreamKey
 
 Step: TypeAlias = RouterEvent | Forgotten | Operation
 """An event as it arrives, a worker that is forgotten, or an operation on a worker."""

@@ -133,10 +133,10 @@ class Replayer:
         return self._hear(kv, program) if program.level == "events" else self._operate(kv, program, strict=strict)
 
     def _hear(self, kv: RouterHarness, program: Reproduction) -> Iterator[None]:
-        spend, hear = self.budget.spend, kv.hear
+        spend, hear = self.budget.spend, kv.publisher.publish
         chained = {FIRST_SINK_WORKER + i for i, sink in enumerate(program.sinks) if sink.chained}
         # Some engines have spoken by now (SGLang's begins with a Cleared); what is told from here on comes after.
-        begun = {} if program.with_ids else {key: count for key, count in kv.delivery.published.items() if count}
+        begun = {} if program.with_ids else {key: count for key, count in kv.publisher.next_ids.items() if count}
         for step in program.steps:
             spend()
             if isinstance(step, RouterEvent):

@@ -250,7 +250,7 @@ class _Player:
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]
         event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, tokens)
         self._harness.by_hand.add(worker)
-        self._harness.hear(event, chained=given.get("chained", False))
+        self._harness.publisher.publish(event, chained=given.get("chained", False))
 
     def _do_fault(self, fault: str, arguments: Mapping[str, Any] | tuple[Any, ...]) -> None:
         inject = getattr(self._harness.faults, fault)

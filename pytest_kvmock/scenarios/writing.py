@@ -13,7 +13,7 @@ from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
-    from pytest_kvmock.hygiene.stream import StreamKey
+    from pytest_kvmock.events import StreamKey
     from pytest_kvmock.reduce.program import Reproduction
 
 

@@ -359,7 +359,7 @@ class World:
             f"warnings={[number[id(p)] for p in verdict.warnings]} unmet={len(verdict.unmet)}"
         )
         for problem in problems:
-            self.facts.append(fact_of(problem, number))
+            self.facts.append(fact_of(problem, number, missing=self.is_missing(problem.fault)))
             self.texts.append(f"problem {number[id(problem)]}: {problem!r} | {problem.known} | {problem.right}")
         self.texts += [f"unmet: {sentence}" for sentence in verdict.unmet]
         self.texts += [f"entry {entry!r}" for entry in events]
@@ -369,12 +369,21 @@ class World:
             self.texts += str(error).splitlines()
         self.texts = [without_lines_of_code(text) for text in self.texts]
 
+    def is_missing(self, fault):
+        """Whether, by now, what a fault kept back has not arrived: an event, or where it is looked at, a restart."""
+        if fault is None or fault.kind == "sink_failure":  # that says so itself
+            return False
+        if fault.kind == "restart":
+            return self.kv._judge.book.survival is not None
+        held = [held.delivery.injection for held in self.kv.publisher.injector._held]
+        return fault.missing and (not fault.late or fault in held)
+
     def text(self):
         """All of it."""
         return [*(f"fact {fact}" for fact in self.facts), *(f"text {text}" for text in self.texts)]
 
 
-def fact_of(problem, number):
+def fact_of(problem, number, *, missing):
     """A problem in one line, without its messages; others by their numbers."""
     fault = problem.fault
     return (
@@ -384,7 +393,7 @@ def fact_of(problem, number):
         f"cause={None if problem.cause is None else number.get(id(problem.cause), 'not noted')} "
         f"folded={[number.get(id(each), 'not noted') for each in problem.folded]} "
         f"expected={problem.expected_by is not None} covered={problem.covered()} excused={problem.excused} "
-        f"fault={None if fault is None else (fault.kind, fault.worker_id, fault.dp_rank, fault.event_id, fault.missing)}"
+        f"fault={None if fault is None else (fault.kind, fault.worker_id, fault.dp_rank, fault.event_id, missing)}"
     )
 
 

@@ -206,16 +206,16 @@ def test_a_block_hash_that_is_not_that_of_its_tokens_is_found(backend, place, sh
     worker = kv.worker(0)
     first = kv.prompt(shared, tail=1)
     worker.serve(first)
-    hear = kv.hear
+    publish = kv.publisher.publish
 
     def change(event, *, chained):
         if isinstance(event.event.data, Stored):
             hashes = list(event.event.data.block_hashes)
             hashes[place] ^= 1
             event = restored(event, block_hashes=tuple(hashes))
-        hear(event, chained=chained)
+        publish(event, chained=chained)
 
-    kv.hear = change
+    kv.publisher.publish = change
     worker.serve(kv.prompt(3, after=Prompt(first.tokens[: 4 * shared])))
     assert "wrong_hash" in [problem.rule for problem in kv.events.errors]
     (wrong,) = [problem for problem in kv.events.errors if problem.rule == "wrong_hash"]
@@ -224,8 +224,8 @@ def test_a_block_hash_that_is_not_that_of_its_tokens_is_found(backend, place, sh
 
 def test_a_local_hash_that_is_not_that_of_its_tokens_is_found(backend):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), backend)
-    hear = kv.hear
-    kv.hear = lambda event, *, chained: hear(
+    publish = kv.publisher.publish
+    kv.publisher.publish = lambda event, *, chained: publish(
         restored(event, tokens_hashes=tuple(block_hashes(range(8), 4))), chained=chained
     )
     kv.worker(0).serve(kv.prompt(2))

@@ -386,7 +386,7 @@ def test_a_fault_that_may_not_strike_an_event_waits_for_the_next(kv):
 
 
 def test_faults_of_a_transport_come_after(kv):
-    kv.delivery.transport = lambda event: [event, event]
+    kv.publisher.transport = lambda event: [event, event]
     kv.faults.lose()
     kv.apply([one_block(1), one_block(2)])
     assert [1, 1] == ids(kv)

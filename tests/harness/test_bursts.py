@@ -8,7 +8,7 @@ from faulty_indexes import Async, ForgetsOneRemoved, Queued, RaisesOnce, Sound
 
 from pytest_kvmock import BACKENDS, RadixIndex, RouterHarness, reproduce
 from pytest_kvmock.events import Removed, Stored
-from pytest_kvmock.harness import comparison
+from pytest_kvmock.harness import index_comparison as comparison
 from pytest_kvmock.router.index import KvEventError
 
 

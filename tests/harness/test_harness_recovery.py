@@ -221,7 +221,7 @@ def test_without_a_harness_nobody_can_be_asked():
 
 
 def test_without_a_recovery_nothing_is_kept(make_kv):
-    assert make_kv().delivery.kept is None
+    assert make_kv().publisher.recovery is None
 
 
 # -------------------------------------------------------------------------------------------- what is made of it
@@ -312,9 +312,9 @@ def test_the_stream_after_a_recovery_is_judged_by_all_that_was_published(recover
 def test_events_from_after_a_hole_leave_the_hole(recovering):
     kv = recovering(index=None)
     store(kv, 1)
-    kv.delivery.transport = lambda _: ()  # lost, and nobody knows what was
+    kv.publisher.transport = lambda _: ()  # lost, and nobody knows what was
     store(kv, 2)
-    kv.delivery.transport = None
+    kv.publisher.transport = None
     store(kv, 3)
     kv.ask(0, 2)
     kv.apply(Removed((9,)))
@@ -418,7 +418,7 @@ class Delay:
 
     def __init__(self, kv, *ids):
         self.kv, self.ids, self.held = kv, ids, []
-        kv.delivery.transport = self
+        kv.publisher.transport = self
 
     def __call__(self, event):
         if event.event.event_id in self.ids:
@@ -427,7 +427,7 @@ class Delay:
         return (event,)
 
     def let_go(self, *more):
-        self.kv.delivery.transport = lambda event: [*self.held, *more, event]
+        self.kv.publisher.transport = lambda event: [*self.held, *more, event]
 
 
 @pytest.mark.parametrize("ring", [1, 4096])
@@ -624,11 +624,11 @@ def test_whatever_is_lost_of_a_workers_traffic_the_verdict_is_clean_but_for_the_
     recovery = Recovery(data.draw(st.sampled_from([1, 3, 4096])))
     backend = data.draw(st.sampled_from(["lineage", "lru", "multi_lru"]))
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8), backend, Recovering(recovery), recovery=recovery)
-    kv.delivery.transport = lambda event: data.draw(st.sampled_from([(event,), (), (event, event)]))
+    kv.publisher.transport = lambda event: data.draw(st.sampled_from([(event,), (), (event, event)]))
     prompts = [kv.prompt(2) for _ in range(3)]
     for number in data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=12)):
         kv.worker(0).serve(kv.prompt(2, after=prompts[number]), output_tokens=3)
-    kv.delivery.transport = None
+    kv.publisher.transport = None
     last = kv.prompt(2)
     kv.worker(0).serve(last)
 

@@ -491,7 +491,7 @@ def test_what_is_found_when_an_async_index_is_flushed_stands_after_the_last_even
 
 
 def test_how_often_an_index_is_asked_is_said_by_sync(make_kv, monkeypatch):
-    from pytest_kvmock.harness import comparison
+    from pytest_kvmock.harness import index_comparison as comparison
 
     monkeypatch.setattr(comparison, "ALWAYS_UPTO", 10)
     asked = {}

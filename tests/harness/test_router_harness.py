@@ -317,7 +317,7 @@ def test_a_transport_may_lose_double_and_delay(kv):
             return []
         return [event, *late]
 
-    kv.delivery.transport = transport
+    kv.publisher.transport = transport
     kv.apply([one_block(1), one_block(2)])
     assert [1, 0] == ids(kv.events)
 
@@ -539,7 +539,7 @@ def test_two_threads_that_publish_take_turns(make_kv):
         inside -= 1
         return [event]
 
-    kv.delivery.transport = transport
+    kv.publisher.transport = transport
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     start = threading.Barrier(4)
@@ -752,7 +752,7 @@ def test_a_sequence_hash_is_judged_for_what_workers_publish_for_requests_only(kv
             RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, Stored(None, (5,), data.tokens_hashes)))
         ]
 
-    kv.delivery.transport = transport
+    kv.publisher.transport = transport
     kv.worker(0).serve(range(4))
     assert ["wrong_hash", "engine_drift"] == rules_of(kv.judge().errors)[:2]
 

@@ -842,8 +842,8 @@ def test_a_sink_that_is_given_a_workers_events_finds_what_is_found_of_the_worker
 def test_a_wrong_hash_stands_where_its_parent_is_only_unknown_and_follows_from_a_parent_that_is_wrong(make_kv):
     standing = []
     for event_id in (1, 5):  # from 5 on nobody knows whether the parent was stored
-        sink = make_kv().make_sink(chained=True)
-        kv = sink._harness
+        kv = make_kv()
+        sink = kv.make_sink(chained=True)
         (right,) = sequence_hashes((4,))
         sink(KvCacheEvent(0, Stored(None, (right,), (4,))))
         sink(KvCacheEvent(event_id, Stored(77, (2,), (2,))))

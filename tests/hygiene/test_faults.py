@@ -20,7 +20,7 @@ class World:
     def __init__(self, backend, seed, index=None):
         self.rng = Random(f"{backend} {seed}")
         self.kv = RouterHarness(PROFILE, backend, index, name=str(seed))
-        self.kv.delivery.transport = self.deliver
+        self.kv.publisher.transport = self.deliver
         self.prompts = [self.kv.prompt(self.rng.randrange(1, 5)) for _ in range(3)]
         self.fault = None  # called with each event; returns what arrives for it, or None to be asked again
         self.struck_at = None  # position in the log of the first event that arrives after, or with, the fault
@@ -121,14 +121,14 @@ def test_a_lost_event_is_a_gap_at_the_next_event_of_its_worker(backend, seed, ki
 def test_a_lost_last_event_is_a_gap_at_the_flush(backend, seed):
     world = World(backend, seed)
     world.run(10)
-    due = world.kv.delivery.published.get((0, 0), 0)
+    due = world.kv.publisher.next_ids.get((0, 0), 0)
     world.fault = lambda event: []
     world.kv.worker(0).serve(world.kv.prompt(1))
     assert [] == world.kv.events.problems
 
     (error,) = world.errors()
     assert ("event_id_gap", None) == (error.rule, error.event)
-    assert error.known.startswith(f"the worker published ids up to {world.kv.delivery.published[0, 0] - 1}; event")
+    assert error.known.startswith(f"the worker published ids up to {world.kv.publisher.next_ids[0, 0] - 1}; event")
     assert f"{due} " in error.known
     assert {"engine_drift"} == {p.rule for p in error.folded}
     assert [error] == world.errors()  # said once
@@ -185,7 +185,7 @@ def test_another_workers_event_is_a_gap_where_it_arrives_and_where_it_is_missed(
     world = World(backend, seed)
 
     def relabel(event):
-        due = world.kv.delivery.published.get((1 - event.worker_id, 0), 0)
+        due = world.kv.publisher.next_ids.get((1 - event.worker_id, 0), 0)
         if due == event.event.event_id:
             return None  # by chance the id that is due there; see the next test
         return [RouterEvent(1 - event.worker_id, event.event, event.storage_tier, event.token_ids)]
@@ -207,7 +207,7 @@ def test_another_workers_event_with_the_id_that_is_due_is_missed_by_its_own(back
     prompt = kv.prompt(2)
     kv.worker(0).serve(prompt)
     kv.worker(1).serve(prompt)
-    kv.delivery.transport = lambda event: [RouterEvent(0, event.event)]
+    kv.publisher.transport = lambda event: [RouterEvent(0, event.event)]
     kv.worker(1).serve(kv.prompt(1, after=prompt))  # id 1, due at worker 0 too
     kv.flush()
     assert {(0, "engine_drift"), (1, "event_id_gap")} == {(p.worker_id, p.rule) for p in kv.events.errors}
@@ -264,7 +264,7 @@ def test_a_wrong_parent_that_is_not_held_is_not_found_at_once(backend, seed):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_silent_restart_is_a_gap_at_the_next_event(backend, seed):
     world = World(backend, seed)
-    world.run_until(lambda: world.kv.delivery.published.get((0, 0), 0) > 3)
+    world.run_until(lambda: world.kv.publisher.next_ids.get((0, 0), 0) > 3)
     world.kv.worker(0).restart()
     before = world.kv.events.total
     world.run_until(lambda: any(e.event.worker_id == 0 for e in list(world.kv.events)[before:]))
@@ -301,9 +301,9 @@ def test_an_announced_restart_is_no_fault(backend, seed):
 def test_a_late_join_is_a_gap_at_the_first_event_heard(backend, seed):
     world = World(backend, seed)
     world.fault = lambda event: []
-    world.run_until(lambda: world.kv.delivery.published.get((0, 0), 0) > 3)
+    world.run_until(lambda: world.kv.publisher.next_ids.get((0, 0), 0) > 3)
     world.fault = None
-    missed = world.kv.delivery.published[0, 0]
+    missed = world.kv.publisher.next_ids[0, 0]
     world.run_until(lambda: any(e.event.worker_id == 0 for e in world.kv.events))
     world.run(20)
     world.errors()

@@ -4,7 +4,8 @@ import pytest
 
 from pytest_kvmock import KvEventsError, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
-from pytest_kvmock.hygiene.report import MOST_PROBLEMS, failure_text, log_text
+from pytest_kvmock.hygiene.log_text import log_text
+from pytest_kvmock.hygiene.report import MOST_PROBLEMS, failure_text
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_requests_over_lineage_and_lru_show_nothing(recording, backend):
     for program in programs:
         heard = logical(program)
         assert [] == heard.end(), program["seed"]
-        assert heard.stream.said
+        assert heard.stream.events
 
 
 def test_requests_over_multi_lru_show_its_own_faults_and_no_error(recording):

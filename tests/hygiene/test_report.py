@@ -18,7 +18,8 @@ from pytest_kvmock import (
     Stored,
     create_manager,
 )
-from pytest_kvmock.hygiene.report import log_text, problems_text
+from pytest_kvmock.hygiene.log_text import log_text
+from pytest_kvmock.hygiene.report import problems_text
 from pytest_kvmock.moves import Deref, Promote, Use
 from pytest_kvmock.reduce import Breach, Reproduction
 from pytest_kvmock.router.index import BlockNotFound

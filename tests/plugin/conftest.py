@@ -9,6 +9,7 @@ import pytest
 
 # pytester unloads what a nested run loads; what is loaded here stays, so that a class is the same one in every run.
 import pytest_kvmock.harness
+import pytest_kvmock.hygiene.log_text
 import pytest_kvmock.hygiene.report
 import pytest_kvmock.plugin.markers
 import pytest_kvmock.plugin.registry

@@ -433,7 +433,7 @@ def broken_stream(seed):
 def judged(events):
     kv = RouterHarness()
     for event in events:
-        kv.hear(event)
+        kv.publisher.publish(event)
     return kv.judge().errors
 
 

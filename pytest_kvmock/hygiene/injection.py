@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from pytest_kvmock.events import StreamKey
 from pytest_kvmock.hygiene.text import worker_text
 
-if TYPE_CHECKING:
-    from pytest_kvmock.hygiene.stream import StreamKey
 
-
-@dataclass(slots=True, eq=False, repr=False)
-class Injected:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Injection:
     """What a fault did on purpose, once: no worker is to blame for what comes of it.
 
     Attributes:
@@ -23,10 +20,13 @@ class Injected:
         event_id: the event that it struck; None where it struck none, as a restart.
         keys: every worker and rank whose stream it changed.
         blocks: the blocks that the event named, as published and as it arrived.
-        subjects: the blocks that the event stored or removed; of a Cleared and of a restart, those held until then.
+        subjects: the blocks that the event stored or removed, as published and as it arrived.
+        empties: all that the worker and rank held is gone: a Cleared, or a restart.
         survived: the test says that its router must survive faults of this kind.
         survivable: a router can survive faults of this kind.
-        missing: the event that was struck has not arrived where it was due.
+        missing: the event has not arrived where it was due.
+        late: it is held back, and may arrive yet.
+        whole: it arrives as it was published, more than once perhaps.
     """
 
     kind: str
@@ -38,7 +38,10 @@ class Injected:
     subjects: frozenset[int] = frozenset()
     survived: bool = False
     survivable: bool = True
+    empties: bool = False
     missing: bool = False
+    late: bool = False
+    whole: bool = False
 
     def __str__(self) -> str:
         who = worker_text(self.worker_id, self.dp_rank)
@@ -70,35 +73,36 @@ class Injections:
     __slots__ = ("_last", "_latest", "_open", "_order")
 
     def __init__(self) -> None:
-        self._order: dict[Injected, int] = {}  # all that are kept
-        self._open: list[Injected] = []  # those not recovered from, in order
-        self._latest: dict[int, Injected] = {}  # by block, the latest with that subject
-        self._last: Injected | None = None
+        self._order: dict[Injection, int] = {}  # all that are kept
+        self._open: list[Injection] = []  # those not recovered from, in order
+        self._latest: dict[int, Injection] = {}  # by block, the latest with that subject
+        self._last: Injection | None = None
 
-    def add(self, injection: Injected, *, recovered: bool = False) -> None:
+    def add(self, injection: Injection, emptied: Collection[int] = (), *, recovered: bool = False) -> None:
         """Keep what a fault has done.
 
         Args:
             injection: what it did.
+            emptied: the blocks that were held until it emptied the cache.
             recovered: nothing is wrong with the stream for it: the event arrives.
         """
         self._order[injection] = len(self._order)
         self._last = injection
-        self._latest.update(dict.fromkeys(injection.subjects, injection))
+        self._latest.update(dict.fromkeys((*injection.subjects, *emptied), injection))
         if not recovered:
             self._open.append(injection)
 
-    def recover(self, *, before: Injected | None = None) -> None:
+    def recover(self, *, before: Injection | None = None) -> None:
         """The stream has recovered from what was done so far, or from what was done before one of them."""
         since = len(self._order) if before is None else self._order.get(before, len(self._order))
         self._open = [injection for injection in self._open if self._order[injection] >= since]
 
-    def recover_from(self, injection: Injected) -> None:
-        """The stream has recovered from this: the event arrives. What was forgotten is kept again."""
+    def recover_from(self, injection: Injection, emptied: Collection[int] = ()) -> None:
+        """The stream has recovered from this: the event arrives. What was forgotten is kept again; see `add`."""
         if injection in self._open:
             self._open.remove(injection)
         elif injection not in self._order:
-            self.add(injection, recovered=True)
+            self.add(injection, emptied, recovered=True)
 
     def recover_ids(self, key: StreamKey, ids: range) -> None:
         """The worker was asked for these ids, and all that it says after them is known.
@@ -115,7 +119,7 @@ class Injections:
             and injection.event_id < ids.start
         ]
 
-    def naming(self, blocks: Sequence[int], chain: Callable[[int], Iterable[int]]) -> Injected | None:
+    def naming(self, blocks: Sequence[int], chain: Callable[[int], Iterable[int]]) -> Injection | None:
         """The latest that stored or removed a block or an ancestor of it.
 
         Args:
@@ -128,6 +132,6 @@ class Injections:
                 return max(found, key=self._order.__getitem__)
         return None
 
-    def first(self) -> Injected | None:
+    def first(self) -> Injection | None:
         """The first from which the stream has not recovered, or else the last."""
         return self._open[0] if self._open else self._last

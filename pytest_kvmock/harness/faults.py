@@ -7,21 +7,21 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.checks import check_integer, is_integer, unknown_text
-from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, block_text
+from pytest_kvmock.events import KINDS, Cleared, KvCacheEvent, RouterEvent, StreamKey, block_text
 from pytest_kvmock.faults import changes
 from pytest_kvmock.faults.fault import Fault, RandomFault, wanted
+from pytest_kvmock.faults.injector import FaultInjector
 from pytest_kvmock.faults.kinds import check_rates, check_survived
-from pytest_kvmock.faults.way import Way
-from pytest_kvmock.hygiene.log import KINDS
+from pytest_kvmock.harness.judge import Judge
+from pytest_kvmock.harness.publisher import Publisher
+from pytest_kvmock.harness.workers import WorkerKey, Workers
+from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.text import worker_text
 
 if TYPE_CHECKING:
+    from pytest_kvmock.backends import EngineProfile
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.faults.changes import Change
-    from pytest_kvmock.harness.judge import Judge
-    from pytest_kvmock.harness.questions import WorkerKey
-    from pytest_kvmock.harness.router_harness import RouterHarness
-    from pytest_kvmock.hygiene.stream import StreamKey
 
 LATE_BY = 2
 """After how many more events of its worker and rank a delayed event arrives, unless the test says otherwise."""
@@ -38,21 +38,25 @@ class Faults:
     unless the test expects it, allows the rule, or says that its router must survive such faults.
 
     Args:
-        harness: whose events are struck.
-        judge: the harness's judge.
+        profile: the router's.
+        workers: whose events are struck.
+        publisher: where faults strike.
+        judge: told of what is done to workers.
         seed: of what is random.
     """
 
-    def __init__(self, harness: RouterHarness, judge: Judge, seed: str) -> None:
-        self._harness = harness
+    def __init__(self, profile: EngineProfile, workers: Workers, publisher: Publisher, judge: Judge, seed: str) -> None:
+        self._profile = profile
+        self._workers = workers
+        self._publisher = publisher
         self._judge = judge
         self._seed = seed
         self._rng = Random(f"{seed}:faults")  # noqa: S311 - mock data
         self._scripted: list[Fault] = []
-        self._way = Way(harness.delivery, judge)
+        self._injector = FaultInjector()
 
     def __repr__(self) -> str:
-        return f"<Faults: {self._way!r}>"
+        return f"<Faults: {self._injector!r}>"
 
     # ------------------------------------------------------------------------------------------ of the events
 
@@ -124,7 +128,7 @@ class Faults:
         elif len({worker_id for worker_id, _ in self._judge.ledger.streams}) < 2:
             raise ValueError("kv_router.faults.foreign: there is no other worker whose event it could become")
         else:
-            change = changes.foreign(self._way.next_worker)
+            change = changes.foreign(self._next_worker)
         return self._script("foreign", change, n, kind=kind, worker=worker, to=to)
 
     def unknown_removed(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
@@ -182,7 +186,7 @@ class Faults:
                 raise ValueError(f"kv_router.faults.salt: {name} must be a text in UTF-8, or None, got {value!r:.80}")
         if not lora_name and not cache_namespace:
             raise ValueError("kv_router.faults.salt: give a lora_name or a cache_namespace, no empty string")
-        change = changes.salted(self._harness.profile.block_size, lora_name, cache_namespace)
+        change = changes.salted(self._profile.block_size, lora_name, cache_namespace)
         return self._script("salt", change, None, worker=worker, lora_name=lora_name, cache_namespace=cache_namespace)
 
     def signed(self, n: int | None = None, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
@@ -203,8 +207,8 @@ class Faults:
         """
         if self._judge.under_test is None:
             raise ValueError("kv_router.faults.signed: there is no index under test that could be given signed hashes")
-        fault = self._script("signed", changes.signed, n, kind=kind, worker=worker, door=True)
-        self._judge.door = self._way.through_the_door
+        fault = self._script("signed", changes.signed, n, kind=kind, worker=worker, of_index_input=True)
+        self._judge.index_input_filter = self._injector.filter_index_input
         return fault
 
     # ----------------------------------------------------------------------------------------- of the workers
@@ -218,18 +222,12 @@ class Faults:
         Raises:
             ValueError: a worker that does not exist.
         """
-        workers = self._workers("restart", worker)
-        with self._harness.publishing():
-            truth = self._way.begin()
+        workers = self._engines("restart", worker)
+        with self._publisher.lock:
+            self._begin()
             for one in workers:
                 key = (one.worker_id, one.dp_rank)
-                strike = self._way.injected("restart", key, emptied=True)
-                truth.ledger.restarted(key, first_id=0)
-                truth.struck(strike)
-                if self._judge.standard is not None:
-                    self._judge.standard.gone(key, first_id=0)
-                    strike.missing = True  # nobody can know of it before the next event
-                    self._judge.standard.struck(strike, None, held=False)
+                self._judge.injected(self._injector.injection("restart", key))
                 one.restart()
 
     def clear(self, worker: WorkerKey = 0) -> None:
@@ -242,16 +240,13 @@ class Faults:
             ValueError: a worker that does not exist.
         """
         keys = self._streams("clear", "worker", worker)
-        with self._harness.publishing():
-            truth = self._way.begin()
+        with self._publisher.lock:
+            self._begin()
             for key in keys:
-                event_id = self._harness.delivery.published.get(key, 0)
-                event = RouterEvent(key[0], KvCacheEvent(event_id, Cleared(), key[1]))
-                strike = self._way.injected("clear", key, event)
-                truth.struck(strike)
-                if self._judge.standard is not None:
-                    self._judge.standard.struck(strike, None, held=False)
-                self._way.arrive(event, chained=False, strike=strike)
+                event = RouterEvent(key[0], KvCacheEvent(self._publisher.next_id(*key), Cleared(), key[1]))
+                injection = self._injector.injection("clear", key, event)
+                self._judge.injected(injection)
+                self._publisher.deliver(Delivery(event, injection=injection))
 
     def block_size(self, size: int, *, worker: int | None = None) -> KvWorker:
         """One more worker, which has blocks of another size than the router.
@@ -269,15 +264,15 @@ class Faults:
         Raises:
             ValueError: a size that the backend refuses, or that is the router's; a worker that exists already.
         """
-        if size == self._harness.profile.block_size:
+        if size == self._profile.block_size:
             raise ValueError(f"kv_router.faults.block_size: {size} is the block size of the router")
         try:
-            made = self._harness.misfit(worker, block_size=size)
+            made = self._workers.add_mismatched(worker, block_size=size)
         except ValueError as error:
             raise ValueError(f"kv_router.faults.block_size: {error}") from None
         key = (made.worker_id, made.dp_rank)
-        strike = self._way.injected("block_size", key)
-        self._way.begin().misfits[key] = strike
+        self._begin()
+        self._judge.keep_book().attribution.mismatched[key] = self._injector.injection("block_size", key)
         return made
 
     # ---------------------------------------------------------------------------------------------- the test
@@ -303,21 +298,22 @@ class Faults:
             survived = check_survived(names)
         except ValueError as error:
             raise ValueError(f"kv_router.faults.survive: {error}") from None
-        with self._harness.publishing():
-            injected, unheard = self._way.injections, self._judge.unheard
-            if injected:
+        with self._publisher.lock:
+            book, lost = self._judge.book, self._judge.first_lost
+            if book is not None and book.attribution.injections:
                 raise ValueError(
-                    f"kv_router.faults.survive: call it before the first fault strikes; injected already: {injected[0]}"
+                    f"kv_router.faults.survive: call it before the first fault strikes; "
+                    f"injected already: {book.attribution.injections[0]}"
                 )
-            if unheard is not None:
-                who = worker_text(unheard.worker_id, unheard.dp_rank)
+            if lost is not None:
+                who = worker_text(lost.worker_id, lost.dp_rank)
                 raise ValueError(
                     "kv_router.faults.survive: call it before an event is lost; "
-                    f"a sink has kept event {unheard.event_id} of {who} from the router"
+                    f"a sink has kept event {lost.event_id} of {who} from the router"
                 )
             if survived:
-                self._way.survived |= frozenset(survived)
-                self._way.begin()
+                self._injector.survived |= frozenset(survived)
+                self._begin()
                 self._judge.survive()
 
     def at_random(self, rates: Mapping[str, float]) -> None:
@@ -335,7 +331,7 @@ class Faults:
             "reorder": (changes.lost, 1),
             "delay": (changes.lost, LATE_BY),
             "wrong_parent": (changes.wrong_parent(self._rng), 0),
-            "foreign": (changes.foreign(self._way.next_worker), 0),
+            "foreign": (changes.foreign(self._next_worker), 0),
             "unknown_removed": (changes.unknown_removed(self._rng), 0),
             "self_parent": (changes.self_parent, 0),
             "sink_failure": (changes.lost, 0),
@@ -343,8 +339,8 @@ class Faults:
         for kind, rate in check_rates(rates).items():
             change, late_by = makers[kind]
             rng = Random(f"{self._seed}:faults:{kind}")  # noqa: S311 - mock data
-            self._way.random.append(RandomFault(kind, rate, change, rng, late_by=late_by))
-            self._way.begin()
+            self._injector.random.append(RandomFault(kind, rate, change, rng, late_by=late_by))
+            self._begin()
 
     def unmet(self) -> list[str]:
         """A sentence for each scripted fault that has not struck as often as it was to; they are stopped and forgotten."""
@@ -363,7 +359,7 @@ class Faults:
         *,
         worker: WorkerKey | None,
         late_by: int = 0,
-        door: bool = False,
+        of_index_input: bool = False,
         **said: Any,
     ) -> Fault:
         """Arm a fault; `said` are the arguments to show beside n and worker, an event's kind among them."""
@@ -384,7 +380,7 @@ class Faults:
                 if value is not None
             ),
         ]
-        armed = self._way.doors if door else self._way.armed
+        armed = self._injector.of_index_input if of_index_input else self._injector.armed
 
         def end(fault: Fault) -> None:
             for faults in (armed, self._scripted):
@@ -393,8 +389,8 @@ class Faults:
 
         call = f"kv_router.faults.{name}({', '.join(shown)})"
         fault = Fault(name, call, change, n, wants=wanted(only, worker_id, dp_rank), end=end, late_by=late_by)
-        with self._harness.publishing():
-            self._way.begin()
+        with self._publisher.lock:
+            self._begin()
             armed.append(fault)
             self._scripted.append(fault)
         return fault
@@ -414,14 +410,32 @@ class Faults:
             )
         return found
 
-    def _workers(self, fault: str, worker: WorkerKey) -> list[KvWorker]:
-        workers = {(one.worker_id, one.dp_rank): one for one in self._harness.workers.values()}
-        found = [workers[key] for key in self._streams(fault, "worker", worker) if key in workers]
+    def _engines(self, fault: str, worker: WorkerKey) -> list[KvWorker]:
+        """The engines of a worker, or of one rank of it.
+
+        Raises:
+            ValueError: there is none.
+        """
+        engines = {(one.worker_id, one.dp_rank): one for one in self._workers.by_key.values()}
+        found: list[KvWorker] = [engines[key] for key in self._streams(fault, "worker", worker) if key in engines]
         if not found:
             raise ValueError(
                 f"kv_router.faults.{fault}: worker {worker!r} is a sink of the test's own; it has no engine"
             )
         return found
+
+    def _next_worker(self, own: StreamKey) -> StreamKey | None:
+        """The next other worker, with the same rank if it has it; None where there is no other."""
+        others = sorted(key for key in self._judge.ledger.streams if key[0] != own[0])
+        if not others:
+            return None
+        worker_id = next((key[0] for key in others if key[0] > own[0]), others[0][0])
+        ranks = [key for key in others if key[0] == worker_id]
+        return next((key for key in ranks if key[1] == own[1]), ranks[0])
+
+    def _begin(self) -> None:
+        """From here on faults may strike."""
+        self._publisher.use_injector(self._injector)
 
 
 def _check_count(fault: str, name: str, value: object) -> None:

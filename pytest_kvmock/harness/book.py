@@ -1,0 +1,138 @@
+"""The book of what would have arrived without faults: a ledger of what workers publish, from the first fault on.
+
+It serves two questions. Which problems came of an injected fault (`Attribution`)? And what should an index answer that
+survives faults (`SurvivalOracle`)? The second needs a history and a reference index too, which are kept where a test
+says that its router survives.
+
+`Recovery` keeps a book of its own, of what workers *published*: the two part where a real failure keeps an event from the
+router, at a restart that nobody announces, and when the router is told to forget a worker. Who begins anew when:
+
+| what happens | ledger of what arrived | this book | recovery |
+|---|---|---|---|
+| a worker restarts, announced | anew | anew | anew |
+| a worker restarts, unannounced | goes on: ids go backwards | goes on: ids go backwards | anew |
+| the fault `restart` | goes on: ids go backwards | anew | anew |
+| `remove_worker` | anew, any id | anew, any id | goes on: the worker is still there |
+| the fault `clear` | emptied | goes on | goes on |
+| a sink before the router raises | goes on, the event is missing | goes on, the event is missing | has the event |
+| a fault loses or changes an event | goes on with what arrives | has the event as published | has the event |
+
+Each ledger has hash chains of its own: a chain of hashes remembers its stream, and one that two ledgers share would find
+wrong hashes in a sound stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pytest_kvmock.events import Cleared, RouterEvent, StreamKey
+from pytest_kvmock.harness.survival import SurvivalOracle
+from pytest_kvmock.hygiene.attribution import Attribution
+from pytest_kvmock.hygiene.delivery import Delivery, Published
+from pytest_kvmock.hygiene.injection import Injection
+from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.router.index import RadixIndex
+
+
+class Book:
+    """What workers published, beside what arrived.
+
+    Args:
+        arrived: the ledger of what arrived; until now that is what was published.
+        noted: the problems so far.
+
+    Attributes:
+        ledger: of what is published.
+        attribution: tells which problems came of which fault.
+        survival: what an index that survives faults should answer; None where no test asks for it.
+    """
+
+    def __init__(self, arrived: Ledger, noted: Iterable[Problem]) -> None:
+        self.ledger, twins = arrived.copy_with(noted)
+        self.attribution = Attribution(arrived, self.ledger, twins)
+        self.survival: SurvivalOracle | None = None
+        self._emptied: dict[Injection, Collection[int]] = {}
+
+    def survive(self, reference: RadixIndex) -> SurvivalOracle:
+        """From here on keep what an index should answer that survives faults; `reference` has what arrived until now."""
+        if self.survival is None:
+            self.survival = SurvivalOracle(self.ledger, reference)
+        return self.survival
+
+    def open(self, key: StreamKey, **about: Any) -> None:
+        """Begin with a worker and rank; the arguments are those of `Ledger.open`."""
+        self.ledger.open(key, **about)
+
+    # -------------------------------------------------------------------------------------- what is published
+
+    def published(self, event: RouterEvent, position: int, *, chained: bool) -> Published:
+        """Enter an event that a worker publishes; `position` is the log's next."""
+        problems = self.ledger.observe(event, position, chained=chained)
+        return Published(event, problems, 0 if self.survival is None else self.survival.published(event))
+
+    def lost_to_failure(self, problem: Problem, event: RouterEvent) -> None:
+        """A real failure has kept an event from the router; no router can know of it."""
+        twin = replace(problem, cause=None, folded=[])
+        self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, twin)
+        self.attribution.lost_to_failure(problem, twin)
+
+    def begin_anew(self, key: StreamKey, *, first_id: int | None) -> None:
+        """A worker and rank begins anew, and the router is told."""
+        self.ledger.restarted(key, first_id=first_id)
+        self.attribution.begin_anew(key)
+        if self.survival is not None:
+            self.survival.begin_anew(key, announced=True)
+
+    # ---------------------------------------------------------------------------------------- what faults do
+
+    def injected(self, injection: Injection, event: RouterEvent | None, emptied: Collection[int]) -> None:
+        """Enter what a fault has done.
+
+        Args:
+            injection: what it did.
+            event: the event that it struck, as published; None where it struck none that was.
+            emptied: the blocks that were held until it emptied the cache.
+        """
+        if emptied:
+            self._emptied[injection] = emptied
+        if injection.event_id is None:  # a restart that nobody announces
+            key = (injection.worker_id, injection.dp_rank)
+            self.ledger.restarted(key, first_id=0)
+            if self.survival is not None:
+                self.survival.begin_anew(key, announced=False)
+        self.attribution.injected(injection, emptied)
+        if self.survival is not None:
+            self.survival.injected(injection, event, emptied)
+
+    # ------------------------------------------------------------------------------------------ what arrives
+
+    def receiving(self, delivery: Delivery) -> None:
+        """An event arrives: what was lost before it shows, and what was held back is no longer missing."""
+        injection, event = delivery.injection, delivery.event
+        if injection is not None and injection.late:
+            emptied = self._emptied.get(injection, ())
+            self.attribution.released(injection, emptied)
+            if self.survival is not None:
+                self.survival.released(injection, emptied)
+        if self.survival is not None:
+            self.survival.received((event.worker_id, event.event.dp_rank), delivery.published)
+
+    def received(self, delivery: Delivery) -> None:
+        """An event has arrived and was judged: a Cleared ends what was done before it."""
+        event = delivery.event
+        if isinstance(event.event.data, Cleared):
+            self.attribution.cleared((event.worker_id, event.event.dp_rank), delivery.injection)
+
+    def recovered(self, key: StreamKey, ids: range) -> None:
+        """The router has asked a worker and rank for these event ids, and has all from there on."""
+        self.attribution.recovered(key, ids)
+        if self.survival is not None:
+            self.survival.recovered(key, ids)
+
+    def left_behind(self, key: StreamKey) -> Sequence[Problem]:
+        """What the worker itself has left resident after a Removed, or without its parent, whoever was given the events."""
+        stream = self.ledger.streams.get(key)
+        return [] if stream is None else [*stream.removed_but_resident.values(), *stream.orphaned.values()]

@@ -1,0 +1,129 @@
+"""Chains to ask an index for: those whose answers an event changes, and some that must match nothing.
+
+They come from the history of the stream, not from what is resident: a stale block stands on no resident chain, and a
+comparison of those at the end alone would miss every Removed that an index forgot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import NamedTuple
+
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored, StreamKey
+from pytest_kvmock.hygiene.orphans import Orphaned, orphaned
+from pytest_kvmock.hygiene.stream import Stream
+from pytest_kvmock.tokens import sequence_hashes
+
+
+class Chain(NamedTuple):
+    """A chain to ask for: local hashes and block hashes from the first to the last, and the tokens where known.
+
+    Of a negative query, which must match nothing, the block hashes only tell which chain it was made from.
+    """
+
+    local: tuple[int, ...]
+    blocks: tuple[int, ...]
+    tokens: tuple[int, ...] | None
+    negative: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block; 0 where they are not known."""
+        return len(self.tokens) // len(self.local) if self.tokens and self.local else 0
+
+    def part(self, start: int, stop: int) -> Chain:
+        """Its blocks from `start` up to `stop`."""
+        size = self.block_size
+        tokens = None if self.tokens is None else self.tokens[start * size : stop * size]
+        return Chain(self.local[start:stop], self.blocks[start:stop], tokens, self.negative)
+
+
+class Chains:
+    """Makes the chains to ask for.
+
+    Args:
+        rng: picks foreign blocks.
+        with_tokens: the index under test is asked with tokens.
+    """
+
+    def __init__(self, rng: Random, *, with_tokens: bool) -> None:
+        self._rng = rng
+        self._with_tokens = with_tokens
+
+    def touched(self, event: RouterEvent, streams: Mapping[StreamKey, Stream]) -> Iterator[Chain]:
+        """Yield the chains whose answers an event changes.
+
+        Those of the last block stored, of each first block removed, and of three that were cleared; and once more
+        with the first block exchanged and without it, which must match nothing that the chain matched. After a Cleared
+        also those that it must not change: one of each other rank of the worker.
+        """
+        key = (event.worker_id, event.event.dp_rank)
+        stream = streams[key]
+        data = event.event.data
+        if isinstance(data, Stored):
+            touched = list(data.block_hashes[-1:])
+        elif isinstance(data, Removed):
+            removed = set(data.block_hashes)
+            touched = [b for b in data.block_hashes if stream.was_stored(b) and stream.parent(b) not in removed]
+        else:
+            touched = list(stream.emptied)
+        chain = None
+        for block in touched:
+            chain = self.upto(stream, block)
+            yield chain
+        if chain is not None:
+            yield from self.negative_queries(chain)
+        if isinstance(data, Cleared):
+            for other, spared in streams.items():
+                if other[0] == key[0] and other != key and spared.device:
+                    block = next(reversed(spared.device))
+                    if spared.was_stored(block):
+                        yield self.upto(spared, block)
+
+    def all_of(self, stream: Stream) -> Iterator[Chain]:
+        """Yield all chains that a worker and rank ever stored, oldest first, then two that must match nothing."""
+        chain = None
+        for block in stream.leaves():
+            chain = self.upto(stream, block)
+            yield chain
+        if chain is not None:
+            yield from self.negative_queries(chain)
+
+    def upto(self, stream: Stream, block: int) -> Chain:
+        """The chain from the root to a block, as it was last stored."""
+        stored = stream.read_chain(block, with_tokens=self._with_tokens)
+        return Chain(stored.local_hashes, stored.blocks, stored.tokens)
+
+    def negative_queries(self, chain: Chain) -> Iterator[Chain]:
+        """Yield a chain with its first block exchanged, and without it."""
+        if len(chain.local) > 1:
+            foreign, size, rest = self._rng.getrandbits(64), chain.block_size, chain.part(1, len(chain.local))
+            tokens = None
+            if rest.tokens is not None:
+                tokens = (*(self._rng.getrandbits(32) for _ in range(size)), *rest.tokens)
+            yield Chain((foreign, *rest.local), chain.blocks, tokens, negative=True)
+            yield rest._replace(negative=True)
+
+
+def leading_run(stream: Stream, chain: Chain) -> int:
+    """How many leading blocks of a chain the events say are held, a parent that is only implied counted.
+
+    The chain's block hashes are those of its history, which a wrong link leads removed_but_resident (in a circle even, where the run
+    ends), and a negative query has none of its own: so the hashes that its local hashes make are looked for too.
+    """
+    ways = (sequence_hashes(chain.local),) if chain.negative else (chain.blocks, sequence_hashes(chain.local))
+    most = 0
+    for way in ways:
+        run: set[int] = set()
+        for block in way:
+            if block in run or not (block in stream.device or block in stream.implied):
+                break
+            run.add(block)
+        most = max(most, len(run))
+    return most
+
+
+def orphaned_in(stream: Stream, chain: Chain) -> Orphaned | None:
+    """What a stream holds of a chain that has an orphan; None where it has none."""
+    return orphaned(stream, chain.local, () if chain.negative else chain.blocks) if stream.orphaned else None

@@ -1,0 +1,162 @@
+"""From worker to router: ids are counted, sinks are given the event, faults strike, and what arrives is received."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from threading import RLock
+from typing import TypeAlias
+
+from pytest_kvmock.events import RouterEvent, StreamKey
+from pytest_kvmock.faults.injector import FaultInjector
+from pytest_kvmock.harness.judge import Judge
+from pytest_kvmock.harness.recovery import Recovery
+from pytest_kvmock.hygiene.delivery import Delivery
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.sinks import Sink
+
+Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
+"""What becomes of an event on its way: the events that arrive for it, none when it is lost."""
+
+
+class Publisher:
+    """Takes what workers publish to the judge, one event at a time.
+
+    Args:
+        judge: receives what arrives.
+
+    Attributes:
+        lock: held while an event is on its way; whoever takes an id and publishes with it holds it for both.
+        next_ids: the id after the last one that was published, by worker and rank.
+        transport: what becomes, at the end of the way, of events that came so far; None: they arrive.
+    """
+
+    def __init__(self, judge: Judge) -> None:
+        self.lock = RLock()
+        self.next_ids: dict[StreamKey, int] = {}
+        self.transport: Transport | None = None
+        self._judge = judge
+        self._injector: FaultInjector | None = None
+        self._recovery: Recovery | None = None
+        self._before: list[Sink] = []
+        self._after: list[Sink] = []
+
+    @property
+    def injector(self) -> FaultInjector | None:
+        """The faults on the way; None while a test has asked for none."""
+        return self._injector
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """What keeps each event that is published, whatever becomes of it; None: nobody does."""
+        return self._recovery
+
+    def add_sink(self, sink: Sink, *, before: bool) -> None:
+        """Publish each event to one more sink, before the router or after it."""
+        (self._before if before else self._after).append(sink)
+
+    def use_injector(self, injector: FaultInjector) -> None:
+        """From here on let faults strike, and keep a book of what would have arrived without them."""
+        self._injector = injector
+        self._judge.keep_book()
+
+    def use_recovery(self, recovery: Recovery) -> None:
+        """Have what is published kept, so that a router can ask for what it missed.
+
+        Raises:
+            ValueError: the recovery belongs to another harness.
+        """
+        recovery.join(self._judge, self.lock)
+        self._recovery = recovery
+
+    # ----------------------------------------------------------------------------------------------- events
+
+    def next_id(self, worker_id: int, dp_rank: int) -> int:
+        """The id after the last one that a worker and rank published."""
+        return self.next_ids.get((worker_id, dp_rank), 0)
+
+    def publish(self, event: RouterEvent, *, chained: bool = False) -> None:
+        """Publish an event of a worker.
+
+        Args:
+            event: the event, with its worker and id.
+            chained: whether its hashes must be the engine's chain.
+        """
+        with self.lock:
+            inner = event.event
+            key = (event.worker_id, inner.dp_rank)
+            due = self.next_ids.get(key)
+            if inner.event_id > (due or 0):
+                self._judge.ledger.skipped(key, due, inner.event_id)
+            self.next_ids[key] = inner.event_id + 1
+            if self._recovery is not None:
+                self._recovery.keep(event)
+            if self._before and not self._publish_to(self._before, event, missed=True):
+                return
+            judge, injector = self._judge, self._injector
+            sent = Delivery(event, chained, None if injector is None else judge.published(event, chained=chained))
+            if injector is None:
+                self.deliver(sent)
+            else:
+                injection, deliveries = injector.publish(sent)
+                if injection is not None:
+                    judge.injected(injection, event)
+                for delivery in deliveries:
+                    self.deliver(delivery)
+                if injection is not None and injection.kind == "sink_failure":
+                    return
+            if self._after:
+                self._publish_to(self._after, event, missed=False)
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Hand the judge what arrives."""
+        if self.transport is None:
+            self._judge.received(delivery)
+        else:
+            for event in self.transport(delivery.event):
+                self._judge.received(delivery._replace(event=event))
+
+    def _publish_to(self, sinks: list[Sink], event: RouterEvent, *, missed: bool) -> bool:
+        """Publish to sinks in order; the first that raises keeps the event from those after it (dynamo-mocker)."""
+        for sink in sinks:
+            try:
+                sink.publish(event.event, event.storage_tier, event.token_ids)
+            except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
+                known = f"{type(sink).__name__}.publish raised {type(error).__name__}: {error}"
+                if missed:
+                    known += "; the router never got the event"
+                rank = event.event.dp_rank
+                problem = Problem("sink_failure", event.worker_id, rank, known, "a sink takes every event", event)
+                self._judge.sink_failed(problem, event, missed=missed)
+                return False
+        return True
+
+    # ---------------------------------------------------------------------------------------------- workers
+
+    def begun(self, key: StreamKey) -> None:
+        """A worker and rank begins: it has published nothing."""
+        if self._recovery is not None:
+            self._recovery.restarted(key)
+
+    def restarted(self, key: StreamKey, *, announced: bool) -> None:
+        """A worker and rank begins anew, with event id 0.
+
+        Raises:
+            ValueError: it is announced, and the index under test cannot be told; nothing has changed.
+        """
+        with self.lock:
+            if announced:
+                self._judge.removed(*key, first_id=0)
+            self.next_ids[key] = 0
+            self.begun(key)
+
+    def removed(self, worker_id: int) -> list[StreamKey]:
+        """The router is told to forget a worker, all ranks; return them.
+
+        Raises:
+            ValueError: the index under test cannot be told; nothing has changed.
+        """
+        with self.lock:
+            keys = self._judge.removed(worker_id, first_id=None)
+            for key in keys:
+                self.next_ids.pop(key, None)
+            return keys

@@ -1,0 +1,216 @@
+"""What an index under test should answer though faults strike, where a test says which of them its router survives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+from pytest_kvmock.events import Removed, RouterEvent, Stored, StreamKey
+from pytest_kvmock.harness.under_test import Scores, WorkerScores, agree, by_worker
+from pytest_kvmock.hygiene.delivery import Published
+from pytest_kvmock.hygiene.injection import Injection, Injections
+from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.router.index import KvEventError, RadixIndex
+
+
+class SurvivalOracle:
+    """A reference index of what was published, with its history; what has arrived until now counts as published.
+
+    A survived fault *affects* the streams that it changes, until the index answers right for the blocks of the event that
+    it struck; what it answers for an affected stream is not compared after each event. At a flush it must be right, as far
+    as a router can know: an event that was lost shows when a later one of its worker and rank arrives, so those that
+    were lost last are not due, nor those after one that is held back.
+
+    A stream that another fault changes is *exempt*: the index may answer for it what it likes.
+
+    Args:
+        ledger: of what is published; it observes each event before the oracle is given it.
+        reference: the reference index of what has arrived until now.
+
+    Attributes:
+        ledger: whose history the chains to ask for come from.
+        reference: what a router should answer.
+        exempt: the streams that other faults have struck.
+        affected: the streams that survived faults have struck, each with the stream and block of the chains to ask for.
+    """
+
+    def __init__(self, ledger: Ledger, reference: RadixIndex) -> None:
+        self.ledger = ledger
+        self.reference = deepcopy(reference)
+        self.affected: dict[StreamKey, set[tuple[StreamKey, int]]] = {}
+        self.exempt: set[StreamKey] = set()
+        self._before = deepcopy(reference)  # what the history begins with
+        self._history: list[tuple[StreamKey, RouterEvent | None]] = []  # None: the worker and rank begins anew
+        self._injections: dict[StreamKey, Injections] = {}
+        self._lost: dict[StreamKey, list[int]] = {}  # places in the history of what nobody can know to be lost
+        self._held: dict[StreamKey, dict[Injection, int]] = {}
+
+    def published(self, event: RouterEvent) -> int:
+        """Take an event that a router should know of; return its place in the history."""
+        shown = self.ledger.uncounted(event)
+        self._history.append(((event.worker_id, event.event.dp_rank), shown))
+        with suppress(KvEventError):
+            self.reference.apply(shown)
+        return len(self._history) - 1
+
+    def begin_anew(self, key: StreamKey, *, announced: bool) -> None:
+        """A worker and rank begins anew; where the index is told so, whatever happened before is over."""
+        self._history.append((key, None))
+        self.reference.remove_worker_dp_rank(*key)
+        if announced:
+            self.exempt.discard(key)
+            for of_streams in (self.affected, self._injections, self._lost, self._held):
+                of_streams.pop(key, None)
+
+    def injected(self, injection: Injection, event: RouterEvent | None, emptied: Collection[int]) -> None:
+        """A fault has changed what becomes of what was published last.
+
+        Args:
+            injection: what it did.
+            event: the event that it struck, as published; None where it struck a worker.
+            emptied: the blocks that were held until it emptied the cache.
+        """
+        if not injection.survived:
+            self.exempt |= injection.keys
+            return
+        own = (injection.worker_id, injection.dp_rank)
+        if injection.event_id is None and own in self._injections:  # a restart: what happened before is over
+            self._injections[own].recover()
+        stream = self.ledger.streams.get(own)
+        data = None if event is None else event.event.data
+        blocks: Iterable[int] = () if stream is None else stream.emptied
+        if isinstance(data, Stored):
+            blocks = data.block_hashes[-1:]
+        elif isinstance(data, Removed):
+            blocks = data.block_hashes
+        for key in injection.keys:
+            self.affected.setdefault(key, set()).update((own, block) for block in blocks)
+            self._injections.setdefault(key, Injections()).add(injection, emptied)
+        place = len(self._history) - 1
+        if injection.late:
+            self._held.setdefault(own, {})[injection] = place
+        elif injection.missing or injection.event_id is None:  # nobody can know of a restart before the next event
+            self._lost.setdefault(own, []).append(place)
+
+    def touched(self, key: StreamKey, event: RouterEvent) -> None:
+        """An event of an affected stream has arrived; whether the index could take it shows by its blocks."""
+        data = event.event.data
+        if isinstance(data, Stored | Removed):
+            self.affected[key].update((key, block) for block in data.block_hashes)
+
+    def received(self, key: StreamKey, published: Published | None) -> None:
+        """An event of this worker and rank has arrived: what was lost before it shows.
+
+        Args:
+            key: worker and rank.
+            published: the event as it was published; None: it was not.
+        """
+        lost = self._lost.get(key)
+        if lost:
+            place = len(self._history) if published is None else published.place
+            self._lost[key] = [each for each in lost if each > place]
+
+    def released(self, injection: Injection, emptied: Collection[int]) -> None:
+        """The event that this fault held back arrives; see `injected`."""
+        self._held.get((injection.worker_id, injection.dp_rank), {}).pop(injection, None)
+        for key in injection.keys if injection.survived else ():
+            self._injections.setdefault(key, Injections()).recover_from(injection, emptied)
+
+    def recovered(self, key: StreamKey, ids: range) -> None:
+        """The index has asked a worker and rank for these event ids, and can know all of it."""
+        self._lost.pop(key, None)
+        self._held.pop(key, None)
+        if key in self._injections:
+            self._injections[key].recover_ids(key, ids)
+
+    def injection_of(self, key: StreamKey, blocks: Sequence[int]) -> Injection | None:
+        """The fault to be survived that a problem of the index came of, by the rule of `Injections`.
+
+        Args:
+            key: whose stream it is about.
+            blocks: those that the problem names.
+
+        Returns:
+            None where no fault touched them, and the index has recovered from all.
+        """
+        injections = self._injections.get(key)
+        if injections is None:
+            return None
+        naming = injections.naming(blocks, partial(self._ancestors, key))
+        return naming if naming is not None or key not in self.affected else injections.first()
+
+    def _ancestors(self, key: StreamKey, block: int) -> list[int]:
+        """A block's chain, as published; of one that came from another stream, as that one has published it."""
+        streams = (self.ledger.streams.get(key), *self.ledger.streams.values())
+        return next((stream.chain(block) for stream in streams if stream is not None and stream.was_stored(block)), [])
+
+    def mark_recovered(self, key: StreamKey) -> None:
+        """The index is right about a stream again; not so yet where it is right by knowing less."""
+        if not self._lost.get(key) and not self._held.get(key):
+            self.affected.pop(key, None)
+            if key in self._injections:
+                self._injections[key].recover()
+
+    def expected(
+        self, answer: Scores | WorkerScores, local_hashes: tuple[int, ...], ignored: Collection[StreamKey] | None
+    ) -> Scores:
+        """What the index should answer.
+
+        Args:
+            answer: what it does answer.
+            local_hashes: what it was asked.
+            ignored: streams of which it may answer anything; None: of an affected one it may be behind by what no router can
+                know.
+        """
+        expected = self.reference.find_matches(local_hashes).scores
+        if agree(answer, expected):
+            return expected
+        ranked = not answer or isinstance(next(iter(answer)), tuple)
+        said: Mapping[Any, int] = answer
+        free = {*self.exempt, *(ignored or ())}
+        behind: set[StreamKey] = set()
+        if ignored is None:
+            behind = {key for key in self.affected.keys() - free if self._lost.get(key) or self._held.get(key)}
+        knowable: list[Mapping[Any, int]] = []
+        if behind:
+            known = self._knowable(local_hashes)
+            knowable += [scores if ranked else by_worker(scores) for scores in known]
+        out = dict(expected)
+        for key in (*free, *behind):
+            name = key if ranked else key[0]
+            got = said.get(name, 0)
+            if key in behind and all(got != scores.get(name, 0) for scores in knowable):
+                continue
+            for other in [key] if ranked else [k for k in out if k[0] == key[0]]:
+                out.pop(other, None)
+            if got:
+                out[key] = got
+        return out
+
+    def _knowable(self, local_hashes: tuple[int, ...]) -> list[Scores]:
+        """What was right since the first event that no router can know of yet; one that asked the worker may know more."""
+        first: dict[StreamKey, int] = {}
+        for key in {*self._lost, *self._held}:
+            places = (*self._lost.get(key, ()), *self._held.get(key, {}).values())
+            first[key] = min(places, default=len(self._history))
+        before = [one for place, one in enumerate(self._history) if place < first.get(one[0], len(self._history))]
+        after = [one for place, one in enumerate(self._history) if place >= first.get(one[0], len(self._history))]
+        index = deepcopy(self._before)
+        for one in before:
+            _apply(index, *one)
+        out = [index.find_matches(local_hashes).scores]
+        for one in after:
+            _apply(index, *one)
+            out.append(index.find_matches(local_hashes).scores)
+        return out
+
+
+def _apply(index: RadixIndex, key: StreamKey, event: RouterEvent | None) -> None:
+    if event is None:
+        index.remove_worker_dp_rank(*key)
+    else:
+        with suppress(KvEventError):
+            index.apply(event)

@@ -1,0 +1,316 @@
+"""The workers of a harness: mock engines made by a profile and a backend, and sinks for engines of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from itertools import count
+from random import Random
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
+from pytest_kvmock.cache.manager import KvManager, unlike
+from pytest_kvmock.checks import check_integer, integer_text, is_integer, unknown_text
+from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.harness.engine_comparison import EngineComparison
+from pytest_kvmock.harness.judge import Judge
+from pytest_kvmock.harness.publisher import Publisher
+from pytest_kvmock.harness.recording import RecordedRequest, Recording
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
+from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
+
+if TYPE_CHECKING:
+    from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.tokens import Prompt
+
+WorkerKey: TypeAlias = int | tuple[int, int]
+"""A worker id; (worker_id, dp_rank) where the worker has more ranks than one."""
+
+MOST_WORKER_ID: Final = 2**64 - 1
+
+_MANAGERS: Final[set[type]] = set()
+"""Classes whose objects were found to be managers: each test makes some."""
+
+
+class _WorkerSink:
+    """Where a worker publishes: its events get its name and go to the publisher, once that listens."""
+
+    __slots__ = ("_before", "_publisher", "_worker_id", "worker")
+
+    def __init__(self, publisher: Publisher, worker_id: int) -> None:
+        self.worker: KvWorker | None = None
+        self._publisher = publisher
+        self._worker_id = worker_id
+        self._before: list[RouterEvent] = []
+
+    def publish(
+        self,
+        event: KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+    ) -> None:
+        """Publish an event; what a worker publishes for a request has its engine's hashes."""
+        named, worker = RouterEvent(self._worker_id, event, storage_tier, token_ids), self.worker
+        if worker is None:
+            self._before.append(named)
+        else:
+            self._publisher.publish(named, chained=worker.serving)
+
+    def begin(self, worker: KvWorker) -> None:
+        """From now on publish what a worker does; first what it published when it was made."""
+        self.worker = worker
+        for event in self._before:
+            self._publisher.publish(event)
+
+
+class HarnessWorker(KvWorker):
+    """A worker of a harness: made by a profile, and recorded; it may announce a restart.
+
+    Args:
+        spec: its backend.
+        worker_id: its id.
+        dp_rank: its rank.
+        profile: its size and kind.
+        publisher: where it publishes.
+        recording: keeps what is asked of it.
+        rng: source of generated tokens and of the names of partial blocks.
+
+    Raises:
+        ValueError: the backend refused, raised, or made what is no manager or one that calls itself otherwise.
+
+    Attributes:
+        spec: its backend.
+    """
+
+    def __init__(
+        self,
+        spec: BackendSpec,
+        worker_id: int,
+        dp_rank: int,
+        *,
+        profile: EngineProfile,
+        publisher: Publisher,
+        recording: Recording,
+        rng: Random,
+    ) -> None:
+        self.spec = spec
+        self._publisher = publisher
+        self._recording = recording
+        self._events = _WorkerSink(publisher, worker_id)
+        super().__init__(
+            partial(_make_manager, spec, profile, dp_rank),
+            worker_id,
+            dp_rank,
+            sink=self._events,
+            prefix_caching=profile.prefix_caching,
+            chunk=profile.chunk,
+            rng=rng,
+            driver=spec.driver,
+        )
+
+    def begin(self) -> None:
+        """From now on publish to the router; first what it published when it was made."""
+        self._events.begin(self)
+
+    def _request(self, prompt: Prompt) -> RecordedRequest:
+        return RecordedRequest(self, prompt, self._recording)
+
+    def clear(self) -> bool:
+        """As `KvWorker.clear`."""
+        self._recording.operate("clear", (self.worker_id, self.dp_rank))
+        return super().clear()
+
+    def restart(self, *, announced: bool = False) -> None:
+        """As `KvWorker.restart`; harness and index are told, if it is announced."""
+        key = (self.worker_id, self.dp_rank)
+        self._recording.operate("restart", key, argument=announced)
+        self._publisher.restarted(key, announced=announced)
+        super().restart(announced=announced)
+
+
+def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink: Sink | None) -> KvManager:
+    """Make the block manager of a worker, and make sure that it is one, of this backend."""
+    try:
+        manager = spec.make(num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink)
+    except ValueError:  # it refuses what it was given, with a message of its own
+        raise
+    except Exception as error:
+        raise ValueError(f"backend {spec.name!r}: make raised {type(error).__name__}: {error}") from error
+    if type(manager) not in _MANAGERS:
+        wrong = unlike(manager, KvManager)
+        if wrong is not None:
+            raise ValueError(f"backend {spec.name!r} made {wrong}")
+        _MANAGERS.add(type(manager))
+    if manager.backend != spec.name:
+        raise ValueError(
+            f"backend {spec.name!r} made a manager that calls itself {manager.backend!r}; "
+            "a test would run on another backend than its id says"
+        )
+    return manager
+
+
+class Workers:
+    """Makes the workers of a harness, and finds them by id and rank.
+
+    Args:
+        profile: their size and kind.
+        judge: receives their events.
+        publisher: where they publish.
+        engines: compares the stream of a sink with what its engine holds.
+        recording: keeps what is asked of them.
+        rng: source of everything random in them.
+
+    Attributes:
+        spec: the backend of those that have none of their own; None while there is none.
+        sink_ids: the worker ids of sinks.
+    """
+
+    def __init__(
+        self,
+        profile: EngineProfile,
+        judge: Judge,
+        publisher: Publisher,
+        engines: EngineComparison,
+        *,
+        recording: Recording,
+        rng: Random,
+    ) -> None:
+        self.spec: BackendSpec | None = None
+        self.sink_ids: set[int] = set()
+        self._profile = profile
+        self._judge = judge
+        self._publisher = publisher
+        self._engines = engines
+        self._recording = recording
+        self._rng = rng
+        self._workers: dict[WorkerKey, HarnessWorker] = {}
+        self._not_prefix_closed: set[StreamKey] = set()
+
+    @property
+    def by_key(self) -> Mapping[WorkerKey, HarnessWorker]:
+        """The workers by id, or by (id, dp_rank) where a worker has more ranks than one."""
+        return MappingProxyType(self._workers)
+
+    def key(self, worker_id: int, dp_rank: int) -> WorkerKey:
+        """What a worker, or a rank of it, is called."""
+        return (worker_id, dp_rank) if self._profile.dp_size > 1 or dp_rank else worker_id
+
+    def is_prefix_closed(self, key: StreamKey) -> bool:
+        """Whether the engine of a worker and rank removes a block before its parent."""
+        return key not in self._not_prefix_closed
+
+    def use_backend(self, backend: str | BackendSpec) -> None:
+        """Set the backend of the workers, once, and make those that exist from the start.
+
+        Raises:
+            ValueError: an unknown backend, or another one than before.
+        """
+        spec = backend_spec(backend)
+        if self.spec is not None:
+            if spec is not self.spec:
+                raise ValueError(f"the harness has backend {self.spec.name!r} already; it cannot become {spec.name!r}")
+            return
+        self.spec = spec
+        for worker_id in range(self._profile.workers):
+            for dp_rank in range(self._profile.dp_size):
+                self.worker(worker_id, dp_rank)
+
+    def worker(self, worker_id: int, dp_rank: int = 0, backend: BackendSpec | str | None = None) -> KvWorker:
+        """The worker of this id and rank, made now if there is none; see `RouterHarness.worker`."""
+        found = self._workers.get(self.key(worker_id, dp_rank))
+        if found is None:
+            return self._add(worker_id, dp_rank, backend, self._profile)
+        wanted = backend.name if isinstance(backend, BackendSpec) else backend
+        if wanted is not None and found.backend != wanted:
+            raise ValueError(f"worker {worker_id} has backend {found.backend!r}, not {wanted!r}")
+        return found
+
+    def next_worker(self, backend: BackendSpec | str | None = None) -> KvWorker:
+        """Make one more worker, with the lowest id that is free."""
+        return self._add(self._free_id(), 0, backend, self._profile)
+
+    def add_mismatched(self, worker_id: int | None, **fields: Any) -> KvWorker:
+        """Make one more worker with another profile than the router's; see `Faults.block_size`.
+
+        Args:
+            worker_id: its id; the lowest that is free if None.
+            **fields: the fields of the profile that differ.
+
+        Raises:
+            ValueError: a field out of range, or a worker that exists.
+        """
+        if worker_id is None:
+            worker_id = self._free_id()
+        if any(worker.worker_id == worker_id for worker in self._workers.values()):
+            raise ValueError(f"worker {worker_id} exists already; its profile is the router's")
+        return self._add(worker_id, 0, None, self._profile.replace(**fields))
+
+    def remove(self, keys: Collection[StreamKey]) -> None:
+        """Drop workers; the next one of such an id is a new one."""
+        for key in keys:
+            self._workers.pop(self.key(*key), None)
+
+    def _free_id(self) -> int:
+        """The lowest id that no engine and no sink has."""
+        taken = {*self.sink_ids, *(worker.worker_id for worker in self._workers.values())}
+        return next(i for i in count() if i not in taken)
+
+    def _add(self, worker_id: int, dp_rank: int, backend: BackendSpec | str | None, profile: EngineProfile) -> KvWorker:
+        if not is_integer(worker_id, 0) or worker_id > MOST_WORKER_ID:
+            raise ValueError(f"a worker id is an integer from 0 to {MOST_WORKER_ID}, got {worker_id!r}")
+        if worker_id in self.sink_ids:
+            raise ValueError(f"worker {worker_id} is a sink of this test; take another id for an engine")
+        if not is_integer(dp_rank, 0):
+            raise ValueError(f"a dp_rank is {integer_text(0)}, got {dp_rank!r}")
+        spec = self.spec if backend is None else backend_spec(backend)
+        if spec is None:
+            raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
+        rng = Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
+        # The worker is made before the judge has its stream: it may be refused, and some engines publish as they begin.
+        worker = HarnessWorker(
+            spec,
+            worker_id,
+            dp_rank,
+            profile=profile,
+            publisher=self._publisher,
+            recording=self._recording,
+            rng=rng,
+        )
+        self._workers[self.key(worker_id, dp_rank)] = worker
+        if not spec.prefix_closed:
+            self._not_prefix_closed.add((worker_id, dp_rank))
+        self._judge.open(
+            (worker_id, dp_rank),
+            first_id=0,
+            block_size=self._profile.block_size,
+            num_blocks=self._profile.num_blocks,
+            residency=spec.residency,
+            prefix_closed=spec.prefix_closed,
+            chain=None if spec.chain is None else partial(spec.chain, worker.manager),
+        )
+        self._publisher.begun((worker_id, dp_rank))
+        worker.begin()
+        return worker
+
+    def make_sink(
+        self, *, chained: bool | None, num_blocks: int | None, residency: Residency, prefix_closed: bool
+    ) -> KvSink:
+        """Make a sink where a block manager of the user's own may publish; see `RouterHarness.make_sink`."""
+        if num_blocks is not None:
+            check_integer("make_kv_sink: num_blocks", num_blocks, 1, ", or None")
+        if residency not in RESIDENCIES:
+            raise ValueError(f"make_kv_sink: {unknown_text('residency', residency, RESIDENCIES)}")
+        taken = {*self.sink_ids, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
+        worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)
+        self.sink_ids.add(worker_id)
+        self._judge.open(
+            (worker_id, 0),
+            first_id=None,
+            block_size=self._profile.block_size,
+            num_blocks=num_blocks,
+            residency=residency,
+            prefix_closed=prefix_closed,
+        )
+        return KvSink(worker_id, self._publisher, self._judge.judge_hashes, self._engines.compare_with, chained=chained)

@@ -1,0 +1,191 @@
+"""Which problems are the workers' own, and which came of faults that a test injected.
+
+Theory of operation. From the first fault on, a second ledger observes what workers publish, before anything happens to
+it. What both ledgers find is real: it would have been found without the fault, and it is never listed under one. What
+only the ledger of what arrived finds was injected. Which injection it came of is known by the ids that are missing, by
+the event that was changed, and else by the rule of `Injections`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+
+from pytest_kvmock.events import StreamKey
+from pytest_kvmock.hygiene.delivery import Delivery
+from pytest_kvmock.hygiene.injection import Injection, Injections
+from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.hygiene.problem import INDEX_RULES, Problem
+
+
+class Attribution:
+    """Tells real problems from those that came of injected faults, and which fault they came of.
+
+    Args:
+        arrived: the ledger of what arrived.
+        published: the ledger of what was published.
+        twins: problems found so far, by what is the same problem in the ledger of what was published.
+
+    Attributes:
+        injections: what faults did, in order.
+        mismatched: workers that are themselves a fault: all that is wrong with what they publish came of it.
+    """
+
+    def __init__(self, arrived: Ledger, published: Ledger, twins: dict[Problem, Problem]) -> None:
+        self.injections: list[Injection] = []
+        self.mismatched: dict[StreamKey, Injection] = {}
+        self._arrived = arrived
+        self._published = published
+        self._twins = twins
+        self._of_streams: dict[StreamKey, Injections] = {}
+        self._of_index_input: dict[StreamKey, Injections] = {}
+        self._missing: dict[StreamKey, list[Injection]] = {}
+
+    # --------------------------------------------------------------------------------------- what faults do
+
+    def injected(self, injection: Injection, emptied: Collection[int] = ()) -> None:
+        """A fault has done something to a stream.
+
+        Args:
+            injection: what it did.
+            emptied: the blocks that were held until it emptied the cache.
+        """
+        self.injections.append(injection)
+        key = (injection.worker_id, injection.dp_rank)
+        if injection.event_id is None:  # a restart: the ids before it are of no account any more
+            self._missing.pop(key, None)
+            self._of(key).recover()
+        elif injection.missing and injection.kind != "sink_failure":  # that one is a problem of its own
+            self._missing.setdefault(key, []).append(injection)
+        for each in injection.keys:
+            self._of(each).add(injection, emptied, recovered=injection.whole)
+
+    def index_input_changed(self, key: StreamKey, injection: Injection) -> None:
+        """The index under test was given another event than the one that arrived."""
+        self.injections.append(injection)
+        self._of_index_input.setdefault(key, Injections()).add(injection)
+
+    def released(self, injection: Injection, emptied: Collection[int] = ()) -> None:
+        """The event that this fault held back arrives; see `injected`."""
+        waiting = self._missing.get((injection.worker_id, injection.dp_rank), [])
+        if injection in waiting:
+            waiting.remove(injection)
+        for key in injection.keys:
+            self._of(key).recover_from(injection, emptied)
+
+    def cleared(self, key: StreamKey, injection: Injection | None) -> None:
+        """A Cleared has arrived.
+
+        Args:
+            key: whose cache it emptied.
+            injection: what made it arrive, or arrive as it did; None: nothing.
+        """
+        self._of(key).recover(before=injection)
+        if key in self._of_index_input:
+            self._of_index_input[key].recover()
+
+    def lost_to_failure(self, problem: Problem, twin: Problem) -> None:
+        """An event was lost to a failure that is real; `twin` is the same failure in the ledger of what was published."""
+        self._twins[twin] = problem
+        if problem.cause is not None and problem.cause.fault is not None:
+            problem.stand()
+
+    def recovered(self, key: StreamKey, ids: range) -> None:
+        """The router has asked a worker and rank for these event ids, and has all from there on."""
+        self._of(key).recover_ids(key, ids)
+        missing = self._missing.get(key, [])
+        self._missing[key] = [injection for injection in missing if injection.event_id not in ids]
+
+    def begin_anew(self, key: StreamKey) -> None:
+        """A worker and rank begins anew, and the router is told: what was done to it before is over."""
+        for of_streams in (self._missing, self._of_streams, self._of_index_input):
+            of_streams.pop(key, None)
+
+    def _of(self, key: StreamKey) -> Injections:
+        return self._of_streams.setdefault(key, Injections())
+
+    # ----------------------------------------------------------------------------------------- classifying
+
+    def classify(self, problems: Iterable[Problem], real: Sequence[Problem], delivery: Delivery | None = None) -> None:
+        """Name the injected fault of each problem that came of one, and take real ones out from under those.
+
+        Args:
+            problems: what was found with what arrived, causes before what follows from them.
+            real: what was found with what was published, at the same point.
+            delivery: the event that shows them; None: a comparison does.
+        """
+        for problem in problems:
+            self._classify(problem, real, None if delivery is None else delivery.injection)
+
+    def _classify(self, problem: Problem, real: Sequence[Problem], arriving: Injection | None) -> None:
+        key = (problem.worker_id, problem.dp_rank)
+        if problem.fault is not None:
+            return
+        if problem.rule in INDEX_RULES:
+            cause = problem.cause
+            problem.fault = (
+                cause.fault if cause is not None else self.mismatched.get(key) or self._attribute_input(problem, key)
+            )
+            return
+        twin = next((other for other in real if _same(problem, other)), None)
+        if twin is not None and key not in self.mismatched:
+            self._twins[twin] = problem
+            if problem.cause is not None and problem.cause.fault is not None:
+                problem.stand()
+            if problem.cause is None and twin.cause in self._twins:
+                problem.follows_from(self._twins[twin.cause])
+            return
+        stream = self._published.streams.get(key)
+        if problem.rule == "over_capacity" and stream is not None and stream.overfull:  # it may have been noted before
+            problem.stand()
+            return
+        problem.fault = self.mismatched.get(key) or self._attribute(problem, key, arriving)
+        cause = problem.cause
+        if cause is not None and cause.excused and not problem.excused:  # one that a router need not survive
+            problem.stand()
+
+    def _attribute(self, problem: Problem, key: StreamKey, arriving: Injection | None) -> Injection | None:
+        """The injection that a problem came of; see `Injections` where neither ids nor the event itself tell."""
+        if problem.rule == "event_id_gap" and (missing := self._next_missing(problem, key)) is not None:
+            return missing
+        if arriving is not None and key in arriving.keys:
+            return arriving
+        of_stream = self._of(key)
+        naming = of_stream.naming(problem.blocks, partial(self._ancestors, key))
+        if naming is not None:
+            return naming
+        if problem.cause is not None and problem.cause.fault is not None:
+            return problem.cause.fault
+        return of_stream.first()
+
+    def _attribute_input(self, problem: Problem, key: StreamKey) -> Injection | None:
+        """What was done to the input of the index under test that a problem came of."""
+        of_input = self._of_index_input.get(key)
+        if of_input is None:
+            return None
+        data = None if problem.event is None else problem.event.event.data
+        blocks = problem.blocks or getattr(data, "block_hashes", ())
+        return of_input.naming(blocks, partial(self._ancestors, key)) or of_input.first()
+
+    def _ancestors(self, key: StreamKey, block: int) -> list[int]:
+        """A block's chain as published, and where it was not, as it arrived; or as another stream has published it."""
+        published = self._published.streams
+        streams = (published.get(key), self._arrived.streams.get(key), *published.values())
+        return next((stream.chain(block) for stream in streams if stream is not None and stream.was_stored(block)), [])
+
+    def _next_missing(self, gap: Problem, key: StreamKey) -> Injection | None:
+        """The first injection that made a gap of ids, if ids are missing; one gap stands for them all."""
+        waiting = self._missing.get(key, [])
+        upto = gap.event_id
+        passed = [one for one in waiting if upto is None or (one.event_id is not None and one.event_id < upto)]
+        for injection in passed:
+            waiting.remove(injection)
+        holes = [ids for ids in self._arrived.streams[key].holes[-1:] if upto in (None, ids.stop)]  # none, if backwards
+        return next((one for one in passed if any(one.event_id in ids for ids in holes)), None)
+
+
+def _same(problem: Problem, other: Problem) -> bool:
+    """Whether the same is wrong with what was published: the rule, the stream, and one block at least."""
+    if (problem.rule, problem.worker_id, problem.dp_rank) != (other.rule, other.worker_id, other.dp_rank):
+        return False
+    return not problem.blocks or not other.blocks or not set(problem.blocks).isdisjoint(other.blocks)

@@ -1,0 +1,53 @@
+"""What travels from a worker to the judge: an event as it was published, and as it arrives.
+
+Theory of operation. Every event takes one way, and what travels there is a value:
+
+1. A block manager publishes. Its `Publisher` counts the id, and hands the event to the sinks before the router.
+2. Where a book of what would have arrived without faults is kept, the judge enters the event there first: `Published`.
+3. A `Delivery` sets out. With faults armed, `FaultInjector.publish` makes of it an `Injection` or none, and deliveries:
+   none for a lost event or one that is held back, two for a doubled one, and those that were held back until now.
+4. The judge is told of the injection, and receives the deliveries, one after the other. Each goes to the ledger, to the
+   reference index, and to the index under test.
+5. Sinks after the router get the event as it was published.
+
+Restarts and Cleared events that a fault makes up enter at 4: no worker published them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.hygiene.injection import Injection
+from pytest_kvmock.hygiene.problem import Problem
+
+
+class Published(NamedTuple):
+    """An event as a worker published it, in the book of what would have arrived without faults.
+
+    Attributes:
+        event: the event.
+        problems: what is wrong with it, whatever faults make of it.
+        place: its number in the history that a router which survives faults must reach; 0 where no test asks for one.
+    """
+
+    event: RouterEvent
+    problems: Sequence[Problem]
+    place: int
+
+
+class Delivery(NamedTuple):
+    """An event on its way to the router.
+
+    Attributes:
+        event: the event, as it arrives.
+        chained: whether its hashes must be the engine's chain; hand-made moves have free hashes.
+        published: what it was when it was published; None where no book is kept, or no worker published it.
+        injection: the fault that made it what it is, late, or arrive at all; None: it arrives as it was published.
+    """
+
+    event: RouterEvent
+    chained: bool = False
+    published: Published | None = None
+    injection: Injection | None = None

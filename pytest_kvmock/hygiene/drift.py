@@ -1,0 +1,79 @@
+"""Where stream and engine differ: which blocks, what that explains, and in which order it is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.stream import Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_kvmock.hygiene.log import EventLog
+
+DRIFTS = ("engine_drift", "index_drift")
+"""The rules of the two comparisons: stream with engine, index with reference."""
+
+
+def differences(
+    stream: Stream, resident: Collection[int], tier: StorageTier = StorageTier.DEVICE
+) -> list[tuple[list[int], str, str]]:
+    """Blocks of which stream and engine say different things: (blocks, what would be right, what the engine has)."""
+    held, copies = stream.held(tier), stream.copies.get(tier, {})
+    there = resident if isinstance(resident, (set, frozenset, dict)) else dict.fromkeys(resident)
+    extra = [block for block in held if block not in there]
+    silent = [block for block in there if block not in held and block not in stream.implied]
+    found = [
+        (extra, "what the engine drops is published as Removed", "the engine does not hold"),
+        (silent, "what the engine caches is published as Stored", "the engine holds"),
+    ]
+    if stream.residency == "counted":
+        had = Counter(resident)
+        fewer = [block for block in held if 0 < had[block] < 1 + copies.get(block, 0)]
+        more = [block for block in held if had[block] > 1 + copies.get(block, 0)]
+        found += [
+            (fewer, "each copy that the engine drops is published as Removed", "the engine holds fewer copies of"),
+            (more, "each copy that the engine caches is published as Stored", "the engine holds more copies of"),
+        ]
+    return [(stream.oldest_first(blocks), right, what) for blocks, right, what in found]
+
+
+def confirm(stream: Stream, found: list[Problem], drifts: list[Problem], resident: set[int], tier: StorageTier) -> None:
+    """List what came of a missing Removed under the engine_drift that shows it: the engine has dropped the block.
+
+    Args:
+        stream: whose it is.
+        found: an orphan is none if the engine has dropped it; nor are there too many without those that it has.
+        drifts: the drift, by cause.
+        resident: what the engine holds.
+        tier: where.
+    """
+    dropped = [drift for drift in drifts if drift.cause is None and resident.isdisjoint(drift.blocks)]
+    extra = sum(block not in resident for block in stream.held(tier))
+    fits = stream.num_blocks is not None and stream.count(tier) - extra <= stream.num_blocks
+    for problem in found:
+        for drift in dropped:
+            if set(drift.blocks).issuperset(problem.blocks) and (problem.blocks or fits):
+                problem.follows_from(drift)
+                break
+
+
+def oldest_first(problems: list[Problem], streams: Mapping[StreamKey, Stream], log: EventLog) -> list[Problem]:
+    """Drifts in the order of the events that stored their blocks; those that none did come last."""
+    if len(problems) < 2 or any(problem.rule not in DRIFTS for problem in problems):
+        return problems
+    ages: dict[Problem, int] = {}
+    stored: dict[Problem, RouterEvent] = {}
+    for problem in problems:
+        stream = streams.get((problem.worker_id, problem.dp_rank))
+        event = None if stream is None or problem.block is None else stream.stored_by(problem.block)
+        if event is None:
+            ages[problem] = log.total
+        else:
+            stored[problem] = event
+    ages.update(zip(stored, log.positions(list(stored.values())), strict=True))
+    return sorted(problems, key=ages.__getitem__)

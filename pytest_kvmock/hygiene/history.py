@@ -1,0 +1,219 @@
+"""The events of one worker and rank in order, and lookups in them: who stored a block last, after which, with which tokens.
+
+Nothing is looked up until somebody asks: a stream without a problem pays for a list of its events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+from pytest_kvmock.events import BlockTokens, Removed, RouterEvent, Stored
+from pytest_kvmock.hygiene.content import MOST_PARENTS, sparse
+
+
+class StoredChain(NamedTuple):
+    """A chain of blocks from the root on, as they were last stored; parallel sequences.
+
+    Attributes:
+        blocks: block hashes.
+        local_hashes: the local hash of each.
+        tokens: the token ids of all blocks in a row; None where one came without.
+    """
+
+    blocks: tuple[int, ...]
+    local_hashes: tuple[int, ...]
+    tokens: tuple[int, ...] | None
+
+
+class History:
+    """The events of one worker and rank, with an index by block.
+
+    Args:
+        block_size: tokens a block; None: unknown.
+
+    Attributes:
+        events: every event, in order.
+        anew: when event ids began anew: how many `events` there were by then, and why (`EVENTS_BEGAN_ANEW`).
+    """
+
+    __slots__ = ("_cleared", "_last_removed", "_last_stored", "_parents_left", "_read", "anew", "block_size", "events")
+
+    def __init__(self, block_size: int | None = None) -> None:
+        self.block_size = block_size
+        self.events: list[RouterEvent] = []
+        self.anew: list[tuple[int, str]] = []
+        self._parents_left = MOST_PARENTS
+        self._forget_index()
+
+    def _forget_index(self) -> None:
+        """Read all events anew at the next lookup: they were exchanged."""
+        self._read = 0
+        self._last_stored: dict[int, int] = {}
+        self._last_removed: dict[int, int] = {}
+        self._cleared: list[int] = []
+
+    def _index(self) -> dict[int, int]:
+        """Read the events since the last lookup; return the place of the Stored that last stored each block."""
+        for place in range(self._read, len(self.events)):
+            data = self.events[place].event.data
+            if isinstance(data, Stored):
+                self._last_stored.update(zip(data.block_hashes, repeat(place)))
+            elif isinstance(data, Removed):
+                self._last_removed.update(zip(data.block_hashes, repeat(place)))
+            else:
+                self._cleared.append(place)
+        self._read = len(self.events)
+        return self._last_stored
+
+    @property
+    def stored_at(self) -> dict[int, int]:
+        """The place in `events` of the Stored that last stored a block, for every block ever stored."""
+        return self._index()
+
+    @property
+    def removed_at(self) -> dict[int, int]:
+        """The place in `events` of the Removed that last removed a block."""
+        self._index()
+        return self._last_removed
+
+    @property
+    def cleared_at(self) -> list[int]:
+        """The places in `events` of each Cleared, in order."""
+        self._index()
+        return self._cleared
+
+    def stored_by(self, block: int) -> RouterEvent | None:
+        """The event that last stored a block; None where none did."""
+        place = self._index().get(block)
+        return None if place is None else self.events[place]
+
+    def was_stored(self, block: int) -> bool:
+        """Whether the block was ever stored."""
+        return block in self._index()
+
+    # ----------------------------------------------------------------------------------------------- blocks
+
+    def oldest_first(self, blocks: list[int]) -> list[int]:
+        """Blocks in the order in which they were last stored; those that never were come last, as they are."""
+        if len(blocks) < 2:
+            return blocks
+        stored_at, wanted = self._index(), set(blocks)
+        age: dict[int, int] = {}
+        for place in sorted({stored_at[block] for block in blocks if block in stored_at}):
+            for block in _stored(self.events[place]).block_hashes:
+                if block in wanted and stored_at[block] == place:
+                    age.setdefault(block, len(age))
+        return sorted(blocks, key=lambda block: age.get(block, len(age)))
+
+    def leaves(self) -> list[int]:
+        """Last blocks of all chains ever stored, oldest first."""
+        stored = [_stored(self.events[place]) for place in dict.fromkeys(self._index().values())]
+        parents = {data.parent_hash for data in stored}
+        return [data.block_hashes[-1] for data in stored if data.block_hashes[-1] not in parents]
+
+    def parent(self, block: int) -> int | None:
+        """The block before `block`, as last stored; None for a root and for what was never stored."""
+        place = self._index().get(block)
+        if place is None:
+            return None
+        data = _stored(self.events[place])
+        i = data.block_hashes.index(block)
+        return data.block_hashes[i - 1] if i else data.parent_hash
+
+    def parents_of(self, block: int) -> Iterator[int]:
+        """Yield the blocks that may be the right parent of a block that has a wrong one, the likeliest first.
+
+        They are all blocks ever stored, the newest first; of a stream with very many wrong parents, none in the end.
+        """
+        before = self.parent(block)
+        if before is not None:
+            yield before
+        for candidate in reversed(self._index()):
+            if not self._parents_left:
+                return
+            self._parents_left -= 1
+            yield candidate
+
+    def local_hash(self, block: int) -> int:
+        """Local hash of a block that was stored."""
+        data = _stored(self.events[self._index()[block]])
+        return data.tokens_hashes[data.block_hashes.index(block)]
+
+    def local_hashes(self, blocks: Iterable[int]) -> dict[int, int]:
+        """Local hashes of blocks that were stored."""
+        stored_at = self._index()
+        tables: dict[int, dict[int, int]] = {}
+        out = {}
+        for block in blocks:
+            place = stored_at[block]
+            if place not in tables:
+                data = _stored(self.events[place])
+                tables[place] = dict(zip(data.block_hashes, data.tokens_hashes, strict=True))
+            out[block] = tables[place][block]
+        return out
+
+    def tokens(self, block: int) -> tuple[int, ...] | None:
+        """Token ids of a block that was stored; None where they did not come, or not for every block."""
+        event = self.events[self._index()[block]]
+        ids = self._all_tokens(event)
+        return None if ids is None else tuple(ids[_stored(event).block_hashes.index(block)])
+
+    def _all_tokens(self, event: RouterEvent) -> BlockTokens | None:
+        """The token ids of a Stored, one sequence a block; None where they did not come, or not for every block."""
+        ids = event.token_ids
+        return None if ids is None or sparse(event, _stored(event), self.block_size) is not None else ids
+
+    # ----------------------------------------------------------------------------------------------- chains
+
+    def chain(self, block: int) -> list[int]:
+        """Block hashes from the root to `block`, as last stored; from where history begins if no root is known."""
+        return [each for _, run in self._runs(block) for each in run]
+
+    def read_chain(self, block: int, *, with_tokens: bool = False) -> StoredChain:
+        """A chain up to `block`, with its local hashes, and where they are wanted and known its tokens, in one pass."""
+        stored_at = self._index()
+        blocks: list[int] = []
+        local_hashes: list[int] = []
+        tokens: list[int] | None = [] if with_tokens else None
+        for place, run in self._runs(block):
+            event, count = self.events[place], len(run)
+            blocks += run
+            whole = list(map(stored_at.__getitem__, run)) == [place] * count and len(set(run)) == count
+            if whole:
+                local_hashes += _stored(event).tokens_hashes[:count]
+            else:  # some were stored again since, perhaps with other hashes and tokens
+                local_hashes += map(self.local_hash, run)
+            if tokens is not None:
+                parts = (self._all_tokens(event) or (None,))[:count] if whole else list(map(self.tokens, run))
+                if None in parts:
+                    tokens = None
+                else:
+                    tokens += [token for part in parts if part is not None for token in part]
+        return StoredChain(tuple(blocks), tuple(local_hashes), None if tokens is None else tuple(tokens))
+
+    def _runs(self, block: int) -> list[tuple[int, Sequence[int]]]:
+        """The leading blocks of each Stored that make up a chain, from the root on; each with its place in `events`."""
+        stored_at = self._index()
+        runs: list[tuple[int, Sequence[int]]] = []
+        seen: set[int] = set()
+        current: int | None = block
+        while current is not None and current not in seen:
+            place = stored_at.get(current)
+            if place is None:
+                break
+            data = _stored(self.events[place])
+            run = data.block_hashes[: data.block_hashes.index(current) + 1]
+            seen.update(run)
+            runs.append((place, run))
+            current = data.parent_hash
+        runs.reverse()
+        return runs
+
+
+def _stored(event: RouterEvent) -> Stored:
+    """The data of an event that is known to be a Stored."""
+    data = event.event.data
+    assert isinstance(data, Stored)
+    return data

@@ -1,0 +1,98 @@
+"""One line of the event log: an event with its verdict, or what happened to a worker between two events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pytest_kvmock.events import BlockTokens, RouterEvent, StorageTier, kind_of
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.text import event_text
+
+STATUSES = ("parent_block_not_found", "block_not_found", "invalid_block")
+"""The errors that Dynamo's index counts."""
+
+
+class LogEntry:
+    """One event as it arrived.
+
+    Attributes:
+        position: its number in the log, from 0.
+        event: the event, with worker, tier and token ids.
+        problems: what is wrong with it, causes before consequences; empty when nothing is.
+    """
+
+    __slots__ = ("event", "position", "problems")
+
+    def __init__(self, position: int, event: RouterEvent) -> None:
+        self.position = position
+        self.event = event
+        self.problems: Sequence[Problem] = ()
+
+    def __repr__(self) -> str:
+        return f"<{entry_line(self).strip()}>"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the event broke no rule; a warning is no breach."""
+        return not any(problem.is_error for problem in self.problems)
+
+    @property
+    def status(self) -> str:
+        """What an index makes of it: "ok", "parent_block_not_found", "block_not_found" or "invalid_block"."""
+        for problem in self.problems:
+            if problem.rule in STATUSES:
+                return problem.rule
+        return "ok"
+
+    @property
+    def kind(self) -> str:
+        """The event's kind: "stored", "removed" or "cleared"."""
+        return kind_of(self.event)
+
+    @property
+    def token_ids(self) -> BlockTokens | None:
+        """Token ids a block, where they travel with the event."""
+        return self.event.token_ids
+
+    @property
+    def storage_tier(self) -> StorageTier:
+        """Where the blocks are."""
+        return self.event.storage_tier
+
+
+class WorkerNote(NamedTuple):
+    """What happened to a worker between two events: a line of the log that is no event.
+
+    Attributes:
+        at: position of the event after it.
+        worker_id: which worker.
+        dp_rank: which rank; None for all.
+        text: what happened.
+    """
+
+    at: int
+    worker_id: int
+    dp_rank: int | None
+    text: str
+
+
+def entry_line(entry: LogEntry, around: Problem | None = None) -> str:
+    """A line of the log; it shows the blocks that its problems name, and that of another.
+
+    Args:
+        entry: the event.
+        around: the other problem.
+    """
+    problems = entry.problems if around is None else (*entry.problems, around)
+    named = [block for problem in problems for block in problem.named_blocks]
+    counts = Counter(map(_mark, entry.problems))
+    marks = "".join(f"  {mark}" + f" ({count} times)" * (count > 1) for mark, count in counts.items())
+    return f"{entry.position:>5}  {event_text(entry.event, named)}{marks}"
+
+
+def _mark(problem: Problem) -> str:
+    weight = "~" if problem.excused else "!!" if problem.is_error else "!"
+    fault = "" if problem.fault is None else f" ({problem.fault_text})"
+    return f"{weight} {problem.rule}{', waived' if problem.waived else ''}{fault}"

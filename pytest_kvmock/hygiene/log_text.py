@@ -1,0 +1,76 @@
+"""The part of an event log that tells most, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pytest_kvmock.hygiene.log import EventLog
+from pytest_kvmock.hygiene.log_entry import LogEntry, WorkerNote, entry_line
+from pytest_kvmock.hygiene.problem import Problem
+
+MOST_NAMING = 5
+"""How many events that name the block of a problem the log shows beside those around it."""
+
+
+def log_text(log: EventLog, last: int = 20, around: Problem | None = None) -> str:
+    """The part of the log that tells most.
+
+    Without a problem, the last lines, and those before them that broke a rule (the first few). With one, the lines
+    around the event that shows it, or around the last that names its block where a comparison shows it, and the
+    events before that name its block (the last few). Where a worker was removed or began anew, a line says so: among
+    the lines that are shown, and before them where the problem is about that worker.
+
+    Args:
+        log: the log.
+        last: how many lines.
+        around: the problem that matters.
+    """
+    entries = list(log)
+    text = f"{len(entries):,} event{'s' * (len(entries) != 1)}"
+    start, before, notes = 0, [], []
+    if len(entries) > last and around is None:
+        start = len(entries) - last
+        text += f", the last {last}"
+        before = [entry for entry in entries[:start] if entry.problems][:last]
+    elif len(entries) > last and around is not None:
+        named = [i for i, entry in enumerate(entries) if _is_own(entry, around) and _names(entry, around)]
+        at = around.position - entries[0].position
+        if around.event is None:
+            at = max(named or [i for i, entry in enumerate(entries) if _names(entry, around)], default=at)
+        start = min(max(0, at - last * 3 // 5), len(entries) - last)
+        text += "; those around the first problem"
+        before = [entries[i] for i in named if i < start][-MOST_NAMING:]
+        if before:
+            text += ", and those before that name its block"
+        notes = [note for note in log.notes if note.at < entries[start].position and _is_about(note, around)]
+        notes = notes[-MOST_NAMING:]
+    lines = _lines(before, notes, around)
+    lines += ["  ..."] * bool(lines)
+    part = entries[start : start + last]
+    first = part[0].position if start else 0
+    end = log.total if not entries or part[-1] is entries[-1] else part[-1].position
+    lines += _lines(part, [note for note in log.notes if first <= note.at <= end], around)
+    lines += ["  ..."] * (bool(part) and part[-1] is not entries[-1])
+    return "\n".join([text, *lines])
+
+
+def _lines(entries: Iterable[LogEntry], notes: Iterable[WorkerNote], around: Problem | None) -> list[str]:
+    """Lines for events and notes, in their order."""
+    lines = [(entry.position, 1, entry_line(entry, around)) for entry in entries]
+    lines += [(note.at, 0, f"       {note.text}") for note in notes]
+    return [line for *_, line in sorted(lines, key=lambda line: line[:2])]
+
+
+def _is_own(entry: LogEntry, problem: Problem) -> bool:
+    """Whether an event is of the worker and rank that a problem is about."""
+    return (entry.event.worker_id, entry.event.event.dp_rank) == (problem.worker_id, problem.dp_rank)
+
+
+def _is_about(note: WorkerNote, problem: Problem) -> bool:
+    """Whether a note is about the worker and rank that a problem is about."""
+    return note.worker_id == problem.worker_id and note.dp_rank in (None, problem.dp_rank)
+
+
+def _names(entry: LogEntry, problem: Problem) -> bool:
+    """Whether an event is about the problem's block."""
+    return problem.block is not None and problem.block in getattr(entry.event.event.data, "block_hashes", ())
