@@ -33,6 +33,7 @@ from pytest_kvmock.hygiene.log import EventLog, KvEventsError
 from pytest_kvmock.hygiene.report import failure_text
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency, Stream, StreamKey
+from pytest_kvmock.programs.operations import DropNext, RemoveWorker
 from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -460,7 +461,7 @@ class RouterHarness(Questions):
     def drop_next(self, n: int = 1, *, kind: str | None = None) -> Fault:
         """Lose the next events on their way to the router: `faults.lose(n, kind=kind)`."""
         fault = self.faults.lose(n, kind=kind)
-        self.recording.operate("drop_next", (0, 0), argument=(n, kind))
+        self.recording.operate(DropNext, n, kind)
         return fault
 
     def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
@@ -472,7 +473,7 @@ class RouterHarness(Questions):
             ValueError: the index under test has no `remove_worker`; nothing has changed.
         """
         with self._lock:
-            self.recording.operate("remove_worker", (id, 0))
+            self.recording.operate(RemoveWorker, id)
             for key in self._judge.gone(id, first_id=None):
                 self.delivery.published.pop(key, None)
                 for tier in StorageTier:

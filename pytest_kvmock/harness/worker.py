@@ -9,6 +9,7 @@ from pytest_kvmock.cache.manager import KvManager, unlike
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.recording import RecordedRequest
+from pytest_kvmock.programs.operations import Clear, Restart
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec, EngineProfile
@@ -104,11 +105,11 @@ class HarnessWorker(KvWorker):
 
     def clear(self) -> bool:
         """As `KvWorker.clear`."""
-        self._harness.recording.operate("clear", (self.worker_id, self.dp_rank))
+        self._harness.recording.operate(Clear, self.worker_id, self.dp_rank)
         return super().clear()
 
     def restart(self, *, announced: bool = False) -> None:
         """As `KvWorker.restart`; harness and index are told, if it is announced."""
-        self._harness.recording.operate("restart", (self.worker_id, self.dp_rank), argument=announced)
+        self._harness.recording.operate(Restart, self.worker_id, self.dp_rank, announced)
         self._harness.restarted(self, announced=announced)
         super().restart(announced=announced)

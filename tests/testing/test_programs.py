@@ -11,7 +11,7 @@ from mutants_indexes import IgnoresRemoved, Queued
 
 from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness
 from pytest_kvmock.testing import Burst, Clear, Decode, Finish, Preempt, Prefill, Program, Resume, play, traffic
-from pytest_kvmock.testing.program import Player, random_traffic
+from pytest_kvmock.testing.drafts import Player, random_traffic
 
 SMALL = EngineProfile(block_size=2, num_blocks=6, workers=2)
 
