@@ -131,6 +131,7 @@ class RequestCutter:
 
     def _windows(self, requests: int) -> Iterator[Sequence[Operation]]:
         """So many requests, with all that belongs to them, around each of the places and at the end."""
+        named = [(_request(step), step, at) for step, at in self._recorded]
         prefills = [(step.name, at) for step, at in self._recorded if isinstance(step, Prefill)]
         numbers = [name for name, _ in prefills]
         places = [sum(at <= place for _, at in prefills) for place in self._around]
@@ -142,13 +143,9 @@ class RequestCutter:
                     continue
                 seen.add(chosen)
                 wanted = {numbers[i] for i in chosen}
-                own = [at for step, at in self._recorded if _request(step) in wanted]
+                own = [at for name, _, at in named if name in wanted]
                 first, last = own[0], own[-1]
-                yield [
-                    step
-                    for step, at in self._recorded
-                    if _request(step) in wanted or (_request(step) is None and first <= at <= last)
-                ]
+                yield [step for name, step, at in named if name in wanted or (name is None and first <= at <= last)]
 
     def _in_blocks(self, step: Operation) -> Operation:
         """An operation with the tokens of its prompt as blocks, and what is left over."""
