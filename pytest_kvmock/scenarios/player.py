@@ -61,12 +61,12 @@ class ScenarioFailure(AssertionError):  # noqa: N818 - the file is no error, wha
         self.place = place
 
 
-def play(scenario: Scenario, harness: RouterHarness, *, allow: Collection[str] = (), errors_fail: bool = True) -> None:
+def play(harness: RouterHarness, scenario: Scenario, *, allow: Collection[str] = (), errors_fail: bool = True) -> None:
     """Do what a scenario says, on a harness of your own, with an index of your own perhaps.
 
     Args:
-        scenario: what to do.
         harness: on what. It must be fresh, and have the fields of `Scenario.profile`.
+        scenario: what to do.
         allow: rules that may be broken without consequence, besides those of the scenario.
         errors_fail: an event error that a step does not expect fails there; else it is left to whoever judges the harness.
 

@@ -181,7 +181,7 @@ def test_a_sink_is_made_again_as_it_was(tmp_path):
     assert "num_blocks" not in step.given
     harness = RouterHarness(backend="lineage")
     with pytest.raises(AssertionError, match=r"expect problems \[\]: got \['wrong_hash'\]"):
-        play(scenario, harness)
+        play(harness, scenario)
     assert [False] == [problem.is_error for problem in harness.events.problems]
 
 
@@ -210,7 +210,7 @@ def assert_breaks_the_same(found, tmp_path, backend=None, index=None):
     profile = EngineProfile().replace(**scenario.profile)
     harness = RouterHarness(profile, backend or scenario.backends[0], index, allow=scenario.allow)
     with pytest.raises((AssertionError, KvEventsError)), harness:
-        play(scenario, harness)
+        play(harness, scenario)
     assert found.rule in [problem.rule for problem in harness.events.problems]
     return text
 
