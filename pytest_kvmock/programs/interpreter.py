@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.programs.operations import (
@@ -25,6 +25,7 @@ from pytest_kvmock.programs.operations import (
     Restart,
     Resume,
     Serve,
+    Step,
     WithPrompt,
 )
 from pytest_kvmock.tokens import Prompt
@@ -131,9 +132,8 @@ class Interpreter:
             case DropNext():
                 harness.drop_next(step.count, kind=step.of)
             case _:
-                raise TypeError(
-                    f"a program has Prefill, Decode, Finish, Preempt, Resume, Clear and Burst, got {step!r:.80}"
-                )
+                *most, last = (operation.__name__ for operation in get_args(Step))
+                raise TypeError(f"a program has {', '.join(most)} and {last}, got {step!r:.80}")
         return None
 
     def _prompt(self, step: Prefill | Serve) -> Prompt:

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from pytest_kvmock.programs.operations import Burst as Burst
     from pytest_kvmock.programs.operations import Clear as Clear
     from pytest_kvmock.programs.operations import Decode as Decode
+    from pytest_kvmock.programs.operations import DropNext as DropNext
     from pytest_kvmock.programs.operations import Finish as Finish
     from pytest_kvmock.programs.operations import Preempt as Preempt
     from pytest_kvmock.programs.operations import Prefill as Prefill
     from pytest_kvmock.programs.operations import Program as Program
+    from pytest_kvmock.programs.operations import RemoveWorker as RemoveWorker
+    from pytest_kvmock.programs.operations import Restart as Restart
     from pytest_kvmock.programs.operations import Resume as Resume
+    from pytest_kvmock.programs.operations import Serve as Serve
     from pytest_kvmock.testing.drafts import play as play
     from pytest_kvmock.testing.eviction import EvictionContract as EvictionContract
     from pytest_kvmock.testing.index import IndexContract as IndexContract
@@ -35,11 +39,15 @@ _HOME = {
     "Burst": "programs.operations",
     "Clear": "programs.operations",
     "Decode": "programs.operations",
+    "DropNext": "programs.operations",
     "Finish": "programs.operations",
     "Preempt": "programs.operations",
     "Prefill": "programs.operations",
     "Program": "programs.operations",
+    "RemoveWorker": "programs.operations",
+    "Restart": "programs.operations",
     "Resume": "programs.operations",
+    "Serve": "programs.operations",
     "play": "testing.drafts",
     "traffic": "testing.strategies",
     "WorkerContract": "testing.worker",
