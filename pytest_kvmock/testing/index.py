@@ -1,4 +1,7 @@
-"""What every router index promises, as tests that the tests of an index inherit."""
+"""What every router index promises, as tests that the tests of an index inherit.
+
+One subject, one class: the promises, each a test.
+"""
 
 from __future__ import annotations
 
