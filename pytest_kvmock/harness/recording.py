@@ -6,43 +6,33 @@ event and a tuple an operation, and for nothing else.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from pytest_kvmock.engine.worker import Request
+from pytest_kvmock.programs.operations import Decode, Finish, Operation, Preempt, Prefill, Resume
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from pytest_kvmock.engine.worker import KvWorker
-    from pytest_kvmock.events import RouterEvent, StreamKey
+    from pytest_kvmock.events import RouterEvent
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.tokens import Prompt
 
 MOST: Final = 200_000
 """How many events, and how many operations, are kept; what comes later is not."""
 
-Kind: TypeAlias = Literal[
-    "prefill", "decode", "finish", "preempt", "resume", "clear", "restart", "remove_worker", "drop_next"
-]
 
-
-class Operation(NamedTuple):
-    """One thing that a test asked of a worker, or did to the router.
+class Recorded(NamedTuple):
+    """An operation, and when it was asked for.
 
     Attributes:
-        kind: the method that was called.
-        worker: (worker_id, dp_rank); of `drop_next`, which is about no worker, (0, 0).
-        request: number of the request that it is about, from 1; 0 for none.
-        argument: prefill: a `Prompt` (while recorded, its tokens, local hashes and length); decode: the tokens, or how
-            many; restart: whether it was announced; drop_next: how many, and of which kind.
+        operation: what a test asked of a worker, or did to the router; requests are numbered from 1.
         at: how many events had arrived before.
     """
 
-    kind: Kind
-    worker: StreamKey
-    request: int
-    argument: Any
-    at: int = 0
+    operation: Operation
+    at: int
 
 
 class Forgotten(NamedTuple):
@@ -68,7 +58,8 @@ class Recording:
 
     Attributes:
         arrivals: what the router heard.
-        operations: what was asked of the workers, as tuples of `Operation`'s fields.
+        operations: what was asked of the workers: the class of each operation, its fields, and `Recorded.at`. It is made
+            when it is wanted (`recorded`).
         requests: how many requests there were.
         bursts: whether the test gave an index events in bursts (`RouterHarness.burst`).
     """
@@ -77,7 +68,7 @@ class Recording:
 
     def __init__(self, log: EventLog) -> None:
         self.arrivals: list[Arrival] = []
-        self.operations: list[tuple[Kind, StreamKey, int, Any, int]] = []
+        self.operations: list[tuple[type[Operation], tuple[Any, ...], int]] = []
         self.requests = 0
         self.bursts = False
         self._log = log
@@ -96,10 +87,14 @@ class Recording:
                     self.arrivals[i] = arrival[0], True
                 position += 1
 
-    def operate(self, kind: Kind, worker: StreamKey, request: int = 0, argument: Any = None) -> None:
+    def operate(self, operation: type[Operation], *fields: Any) -> None:
         """Keep what is asked, before it is done: what raises changes nothing, or a part of what it should."""
         if len(self.operations) < MOST:
-            self.operations.append((kind, worker, request, argument, self._log.total))
+            self.operations.append((operation, fields, self._log.total))
+
+    def recorded(self) -> Iterator[Recorded]:
+        """The operations as values, in order."""
+        return (Recorded(operation(*fields), at) for operation, fields, at in self.operations)
 
 
 class RecordedRequest(Request):
@@ -108,33 +103,34 @@ class RecordedRequest(Request):
     def __init__(self, worker: KvWorker, prompt: Prompt, recording: Recording) -> None:
         super().__init__(worker, prompt)
         self._recording = recording
-        self._key = (worker.worker_id, worker.dp_rank)
         recording.requests += 1
         self._number = recording.requests
-        size = worker.manager.block_size
         # Not the prompt itself: it keeps three lists of hashes for as long as it lives.
-        said = (prompt.tokens, None if prompt.tokens is not None else prompt.block_hashes(size), prompt.num_tokens)
-        self._note("prefill", said)
-
-    def _note(self, kind: Kind, argument: Any = None) -> None:
-        self._recording.operate(kind, self._key, self._number, argument)
+        blocks: Sequence[int] = ()
+        tail: tuple[int, ...] | int | None = prompt.tokens
+        hashed = tail is None
+        if hashed:
+            size = worker.manager.block_size
+            blocks = tuple(prompt.block_hashes(size))
+            tail = None if prompt.num_tokens is None else prompt.num_tokens - len(blocks) * size
+        recording.operate(Prefill, self._number, blocks, tail, worker.worker_id, worker.dp_rank, hashed)
 
     def decode(self, tokens: int | Sequence[int] = 1) -> None:
         """As `Request.decode`."""
-        self._note("decode", tuple(tokens) if isinstance(tokens, list) else tokens)
+        self._recording.operate(Decode, self._number, tuple(tokens) if isinstance(tokens, list) else tokens, None)
         super().decode(tokens)
 
     def finish(self) -> None:
         """As `Request.finish`."""
-        self._note("finish")
+        self._recording.operate(Finish, self._number)
         super().finish()
 
     def preempt(self) -> None:
         """As `Request.preempt`."""
-        self._note("preempt")
+        self._recording.operate(Preempt, self._number)
         super().preempt()
 
     def resume(self) -> None:
         """As `Request.resume`."""
-        self._note("resume")
+        self._recording.operate(Resume, self._number)
         super().resume()

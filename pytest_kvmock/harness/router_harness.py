@@ -34,6 +34,7 @@ from pytest_kvmock.hygiene.problem import KvEventsError, Problem
 from pytest_kvmock.hygiene.report import failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.hygiene.stream import Residency, Stream
+from pytest_kvmock.programs.operations import DropNext, RemoveWorker
 from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -354,7 +355,7 @@ class RouterHarness:
     def drop_next(self, n: int = 1, *, kind: str | None = None) -> Fault:
         """Lose the next events on their way to the router: `faults.lose(n, kind=kind)`."""
         fault = self.faults.lose(n, kind=kind)
-        self.recording.operate("drop_next", (0, 0), argument=(n, kind))
+        self.recording.operate(DropNext, n, kind)
         return fault
 
     def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
@@ -366,7 +367,7 @@ class RouterHarness:
             ValueError: the index under test has no `remove_worker`; nothing has changed.
         """
         with self.publisher.lock:
-            self.recording.operate("remove_worker", (id, 0))
+            self.recording.operate(RemoveWorker, id)
             keys = self.publisher.removed(id)
             self._engines.remove(keys)
             self._workers.remove(keys)

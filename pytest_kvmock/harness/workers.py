@@ -20,6 +20,7 @@ from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import RecordedRequest, Recording
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
 from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
+from pytest_kvmock.programs.operations import Clear, Restart
 
 if TYPE_CHECKING:
     from pytest_kvmock.sinks import Sink
@@ -119,14 +120,13 @@ class HarnessWorker(KvWorker):
 
     def clear(self) -> bool:
         """As `KvWorker.clear`."""
-        self._recording.operate("clear", (self.worker_id, self.dp_rank))
+        self._recording.operate(Clear, self.worker_id, self.dp_rank)
         return super().clear()
 
     def restart(self, *, announced: bool = False) -> None:
         """As `KvWorker.restart`; harness and index are told, if it is announced."""
-        key = (self.worker_id, self.dp_rank)
-        self._recording.operate("restart", key, argument=announced)
-        self._publisher.restarted(key, announced=announced)
+        self._recording.operate(Restart, self.worker_id, self.dp_rank, announced)
+        self._publisher.restarted((self.worker_id, self.dp_rank), announced=announced)
         super().restart(announced=announced)
 
 

@@ -154,7 +154,7 @@ def _save(case: Case, found: Reproduction) -> str:
 
     if RULES[found.rule].at_end and not found.breach.is_error:
         return f"\n# not saved: {found.rule} is known only when a test is over"
-    if any(step.worker[0] >= FIRST_SINK_WORKER for step in found.operations):
+    if any(getattr(step, "worker", 0) >= FIRST_SINK_WORKER for step in found.operations):
         return f"\n# not saved: in a scenario file, the ids of engines end at {FIRST_SINK_WORKER - 1}"
     if found.aflush is not None:
         return "\n# not saved: a scenario cannot await an async index"

@@ -119,7 +119,7 @@ class ScenarioItem(pytest.Item):
         """Play it. The verdict on its events comes when it is over, as for other tests."""
         if self._scenario.needs_index:
             pytest.skip(
-                "it needs the index under test: play(load_scenarios(path)[0], kv_router), in a test that has it"
+                "it needs the index under test: play(kv_router, load_scenarios(path)[0]), in a test that has it"
             )
         settings = self.config.stash[SETTINGS]
         policy = resolve_policy(settings.command_line, ({"allow": self._scenario.allow},), settings.ini)
@@ -131,7 +131,7 @@ class ScenarioItem(pytest.Item):
         let_waive(self, harness)
         case = self.stash[CASE] = Case(self, harness, policy)
         case.backend = self._backend
-        play(self._scenario, harness, allow=policy.allow, errors_fail=policy.event_errors == "fail")
+        play(harness, self._scenario, allow=policy.allow, errors_fail=policy.event_errors == "fail")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Show the lines of the file instead of ours; with --full-trace, ours as well."""

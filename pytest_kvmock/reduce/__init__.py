@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import MOST, Forgotten, Operation
+from pytest_kvmock.harness.recording import MOST, Forgotten, Recorded
 from pytest_kvmock.hygiene.rules import check_rule
+from pytest_kvmock.programs.operations import Decode, DropNext, Prefill
+from pytest_kvmock.reduce.breach import Breach as Breach
 from pytest_kvmock.reduce.events import EventCutter
-from pytest_kvmock.reduce.program import Breach as Breach
 from pytest_kvmock.reduce.program import Level as Level
 from pytest_kvmock.reduce.program import NotReduced as NotReduced
 from pytest_kvmock.reduce.program import Reproduction as Reproduction
@@ -185,7 +187,7 @@ def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
         return ("requests", "events") if hasattr(kv.index, "match_tokens") else ("events", "requests")
     if problem.event is None:
         return ("requests", "events")
-    lost = any(kind == "drop_next" for kind, *_ in operations)
+    lost = any(operation is DropNext for operation, *_ in operations)
     return ("events", "requests") if lost or any(map(_by_hand, kv.recording.arrivals)) else ("requests", "events")
 
 
@@ -197,12 +199,12 @@ def _by_hand(arrival: Arrival) -> bool:
 def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Replayer) -> Reproduction:
     recording = kv.recording
     if whole.level == "requests":
-        operations = [*_operations(recording.operations)]
+        operations = [*_operations(recording.recorded())]
         if len(recording.operations) >= MOST:
             raise NotReduced(f"the test did more than {MOST:,} operations")
-        if not any(step.kind == "prefill" for step in operations):
+        requests = sum(isinstance(step, Prefill) for step, _ in operations)
+        if not requests:
             raise NotReduced("no worker served a request: moves on a bare manager cannot be replayed")
-        requests = sum(step.kind == "prefill" for step in operations)
         whole = whole.replace(cut_from=requests, breach=whole.breach.replace(block=None, right=None))
         return RequestCutter(whole, operations, _around(kv, problem), replayer).cut()
     if problem.rule in _NEEDS_AN_ENGINE:
@@ -231,15 +233,14 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     return EventCutter(whole, arrivals, replayer, kinds, sinks=kv.sink_ids, later=later).cut()
 
 
-def _operations(recorded: Iterable[tuple[Any, ...]]) -> Iterator[Operation]:
+def _operations(recorded: Iterable[Recorded]) -> Iterator[Recorded]:
     """Operations with what they were given; without those that were given nonsense."""
-    for fields in recorded:
-        step = Operation(*fields)
-        if step.kind == "decode" and not isinstance(step.argument, int):
+    for step, at in recorded:
+        if isinstance(step, Decode) and not isinstance(step.tokens, int):
             with suppress(TypeError, ValueError):
-                yield step._replace(argument=Prompt.of(step.argument).tokens or ())
+                yield Recorded(replace(step, tokens=Prompt.of(step.tokens).tokens or ()), at)
         else:
-            yield step
+            yield Recorded(step, at)
 
 
 def _upto(arrivals: list[Arrival], position: int) -> list[Arrival]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import Arrival, Forgotten
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.text import NOBODY
+from pytest_kvmock.reduce.mending import Mender, Renamer, Roots
+from pytest_kvmock.reduce.pieces import Piece, blocks_of, longest_stored, names_blocks, parents_of, pieces_of
 from pytest_kvmock.reduce.program import NotReduced, Reproduction, SinkKind
 from pytest_kvmock.reduce.search import Spent, minimal
 
 if TYPE_CHECKING:
-    from pytest_kvmock.events import EventData, StreamKey
+    from pytest_kvmock.events import StreamKey
     from pytest_kvmock.reduce.replay import Replayer
 
 # Theory of operation
@@ -33,41 +35,6 @@ if TYPE_CHECKING:
 _WINDOWS: Final = (16, 64, 256)
 _ROOMS: Final = (16, 64, 256, 1024)
 """So much room a queue may have that overflows: events before, between and after those that count."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of an arrival: of a Stored or Removed the blocks at these places; None for the whole."""
-
-    arrival: Arrival
-    jumps: int
-    places: tuple[int, ...] | None = None
-
-    @property
-    def event(self) -> RouterEvent | None:
-        return None if isinstance(self.arrival, Forgotten) else self.arrival[0]
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        if self.event is None:
-            return ()
-        blocks = _named(self.event)
-        return blocks if self.places is None else tuple(blocks[i] for i in self.places)
-
-    @property
-    def key(self) -> StreamKey:
-        if self.event is None:
-            assert isinstance(self.arrival, Forgotten)
-            return self.arrival.worker_id, self.arrival.dp_rank or 0
-        return self.event.worker_id, self.event.event.dp_rank
-
-    def only(self, blocks: frozenset[int]) -> _Piece:
-        """Of its blocks, these."""
-        if self.event is None:
-            return self
-        named = _named(self.event)
-        places = range(len(named)) if self.places is None else self.places
-        return replace(self, places=tuple(i for i in places if named[i] in blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +81,7 @@ class EventCutter:
         self._chained = whole.rule == "wrong_hash"
         self._arrivals = arrivals
         self._later = later
-        self._parents = _parents([*arrivals, *later])
+        self._parents = parents_of([*arrivals, *later])
         self._look = _Look(with_ids=whole.rule == "event_id_gap")
 
     def cut(self) -> Reproduction:
@@ -139,16 +106,16 @@ class EventCutter:
 
     # ----------------------------------------------------------------------------------------------- searching
 
-    def _attempt(self, pieces: Sequence[_Piece]) -> bool:
+    def _attempt(self, pieces: Sequence[Piece]) -> bool:
         program = self._program(pieces, self._look)
         if program is None or not program.steps or not self._replayer.breaks(program):
             return False
         self.best = program
         return True
 
-    def _start(self) -> Sequence[_Piece]:
+    def _start(self) -> Sequence[Piece]:
         """The first of some parts, from the likeliest to the whole, that breaks the rule."""
-        pieces = [*_pieces(self._arrivals)]
+        pieces = [*pieces_of(self._arrivals)]
         own = self._own(pieces)
         for with_ids in (True,) if self._look.with_ids else (False, True):
             self._look = replace(self._look, with_ids=with_ids)
@@ -157,7 +124,7 @@ class EventCutter:
                     return part
         raise NotReduced("replayed, the events do not break the rule again")
 
-    def _parts(self, pieces: list[_Piece], own: list[_Piece]) -> Iterator[Sequence[_Piece]]:
+    def _parts(self, pieces: list[Piece], own: list[Piece]) -> Iterator[Sequence[Piece]]:
         block = self._whole.breach.block
         # Of the event that shows it there must be something left; a gap is between two events.
         shows = [*pieces[-1].blocks[:1], *(own[-2].blocks[:1] if block is None and len(own) > 1 else ())]
@@ -166,7 +133,7 @@ class EventCutter:
             line = self._line(blocks)
             for among in (own, pieces):
                 kept = [piece.only(line) for piece in among]
-                yield [piece for piece in kept if piece.blocks or not _names_blocks(piece)]
+                yield [piece for piece in kept if piece.blocks or not names_blocks(piece)]
         if self._whole.sync != "auto" or self._whole.aflush is not None:
             # What is compared late may go wrong for want of room: by the events before the last that names the block.
             end = next((n for n in range(len(own), 0, -1) if block in own[n - 1].blocks), len(own))
@@ -175,11 +142,11 @@ class EventCutter:
         yield own
         yield pieces
         if self._later:
-            everything = [*_pieces([*self._arrivals, *self._later])]
+            everything = [*pieces_of([*self._arrivals, *self._later])]
             yield self._own(everything)
             yield everything
 
-    def _own(self, pieces: Iterable[_Piece]) -> list[_Piece]:
+    def _own(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Those of the worker and rank that the problem is about; a failed flush is about nobody."""
         worker = self._whole.breach.worker
         return [piece for piece in pieces if worker in (NOBODY, piece.key)]
@@ -195,7 +162,7 @@ class EventCutter:
                 current = parents.get(current)
         return frozenset(line)
 
-    def _minimal(self, pieces: Sequence[_Piece]) -> Sequence[_Piece]:
+    def _minimal(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Leave out events, then blocks everywhere, then blocks here and there, until nothing more can go."""
         before = -1
         while before != (before := sum(1 + len(piece.blocks) for piece in pieces)):
@@ -203,23 +170,23 @@ class EventCutter:
             named = [*dict.fromkeys(block for piece in pieces for block in piece.blocks)]
             whole = pieces
 
-            def only(blocks: Sequence[int], whole: Sequence[_Piece] = whole) -> list[_Piece]:
+            def only(blocks: Sequence[int], whole: Sequence[Piece] = whole) -> list[Piece]:
                 return [piece.only(frozenset(blocks)) for piece in whole]
 
             pieces = only(minimal(named, lambda blocks: self._attempt(only(blocks))))
             spots = [(i, place) for i, piece in enumerate(pieces) for place in piece.places or ()]
 
-            def at(spots: Sequence[tuple[int, int]], whole: Sequence[_Piece] = pieces) -> list[_Piece]:
+            def at(spots: Sequence[tuple[int, int]], whole: Sequence[Piece] = pieces) -> list[Piece]:
                 places: dict[int, list[int]] = {}
                 for i, place in spots:
                     places.setdefault(i, []).append(place)
                 return [replace(piece, places=tuple(places.get(i, ()))) for i, piece in enumerate(whole)]
 
             pieces = at(minimal(spots, lambda spots: self._attempt(at(spots))))
-            pieces = [piece for piece in pieces if piece.blocks or not _names_blocks(piece)]
+            pieces = [piece for piece in pieces if piece.blocks or not names_blocks(piece)]
         return pieces
 
-    def _make_plain(self, pieces: Sequence[_Piece]) -> None:
+    def _make_plain(self, pieces: Sequence[Piece]) -> None:
         """Write it down with less of the original, where it breaks the rule so too."""
         size = self._whole.profile.block_size
         self._try_look(pieces, bare=True)
@@ -230,7 +197,7 @@ class EventCutter:
         if not self._chained:
             self._try_look(pieces, renamed=True)
 
-    def _try_look(self, pieces: Sequence[_Piece], **fields: Any) -> None:
+    def _try_look(self, pieces: Sequence[Piece], **fields: Any) -> None:
         before, self._look = self._look, replace(self._look, **fields)
         if not self._attempt(pieces):
             self._look = before
@@ -245,8 +212,8 @@ class EventCutter:
         if (self._whole.sync == "auto" and self._whole.aflush is None) or not self._whole.with_index:
             return False
         before, self._look = self._look, replace(self._look, profile=EngineProfile(), made=False, bare=True)
-        upto = len(self._own(_pieces(self._arrivals)))
-        pieces = self._own(_pieces([*self._arrivals, *self._later]))
+        upto = len(self._own(pieces_of(self._arrivals)))
+        pieces = self._own(pieces_of([*self._arrivals, *self._later]))
         amid = [*self._amid(pieces, upto)]
         for room in dict.fromkeys(min(room, len(pieces)) for room in _ROOMS):
             roomy = EngineProfile(num_blocks=max(room + 2, EngineProfile().num_blocks))
@@ -261,7 +228,7 @@ class EventCutter:
         self._look = before
         return False
 
-    def _amid(self, pieces: Sequence[_Piece], upto: int) -> Iterator[list[_Piece]]:
+    def _amid(self, pieces: Sequence[Piece], upto: int) -> Iterator[list[Piece]]:
         """Events that may be what counts: none, or the last one or two of a block.
 
         Args:
@@ -271,7 +238,7 @@ class EventCutter:
         block = self._whole.breach.block
         if block is None:
             yield []
-            block = _longest_stored(pieces)
+            block = longest_stored(pieces)
         if block is None:
             return
         own = [piece.only(frozenset([block])) for piece in pieces[:upto] if block in piece.blocks]
@@ -279,17 +246,17 @@ class EventCutter:
         if len(own) > 1:
             yield own[-2:]
 
-    def _put(self, kept: Sequence[_Piece], gap: int, others: int) -> list[_Piece]:
+    def _put(self, kept: Sequence[Piece], gap: int, others: int) -> list[Piece]:
         """Put so many others before, between or after those that are kept."""
         worker_id, rank = kept[0].key if kept else self._whole.breach.worker
         worker_id = max(worker_id, 0)  # of nobody
         known = {block for piece in kept for block in piece.blocks}
         fresh = islice((block for block in count(1) if block not in known), others)
         events = (KvCacheEvent(block, Stored(None, (block,), (block,)), rank) for block in fresh)
-        fillers = [_Piece((RouterEvent(worker_id, event), False), 0) for event in events]
+        fillers = [Piece((RouterEvent(worker_id, event), False), 0) for event in events]
         return [*kept[:gap], *fillers, *kept[gap:]]
 
-    def _fewest(self, kept: Sequence[_Piece], gap: int, enough: int) -> list[_Piece]:
+    def _fewest(self, kept: Sequence[Piece], gap: int, enough: int) -> list[Piece]:
         """Put as few others as can be."""
         too_few = -1
         while enough - too_few > 1:
@@ -302,7 +269,7 @@ class EventCutter:
 
     # ------------------------------------------------------------------------------------------------- writing
 
-    def _program(self, pieces: Sequence[_Piece], look: _Look) -> Reproduction | None:
+    def _program(self, pieces: Sequence[Piece], look: _Look) -> Reproduction | None:
         """The program of some pieces; None where they cannot be put together."""
         steps: list[RouterEvent | Forgotten] = []
         names: dict[int, int] = {}  # worker ids in the program
@@ -310,7 +277,7 @@ class EventCutter:
         counts: dict[StreamKey, int] = {}
         taken = (piece.key[0] + 1 for piece in pieces if piece.key[0] < FIRST_SINK_WORKER)
         free = max(1, self._whole.profile.workers, *taken)
-        mender = (_Roots if self._chained else _Mender)(self._parents, self._whole.breach.block)
+        mender = (Roots if self._chained else Mender)(self._parents, self._whole.breach.block)
         for piece in pieces:
             arrival = piece.arrival
             worker_id, rank = piece.key
@@ -332,7 +299,7 @@ class EventCutter:
             data = mender.mend(piece.key, event.event.data, piece.places)
             if data is None:
                 return None
-            if not isinstance(data, Cleared) and not data.block_hashes and _named(event):
+            if not isinstance(data, Cleared) and not data.block_hashes and blocks_of(event):
                 continue
             number = counts[piece.key] = counts.get(piece.key, -1) + 1
             event_id = max(0, number + piece.jumps) if look.with_ids else number
@@ -348,7 +315,7 @@ class EventCutter:
         names.setdefault(NOBODY[0], NOBODY[0])
         if breach.worker[0] not in names:
             return None
-        renamer = _Renamer() if look.renamed else None
+        renamer = Renamer() if look.renamed else None
         if renamer is not None:
             steps = [renamer.renamed(step) for step in steps]
         block = breach.block if renamer is None or breach.block is None else renamer.blocks.get(breach.block)
@@ -365,157 +332,3 @@ class EventCutter:
             sinks=tuple(sinks),
             with_ids=look.with_ids,
         )
-
-
-def _named(event: RouterEvent) -> tuple[int, ...]:
-    """The blocks that an event names; none for a Cleared."""
-    blocks: tuple[int, ...] = getattr(event.event.data, "block_hashes", ())
-    return blocks
-
-
-def _names_blocks(piece: _Piece) -> bool:
-    return piece.event is not None and isinstance(piece.event.event.data, (Stored, Removed))
-
-
-def _pieces(arrivals: Iterable[Arrival]) -> Iterator[_Piece]:
-    """Whole arrivals, each with the jumps that the ids of its stream have made by then."""
-    counts: dict[StreamKey, int] = {}
-    for arrival in arrivals:
-        if isinstance(arrival, Forgotten):
-            counts = {key: n for key, n in counts.items() if key[0] != arrival.worker_id}
-            yield _Piece(arrival, 0)
-            continue
-        inner = arrival[0].event
-        key = (arrival[0].worker_id, inner.dp_rank)
-        number = counts[key] = counts.get(key, -1) + 1
-        yield _Piece(arrival, inner.event_id - number)
-
-
-def _longest_stored(pieces: Iterable[_Piece]) -> int | None:
-    """Of blocks that were stored and then removed, the one with the most events in between."""
-    stored: dict[int, int] = {}
-    longest, most = None, 0
-    for i, piece in enumerate(pieces):
-        if piece.event is not None and isinstance(piece.event.event.data, Stored):
-            stored.update(dict.fromkeys(piece.blocks, i))
-            continue
-        for block in piece.blocks:
-            if (age := i - stored.pop(block, i)) > most:
-                longest, most = block, age
-    return longest
-
-
-def _parents(arrivals: Iterable[Arrival]) -> dict[StreamKey, dict[int, int | None]]:
-    """The parent of each block of each stream, as last stored."""
-    out: dict[StreamKey, dict[int, int | None]] = {}
-    for arrival in arrivals:
-        if not isinstance(arrival, Forgotten) and isinstance(data := arrival[0].event.data, Stored):
-            parents = out.setdefault((arrival[0].worker_id, arrival[0].event.dp_rank), {})
-            parents.update(zip(data.block_hashes, (data.parent_hash, *data.block_hashes), strict=False))
-    return out
-
-
-class _Mender:
-    """Hangs the children of what is left out below the nearest ancestor that is there, and does not remove it.
-
-    Args:
-        parents: by stream and block, the parent that the whole stream gives it.
-        target: the block that the problem is about, which is left where it is.
-    """
-
-    def __init__(self, parents: Mapping[StreamKey, Mapping[int, int | None]], target: int | None) -> None:
-        self._held: dict[StreamKey, set[int]] = {}
-        self._parents = parents
-        self._target = target
-
-    def forget(self, key: StreamKey) -> None:
-        """Nothing is held any more."""
-        self._held.pop(key, None)
-
-    def mend(self, key: StreamKey, data: EventData, places: tuple[int, ...] | None) -> EventData | None:
-        """What is left of an event of that stream."""
-        held = self._held.setdefault(key, set())
-        if isinstance(data, Removed):
-            blocks = data.block_hashes if places is None else tuple([data.block_hashes[i] for i in places])
-            left = tuple([block for block in blocks if block in held or block == self._target])
-            held.difference_update(left)
-            return Removed(left)
-        if not isinstance(data, Stored):
-            self.forget(key)
-            return data
-        keep = range(len(data.block_hashes)) if places is None else places
-        # A block before the first that is kept is its parent, unless it is gone too.
-        parent = data.block_hashes[keep[0] - 1] if keep and keep[0] else data.parent_hash
-        part = _part(data, self._nearest(key, parent, held), keep)
-        held.update(part.block_hashes)
-        return part
-
-    def _nearest(self, key: StreamKey, parent: int | None, held: Container[int]) -> int | None:
-        parents = self._parents.get(key, {})
-        seen = set()
-        while parent is not None and parent not in held and parent != self._target:
-            seen.add(parent)
-            parent = parents.get(parent)
-            if parent in seen:
-                return None
-        return parent
-
-
-class _Roots(_Mender):
-    """Leaves hashes as they are: what has lost its parent becomes a root with a local hash like its own."""
-
-    def mend(self, key: StreamKey, data: EventData, places: tuple[int, ...] | None) -> EventData | None:
-        """What is left of an event of that stream; None where it cannot be said."""
-        if not isinstance(data, Stored):
-            return super().mend(key, data, places)
-        held = self._held.setdefault(key, set())
-        keep = range(len(data.block_hashes)) if places is None else places
-        if not keep:
-            return Stored(None, (), ())
-        if [*keep] != [*range(keep[0], keep[-1] + 1)]:
-            return None
-        parent = data.block_hashes[keep[0] - 1] if keep[0] else data.parent_hash
-        part = _part(data, parent, keep)
-        held.update(part.block_hashes)
-        if parent is None or parent in held:
-            return part
-        first = part.block_hashes[0]
-        if first == self._target:  # it is its parent that its hash is judged by
-            return None
-        return replace(part, parent_hash=None, tokens_hashes=(first, *part.tokens_hashes[1:]))
-
-
-def _part(data: Stored, parent: int | None, places: Sequence[int]) -> Stored:
-    infos = data.mm_extra_info
-    return Stored(
-        parent,
-        tuple(data.block_hashes[i] for i in places),
-        tuple(data.tokens_hashes[i] for i in places),
-        data.start_position,
-        None if infos is None else tuple(infos[i] for i in places),
-    )
-
-
-class _Renamer:
-    """Gives blocks, and local hashes, the numbers 1, 2, 3 ... in the order in which they appear."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[int, int] = {}
-        self._local: dict[int, int] = {}
-
-    def renamed(self, step: RouterEvent | Forgotten) -> RouterEvent | Forgotten:
-        """The same step with other numbers."""
-        if isinstance(step, Forgotten):
-            return step
-        data: EventData = step.event.data
-        if isinstance(data, Stored):
-            parent = None if data.parent_hash is None else self._block(data.parent_hash)
-            blocks = tuple(map(self._block, data.block_hashes))
-            local = tuple(self._local.setdefault(h, len(self._local) + 1) for h in data.tokens_hashes)
-            data = replace(data, parent_hash=parent, block_hashes=blocks, tokens_hashes=local)
-        elif isinstance(data, Removed):
-            data = Removed(tuple(map(self._block, data.block_hashes)))
-        return RouterEvent(step.worker_id, replace(step.event, data=data), step.storage_tier, step.token_ids)
-
-    def _block(self, block: int) -> int:
-        return self.blocks.setdefault(block, len(self.blocks) + 1)

@@ -3,106 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.events import RouterEvent, block_text
-from pytest_kvmock.harness.recording import Forgotten, Operation
-from pytest_kvmock.hygiene.content import FITS
+from pytest_kvmock.backends import EngineProfile, known_backends
+from pytest_kvmock.events import RouterEvent, Stored
+from pytest_kvmock.harness.recording import Forgotten
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.content import is_chained
 from pytest_kvmock.hygiene.stream import Residency
-from pytest_kvmock.hygiene.text import without_restarts
+from pytest_kvmock.programs.operations import Operation, Prefill
+from pytest_kvmock.programs.python import calls
+from pytest_kvmock.reduce.breach import Breach
+from pytest_kvmock.reduce.text import event_lines, sink_name
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
     from pytest_kvmock.harness.index_comparison import Sync
-    from pytest_kvmock.hygiene.problem import Problem
 
 Step: TypeAlias = RouterEvent | Forgotten | Operation
 """An event as it arrives, a worker that is forgotten, or an operation on a worker."""
 
 Level: TypeAlias = Literal["events", "requests"]
 
+_PUBLIC: Final = (
+    *("Cleared", "EngineProfile", "KvCacheEvent", "Prompt", "Removed", "RouterEvent", "RouterHarness", "StorageTier"),
+    "Stored",
+)
+"""What a test imports of what it names."""
+
 
 class NotReduced(Exception):  # noqa: N818 - it says why, and nobody has to catch it by the word Error
     """Nothing smaller was found. The message is one line that says why."""
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Breach:
-    """What a smaller stream has to break: the same rule, in the same way.
-
-    Attributes:
-        rule: the rule.
-        is_error: whether it counts as an error.
-        worker: (worker_id, dp_rank) that it is about.
-        block: the block that tells; None where it names none, or where blocks change their names.
-        story: what was known, without its numbers: a block that was removed is not one that was never stored.
-        right: what would have been right, where only that tells; else None.
-    """
-
-    rule: str
-    is_error: bool
-    worker: StreamKey
-    block: int | None
-    story: str
-    right: str | None = None
-
-    def __repr__(self) -> str:
-        said = {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        said["block"] = block_text(self.block)
-        return f"Breach({', '.join(f'{name}={text}' for name, text in said.items())})"
-
-    @classmethod
-    def of(cls, problem: Problem) -> Breach:
-        """What a problem is about."""
-        worker = (problem.worker_id, problem.dp_rank)
-        # A wrong hash is judged by nothing but its event: only what would have been right tells two of them apart.
-        right = problem.right if problem.rule == "wrong_hash" else None
-        return cls(problem.rule, problem.is_error, worker, problem.block, story_of(problem), right)
-
-    def replace(self, **fields: Any) -> Breach:
-        """Return the same with some fields changed."""
-        return dataclasses.replace(self, **fields)
-
-    def shows_in(self, problem: Problem) -> bool:
-        """Whether a problem is this one again."""
-        return (
-            problem.rule == self.rule
-            and (problem.worker_id, problem.dp_rank) == self.worker
-            and (self.block is None or problem.block == self.block)
-            and (self.right is None or problem.right == self.right)
-            and story_of(problem) == self.story
-        )
-
-
-_PLAIN: Final = (
-    (re.compile(r"0x[0-9a-f]+|\d+"), "#"),
-    (re.compile(r"\b(block|event)s? # to #"), r"\1 #"),
-    (re.compile(r"\b(block|event|token)s? #(, #)*( and # more)?"), r"\1 #"),
-    (re.compile(r"# blocks?\b"), "# block"),
-    (re.compile(r"\bare\b"), "is"),
-)
-
-
-def story_of(problem: Problem) -> str:
-    """What was known, with numbers and counts made alike.
-
-    In a replay nothing is lost on its way: what did not arrive, the worker leaves out. The parent that the hash of a
-    block fits is told by what would have been right.
-    """
-    text = without_restarts(problem.known).partition(FITS)[0]
-    if (
-        problem.rule == "event_id_gap"
-        and problem.event is not None
-        and re.search("did not arrive|never published", text)
-    ):
-        first = not re.search("after event|expected [1-9]", text)
-        return "the first event is missing" if first else "event # is missing"
-    for pattern, plain in _PLAIN:
-        text = pattern.sub(plain, text)
-    return text
 
 
 class SinkKind(NamedTuple):
@@ -175,7 +108,7 @@ class Reproduction:
         """How many events, or requests, it has."""
         if self.level == "events":
             return len(self.events)
-        return sum(step.kind == "prefill" for step in self.operations)
+        return sum(isinstance(step, Prefill) for step in self.steps)
 
     def replace(self, **fields: Any) -> Reproduction:
         """Return the same with some fields changed."""
@@ -189,6 +122,86 @@ class Reproduction:
             awaited_by: where an async index takes part, the marker by which a plugin runs async tests ("asyncio",
                 "anyio"), or "" where it needs none; None for a test that runs by itself (`asyncio.run`).
         """
-        from pytest_kvmock.reduce.text import test_text
+        return _test_text(self, name, awaited_by)
 
-        return test_text(self, name, awaited_by)
+
+def _test_text(program: Reproduction, name: str, awaited_by: str | None) -> str:
+    """The text of a test that does what a program says, and fails for the same rule."""
+    size = program.profile.block_size
+    body = [*_world(program)]
+    after_each = "await kv.aflush()" if program.aflush == "every" else None
+    if program.level == "events":
+        body += event_lines(program.steps, sinks=len(program.sinks), with_ids=program.with_ids, after_each=after_each)
+    else:
+        body += calls(program.operations, size, after_each=after_each)
+    if program.aflush == "end":
+        body.append("await kv.aflush()")
+    if not program.breach.is_error:
+        body.append(f'assert [] == [p for p in kv.judge().warnings if p.rule == "{program.rule}"]')
+    index = "kv_index" if program.with_index else ""
+    marks = []
+    if program.with_index and size != EngineProfile().block_size:  # for a kv_index that reads kv_profile
+        marks.append(f"@pytest.mark.kvmock(block_size={size})")
+    if program.aflush is not None and awaited_by:
+        marks.append(f"@pytest.mark.{awaited_by}")
+    with_harness = [f"with RouterHarness({_harness(program)}) as kv:", *(f"    {line}" for line in body)]
+    runs_itself = program.aflush is not None and awaited_by is None
+    if runs_itself:
+        with_harness = ["async def body():", *(f"    {line}" for line in with_harness), "", "asyncio.run(body())"]
+    kind = "def" if program.aflush is None or runs_itself else "async def"
+    lines = [*marks, f"{kind} {name}({index}):", *(f"    {line}".rstrip() for line in with_harness)]
+    text = "\n".join(lines)
+    names = [public for public in _PUBLIC if f"{public}(" in text or f"{public}." in text]
+    imports = ["import asyncio\n\n"] * runs_itself + ["import pytest\n\n"] * bool(marks)
+    return f"{''.join(imports)}from pytest_kvmock import {', '.join(names)}\n\n\n{text}\n"
+
+
+def _harness(program: Reproduction) -> str:
+    default = EngineProfile()
+    fields = [
+        f"{field.name}={getattr(program.profile, field.name)!r}"
+        for field in dataclasses.fields(EngineProfile)
+        if getattr(program.profile, field.name) != getattr(default, field.name)
+    ]
+    arguments = [f"EngineProfile({', '.join(fields)})"] if fields else []
+    named = "" if fields else "backend="
+    spec = known_backends().get(program.backend)
+    judged_otherwise = spec is not None and (spec.residency == "counted" or not spec.prefix_closed)
+    if program.level == "requests" or (judged_otherwise and len(program.sinks) < len(_speakers(program))):
+        arguments.append(f'{named}"{program.backend}"')
+    if program.with_index:
+        arguments.append("index=kv_index")
+    if program.sync != "auto":
+        arguments.append(f"sync={_quoted(program.sync)}")
+    if program.index_semantics is not None:
+        arguments.append(f"index_semantics={_quoted(program.index_semantics)}")
+    if program.allow:
+        arguments.append(f"allow=[{', '.join(map(_quoted, program.allow))}]")
+    return ", ".join(arguments)
+
+
+def _speakers(program: Reproduction) -> set[int]:
+    return {event.worker_id for event in program.events}
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _world(program: Reproduction) -> Iterator[str]:
+    for (worker_id, rank), backend in program.workers:
+        of = "" if backend is None else f', backend="{backend}"'
+        yield f"kv.worker({worker_id}{f', {rank}' if rank else ''}{of})"
+    for i, sink in enumerate(program.sinks):
+        fields = {name: value for name, value in sink._asdict().items() if value != sink._field_defaults[name]}
+        own = [event for event in program.events if event.worker_id == FIRST_SINK_WORKER + i]
+        if not sink.chained and any(map(_is_chained, own)):  # it would be found out
+            fields["chained"] = False
+        said = ", ".join(
+            f"{name}={_quoted(value) if isinstance(value, str) else value}" for name, value in fields.items()
+        )
+        yield f"{sink_name(FIRST_SINK_WORKER + i, len(program.sinks))} = kv.make_sink({said})"
+
+
+def _is_chained(event: RouterEvent) -> bool:
+    return isinstance(event.event.data, Stored) and is_chained(event.event.data)

@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.harness import RouterHarness, Verdict
-from pytest_kvmock.harness.recording import Forgotten, Operation
+from pytest_kvmock.harness.recording import Forgotten
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.programs.interpreter import Interpreter
+from pytest_kvmock.programs.operations import WithPrompt
 from pytest_kvmock.reduce.program import NotReduced
 from pytest_kvmock.reduce.search import Spent
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec, EngineProfile
-    from pytest_kvmock.engine.worker import Request
     from pytest_kvmock.reduce.program import Reproduction
     from pytest_kvmock.reduce.search import Budget
+    from pytest_kvmock.tokens import Prompt
 
 T = TypeVar("T")
 
@@ -60,6 +62,7 @@ class Replayer:
         self.budget = budget
         self._specs = specs
         self._make_index = make_index
+        self._prompts: dict[object, Prompt] = {}
         self.ignored = frozenset(ignored)
 
     def breaks(self, program: Reproduction, *, as_test: bool = False, strict: bool = False) -> bool:
@@ -151,50 +154,23 @@ class Replayer:
             yield
 
     def _operate(self, kv: RouterHarness, program: Reproduction, *, strict: bool) -> Iterator[None]:
-        requests: dict[int, Request] = {}
-        for step in program.steps:
+        interpreter = Interpreter(kv, self._prompt)
+        for step in program.operations:
             self.budget.spend()
-            assert isinstance(step, Operation)
             try:
-                operate(kv, step, requests)
+                interpreter.do(step)
             except Exception:
                 if strict:
                     raise
             yield
 
-
-def operate(kv: RouterHarness, step: Operation, requests: dict[int, Request]) -> None:
-    """Do one operation.
-
-    Args:
-        kv: the world.
-        step: what to do.
-        requests: those that were made, by number; a prefill adds one.
-
-    Raises:
-        KeyError: the operation is about a request that was not made.
-        Exception: whatever the operation raises.
-    """
-    kind, argument = step.kind, step.argument
-    if kind == "prefill":
-        requests[step.request] = kv.worker(*step.worker).prefill(argument)
-    elif kind == "decode":
-        requests[step.request].decode(argument)
-    elif kind == "finish":
-        requests[step.request].finish()
-    elif kind == "preempt":
-        requests[step.request].preempt()
-    elif kind == "resume":
-        requests[step.request].resume()
-    elif kind == "clear":
-        kv.worker(*step.worker).clear()
-    elif kind == "restart":
-        kv.worker(*step.worker).restart(announced=argument)
-    elif kind == "remove_worker":
-        kv.remove_worker(step.worker[0])
-    else:
-        count, of_kind = argument
-        kv.drop_next(count, kind=of_kind)
+    def _prompt(self, step: WithPrompt, block_size: int) -> Prompt:
+        """The prompt of an operation, the same object each time, because it keeps its hashes."""
+        key = (step.blocks, step.tail, step.hashed, block_size)
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            prompt = self._prompts[key] = step.prompt(block_size)
+        return prompt
 
 
 class MakeIndex:

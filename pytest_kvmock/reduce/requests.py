@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.harness.recording import Operation
+from pytest_kvmock.programs.operations import Decode, Finish, Name, OnRequest, Operation, Prefill
 from pytest_kvmock.reduce.program import NotReduced, Reproduction
 from pytest_kvmock.reduce.search import Spent, minimal
-from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
+    from pytest_kvmock.harness.recording import Recorded
     from pytest_kvmock.reduce.replay import Replayer
 
 # Theory of operation
@@ -28,22 +29,12 @@ if TYPE_CHECKING:
 _WINDOWS: Final = (2, 4, 8, 16, 64, 256, 1024)
 
 
-class _Asked(NamedTuple):
-    """A prompt in pieces: its blocks, each the tokens or a local hash, and what is left over.
-
-    `tail` is the tokens after the last whole block, or how many there are; None for hashes without a stated length.
-    """
-
-    blocks: tuple[tuple[int, ...] | int, ...]
-    tail: tuple[int, ...] | int | None
-
-
 class RequestCutter:
     """Finds the fewest requests that break a rule.
 
     Args:
         whole: the failing test as a program without steps: breach, backend, profile, workers, index.
-        operations: what was asked of the workers, in order.
+        recorded: what was asked of the workers, in order.
         around: numbers of events where it may have gone wrong, the likeliest first.
         replayer: replays programs.
 
@@ -52,18 +43,17 @@ class RequestCutter:
     """
 
     def __init__(
-        self, whole: Reproduction, operations: Sequence[Operation], around: Iterable[int], replayer: Replayer
+        self, whole: Reproduction, recorded: Sequence[Recorded], around: Iterable[int], replayer: Replayer
     ) -> None:
         self.best: Reproduction | None = None
         self._replayer = replayer
-        self._operations = operations
+        self._recorded = recorded
         self._around = tuple(around)
         self._size = whole.profile.block_size
-        self._prompts: dict[_Asked, Prompt] = {}
-        self._decoded: Counter[int] = Counter()
-        for step in operations:
-            if step.kind == "decode":
-                self._decoded[step.request] += _many(step.argument)
+        self._decoded: Counter[Name] = Counter()
+        for step, _ in recorded:
+            if isinstance(step, Decode):
+                self._decoded[step.name] += _many(step.tokens)
         self._now = whole
 
     def cut(self) -> Reproduction:
@@ -100,32 +90,20 @@ class RequestCutter:
         program = self._now.replace(**fields)
         if operations is not None:
             program = program.replace(steps=tuple(operations))
-        steps = tuple(self._ready(step) for step in program.operations)
-        ready = program.replace(steps=steps)
         # What raises must be gone in the end, and it goes by itself: it has done nothing, or it is the fault.
-        if not steps or not self._replayer.breaks(ready):
+        if not program.steps or not self._replayer.breaks(program):
             return False
         self._now = program
-        if self._replayer.breaks(ready, strict=True):
-            self.best = ready
+        if self._replayer.breaks(program, strict=True):
+            self.best = program
         return True
-
-    def _ready(self, step: Operation) -> Operation:
-        """An operation as it is called: with a Prompt, the same object each time, because it keeps its hashes."""
-        asked = step.argument
-        if step.kind != "prefill":
-            return step
-        prompt = self._prompts.get(asked)
-        if prompt is None:
-            prompt = self._prompts[asked] = _prompt(asked, self._size)
-        return step._replace(argument=prompt)
 
     @property
     def _steps(self) -> tuple[Operation, ...]:
         return self._now.operations
 
     def _weight(self) -> tuple[int, ...]:
-        sizes = [len(step.argument.blocks) for step in self._steps if step.kind == "prefill"]
+        sizes = [len(step.blocks) for step in self._steps if isinstance(step, Prefill)]
         return len(self._steps), sum(sizes), self._now.profile.num_blocks
 
     # -------------------------------------------------------------------------------------------------- start
@@ -143,18 +121,20 @@ class RequestCutter:
         done = 0
         for window in _WINDOWS:
             for part in self._windows(window):
-                asked = [self._asked(step) for step in part]
-                needed = max((self._blocks(step) for step in asked if step.kind == "prefill"), default=1)
+                asked = [self._in_blocks(step) for step in part]
+                needed = max((self._blocks(step) for step in asked if isinstance(step, Prefill)), default=1)
                 for num_blocks in sorted({min(needed + 1, given), min(2 * needed, given), given}):
                     yield asked, num_blocks
             done = window
-        if done < len(self._operations):
-            yield [self._asked(step) for step in self._operations], given
+        if done < len(self._recorded):
+            yield [self._in_blocks(step) for step, _ in self._recorded], given
 
     def _windows(self, requests: int) -> Iterator[Sequence[Operation]]:
         """So many requests, with all that belongs to them, around each of the places and at the end."""
-        numbers = [step.request for step in self._operations if step.kind == "prefill"]
-        places = [sum(step.at <= at for step in self._operations if step.kind == "prefill") for at in self._around]
+        named = [(_request(step), step, at) for step, at in self._recorded]
+        prefills = [(step.name, at) for step, at in self._recorded if isinstance(step, Prefill)]
+        numbers = [name for name, _ in prefills]
+        places = [sum(at <= place for _, at in prefills) for place in self._around]
         seen = set()
         for place in (*places, len(numbers)):
             for start in (place - requests, place - 1):
@@ -163,31 +143,21 @@ class RequestCutter:
                     continue
                 seen.add(chosen)
                 wanted = {numbers[i] for i in chosen}
-                part = [step for step in self._operations if step.request in wanted]
-                first, last = part[0].at, part[-1].at
-                yield [
-                    step
-                    for step in self._operations
-                    if step.request in wanted or (not step.request and first <= step.at <= last)
-                ]
+                own = [at for name, _, at in named if name in wanted]
+                first, last = own[0], own[-1]
+                yield [step for name, step, at in named if name in wanted or (name is None and first <= at <= last)]
 
-    def _asked(self, step: Operation) -> Operation:
-        """An operation with its prompt in pieces."""
-        if step.kind != "prefill":
+    def _in_blocks(self, step: Operation) -> Operation:
+        """An operation with the tokens of its prompt as blocks, and what is left over."""
+        if not isinstance(step, Prefill) or not isinstance(step.tail, tuple):
             return step
-        tokens, hashes, num_tokens = step.argument
-        size = self._size
-        if tokens is None:
-            tail = None if num_tokens is None else num_tokens - len(hashes) * size
-            return step._replace(argument=_Asked(tuple(hashes), tail))
+        tokens, size = step.tail, self._size
         whole = len(tokens) // size * size
-        return step._replace(
-            argument=_Asked(tuple(tokens[i : i + size] for i in range(0, whole, size)), tokens[whole:])
-        )
+        return replace(step, blocks=tuple(tokens[i : i + size] for i in range(0, whole, size)), tail=tokens[whole:])
 
-    def _blocks(self, prefill: Operation) -> int:
+    def _blocks(self, prefill: Prefill) -> int:
         """Blocks that a request holds in the end, at most."""
-        return len(prefill.argument.blocks) + 1 + self._decoded.get(prefill.request, 0) // self._size
+        return len(prefill.blocks) + 1 + self._decoded.get(prefill.name, 0) // self._size
 
     # --------------------------------------------------------------------------------------------- shortening
 
@@ -195,7 +165,7 @@ class RequestCutter:
         """Leave out whole requests, and what belongs to none."""
         units: dict[object, list[int]] = {}
         for i, step in enumerate(self._steps):
-            units.setdefault(step.request or ("alone", i), []).append(i)
+            units.setdefault(_request(step) or ("alone", i), []).append(i)
         steps = self._steps
 
         def of(units: Sequence[list[int]]) -> list[Operation]:
@@ -206,7 +176,7 @@ class RequestCutter:
     def _fewer_operations(self) -> None:
         """Leave out single operations; the end of a request is none."""
         steps = self._steps
-        fixed = {i for i, step in enumerate(steps) if step.kind in ("prefill", "finish")}
+        fixed = {i for i, step in enumerate(steps) if isinstance(step, (Prefill, Finish))}
         loose = [i for i in range(len(steps)) if i not in fixed]
         minimal(loose, lambda kept: self._attempt([steps[i] for i in sorted(fixed.union(kept))]))
 
@@ -224,57 +194,54 @@ class RequestCutter:
     def _fewer_blocks(self) -> None:
         """Leave out blocks, each from all prompts, so that what was shared stays shared."""
         steps = self._steps
-        named = [*dict.fromkeys(b for step in steps if step.kind == "prefill" for b in step.argument.blocks)]
+        named = [*dict.fromkeys(b for step in steps if isinstance(step, Prefill) for b in step.blocks)]
 
         def only(blocks: Sequence[tuple[int, ...] | int]) -> list[Operation]:
             kept = set(blocks)
-            return self._with_prompts(steps, lambda a: a._replace(blocks=tuple(b for b in a.blocks if b in kept)))
+            return self._with_prompts(steps, lambda p: replace(p, blocks=tuple(b for b in p.blocks if b in kept)))
 
         minimal(named, lambda blocks: self._attempt(only(blocks)))
 
     @staticmethod
-    def _with_prompts(steps: Sequence[Operation], change: Callable[[_Asked], _Asked]) -> list[Operation]:
-        return [step._replace(argument=change(step.argument)) if step.kind == "prefill" else step for step in steps]
+    def _with_prompts(steps: Sequence[Operation], change: Callable[[Prefill], Prefill]) -> list[Operation]:
+        return [change(step) if isinstance(step, Prefill) else step for step in steps]
 
     def _shorter_prompts(self) -> None:
         """Cut the tail of single prompts, then their last blocks."""
         for i, step in enumerate(self._steps):
-            if step.kind != "prefill":
+            if not isinstance(step, Prefill):
                 continue
-            asked = step.argument
-            if asked.tail:
-                asked = asked._replace(tail=_no_tail(asked))
-                self._attempt(self._changed(i, asked))
-            asked = self._steps[i].argument
-            while len(asked.blocks) > 1:
-                asked = asked._replace(blocks=asked.blocks[:-1])
-                if not self._attempt(self._changed(i, asked)):
+            shorter = replace(step, tail=_no_tail(step))
+            if not step.tail or not self._attempt(self._changed(i, shorter)):
+                shorter = step
+            while len(shorter.blocks) > 1:
+                shorter = replace(shorter, blocks=shorter.blocks[:-1])
+                if not self._attempt(self._changed(i, shorter)):
                     break
 
     def _fewer_steps(self) -> None:
         """Decode less: the least of some counts that does."""
         for i, step in enumerate(self._steps):
-            if step.kind != "decode":
+            if not isinstance(step, Decode):
                 continue
-            tokens = step.argument
+            tokens = step.tokens
             for fewer in _sizes(_many(tokens)):
-                if self._attempt(self._changed(i, fewer if isinstance(tokens, int) else tokens[:fewer])):
+                less = replace(step, tokens=fewer if isinstance(tokens, int) else tokens[:fewer])
+                if self._attempt(self._changed(i, less)):
                     break
 
     def _one_after_another(self) -> None:
         """Have requests finished before the next begins, where it does not matter: that reads as one line each."""
-        for number in [step.request for step in self._steps if step.kind == "prefill"]:
-            own = [step for step in self._steps if step.request == number]
+        for name in [step.name for step in self._steps if isinstance(step, Prefill)]:
+            own = [step for step in self._steps if _request(step) == name]
             start = self._steps.index(own[0])
-            rest = [step for step in self._steps if step.request != number]
+            rest = [step for step in self._steps if _request(step) != name]
             moved = [*rest[:start], *own, *rest[start:]]
             if tuple(moved) != self._steps:
                 self._attempt(moved)
 
-    def _changed(self, i: int, argument: object) -> list[Operation]:
-        steps = [*self._steps]
-        steps[i] = steps[i]._replace(argument=argument)
-        return steps
+    def _changed(self, i: int, step: Operation) -> list[Operation]:
+        return [*self._steps[:i], step, *self._steps[i + 1 :]]
 
     def _make_plain(self) -> None:
         """Write it down with small numbers, and with less of the world, where it breaks the rule so too."""
@@ -283,26 +250,30 @@ class RequestCutter:
             value = getattr(default, field.name)
             if field.name not in ("block_size", "num_blocks") and value != getattr(self._now.profile, field.name):
                 self._attempt(profile=self._now.profile.replace(**{field.name: value}))
-        numbers = {step.request: i for i, step in enumerate((s for s in self._steps if s.kind == "prefill"), 1)}
-        steps = [step._replace(request=numbers.get(step.request, step.request), at=0) for step in self._steps]
+        prefills = (step for step in self._steps if isinstance(step, Prefill))
+        numbers = {step.name: i for i, step in enumerate(prefills, 1)}
+        steps = [
+            replace(step, name=numbers.get(step.name, step.name)) if isinstance(step, OnRequest) else step
+            for step in self._steps
+        ]
         self._attempt(steps)
         renamed: dict[object, Any] = {}
         fresh = count(1)
         size = self._size
 
-        def rename(asked: _Asked) -> _Asked:
-            for block in asked.blocks:
+        def rename(prefill: Prefill) -> Prefill:
+            for block in prefill.blocks:
                 if block not in renamed:
                     number = next(fresh)
                     by_hash = isinstance(block, int)
                     renamed[block] = number if by_hash else tuple(range((number - 1) * size, number * size))
-            tail = asked.tail
+            tail = prefill.tail
             if isinstance(tail, tuple) and tail:
                 if tail not in renamed:
                     start = (next(fresh) - 1) * size
                     renamed[tail] = tuple(range(start, start + len(tail)))
                 tail = renamed[tail]
-            return _Asked(tuple(renamed[block] for block in asked.blocks), tail)
+            return replace(prefill, blocks=tuple(renamed[block] for block in prefill.blocks), tail=tail)
 
         self._attempt(self._with_prompts(self._steps, rename))
 
@@ -321,25 +292,21 @@ def _sizes(below: int) -> Iterator[int]:
         yield below - 1
 
 
-def _first(most: int, asked: _Asked) -> _Asked:
+def _request(step: Operation) -> Name | None:
+    """Which request an operation is about."""
+    return step.name if isinstance(step, OnRequest) else None
+
+
+def _first(most: int, prefill: Prefill) -> Prefill:
     """A prompt of so many blocks at most; without its tail, where it has as many or more."""
-    if len(asked.blocks) < most:
-        return asked
-    return _Asked(asked.blocks[:most], _no_tail(asked))
+    if len(prefill.blocks) < most:
+        return prefill
+    return replace(prefill, blocks=prefill.blocks[:most], tail=_no_tail(prefill))
 
 
-def _no_tail(asked: _Asked) -> tuple[int, ...] | int | None:
-    return () if isinstance(asked.tail, tuple) else asked.tail and 0
+def _no_tail(prefill: Prefill) -> tuple[int, ...] | int | None:
+    return () if isinstance(prefill.tail, tuple) else prefill.tail and 0
 
 
 def _many(tokens: int | Sequence[int]) -> int:
     return tokens if isinstance(tokens, int) else len(tokens)
-
-
-def _prompt(asked: _Asked, block_size: int) -> Prompt:
-    blocks, tail = asked
-    if tail is None or isinstance(tail, int):
-        length = None if tail is None else len(blocks) * block_size + tail
-        return Prompt(hashes=[block for block in blocks if isinstance(block, int)], num_tokens=length)
-    tokens = [token for block in blocks if isinstance(block, tuple) for token in block]
-    return Prompt([*tokens, *tail])

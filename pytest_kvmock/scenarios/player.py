@@ -12,13 +12,26 @@ from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, St
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.log import Expectation
 from pytest_kvmock.hygiene.report import problem_text
+from pytest_kvmock.programs.interpreter import Interpreter
+from pytest_kvmock.programs.operations import (
+    Clear,
+    Decode,
+    Finish,
+    OnRequest,
+    Preempt,
+    Prefill,
+    RemoveWorker,
+    Restart,
+    Resume,
+    Serve,
+)
 from pytest_kvmock.tokens import Prompt, lineage_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.worker import KvWorker, Request
+    from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.moves import Block
     from pytest_kvmock.scenarios.values import Numbers, Scenario, Step, WorkerName
@@ -48,12 +61,12 @@ class ScenarioFailure(AssertionError):  # noqa: N818 - the file is no error, wha
         self.place = place
 
 
-def play(scenario: Scenario, harness: RouterHarness, *, allow: Collection[str] = (), errors_fail: bool = True) -> None:
+def play(harness: RouterHarness, scenario: Scenario, *, allow: Collection[str] = (), errors_fail: bool = True) -> None:
     """Do what a scenario says, on a harness of your own, with an index of your own perhaps.
 
     Args:
-        scenario: what to do.
         harness: on what. It must be fresh, and have the fields of `Scenario.profile`.
+        scenario: what to do.
         allow: rules that may be broken without consequence, besides those of the scenario.
         errors_fail: an event error that a step does not expect fails there; else it is left to whoever judges the harness.
 
@@ -89,7 +102,8 @@ class _Player:
         self._harness = harness
         self._allow = allow
         self._errors_fail = errors_fail
-        self._requests: dict[str, tuple[Request, WorkerName]] = {}
+        self._interpreter = Interpreter(harness)
+        self._workers: dict[str, WorkerName] = {}  # of each request
         self._partials: dict[str, UUID] = {}
         self._sinks = 0
         self._seen = 0  # events of the log
@@ -153,8 +167,8 @@ class _Player:
     def _worker_of(self, given: Mapping[str, Any]) -> WorkerName:
         """Which worker a step is about."""
         name = given.get("request")
-        if name in self._requests:
-            return self._requests[name][1]
+        if name in self._workers:
+            return self._workers[name]
         worker: WorkerName = given.get("worker", given.get("id", FIRST))
         return worker if isinstance(worker, tuple) else FIRST
 
@@ -167,11 +181,14 @@ class _Player:
             raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1} here, got {worker[0]}")
         return self._harness.worker(*worker, backend)
 
-    def _request(self, name: str) -> Request:
-        if name not in self._requests:
-            known = f"known: {', '.join(self._requests) or 'none'}"
-            raise ValueError(f"no request is named {name!r}{did_you_mean(name, self._requests, known)}")
-        return self._requests[name][0]
+    def _do_on(self, step: OnRequest) -> Any:
+        """Do an operation on a request."""
+        requests = self._interpreter.requests
+        if step.name not in requests:
+            names = [str(name) for name in requests]
+            known = f"known: {', '.join(names) or 'none'}"
+            raise ValueError(f"no request is named {step.name!r}{did_you_mean(str(step.name), names, known)}")
+        return self._interpreter.do(step)
 
     def _block(self, block: int | str) -> Block:
         if isinstance(block, int):
@@ -194,35 +211,46 @@ class _Player:
         self._worker(worker).manager.promote(uuid, block, **given)
 
     def _do_prefill(self, request: str, worker: WorkerName = FIRST, **prompt: Any) -> int:
-        if request in self._requests and self._requests[request][0].status in ("running", "preempted"):
+        requests = self._interpreter.requests
+        if request in requests and requests[request].status in ("running", "preempted"):
             raise ValueError(f"a request named {request!r} is open already")
-        made = self._worker(worker).prefill(_prompt(prompt))
-        self._requests[request] = made, worker
-        return made.cached_tokens
+        self._worker(worker)
+        cached: int = self._interpreter.do(Prefill(request, *self._asked(prompt), *worker, "hashes" in prompt))
+        self._workers[request] = worker
+        return cached
 
-    def _do_serve(self, worker: WorkerName = FIRST, output_tokens: int = 0, **prompt: Any) -> int:
-        return self._worker(worker).serve(_prompt(prompt), output_tokens).cached_tokens
+    def _do_serve(self, worker: WorkerName = FIRST, output_tokens: int = 0, **prompt: Any) -> Any:
+        self._worker(worker)
+        return self._interpreter.do(Serve(*self._asked(prompt), *worker, "hashes" in prompt, output_tokens))
+
+    def _asked(self, said: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...] | int | None]:
+        """The blocks and the tail of a prompt as it is written."""
+        if "tokens" in said:
+            return (), tuple(_expanded(said["tokens"]))
+        hashes = tuple(_expanded(said["hashes"]))
+        length = said.get("num_tokens")
+        return hashes, None if length is None else length - len(hashes) * self._harness.profile.block_size
 
     def _do_decode(self, request: str, count: int = 1, tokens: Any = None) -> None:
-        self._request(request).decode(count if tokens is None else _expanded(tokens))
+        self._do_on(Decode(request, count if tokens is None else tuple(_expanded(tokens)), of=None))
 
     def _do_finish(self, request: str) -> None:
-        self._request(request).finish()
+        self._do_on(Finish(request))
 
     def _do_preempt(self, request: str) -> None:
-        self._request(request).preempt()
+        self._do_on(Preempt(request))
 
-    def _do_resume(self, request: str) -> int:
-        resumed = self._request(request)
-        resumed.resume()
-        return resumed.cached_tokens
+    def _do_resume(self, request: str) -> Any:
+        return self._do_on(Resume(request))
 
     def _do_clear(self, worker: WorkerName) -> None:
-        if not self._worker(worker).clear():
+        self._worker(worker)
+        if not self._interpreter.do(Clear(*worker)):
             raise RequestError(f"worker {worker[0]} is not cleared while blocks are in use")
 
     def _do_restart(self, worker: WorkerName, announced: bool = False) -> None:
-        self._worker(worker).restart(announced=announced)
+        self._worker(worker)
+        self._interpreter.do(Restart(*worker, announced))
 
     def _do_worker(self, id: WorkerName, backend: str | None = None) -> None:  # noqa: A002 - the key in the file
         self._engine(id, backend)
@@ -232,7 +260,7 @@ class _Player:
         known |= {entry.event.worker_id for entry in self._harness.events}
         if worker not in known:
             raise ValueError(f"there is no worker {worker}; there are: {', '.join(map(str, sorted(known))) or 'none'}")
-        self._harness.remove_worker(worker)
+        self._interpreter.do(RemoveWorker(worker))
 
     def _do_event(
         self, worker: WorkerName = FIRST, tier: StorageTier = StorageTier.DEVICE, token_ids: Any = None, **given: Any

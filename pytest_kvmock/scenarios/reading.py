@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_kvmock.checks import is_integer
-from pytest_kvmock.events import StorageTier
 from pytest_kvmock.faults.kinds import check_fault
-from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.rules import check_rule
-from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
 from pytest_kvmock.profiles import FIELDS
-from pytest_kvmock.scenarios.values import Expected, Numbers, Scenario, Step, WorkerName
+from pytest_kvmock.scenarios.fields import (
+    check_one_of,
+    read_block,
+    read_cached_block,
+    read_capacity,
+    read_count,
+    read_lineage,
+    read_natural,
+    read_numbers,
+    read_published,
+    read_residency,
+    read_tier,
+    read_true,
+    read_worker,
+)
+from pytest_kvmock.scenarios.values import Expected, Scenario, Step, WorkerName
 from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, plain, read_yaml, string
-
-MOST_TOKENS: Final = 1_000_000
-"""How many tokens a range or a count may have: a few characters must not fill the memory."""
-
-MOST_SINKS: Final = 256
-"""How many sinks of one's own may speak; their ids are from 2**16 on."""
-
-_RANGE: Final = re.compile(r"(0|[1-9][0-9]{0,19})\.\.(0|[1-9][0-9]{0,19})")
 
 Reader = Callable[[Node], Any]
 
@@ -109,97 +111,6 @@ _COMMON: Final[Mapping[str, Reader]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------- values
-
-
-def _natural(node: Node) -> int:
-    number = integer(node)
-    if not 0 <= number < 2**64:
-        raise node.wrong_type("an integer from 0 to 2**64 - 1")
-    return number
-
-
-def _published(node: Node) -> int:
-    """A block as an event names it: SGLang's names are signed."""
-    number = integer(node)
-    if not -(2**63) <= number < 2**64:
-        raise node.wrong_type("an integer from -2**63 to 2**64 - 1")
-    return number
-
-
-def _worker(node: Node) -> WorkerName:
-    """A worker by its id, or a rank of one as [id, rank]."""
-    parts = node.elements(integer) if isinstance(node.value, list) else [integer(node), 0]
-    most = FIRST_SINK_WORKER + MOST_SINKS - 1
-    if len(parts) != 2 or not 0 <= parts[0] <= most or parts[1] < 0:
-        raise node.wrong_type(f"the id of a worker (0 to {most}; sinks from {FIRST_SINK_WORKER} on), or [id, rank]")
-    return parts[0], parts[1]
-
-
-def _count(node: Node) -> int:
-    number = integer(node)
-    if not 0 <= number <= MOST_TOKENS:
-        raise node.wrong_type(f"an integer from 0 to {MOST_TOKENS}")
-    return number
-
-
-def _capacity(node: Node) -> int:
-    number = integer(node)
-    if number < 1:
-        raise node.wrong_type("an integer of at least 1")
-    return number
-
-
-def _numbers(node: Node) -> Numbers:
-    """A number, a range such as `0..15` (both ends included), or a list of these."""
-    if isinstance(node.value, list):
-        numbers = tuple(chain.from_iterable(node.elements(_numbers)))
-        if (count := sum(map(len, numbers))) > MOST_TOKENS:
-            raise node.error(f"{count} numbers; at most {MOST_TOKENS} are taken")
-        return numbers
-    if isinstance(node.value, str) and (found := _RANGE.fullmatch(node.value)):
-        first, last = int(found[1]), int(found[2])
-        if last < first:
-            raise node.error(f"the range {node.value} goes backwards")
-        if last >= 2**64:
-            raise node.error(f"the range {node.value} goes beyond 2**64 - 1")
-        if last - first >= MOST_TOKENS:
-            raise node.error(f"the range {node.value} has {last - first + 1} numbers; at most {MOST_TOKENS} are taken")
-        return (range(first, last + 1),)
-    if is_integer(node.value):
-        number = _natural(node)
-        return (range(number, number + 1),)
-    raise node.wrong_type("a number, a range such as 0..15, or a list of these")
-
-
-def _block(node: Node) -> int | str:
-    """A full block by its hash, or a partial one by a name."""
-    if isinstance(node.value, str) and node.value:
-        return node.value
-    if is_integer(node.value):
-        return _natural(node)
-    raise node.wrong_type("a block hash, or a name for a partial block")
-
-
-def _cached_block(node: Node) -> int | str:
-    """As `_block`, whatever engine has it."""
-    return _published(node) if isinstance(node.value, int) else _block(node)
-
-
-def _lineage(node: Node) -> tuple[int, int | None, int]:
-    parts = node.elements(nullable(_natural))
-    if len(parts) != 3 or parts[0] is None or parts[2] is None:
-        raise node.wrong_type("[sequence hash, parent sequence hash or null, position]")
-    return parts[0], parts[1], parts[2]
-
-
-def _one_of(node: Node, *keys: str) -> None:
-    """Make sure that exactly one of these keys of a mapping is there."""
-    given = [key for key in keys if key in node.value]
-    if len(given) != 1:
-        raise node.error(f"exactly one of {', '.join(keys)} is needed")
-
-
 def _mapping(readers: Mapping[str, Reader], required: tuple[str, ...] = (), short: str = "") -> Reader:
     """Make a reader of an action's arguments; `short` is the one that may stand alone."""
 
@@ -213,11 +124,11 @@ def _mapping(readers: Mapping[str, Reader], required: tuple[str, ...] = (), shor
 
 def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Reader:
     """Make a reader of arguments among which there is a prompt, by tokens or by hashes."""
-    both = _mapping({"tokens": _numbers, "hashes": _numbers, "num_tokens": _count, **readers}, required)
+    both = _mapping({"tokens": read_numbers, "hashes": read_numbers, "num_tokens": read_count, **readers}, required)
 
     def read(node: Node) -> dict[str, Any]:
         given: dict[str, Any] = both(node)
-        _one_of(node, "tokens", "hashes")
+        check_one_of(node, "tokens", "hashes")
         if "num_tokens" in given and "hashes" not in given:
             raise node.key_error("num_tokens", "'num_tokens' belongs to 'hashes'")
         return given
@@ -227,23 +138,23 @@ def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Re
 
 def _event(node: Node) -> dict[str, Any]:
     readers = {
-        "stored": list_of(_published),
-        "local_hashes": list_of(_natural),
-        "parent": nullable(_published),
-        "removed": list_of(_published),
-        "cleared": _true,
-        "worker": _worker,
-        "id": _natural,
-        "tier": _tier,
-        "token_ids": list_of(_numbers),
+        "stored": list_of(read_published),
+        "local_hashes": list_of(read_natural),
+        "parent": nullable(read_published),
+        "removed": list_of(read_published),
+        "cleared": read_true,
+        "worker": read_worker,
+        "id": read_natural,
+        "tier": read_tier,
+        "token_ids": list_of(read_numbers),
         "chained": boolean,
         # How the sink is made, of the event that is its first.
-        "num_blocks": _capacity,
-        "residency": _residency,
+        "num_blocks": read_capacity,
+        "residency": read_residency,
         "prefix_closed": boolean,
     }
     given = node.fields(readers)
-    _one_of(node, "stored", "removed", "cleared")
+    check_one_of(node, "stored", "removed", "cleared")
     for key in ("parent", "local_hashes", "token_ids"):
         if key in given and "stored" not in given:
             raise node.key_error(key, f"{key!r} belongs to 'stored'")
@@ -254,30 +165,9 @@ def _event(node: Node) -> dict[str, Any]:
 
 
 def _decode(node: Node) -> dict[str, Any]:
-    given = node.fields({"request": string, "tokens": _numbers, "count": _count}, ("request",))
-    _one_of(node, "tokens", "count")
+    given = node.fields({"request": string, "tokens": read_numbers, "count": read_count}, ("request",))
+    check_one_of(node, "tokens", "count")
     return given
-
-
-def _tier(node: Node) -> StorageTier:
-    tiers = {tier.name.lower(): tier for tier in StorageTier}
-    tier = tiers.get(node.value) if isinstance(node.value, str) else None
-    if tier is None:
-        raise node.wrong_type(", ".join(tiers))
-    return tier
-
-
-def _residency(node: Node) -> Residency:
-    for residency in RESIDENCIES:
-        if node.value == residency:
-            return residency
-    raise node.wrong_type(", ".join(RESIDENCIES))
-
-
-def _true(node: Node) -> bool:
-    if node.value is not True:
-        raise node.wrong_type("true")
-    return True
 
 
 def _fault(node: Node) -> dict[str, Any]:
@@ -305,37 +195,37 @@ def _argument(node: Node) -> Any:
 _ACTIONS: Final[Mapping[str, Reader]] = {
     "use": _mapping(
         {
-            "blocks": list_of(_block),
-            "parent": nullable(_natural),
-            "local_hashes": list_of(_natural),
-            "plhs": list_of(_lineage),
-            "token_ids": list_of(list_of(_natural)),
-            "worker": _worker,
+            "blocks": list_of(read_block),
+            "parent": nullable(read_natural),
+            "local_hashes": list_of(read_natural),
+            "plhs": list_of(read_lineage),
+            "token_ids": list_of(list_of(read_natural)),
+            "worker": read_worker,
         },
         ("blocks",),
         "blocks",
     ),
-    "deref": _mapping({"blocks": list_of(_block), "worker": _worker}, ("blocks",), "blocks"),
+    "deref": _mapping({"blocks": list_of(read_block), "worker": read_worker}, ("blocks",), "blocks"),
     "promote": _mapping(
         {
             "partial": string,
-            "block": _natural,
-            "parent": nullable(_natural),
-            "local_hash": _natural,
-            "plh": _lineage,
-            "worker": _worker,
+            "block": read_natural,
+            "parent": nullable(read_natural),
+            "local_hash": read_natural,
+            "plh": read_lineage,
+            "worker": read_worker,
         },
         ("partial", "block"),
     ),
-    "prefill": _prompt({"request": string, "worker": _worker}, ("request",)),
-    "serve": _prompt({"output_tokens": _count, "worker": _worker}),
+    "prefill": _prompt({"request": string, "worker": read_worker}, ("request",)),
+    "serve": _prompt({"output_tokens": read_count, "worker": read_worker}),
     "decode": _decode,
     "finish": _mapping({"request": string}, ("request",), "request"),
     "preempt": _mapping({"request": string}, ("request",), "request"),
     "resume": _mapping({"request": string}, ("request",), "request"),
-    "clear": _mapping({"worker": _worker}, ("worker",), "worker"),
-    "restart": _mapping({"worker": _worker, "announced": boolean}, ("worker",), "worker"),
-    "worker": _mapping({"id": _worker, "backend": string}, ("id",), "id"),
+    "clear": _mapping({"worker": read_worker}, ("worker",), "worker"),
+    "restart": _mapping({"worker": read_worker, "announced": boolean}, ("worker",), "worker"),
+    "worker": _mapping({"id": read_worker, "backend": string}, ("id",), "id"),
     "remove_worker": _mapping({"worker": integer}, ("worker",), "worker"),
     "event": _event,
     "fault": _fault,
@@ -358,11 +248,13 @@ def _how_many(reader: Reader) -> Reader:
 def _expected_event(node: Node) -> dict[str, Any]:
     if node.value == "cleared":
         return {"cleared": True}
-    blocks = _how_many(list_of(_published))
-    given = node.fields({"stored": blocks, "parent": nullable(_published), "removed": blocks, "worker": _worker})
+    blocks = _how_many(list_of(read_published))
+    given = node.fields(
+        {"stored": blocks, "parent": nullable(read_published), "removed": blocks, "worker": read_worker}
+    )
     if "parent" in given and "stored" not in given:
         raise node.key_error("parent", "'parent' belongs to 'stored'")
-    _one_of(node, "stored", "removed")
+    check_one_of(node, "stored", "removed")
     return given
 
 
@@ -373,7 +265,7 @@ def _number_or_name(key: str) -> int | str:
 def _active(node: Node) -> Any:
     if isinstance(node.value, dict):
         return {_number_or_name(key): count for key, count in node.entries(integer).items()}
-    return _how_many(list_of(_cached_block))(node)
+    return _how_many(list_of(read_cached_block))(node)
 
 
 def _overlap(node: Node) -> dict[str, Any]:
@@ -393,8 +285,8 @@ _EXPECTATIONS: Final[Mapping[str, Reader]] = {
     "cached_tokens": integer,
     "events": list_of(_expected_event),
     "active": _active,
-    "inactive": _how_many(list_of(_cached_block)),
-    "eviction_order": list_of(_cached_block),
+    "inactive": _how_many(list_of(read_cached_block)),
+    "eviction_order": list_of(read_cached_block),
     "overlap": _overlap,
     "problems": list_of(_rule),
 }
@@ -402,7 +294,7 @@ _EXPECTATIONS: Final[Mapping[str, Reader]] = {
 
 
 def _expectations(node: Node) -> tuple[WorkerName | None, dict[str, Expected]]:
-    said = node.fields({**_EXPECTATIONS, "worker": _worker})
+    said = node.fields({**_EXPECTATIONS, "worker": read_worker})
     worker = said.pop("worker", None)
     if not said:
         raise node.error(f"nothing is expected; known: {', '.join(_EXPECTATIONS)}")

@@ -10,6 +10,18 @@ from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import Forgotten
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.programs.operations import (
+    Clear,
+    Decode,
+    DropNext,
+    Name,
+    OnRequest,
+    Operation,
+    Prefill,
+    RemoveWorker,
+    Restart,
+    Serve,
+)
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -41,7 +53,9 @@ def scenario_text(program: Reproduction, name: str) -> str:
     document["backends"] = [program.backend]
     if program.allow:
         document["allow"] = list(program.allow)
-    steps = [*_world(program), *(_events(program) if program.level == "events" else _operations(program))]
+    size = program.profile.block_size
+    done = _events(program) if program.level == "events" else (_operation(step, size) for step in program.operations)
+    steps = [*_world(program), *done]
     if not program.breach.is_error:  # else a warning is let pass
         steps[-1]["expect"] = {"problems": []}
     document["scenarios"] = {name: {"steps": steps}}
@@ -103,29 +117,35 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
     return said
 
 
-def _operations(program: Reproduction) -> Iterator[dict[str, Any]]:
-    size = program.profile.block_size
-    for step in program.operations:
-        name = f"r{step.request}"
-        if step.kind == "prefill":
-            yield {"prefill": {"request": name, **_prompt(step.argument, size), **_of(step.worker)}}
-        elif step.kind == "decode":
-            if isinstance(step.argument, int):
-                yield {"decode": {"request": name, "count": step.argument}}
-            else:
-                yield {"decode": {"request": name, "tokens": _numbers(step.argument)}}
-        elif step.request:
-            yield {step.kind: name}
-        elif step.kind == "restart":
-            announced = {"announced": True} if step.argument else {}
-            yield {"restart": {"worker": _worker(step.worker), **announced}}
-        elif step.kind == "remove_worker":
-            yield {"remove_worker": step.worker[0]}
-        elif step.kind == "drop_next":
-            count, kind = step.argument
-            yield {"fault": {"lose": {"n": count, **({} if kind is None else {"kind": kind})}}}
-        else:
-            yield {step.kind: _worker(step.worker)}
+def _operation(step: Operation, size: int) -> dict[str, Any]:
+    match step:
+        case Prefill():
+            of = _of((step.worker, step.rank))
+            return {"prefill": {"request": _request(step.name), **_prompt(step.prompt(size), size), **of}}
+        case Serve():
+            of = _of((step.worker, step.rank))
+            output = {"output_tokens": step.output_tokens} if step.output_tokens else {}
+            return {"serve": {**_prompt(step.prompt(size), size), **output, **of}}
+        case Decode():
+            tokens = step.argument
+            given = {"count": tokens} if isinstance(tokens, int) else {"tokens": _numbers(tokens)}
+            return {"decode": {"request": _request(step.name), **given}}
+        case OnRequest():
+            return {step.kind: _request(step.name)}
+        case Restart():
+            announced = {"announced": True} if step.announced else {}
+            return {"restart": {"worker": _worker((step.worker, step.rank)), **announced}}
+        case RemoveWorker():
+            return {"remove_worker": step.worker}
+        case DropNext():
+            return {"fault": {"lose": {"n": step.count, **({} if step.of is None else {"kind": step.of})}}}
+        case Clear():
+            return {"clear": _worker((step.worker, step.rank))}
+    raise ValueError(f"a scenario file has no step for {step!r}")
+
+
+def _request(name: Name) -> str:
+    return f"r{name}" if isinstance(name, int) else name
 
 
 def _prompt(prompt: Prompt, block_size: int) -> dict[str, Any]:

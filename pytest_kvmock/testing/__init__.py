@@ -11,45 +11,53 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from pytest_kvmock.programs.operations import Burst as Burst
+    from pytest_kvmock.programs.operations import Clear as Clear
+    from pytest_kvmock.programs.operations import Decode as Decode
+    from pytest_kvmock.programs.operations import DropNext as DropNext
+    from pytest_kvmock.programs.operations import Finish as Finish
+    from pytest_kvmock.programs.operations import Preempt as Preempt
+    from pytest_kvmock.programs.operations import Prefill as Prefill
+    from pytest_kvmock.programs.operations import Program as Program
+    from pytest_kvmock.programs.operations import RemoveWorker as RemoveWorker
+    from pytest_kvmock.programs.operations import Restart as Restart
+    from pytest_kvmock.programs.operations import Resume as Resume
+    from pytest_kvmock.programs.operations import Serve as Serve
+    from pytest_kvmock.testing.drafts import play as play
     from pytest_kvmock.testing.eviction import EvictionContract as EvictionContract
     from pytest_kvmock.testing.index import IndexContract as IndexContract
     from pytest_kvmock.testing.machine import KvStateMachine as KvStateMachine
     from pytest_kvmock.testing.manager import ManagerContract as ManagerContract
-    from pytest_kvmock.testing.program import Burst as Burst
-    from pytest_kvmock.testing.program import Clear as Clear
-    from pytest_kvmock.testing.program import Decode as Decode
-    from pytest_kvmock.testing.program import Finish as Finish
-    from pytest_kvmock.testing.program import Preempt as Preempt
-    from pytest_kvmock.testing.program import Prefill as Prefill
-    from pytest_kvmock.testing.program import Program as Program
-    from pytest_kvmock.testing.program import Resume as Resume
-    from pytest_kvmock.testing.program import play as play
     from pytest_kvmock.testing.strategies import traffic as traffic
     from pytest_kvmock.testing.worker import WorkerContract as WorkerContract
 
 _HOME = {
-    "EvictionContract": "eviction",
-    "IndexContract": "index",
-    "KvStateMachine": "machine",
-    "ManagerContract": "manager",
-    "Burst": "program",
-    "Clear": "program",
-    "Decode": "program",
-    "Finish": "program",
-    "Preempt": "program",
-    "Prefill": "program",
-    "Program": "program",
-    "Resume": "program",
-    "play": "program",
-    "traffic": "strategies",
-    "WorkerContract": "worker",
+    "EvictionContract": "testing.eviction",
+    "IndexContract": "testing.index",
+    "KvStateMachine": "testing.machine",
+    "ManagerContract": "testing.manager",
+    "Burst": "programs.operations",
+    "Clear": "programs.operations",
+    "Decode": "programs.operations",
+    "DropNext": "programs.operations",
+    "Finish": "programs.operations",
+    "Preempt": "programs.operations",
+    "Prefill": "programs.operations",
+    "Program": "programs.operations",
+    "RemoveWorker": "programs.operations",
+    "Restart": "programs.operations",
+    "Resume": "programs.operations",
+    "Serve": "programs.operations",
+    "play": "testing.drafts",
+    "traffic": "testing.strategies",
+    "WorkerContract": "testing.worker",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
 # Before any of them is imported. Their asserts have messages of their own; pytest adds the values.
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{home}" for home in ("eviction", "index", "manager", "moved", "worker", "world"))
+    *(f"{__name__}.{home}" for home in ("eviction", "index", "manager", "moved", "slots", "worker", "world"))
 )
 
 
@@ -58,7 +66,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"{__name__}.{home}")
+        module = importlib.import_module(f"pytest_kvmock.{home}")
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise

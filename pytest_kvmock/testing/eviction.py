@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from random import Random
 from typing import Any, ClassVar
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.cache.pool import EvictionPolicy, Slot
+from pytest_kvmock.cache.pool import EvictionPolicy
 from pytest_kvmock.harness.router_harness import RouterHarness
-from pytest_kvmock.testing.program import play, random_traffic
+from pytest_kvmock.testing.drafts import play, random_traffic
+from pytest_kvmock.testing.slots import Life, Slots, filled_by_manager, slot_names
 from pytest_kvmock.testing.subject import call_with, check_offers, refuse
-from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_position
+from pytest_kvmock.tokens import lineage_hash
 
 
 class EvictionContract:
@@ -42,18 +41,18 @@ class EvictionContract:
         check_offers(self, policy, EvictionPolicy, "make_policy")
         return policy
 
-    def _start(self) -> _Slots:
+    def _start(self) -> Slots:
         __tracebackhide__ = True
-        return _Slots(self._new())
+        return Slots(self._new())
 
     # ------------------------------------------------------------------------------------------- what can go
 
     def test_a_new_policy_has_nothing_to_evict(self) -> None:
         """It begins empty."""
         policy = self._new()
-        assert [] == _names(policy.order()), f"order() of a new policy is {policy.order()}; expected nothing"
+        assert [] == slot_names(policy.order()), f"order() of a new policy is {policy.order()}; expected nothing"
         evicted = policy.evict(1)
-        assert [] == _names(evicted), f"evict(1) of a new policy gave {evicted}; expected nothing"
+        assert [] == slot_names(evicted), f"evict(1) of a new policy gave {evicted}; expected nothing"
 
     def test_a_block_in_use_is_not_evictable(self) -> None:
         """What was only registered is active."""
@@ -117,7 +116,7 @@ class EvictionContract:
         """Every block of a chain can go; a child before its parent, where the policy says so."""
         slots = self._start()
         slots.free(slots.chain(6)[::-1])
-        gone = [name for _ in range(6) for name in _names(slots.policy.evict(1))]
+        gone = [name for _ in range(6) for name in slot_names(slots.policy.evict(1))]
         assert [1, 2, 3, 4, 5, 6] == sorted(gone), f"of a freed chain of the blocks 1 to 6 there went {gone}"
         if self.prefix_closed:
             assert [6, 5, 4, 3, 2, 1] == gone, (
@@ -134,8 +133,8 @@ class EvictionContract:
             slots.free(freed)
         slots.hold(roots[1:3])
         slots.free(roots[1:3])
-        expected = _names(slots.policy.order())
-        gone = [name for _ in range(8) for name in _names(slots.policy.evict(1))]
+        expected = slot_names(slots.policy.order())
+        gone = [name for _ in range(8) for name in slot_names(slots.policy.evict(1))]
         assert expected == gone, f"order() said {expected}; evicted one by one they went {gone}"
 
     def test_order_changes_nothing(self) -> None:
@@ -144,10 +143,10 @@ class EvictionContract:
         for slots in (looked, blind):
             slots.free(slots.chain(4)[::-1])
             slots.free(slots.roots(4))
-        once, twice = _names(looked.policy.order()), _names(looked.policy.order())
+        once, twice = slot_names(looked.policy.order()), slot_names(looked.policy.order())
         assert once == twice, f"order() said {once}, and then {twice}"
-        expected = _names(blind.policy.evict(8))
-        gone = _names(looked.policy.evict(8))
+        expected = slot_names(blind.policy.evict(8))
+        gone = slot_names(looked.policy.evict(8))
         assert expected == gone, f"evict(8) gave {expected}, but {gone} where order() was asked before"
 
     def test_many_go_as_one_by_one(self) -> None:
@@ -156,8 +155,8 @@ class EvictionContract:
         for slots in (bulk, single):
             slots.free(slots.chain(5)[::-1])
             slots.free(slots.roots(5))
-        gone = _names(bulk.policy.evict(7))
-        expected = [name for _ in range(7) for name in _names(single.policy.evict(1))]
+        gone = slot_names(bulk.policy.evict(7))
+        expected = [name for _ in range(7) for name in slot_names(single.policy.evict(1))]
         assert expected == gone, f"evicted one by one there went {expected}; evict(7) gave {gone}"
 
     def test_blocks_freed_one_by_one_go_as_those_freed_together(self) -> None:
@@ -169,15 +168,15 @@ class EvictionContract:
             single.policy.insert([slot])
         for slot in freed[2]:
             one.policy.insert_one(slot)
-        expected = _names(together.policy.evict(6))
+        expected = slot_names(together.policy.evict(6))
         for how, slots in (("insert, one at a time,", single), ("insert_one", one)):
-            gone = _names(slots.policy.evict(6))
+            gone = slot_names(slots.policy.evict(6))
             assert expected == gone, f"freed by one insert there went {expected}; freed by {how} there went {gone}"
 
     def test_the_same_life_gives_the_same_evictions(self) -> None:
         """Nothing random decides, and no address of an object."""
-        expected = _Life(self._start(), self.capacity, seed=1).live(300)
-        again = _Life(self._start(), self.capacity, seed=1).live(300)
+        expected = Life(self._start(), self.capacity, seed=1).live(300)
+        again = Life(self._start(), self.capacity, seed=1).live(300)
         assert expected == again, f"two policies with the same life evicted {expected[:12]}... and {again[:12]}..."
 
     # --------------------------------------------------------------------------------------------- a whole life
@@ -235,7 +234,7 @@ class EvictionContract:
         slots.free(chain[::-1])
         slots.hold(chain[:2])
         slots.free(chain[:2][::-1])
-        before = [_filled(slot) for slot in chain]
+        before = [filled_by_manager(slot) for slot in chain]
         slots.policy.order()
         evicted = slots.policy.evict(4)
         slots.policy.clear()
@@ -243,7 +242,9 @@ class EvictionContract:
             f"evict(4) gave {evicted}, which are not the slots that were inserted"
         )
         for slot, expected in zip(chain, before, strict=True):
-            assert expected == _filled(slot), f"the policy wrote into {slot}: {_filled(slot)}; expected {expected}"
+            assert expected == filled_by_manager(slot), (
+                f"the policy wrote into {slot}: {filled_by_manager(slot)}; expected {expected}"
+            )
 
     def test_two_policies_share_nothing(self) -> None:
         """One manager's blocks are no other manager's."""
@@ -270,7 +271,7 @@ class EvictionContract:
     def test_no_block_is_lost_or_doubled_in_a_long_life(self) -> None:
         """Requests come and go; what can go is what nobody holds, and all of that."""
         for seed in range(5):
-            _Life(self._start(), self.capacity, seed=seed).live(300)
+            Life(self._start(), self.capacity, seed=seed).live(300)
 
     def test_a_manager_with_it_says_what_it_does(self) -> None:
         """A block manager and a router that hears it stay in sync in any traffic."""
@@ -282,140 +283,3 @@ class EvictionContract:
             "under-contract", lambda _: self._new(), follows=type(self).__name__, prefix_closed=self.prefix_closed
         )
         return RouterHarness(EngineProfile(block_size=4, num_blocks=self.capacity), spec)
-
-
-def _names(slots: Sequence[Slot]) -> list[int]:
-    return [slot.name for slot in slots]
-
-
-def _filled(slot: Slot) -> tuple[object, ...]:
-    """All of a slot that is the manager's."""
-    return slot.plh, slot.name, slot.refs, slot.aliases
-
-
-class _Slots:
-    """Does to a policy what a manager does; its blocks are 1, 2, 3 in the order in which they are registered."""
-
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self.policy = policy
-        self.parents: dict[int, int | None] = {}  # the name of each block's parent
-        self._last = 0
-
-    def chain(self, length: int, after: Slot | None = None) -> list[Slot]:
-        """Register new blocks, each the child of the one before it, all active."""
-        return self.register([Slot() for _ in range(length)], after)
-
-    def roots(self, count: int) -> list[Slot]:
-        return [slot for _ in range(count) for slot in self.chain(1)]
-
-    def register(self, slots: Sequence[Slot], after: Slot | None) -> list[Slot]:
-        slots = list(slots)
-        parent = after
-        for slot in slots:
-            self._last += 1
-            if parent is None:
-                plh = lineage_hash(self._last, None, 0)
-            else:
-                plh = lineage_hash(self._last, lineage_fragment(parent.plh), lineage_position(parent.plh) + 1)
-            slot.plh, slot.name, slot.refs = plh, self._last, 1
-            self.parents[slot.name] = None if parent is None else parent.name
-            parent = slot
-        policy = self.policy
-        places = policy.free_places([slot.plh for slot in slots]) if policy.finds_by_place else None
-        policy.register(slots, places)
-        return slots
-
-    def free(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            slot.refs = 0
-        self.policy.insert(slots)
-
-    def hold(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            slot.refs = 1
-        self.policy.remove(slots)
-
-    def expect_evictable(self, names: list[int]) -> None:
-        __tracebackhide__ = True
-        order = _names(self.policy.order())
-        assert names == sorted(order), f"order() is {order}; the blocks that nobody holds are {names}"
-
-    def expect_evicted(self, names: list[int], count: int) -> None:
-        __tracebackhide__ = True
-        gone = _names(self.policy.evict(count))
-        assert names == sorted(gone), f"evict({count}) gave {gone}; expected {names}, in any order"
-
-
-class _Life:
-    """A random life of requests, as a scheduler would have it, and what must be true of the policy all the while."""
-
-    def __init__(self, slots: _Slots, capacity: int, seed: int) -> None:
-        self._slots = slots
-        self._capacity = capacity
-        self._rng = Random(seed)  # noqa: S311 - mock data
-        self._cached: dict[int, Slot] = {}
-        self._requests: list[list[Slot]] = []
-        self._evicted: list[int] = []
-
-    def live(self, steps: int) -> list[int]:
-        """Let requests come and go; what was evicted, in order."""
-        for _ in range(steps):
-            if self._requests and self._rng.random() < 0.5:
-                self._finish(self._requests.pop(self._rng.randrange(len(self._requests))))
-            else:
-                self._admit()
-            idle = sorted(name for name, slot in self._cached.items() if not slot.refs)
-            self._slots.expect_evictable(idle)
-        return self._evicted
-
-    def _admit(self) -> None:
-        rng, policy = self._rng, self._slots.policy
-        before = self._path(rng.choice(list(self._cached.values()))) if self._cached and rng.random() < 0.7 else []
-        new = rng.randint(0, 4)
-        idle = [slot for slot in before if not slot.refs]
-        room = self._capacity - sum(slot.refs > 0 for slot in self._cached.values()) - len(idle)
-        if (not before and not new) or new > room:
-            return
-        if idle:
-            policy.remove(idle)
-        for slot in before:
-            slot.refs += 1
-        short = new - (self._capacity - len(self._cached))
-        fresh: list[Slot] = []
-        if short > 0:
-            fresh = list(policy.evict(short))
-            gone = _names(fresh)
-            self._evicted += gone
-            can_go = sorted(name for name, slot in self._cached.items() if not slot.refs)
-            assert len(set(gone)) == short, f"evict({short}) gave {gone}, where {can_go} could go"
-            assert set(gone) <= set(can_go), f"evict({short}) gave {gone}, where only {can_go} could go"
-            for name in gone:
-                del self._cached[name]
-        fresh += [Slot() for _ in range(new - len(fresh))]
-        if fresh:
-            self._slots.register(fresh, before[-1] if before else None)
-            self._cached.update((slot.name, slot) for slot in fresh)
-        self._requests.append(before + fresh)
-
-    def _path(self, slot: Slot) -> list[Slot]:
-        """The blocks from the root to this one; none where one of them has gone."""
-        path = [slot]
-        while (above := self._slots.parents[path[0].name]) is not None:
-            parent = self._cached.get(above)
-            if parent is None:
-                return []
-            path.insert(0, parent)
-        return path
-
-    def _finish(self, request: list[Slot]) -> None:
-        policy, one_by_one = self._slots.policy, self._rng.random() < 0.5
-        idle = []
-        for slot in request[::-1]:
-            slot.refs -= 1
-            if not slot.refs:
-                idle.append(slot)
-        if one_by_one:
-            for slot in idle:
-                policy.insert_one(slot)
-        elif idle:
-            policy.insert(idle)

@@ -1,4 +1,7 @@
-"""What every router index promises, as tests that the tests of an index inherit."""
+"""What every router index promises, as tests that the tests of an index inherit.
+
+One subject, one class: the promises, each a test.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.harness.under_test import IndexUnderTest
-from pytest_kvmock.testing.program import Player, random_traffic
+from pytest_kvmock.testing.drafts import Player, random_traffic
 from pytest_kvmock.testing.subject import call_with, check_backends, refuse
 from pytest_kvmock.testing.told import ToldIndex, prompt_of
 

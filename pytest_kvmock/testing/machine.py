@@ -12,7 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.harness.router_harness import RouterHarness
-from pytest_kvmock.testing.program import Clear, Decode, Finish, Player, Preempt, Prefill, Resume, Step
+from pytest_kvmock.programs.operations import Clear, Decode, Finish, Preempt, Prefill, Resume, Step
+from pytest_kvmock.testing.drafts import Player
 
 _worker = st.runner().flatmap(lambda machine: st.integers(0, machine.workers - 1))
 

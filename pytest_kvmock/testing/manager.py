@@ -1,4 +1,7 @@
-"""What every block manager that takes moves promises, as tests that the tests of a manager inherit."""
+"""What every block manager that takes moves promises, as tests that the tests of a manager inherit.
+
+One subject, one class: the promises, each a test.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.testing.program import Draft, Program, resolve
+from pytest_kvmock.programs.operations import Program
+from pytest_kvmock.testing.drafts import Draft, resolve
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy

@@ -1,4 +1,7 @@
-"""What every engine promises that serves requests, as tests that the tests of a backend inherit."""
+"""What every engine promises that serves requests, as tests that the tests of a backend inherit.
+
+One subject, one class: the promises, each a test.
+"""
 
 from __future__ import annotations
 

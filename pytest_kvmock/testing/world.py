@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import EventData, value_text
 from pytest_kvmock.harness.router_harness import RouterHarness
-from pytest_kvmock.testing.program import Player, random_traffic
+from pytest_kvmock.testing.drafts import Player, random_traffic
 from pytest_kvmock.tokens import Prompt
 
 P = ParamSpec("P")

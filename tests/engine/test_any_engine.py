@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.testing import traffic
-from pytest_kvmock.testing.program import Player
+from pytest_kvmock.testing.drafts import Player
 
 CAPACITY, SIZE = 8, 4
 ENGINES = {

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,13 +20,14 @@ from pytest_kvmock import (
     StorageTier,
     Stored,
 )
-from pytest_kvmock.harness.recording import MOST, Operation
+from pytest_kvmock.harness.recording import MOST, Recorded
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.programs.operations import Clear, Decode, DropNext, Finish, Preempt, Prefill, Resume
 from pytest_kvmock.reduce import NotReduced, reproduce
-from pytest_kvmock.reduce.program import Breach, story_of
+from pytest_kvmock.reduce.breach import Breach, story_of
 from pytest_kvmock.reduce.replay import Replayer
 from pytest_kvmock.reduce.search import Budget
-from pytest_kvmock.tokens import Prompt, chained_hash, sequence_hashes
+from pytest_kvmock.tokens import chained_hash, sequence_hashes
 
 # ------------------------------------------------------------------------------------------------ events by rule
 
@@ -495,10 +497,10 @@ def test_no_request_and_no_block_of_one_can_go(faulty_backends, busy):
 
     assert breaks(steps)
     for gone in requests:
-        assert not breaks([step for step in steps if step.request != gone.request])
-        tokens = gone.argument.tokens
+        assert not breaks([step for step in steps if step.name != gone.name])
+        tokens = gone.prompt(4).tokens
         for start in range(0, len(tokens), 4):
-            shorter = gone._replace(argument=Prompt(tokens[:start] + tokens[start + 4 :]))
+            shorter = replace(gone, blocks=(), tail=tokens[:start] + tokens[start + 4 :])
             assert not breaks([shorter if step is gone else step for step in steps])
 
 
@@ -746,14 +748,14 @@ def test_operations_are_recorded_as_they_were_asked():
     kv.drop_next(2, kind="removed")
 
     assert [
-        Operation("prefill", (0, 0), 1, ((1, 2, 3, 4, 5), None, 5), 0),
-        Operation("decode", (0, 0), 1, 2, 1),
-        Operation("preempt", (0, 0), 1, None, 1),
-        Operation("resume", (0, 0), 1, None, 1),
-        Operation("finish", (0, 0), 1, None, 1),
-        Operation("clear", (0, 0), 0, None, 1),
-        Operation("drop_next", (0, 0), 0, (2, "removed"), 2),
-    ] == [Operation(*fields) for fields in kv.recording.operations]
+        Recorded(Prefill(1, tail=(1, 2, 3, 4, 5)), 0),
+        Recorded(Decode(1, 2, of=None), 1),
+        Recorded(Preempt(1), 1),
+        Recorded(Resume(1), 1),
+        Recorded(Finish(1), 1),
+        Recorded(Clear(), 1),
+        Recorded(DropNext(2, of="removed"), 2),
+    ] == [*kv.recording.recorded()]
 
 
 # ------------------------------------------------------------------------------------- engines with the ids of sinks

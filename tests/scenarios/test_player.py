@@ -17,7 +17,7 @@ def played(tmp_path):
         path.write_text(text)
         (scenario,) = load_scenarios(path, "x.kv.yaml")
         with RouterHarness(PROFILE, "lineage", **others) as harness:
-            play(scenario, harness)
+            play(harness, scenario)
         return harness
 
     return play_text

@@ -20,6 +20,21 @@ from pytest_kvmock import (
 )
 from pytest_kvmock.cache.eviction.lru import LruPolicy
 from pytest_kvmock.cache.logical import LogicalManager
+from pytest_kvmock.programs.interpreter import Interpreter
+from pytest_kvmock.programs.operations import (
+    Burst,
+    Clear,
+    Decode,
+    DropNext,
+    Finish,
+    Preempt,
+    Prefill,
+    RemoveWorker,
+    Restart,
+    Resume,
+    Serve,
+)
+from pytest_kvmock.reduce import Breach, Reproduction
 from pytest_kvmock.scenarios import load_scenarios, play
 from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.strict_yaml import YamlError
@@ -181,7 +196,7 @@ def test_a_sink_is_made_again_as_it_was(tmp_path):
     assert "num_blocks" not in step.given
     harness = RouterHarness(backend="lineage")
     with pytest.raises(AssertionError, match=r"expect problems \[\]: got \['wrong_hash'\]"):
-        play(scenario, harness)
+        play(harness, scenario)
     assert [False] == [problem.is_error for problem in harness.events.problems]
 
 
@@ -210,7 +225,7 @@ def assert_breaks_the_same(found, tmp_path, backend=None, index=None):
     profile = EngineProfile().replace(**scenario.profile)
     harness = RouterHarness(profile, backend or scenario.backends[0], index, allow=scenario.allow)
     with pytest.raises((AssertionError, KvEventsError)), harness:
-        play(scenario, harness)
+        play(harness, scenario)
     assert found.rule in [problem.rule for problem in harness.events.problems]
     return text
 
@@ -222,3 +237,41 @@ def test_runs_of_numbers_are_written_as_ranges(tmp_path):
     text = scenario_text(reproduce(kv, level="requests"), "long")
     assert ".." in text
     assert text.isascii()
+
+
+def test_each_operation_is_a_step_that_does_it(tmp_path):
+    steps = (
+        Serve((1, 2), output_tokens=3, worker=1),
+        Prefill("a", (1, (5, 6, 7, 8)), 1),
+        Decode("a", 2, of=None),
+        Decode("a", 3, of=4),
+        Preempt("a"),
+        Resume("a"),
+        Finish("a"),
+        Prefill(7, (11, 12), 2, hashed=True),
+        Finish(7),
+        Serve((11,), None, hashed=True),
+        Clear(),
+        Restart(1, announced=True),
+        DropNext(1, of="removed"),
+        DropNext(),
+        RemoveWorker(1),
+    )
+    profile = EngineProfile(block_size=4, num_blocks=8)
+    breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
+    path = tmp_path / "saved.kv.yaml"
+    path.write_text(scenario_text(Reproduction(breach, "requests", "lru", profile, steps), "all"))
+    (scenario,) = load_scenarios(path)
+    played, done = RouterHarness(profile, "lru"), RouterHarness(profile, "lru")
+    play(played, scenario)
+    interpreter = Interpreter(done)
+    for step in steps:
+        interpreter.do(step)
+    assert [entry.event for entry in done.events] == [entry.event for entry in played.events]
+
+
+def test_a_burst_cannot_be_written():
+    breach = Breach("index_drift", is_error=True, worker=(0, 0), block=None, story="")
+    burst = Reproduction(breach, "requests", "lru", EngineProfile(), (Burst(3),))
+    with pytest.raises(ValueError, match=r"^a scenario file has no step for Burst\(count=3\)$"):
+        scenario_text(burst, "burst")

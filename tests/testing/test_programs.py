@@ -10,8 +10,22 @@ from hypothesis import Phase, find, given, seed, settings
 from mutants_indexes import IgnoresRemoved, Queued
 
 from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness
-from pytest_kvmock.testing import Burst, Clear, Decode, Finish, Preempt, Prefill, Program, Resume, play, traffic
-from pytest_kvmock.testing.program import Player, random_traffic
+from pytest_kvmock.testing import (
+    Burst,
+    Clear,
+    Decode,
+    Finish,
+    Preempt,
+    Prefill,
+    Program,
+    RemoveWorker,
+    Restart,
+    Resume,
+    Serve,
+    play,
+    traffic,
+)
+from pytest_kvmock.testing.drafts import Player, random_traffic
 
 SMALL = EngineProfile(block_size=2, num_blocks=6, workers=2)
 
@@ -144,11 +158,28 @@ def test_a_failure_names_the_step_after_which_it_showed():
     assert ["at step 3 of the program: Prefill('b', blocks=(1, 1, 1))"] == raised.value.__notes__
 
 
+def test_a_program_may_have_any_operation():
+    program = Program(
+        Serve((0, 1), output_tokens=2),
+        Prefill("a", (0, 1)),
+        Restart(announced=True),
+        Decode("a"),  # it is lost, and so passed over
+        RemoveWorker(1),
+        Clear(),
+    )
+    assert program == eval(repr(program))
+    with RouterHarness(SMALL, "lru") as kv:
+        play(kv, program)
+        assert [] == kv.worker(0).requests
+
+
 def test_what_is_no_step_is_refused():
     with (
         RouterHarness(SMALL, "lru") as kv,
         pytest.raises(
-            TypeError, match=r"^a program has Prefill, Decode, Finish, Preempt, Resume, Clear and Burst, got 'run'\n"
+            TypeError,
+            match=r"^a program has Prefill, Serve, Decode, Finish, Preempt, Resume, Clear, Burst, Restart, RemoveWorker "
+            r"and DropNext, got 'run'\n",
         ),
     ):
         play(kv, ["run"])

@@ -1,148 +1,45 @@
-"""Traffic as a value: a program of requests that can be drawn, shrunk, printed and played again."""
+"""Any traffic, as a program of requests: made of drafts, which can be drawn and shrunk, and played."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Final, Literal, TypeAlias
 
-from pytest_kvmock.engine.worker import OutOfBlocks, Request
+from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.harness.router_harness import RouterHarness
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.programs.interpreter import Interpreter
+from pytest_kvmock.programs.operations import (
+    Burst,
+    Clear,
+    Decode,
+    Finish,
+    OnRequest,
+    Operation,
+    Preempt,
+    Prefill,
+    Program,
+    Resume,
+    Step,
+)
+
+_FITTING: Final = {
+    Decode: ("running",),
+    Finish: ("running", "preempted"),
+    Preempt: ("running",),
+    Resume: ("preempted",),
+}
+"""The states of a request in which a step can be done to it."""
 
 
-class _Step:
-    """What the steps share: a repr that leaves out what is as it mostly is."""
+class Player(Interpreter):
+    """Does the steps of programs on the workers of a harness, and passes over those that do not fit.
 
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        parts = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each step is a dataclass
-            value = getattr(self, field.name)
-            if value != field.default:
-                parts.append(repr(value) if field.name == "name" else f"{field.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(parts)})"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Prefill(_Step):
-    """Admit a request.
-
-    Attributes:
-        name: how later steps call it.
-        blocks: its prompt, a small number for each block: a block of number 3 has nothing but the token 3. So prompts
-            share the blocks with which both begin.
-        tail: further tokens, of number 0.
-        worker: on which worker.
-        rank: on which of its ranks.
-    """
-
-    name: str
-    blocks: tuple[int, ...] = ()
-    tail: int = 0
-    worker: int = 0
-    rank: int = 0
-
-    def prompt(self, block_size: int) -> Prompt:
-        """The tokens."""
-        return Prompt([*(number for number in self.blocks for _ in range(block_size)), *[0] * self.tail])
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Decode(_Step):
-    """Generate tokens, one by one.
-
-    Attributes:
-        name: which request.
-        tokens: how many.
-        of: which token; blocks that fill up may so be blocks that another request has.
-    """
-
-    name: str
-    tokens: int = 1
-    of: int = 0
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Finish(_Step):
-    """Let a request's blocks go."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Preempt(_Step):
-    """Let a request's blocks go, and keep what it has generated."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Resume(_Step):
-    """Give a preempted request blocks again."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Clear(_Step):
-    """Have a worker drop what is cached; nothing happens while it has requests."""
-
-    worker: int = 0
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Burst(_Step):
-    """Serve prompts of one block each, one after the other; the index is flushed and compared when all are served.
-
-    It is what shows a queue that overflows: in a cache that is full, each prompt is two events.
-
-    Attributes:
-        count: how many prompts. The first has block 0, the next block 1, and so on, as in `Prefill.blocks`.
-        worker: on which worker.
-        rank: on which of its ranks.
-    """
-
-    count: int = 1
-    worker: int = 0
-    rank: int = 0
-
-
-Step: TypeAlias = Prefill | Decode | Finish | Preempt | Resume | Clear | Burst
-"""One step of a program."""
-
-
-class Program:
-    """Steps in order. Its repr is Python that makes it again, a line a step."""
-
-    __slots__ = ("steps",)
-
-    def __init__(self, *steps: Step) -> None:
-        self.steps = steps
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self.steps == other.steps
-
-    def __hash__(self) -> int:
-        return hash(self.steps)
-
-    def __repr__(self) -> str:
-        return "\n".join(["Program(", *(f"    {step!r}," for step in self.steps), ")"]) if self.steps else "Program()"
-
-
-class Player:
-    """Does the steps of programs on the workers of a harness.
+    What does not fit is refused, as by an engine, and no failure: the request is not there, or as it was. A step that the
+    request's state does not allow then is passed over.
 
     Args:
         harness: whose workers serve.
@@ -152,59 +49,28 @@ class Player:
     """
 
     def __init__(self, harness: RouterHarness) -> None:
-        self._harness = harness
-        self.requests: dict[str, Request] = {}
+        super().__init__(harness)
 
-    def do(self, step: Step) -> None:
+    def do(self, step: Operation) -> None:
         """Do one step.
-
-        What does not fit is refused, as by an engine, and no failure: the request is not there, or as it was. A step
-        that the request's state does not allow then is passed over.
 
         Raises:
             TypeError: it is no step.
         """
-        try:
-            if isinstance(step, Prefill):
-                self.requests.pop(step.name, None)
-                worker = self._harness.worker(step.worker, step.rank)
-                self.requests[step.name] = worker.prefill(step.prompt(self._harness.profile.block_size))
-            elif isinstance(step, Clear):
-                self._harness.worker(step.worker, step.rank).clear()
-            elif isinstance(step, Burst):
-                worker = self._harness.worker(step.worker, step.rank)
-                with self._harness.burst():
-                    for number in range(step.count):
-                        with suppress(OutOfBlocks):
-                            worker.serve([number] * self._harness.profile.block_size)
-            elif isinstance(step, Decode):
-                if request := self._request(step, "running"):
-                    request.decode([step.of] * step.tokens)
-            elif isinstance(step, Finish):
-                if request := self._request(step, "running", "preempted"):
-                    request.finish()
-            elif isinstance(step, Preempt):
-                if request := self._request(step, "running"):
-                    request.preempt()
-            elif isinstance(step, Resume):
-                if request := self._request(step, "preempted"):
-                    request.resume()
-            else:
-                raise TypeError(
-                    f"a program has Prefill, Decode, Finish, Preempt, Resume, Clear and Burst, got {step!r:.80}"
-                )
-        except OutOfBlocks:
-            pass
-
-    def _request(self, step: Decode | Finish | Preempt | Resume, *allowed: str) -> Request | None:
-        request = self.requests.get(step.name)
-        return request if request is not None and request.status in allowed else None
+        if isinstance(step, Prefill):
+            self.requests.pop(step.name, None)
+        elif isinstance(step, OnRequest):
+            request = self.requests.get(step.name)
+            if request is None or request.status not in _FITTING[type(step)]:
+                return
+        with suppress(OutOfBlocks):
+            super().do(step)
 
 
 def play(harness: RouterHarness, program: Iterable[Step]) -> None:
     """Play a program on the workers of a harness, and check the events after each step.
 
-    What does not fit is no failure (see `Player.do`).
+    What does not fit is no failure (see `Player`).
 
     Args:
         harness: whose workers serve.

@@ -1,0 +1,140 @@
+"""Operations, done on the workers of a harness.
+
+This is the one place that says what an operation is. It raises whatever a worker raises, and returns the answer: which
+errors are no failure is for its callers to decide, who derive from it or catch them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, get_args
+
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.programs.operations import (
+    Burst,
+    Clear,
+    Decode,
+    DropNext,
+    Finish,
+    Name,
+    Operation,
+    Preempt,
+    Prefill,
+    RemoveWorker,
+    Restart,
+    Resume,
+    Serve,
+    Step,
+    WithPrompt,
+)
+from pytest_kvmock.tokens import Prompt
+
+
+class OpenRequest(Protocol):
+    """What a program needs of a request (`engine.worker.Request`)."""
+
+    cached_tokens: int
+
+    @property
+    def status(self) -> str: ...  # noqa: D102 - as Request has it
+
+    def decode(self, tokens: int | tuple[int, ...], /) -> None: ...  # noqa: D102 - likewise
+    def finish(self) -> None: ...  # noqa: D102 - likewise
+    def preempt(self) -> None: ...  # noqa: D102 - likewise
+    def resume(self) -> None: ...  # noqa: D102 - likewise
+
+
+class _Served(Protocol):
+    @property
+    def cached_tokens(self) -> int: ...
+
+
+class Worker(Protocol):
+    """What a program needs of a worker (`engine.worker.KvWorker`)."""
+
+    def prefill(self, prompt: Prompt, /) -> OpenRequest: ...  # noqa: D102 - as KvWorker has it
+    def serve(self, prompt: Prompt, output_tokens: int, /) -> _Served: ...  # noqa: D102 - likewise
+    def clear(self) -> bool: ...  # noqa: D102 - likewise
+    def restart(self, *, announced: bool) -> None: ...  # noqa: D102 - likewise
+
+
+class Harness(Protocol):
+    """What a program needs of the harness it is played on (`harness.RouterHarness`)."""
+
+    profile: EngineProfile
+
+    def worker(self, worker_id: int, dp_rank: int, /) -> Worker: ...  # noqa: D102 - as RouterHarness has it
+    def remove_worker(self, worker_id: int, /) -> None: ...  # noqa: D102 - likewise
+    def drop_next(self, n: int, /, *, kind: str | None) -> object: ...  # noqa: D102 - likewise
+    def burst(self) -> AbstractContextManager[None]: ...  # noqa: D102 - likewise
+
+
+class Interpreter:
+    """Does operations on the workers of a harness.
+
+    Args:
+        harness: whose workers serve.
+        make_prompt: makes the prompt of a `Prefill` or `Serve` for a block size. By default each is made anew; who plays
+            a program many times keeps them, since a prompt keeps its hashes.
+
+    Attributes:
+        requests: the requests that were admitted, by the names that their `Prefill` gave them.
+    """
+
+    def __init__(self, harness: Harness, make_prompt: Callable[[WithPrompt, int], Prompt] = WithPrompt.prompt) -> None:
+        self.requests: dict[Name, OpenRequest] = {}
+        self._harness = harness
+        self._make_prompt = make_prompt
+
+    def do(self, step: Operation) -> Any:
+        """Do one operation.
+
+        Returns:
+            Of a Prefill, Resume or Serve, how many tokens of the prompt were cached; of a Clear, whether it was done;
+            else None.
+
+        Raises:
+            KeyError: it is about a request that was not admitted.
+            TypeError: it is no operation.
+            Exception: whatever the worker, the request or the harness raises.
+        """
+        harness, requests = self._harness, self.requests
+        match step:
+            case Prefill():
+                request = harness.worker(step.worker, step.rank).prefill(self._prompt(step))
+                requests[step.name] = request
+                return request.cached_tokens
+            case Decode():
+                requests[step.name].decode(step.argument)
+            case Finish():
+                requests[step.name].finish()
+            case Preempt():
+                requests[step.name].preempt()
+            case Resume():
+                request = requests[step.name]
+                request.resume()
+                return request.cached_tokens
+            case Serve():
+                worker = harness.worker(step.worker, step.rank)
+                return worker.serve(self._prompt(step), step.output_tokens).cached_tokens
+            case Clear():
+                return harness.worker(step.worker, step.rank).clear()
+            case Burst():
+                harness.worker(step.worker, step.rank)  # made now, if there is none: what it publishes then is no burst
+                with harness.burst():
+                    for served in step.served:
+                        self.do(served)
+            case Restart():
+                harness.worker(step.worker, step.rank).restart(announced=step.announced)
+            case RemoveWorker():
+                harness.remove_worker(step.worker)
+            case DropNext():
+                harness.drop_next(step.count, kind=step.of)
+            case _:
+                *most, last = (operation.__name__ for operation in get_args(Step))
+                raise TypeError(f"a program has {', '.join(most)} and {last}, got {step!r:.80}")
+        return None
+
+    def _prompt(self, step: Prefill | Serve) -> Prompt:
+        return self._make_prompt(step, self._harness.profile.block_size)

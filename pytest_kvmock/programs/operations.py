@@ -1,0 +1,280 @@
+"""A program of requests as values: what is asked of workers and router, in order.
+
+One model for all who have programs: what a harness records, what is cut down to a reproduction, what a scenario file
+asks for, and the traffic that contracts draw. Operations compare by value, and their repr is Python that makes them
+again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+from pytest_kvmock.tokens import Prompt
+
+Name: TypeAlias = str | int
+"""What a program calls a request; requests that a harness records are numbered from 1."""
+
+
+class Operation:
+    """What all operations share: a repr that leaves out each field that has its default.
+
+    Attributes:
+        kind: the method that does it, of a worker, a request or a harness.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    def __repr__(self) -> str:
+        parts = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each operation is a dataclass
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(repr(value) if field.name == "name" else f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+class WithPrompt(Operation):
+    """What `Prefill` and `Serve` share: a prompt, block by block.
+
+    Attributes:
+        blocks: of each block a small number (a block of number 3 has nothing but the token 3), or its tokens.
+        tail: further tokens: how many of number 0, or which. It may be the whole prompt.
+        worker: on which worker.
+        rank: on which of its ranks.
+        hashed: each block is a local hash; `tail` is then how many tokens there are besides, or None where that is not
+            known.
+    """
+
+    __slots__ = ()
+    blocks: tuple[int | tuple[int, ...], ...]
+    tail: int | tuple[int, ...] | None
+    worker: int
+    rank: int
+    hashed: bool
+
+    def prompt(self, block_size: int) -> Prompt:
+        """The prompt, where a block has so many tokens.
+
+        Raises:
+            TypeError: a block or tail that is neither a number nor tokens.
+            ValueError: a number out of range.
+        """
+        blocks, tail = self.blocks, self.tail
+        if self.hashed:
+            assert not isinstance(tail, tuple)
+            hashes = [block for block in blocks if isinstance(block, int)]
+            return Prompt(hashes=hashes, num_tokens=None if tail is None else len(hashes) * block_size + tail)
+        tokens: list[int] = []
+        for block in blocks:
+            tokens += block if isinstance(block, tuple) else [block] * block_size
+        return Prompt([*tokens, *(tail if isinstance(tail, tuple) else [0] * (tail or 0))])
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class OnRequest(Operation):
+    """What the operations on one request share.
+
+    Attributes:
+        name: which request.
+    """
+
+    name: Name
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Prefill(OnRequest, WithPrompt):
+    """Admit a request. Prompts share the blocks with which both begin.
+
+    Attributes:
+        name: how later operations call it.
+        blocks: its prompt, a small number for each block: a block of number 3 has nothing but the token 3. Or the tokens
+            of each block.
+        tail: further tokens: how many of number 0, or which.
+        worker: on which worker.
+        rank: on which of its ranks.
+        hashed: whether blocks are local hashes (see `WithPrompt`).
+    """
+
+    kind = "prefill"
+
+    blocks: tuple[int | tuple[int, ...], ...] = ()
+    tail: int | tuple[int, ...] | None = 0
+    worker: int = 0
+    rank: int = 0
+    hashed: bool = False
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Serve(WithPrompt):
+    """Prefill, decode and finish one request that has no name.
+
+    Attributes:
+        blocks: its prompt; this and what follows as in `Prefill`.
+        tail: further tokens.
+        worker: on which worker.
+        rank: on which of its ranks.
+        hashed: whether blocks are local hashes.
+        output_tokens: how many tokens are generated.
+    """
+
+    kind = "serve"
+
+    blocks: tuple[int | tuple[int, ...], ...] = ()
+    tail: int | tuple[int, ...] | None = 0
+    worker: int = 0
+    rank: int = 0
+    hashed: bool = False
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Decode(OnRequest):
+    """Generate tokens, one by one.
+
+    Attributes:
+        name: which request.
+        tokens: how many, or which.
+        of: where `tokens` is a number, which token; blocks that fill up may so be blocks that another request has. None
+            for tokens that the worker draws.
+    """
+
+    kind = "decode"
+
+    tokens: int | tuple[int, ...] = 1
+    of: int | None = 0
+
+    @property
+    def argument(self) -> int | tuple[int, ...]:
+        """What `Request.decode` is called with."""
+        tokens, of = self.tokens, self.of
+        return tokens if of is None or isinstance(tokens, tuple) else (of,) * tokens
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Finish(OnRequest):
+    """Let a request's blocks go."""
+
+    kind = "finish"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Preempt(OnRequest):
+    """Let a request's blocks go, and keep what it has generated."""
+
+    kind = "preempt"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Resume(OnRequest):
+    """Give a preempted request blocks again."""
+
+    kind = "resume"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Clear(Operation):
+    """Have a worker drop what is cached; nothing happens while it has requests."""
+
+    kind = "clear"
+
+    worker: int = 0
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Burst(Operation):
+    """Serve prompts of one block each, one after the other; the index is flushed and compared when all are served.
+
+    It is what shows a queue that overflows: in a cache that is full, each prompt is two events.
+
+    Attributes:
+        count: how many prompts. The first has block 0, the next block 1, and so on, as in `Prefill.blocks`.
+        worker: on which worker.
+        rank: on which of its ranks.
+    """
+
+    kind = "burst"
+
+    count: int = 1
+    worker: int = 0
+    rank: int = 0
+
+    @property
+    def served(self) -> Iterator[Serve]:
+        """The prompts, each as it is served."""
+        return (Serve((number,), 0, self.worker, self.rank) for number in range(self.count))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Restart(Operation):
+    """Restart a worker, as after a crash.
+
+    Attributes:
+        worker: which worker.
+        rank: which of its ranks.
+        announced: whether the router is told.
+    """
+
+    kind = "restart"
+
+    worker: int = 0
+    rank: int = 0
+    announced: bool = False
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RemoveWorker(Operation):
+    """Have the router forget a worker, with all its ranks."""
+
+    kind = "remove_worker"
+
+    worker: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DropNext(Operation):
+    """Lose the next events on their way to the router.
+
+    Attributes:
+        count: how many.
+        of: of which kind: "stored", "removed" or "cleared"; None for any.
+    """
+
+    kind = "drop_next"
+
+    count: int = 1
+    of: str | None = None
+
+
+Step: TypeAlias = (
+    Prefill | Serve | Decode | Finish | Preempt | Resume | Clear | Burst | Restart | RemoveWorker | DropNext
+)
+"""One step of a program."""
+
+
+class Program:
+    """Steps in order. Its repr is Python that makes it again, a line a step."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, *steps: Step) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.steps == other.steps
+
+    def __hash__(self) -> int:
+        return hash(self.steps)
+
+    def __repr__(self) -> str:
+        return "\n".join(["Program(", *(f"    {step!r}," for step in self.steps), ")"]) if self.steps else "Program()"

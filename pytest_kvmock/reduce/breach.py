@@ -1,0 +1,92 @@
+"""What a smaller stream has to break: a problem, told apart from others of its rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.events import block_text
+from pytest_kvmock.hygiene.content import FITS
+from pytest_kvmock.hygiene.text import without_restarts
+
+if TYPE_CHECKING:
+    from pytest_kvmock.events import StreamKey
+    from pytest_kvmock.hygiene.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Breach:
+    """What a smaller stream has to break: the same rule, in the same way.
+
+    Attributes:
+        rule: the rule.
+        is_error: whether it counts as an error.
+        worker: (worker_id, dp_rank) that it is about.
+        block: the block that tells; None where it names none, or where blocks change their names.
+        story: what was known, without its numbers: a block that was removed is not one that was never stored.
+        right: what would have been right, where only that tells; else None.
+    """
+
+    rule: str
+    is_error: bool
+    worker: StreamKey
+    block: int | None
+    story: str
+    right: str | None = None
+
+    def __repr__(self) -> str:
+        said = {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        said["block"] = block_text(self.block)
+        return f"Breach({', '.join(f'{name}={text}' for name, text in said.items())})"
+
+    @classmethod
+    def of(cls, problem: Problem) -> Breach:
+        """What a problem is about."""
+        worker = (problem.worker_id, problem.dp_rank)
+        # A wrong hash is judged by nothing but its event: only what would have been right tells two of them apart.
+        right = problem.right if problem.rule == "wrong_hash" else None
+        return cls(problem.rule, problem.is_error, worker, problem.block, story_of(problem), right)
+
+    def replace(self, **fields: Any) -> Breach:
+        """Return the same with some fields changed."""
+        return dataclasses.replace(self, **fields)
+
+    def shows_in(self, problem: Problem) -> bool:
+        """Whether a problem is this one again."""
+        return (
+            problem.rule == self.rule
+            and (problem.worker_id, problem.dp_rank) == self.worker
+            and (self.block is None or problem.block == self.block)
+            and (self.right is None or problem.right == self.right)
+            and story_of(problem) == self.story
+        )
+
+
+_PLAIN: Final = (
+    (re.compile(r"0x[0-9a-f]+|\d+"), "#"),
+    (re.compile(r"\b(block|event)s? # to #"), r"\1 #"),
+    (re.compile(r"\b(block|event|token)s? #(, #)*( and # more)?"), r"\1 #"),
+    (re.compile(r"# blocks?\b"), "# block"),
+    (re.compile(r"\bare\b"), "is"),
+)
+
+
+def story_of(problem: Problem) -> str:
+    """What was known, with numbers and counts made alike.
+
+    In a replay nothing is lost on its way: what did not arrive, the worker leaves out. The parent that the hash of a
+    block fits is told by what would have been right.
+    """
+    text = without_restarts(problem.known).partition(FITS)[0]
+    if (
+        problem.rule == "event_id_gap"
+        and problem.event is not None
+        and re.search("did not arrive|never published", text)
+    ):
+        first = not re.search("after event|expected [1-9]", text)
+        return "the first event is missing" if first else "event # is missing"
+    for pattern, plain in _PLAIN:
+        text = pattern.sub(plain, text)
+    return text

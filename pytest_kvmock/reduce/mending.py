@@ -1,0 +1,119 @@
+"""What is left of events from which blocks were cut, so that it breaks no rule that the whole did not; and small numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.events import Removed, RouterEvent, Stored
+from pytest_kvmock.harness.recording import Forgotten
+
+if TYPE_CHECKING:
+    from pytest_kvmock.events import EventData, StreamKey
+
+
+class Mender:
+    """Hangs the children of what is left out below the nearest ancestor that is there, and does not remove it.
+
+    Args:
+        parents: by stream and block, the parent that the whole stream gives it.
+        target: the block that the problem is about, which is left where it is.
+    """
+
+    def __init__(self, parents: Mapping[StreamKey, Mapping[int, int | None]], target: int | None) -> None:
+        self._held: dict[StreamKey, set[int]] = {}
+        self._parents = parents
+        self._target = target
+
+    def forget(self, key: StreamKey) -> None:
+        """Nothing is held any more."""
+        self._held.pop(key, None)
+
+    def mend(self, key: StreamKey, data: EventData, places: tuple[int, ...] | None) -> EventData | None:
+        """What is left of an event of that stream."""
+        held = self._held.setdefault(key, set())
+        if isinstance(data, Removed):
+            blocks = data.block_hashes if places is None else tuple([data.block_hashes[i] for i in places])
+            left = tuple([block for block in blocks if block in held or block == self._target])
+            held.difference_update(left)
+            return Removed(left)
+        if not isinstance(data, Stored):
+            self.forget(key)
+            return data
+        keep = range(len(data.block_hashes)) if places is None else places
+        # A block before the first that is kept is its parent, unless it is gone too.
+        parent = data.block_hashes[keep[0] - 1] if keep and keep[0] else data.parent_hash
+        part = _part(data, self._nearest(key, parent, held), keep)
+        held.update(part.block_hashes)
+        return part
+
+    def _nearest(self, key: StreamKey, parent: int | None, held: Container[int]) -> int | None:
+        parents = self._parents.get(key, {})
+        seen = set()
+        while parent is not None and parent not in held and parent != self._target:
+            seen.add(parent)
+            parent = parents.get(parent)
+            if parent in seen:
+                return None
+        return parent
+
+
+class Roots(Mender):
+    """Leaves hashes as they are: what has lost its parent becomes a root with a local hash like its own."""
+
+    def mend(self, key: StreamKey, data: EventData, places: tuple[int, ...] | None) -> EventData | None:
+        """What is left of an event of that stream; None where it cannot be said."""
+        if not isinstance(data, Stored):
+            return super().mend(key, data, places)
+        held = self._held.setdefault(key, set())
+        keep = range(len(data.block_hashes)) if places is None else places
+        if not keep:
+            return Stored(None, (), ())
+        if [*keep] != [*range(keep[0], keep[-1] + 1)]:
+            return None
+        parent = data.block_hashes[keep[0] - 1] if keep[0] else data.parent_hash
+        part = _part(data, parent, keep)
+        held.update(part.block_hashes)
+        if parent is None or parent in held:
+            return part
+        first = part.block_hashes[0]
+        if first == self._target:  # it is its parent that its hash is judged by
+            return None
+        return replace(part, parent_hash=None, tokens_hashes=(first, *part.tokens_hashes[1:]))
+
+
+def _part(data: Stored, parent: int | None, places: Sequence[int]) -> Stored:
+    infos = data.mm_extra_info
+    return Stored(
+        parent,
+        tuple(data.block_hashes[i] for i in places),
+        tuple(data.tokens_hashes[i] for i in places),
+        data.start_position,
+        None if infos is None else tuple(infos[i] for i in places),
+    )
+
+
+class Renamer:
+    """Gives blocks, and local hashes, the numbers 1, 2, 3 ... in the order in which they appear."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, int] = {}
+        self._local: dict[int, int] = {}
+
+    def renamed(self, step: RouterEvent | Forgotten) -> RouterEvent | Forgotten:
+        """The same step with other numbers."""
+        if isinstance(step, Forgotten):
+            return step
+        data: EventData = step.event.data
+        if isinstance(data, Stored):
+            parent = None if data.parent_hash is None else self._block(data.parent_hash)
+            blocks = tuple(map(self._block, data.block_hashes))
+            local = tuple(self._local.setdefault(h, len(self._local) + 1) for h in data.tokens_hashes)
+            data = replace(data, parent_hash=parent, block_hashes=blocks, tokens_hashes=local)
+        elif isinstance(data, Removed):
+            data = Removed(tuple(map(self._block, data.block_hashes)))
+        return RouterEvent(step.worker_id, replace(step.event, data=data), step.storage_tier, step.token_ids)
+
+    def _block(self, block: int) -> int:
+        return self.blocks.setdefault(block, len(self.blocks) + 1)

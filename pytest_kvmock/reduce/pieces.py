@@ -1,0 +1,106 @@
+"""Parts of arrivals: what the cutting of events chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.events import Removed, RouterEvent, Stored
+from pytest_kvmock.harness.recording import Arrival, Forgotten
+
+if TYPE_CHECKING:
+    from pytest_kvmock.events import StreamKey
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an arrival.
+
+    Attributes:
+        arrival: the whole.
+        jumps: by how much the ids of its stream have run ahead of a count by then.
+        places: of a Stored or Removed, the places of the blocks that are left; None for all.
+    """
+
+    arrival: Arrival
+    jumps: int
+    places: tuple[int, ...] | None = None
+
+    @property
+    def event(self) -> RouterEvent | None:
+        """The whole event; None where a worker is forgotten."""
+        return None if isinstance(self.arrival, Forgotten) else self.arrival[0]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The blocks that are left of those that it names."""
+        if self.event is None:
+            return ()
+        blocks = blocks_of(self.event)
+        return blocks if self.places is None else tuple(blocks[i] for i in self.places)
+
+    @property
+    def key(self) -> StreamKey:
+        """Its stream: (worker_id, dp_rank)."""
+        if self.event is None:
+            assert isinstance(self.arrival, Forgotten)
+            return self.arrival.worker_id, self.arrival.dp_rank or 0
+        return self.event.worker_id, self.event.event.dp_rank
+
+    def only(self, blocks: frozenset[int]) -> Piece:
+        """Of its blocks, these."""
+        if self.event is None:
+            return self
+        named = blocks_of(self.event)
+        places = range(len(named)) if self.places is None else self.places
+        return replace(self, places=tuple(i for i in places if named[i] in blocks))
+
+
+def blocks_of(event: RouterEvent) -> tuple[int, ...]:
+    """The blocks that an event names; none for a Cleared."""
+    blocks: tuple[int, ...] = getattr(event.event.data, "block_hashes", ())
+    return blocks
+
+
+def names_blocks(piece: Piece) -> bool:
+    """Whether it is of a Stored or Removed."""
+    return piece.event is not None and isinstance(piece.event.event.data, (Stored, Removed))
+
+
+def pieces_of(arrivals: Iterable[Arrival]) -> Iterator[Piece]:
+    """Whole arrivals, each with the jumps that the ids of its stream have made by then."""
+    counts: dict[StreamKey, int] = {}
+    for arrival in arrivals:
+        if isinstance(arrival, Forgotten):
+            counts = {key: n for key, n in counts.items() if key[0] != arrival.worker_id}
+            yield Piece(arrival, 0)
+            continue
+        inner = arrival[0].event
+        key = (arrival[0].worker_id, inner.dp_rank)
+        number = counts[key] = counts.get(key, -1) + 1
+        yield Piece(arrival, inner.event_id - number)
+
+
+def longest_stored(pieces: Iterable[Piece]) -> int | None:
+    """Of blocks that were stored and then removed, the one with the most events in between."""
+    stored: dict[int, int] = {}
+    longest, most = None, 0
+    for i, piece in enumerate(pieces):
+        if piece.event is not None and isinstance(piece.event.event.data, Stored):
+            stored.update(dict.fromkeys(piece.blocks, i))
+            continue
+        for block in piece.blocks:
+            if (age := i - stored.pop(block, i)) > most:
+                longest, most = block, age
+    return longest
+
+
+def parents_of(arrivals: Iterable[Arrival]) -> dict[StreamKey, dict[int, int | None]]:
+    """The parent of each block of each stream, as last stored."""
+    out: dict[StreamKey, dict[int, int | None]] = {}
+    for arrival in arrivals:
+        if not isinstance(arrival, Forgotten) and isinstance(data := arrival[0].event.data, Stored):
+            parents = out.setdefault((arrival[0].worker_id, arrival[0].event.dp_rank), {})
+            parents.update(zip(data.block_hashes, (data.parent_hash, *data.block_hashes), strict=False))
+    return out

@@ -1,0 +1,138 @@
+"""What stands in the fields of a scenario file: numbers, tokens, blocks, workers; each read and checked from a node."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from typing import Final
+
+from pytest_kvmock.checks import is_integer
+from pytest_kvmock.events import StorageTier
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
+from pytest_kvmock.scenarios.values import Numbers, WorkerName
+from pytest_kvmock.strict_yaml import Node, integer, nullable
+
+MOST_TOKENS: Final = 1_000_000
+"""How many tokens a range or a count may have: a few characters must not fill the memory."""
+
+MOST_SINKS: Final = 256
+"""How many sinks of one's own may speak; their ids are from 2**16 on."""
+
+_RANGE: Final = re.compile(r"(0|[1-9][0-9]{0,19})\.\.(0|[1-9][0-9]{0,19})")
+
+
+def read_natural(node: Node) -> int:
+    """A number of 64 bits."""
+    number = integer(node)
+    if not 0 <= number < 2**64:
+        raise node.wrong_type("an integer from 0 to 2**64 - 1")
+    return number
+
+
+def read_published(node: Node) -> int:
+    """A block as an event names it: SGLang's names are signed."""
+    number = integer(node)
+    if not -(2**63) <= number < 2**64:
+        raise node.wrong_type("an integer from -2**63 to 2**64 - 1")
+    return number
+
+
+def read_worker(node: Node) -> WorkerName:
+    """A worker by its id, or a rank of one as [id, rank]."""
+    parts = node.elements(integer) if isinstance(node.value, list) else [integer(node), 0]
+    most = FIRST_SINK_WORKER + MOST_SINKS - 1
+    if len(parts) != 2 or not 0 <= parts[0] <= most or parts[1] < 0:
+        raise node.wrong_type(f"the id of a worker (0 to {most}; sinks from {FIRST_SINK_WORKER} on), or [id, rank]")
+    return parts[0], parts[1]
+
+
+def read_count(node: Node) -> int:
+    """How many tokens."""
+    number = integer(node)
+    if not 0 <= number <= MOST_TOKENS:
+        raise node.wrong_type(f"an integer from 0 to {MOST_TOKENS}")
+    return number
+
+
+def read_capacity(node: Node) -> int:
+    """How many blocks."""
+    number = integer(node)
+    if number < 1:
+        raise node.wrong_type("an integer of at least 1")
+    return number
+
+
+def read_numbers(node: Node) -> Numbers:
+    """A number, a range such as `0..15` (both ends included), or a list of these."""
+    if isinstance(node.value, list):
+        numbers = tuple(chain.from_iterable(node.elements(read_numbers)))
+        if (count := sum(map(len, numbers))) > MOST_TOKENS:
+            raise node.error(f"{count} numbers; at most {MOST_TOKENS} are taken")
+        return numbers
+    if isinstance(node.value, str) and (found := _RANGE.fullmatch(node.value)):
+        first, last = int(found[1]), int(found[2])
+        if last < first:
+            raise node.error(f"the range {node.value} goes backwards")
+        if last >= 2**64:
+            raise node.error(f"the range {node.value} goes beyond 2**64 - 1")
+        if last - first >= MOST_TOKENS:
+            raise node.error(f"the range {node.value} has {last - first + 1} numbers; at most {MOST_TOKENS} are taken")
+        return (range(first, last + 1),)
+    if is_integer(node.value):
+        number = read_natural(node)
+        return (range(number, number + 1),)
+    raise node.wrong_type("a number, a range such as 0..15, or a list of these")
+
+
+def read_block(node: Node) -> int | str:
+    """A full block by its hash, or a partial one by a name."""
+    if isinstance(node.value, str) and node.value:
+        return node.value
+    if is_integer(node.value):
+        return read_natural(node)
+    raise node.wrong_type("a block hash, or a name for a partial block")
+
+
+def read_cached_block(node: Node) -> int | str:
+    """As `read_block`, whatever engine has it."""
+    return read_published(node) if isinstance(node.value, int) else read_block(node)
+
+
+def read_lineage(node: Node) -> tuple[int, int | None, int]:
+    """What a lineage hash is made of."""
+    parts = node.elements(nullable(read_natural))
+    if len(parts) != 3 or parts[0] is None or parts[2] is None:
+        raise node.wrong_type("[sequence hash, parent sequence hash or null, position]")
+    return parts[0], parts[1], parts[2]
+
+
+def check_one_of(node: Node, *keys: str) -> None:
+    """Make sure that exactly one of these keys of a mapping is there."""
+    given = [key for key in keys if key in node.value]
+    if len(given) != 1:
+        raise node.error(f"exactly one of {', '.join(keys)} is needed")
+
+
+def read_tier(node: Node) -> StorageTier:
+    """A storage tier by its name."""
+    tiers = {tier.name.lower(): tier for tier in StorageTier}
+    tier = tiers.get(node.value) if isinstance(node.value, str) else None
+    if tier is None:
+        raise node.wrong_type(", ".join(tiers))
+    return tier
+
+
+def read_residency(node: Node) -> Residency:
+    """How a sink counts copies."""
+    for residency in RESIDENCIES:
+        if node.value == residency:
+            return residency
+    raise node.wrong_type(", ".join(RESIDENCIES))
+
+
+def read_true(node: Node) -> bool:
+    """`true`, where there is nothing else to say."""
+    if node.value is not True:
+        raise node.wrong_type("true")
+    return True

@@ -1,0 +1,167 @@
+"""An eviction policy under contract: its slots, filled as a block manager fills them, and a random life of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from pytest_kvmock.cache.pool import EvictionPolicy, Slot
+from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_position
+
+
+def slot_names(slots: Sequence[Slot]) -> list[int]:
+    """The names of their blocks."""
+    return [slot.name for slot in slots]
+
+
+def filled_by_manager(slot: Slot) -> tuple[object, ...]:
+    """All of a slot that is the manager's."""
+    return slot.plh, slot.name, slot.refs, slot.aliases
+
+
+class Slots:
+    """Does to a policy what a manager does; its blocks are 1, 2, 3 in the order in which they are registered.
+
+    Args:
+        policy: what is under contract.
+
+    Attributes:
+        policy: as above.
+        parents: of each block its parent, by their names; None for a root.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.parents: dict[int, int | None] = {}
+        self._last = 0
+
+    def chain(self, length: int, after: Slot | None = None) -> list[Slot]:
+        """Register new blocks, each the child of the one before it, all active."""
+        return self.register([Slot() for _ in range(length)], after)
+
+    def roots(self, count: int) -> list[Slot]:
+        """Register new blocks without a parent, all active."""
+        return [slot for _ in range(count) for slot in self.chain(1)]
+
+    def register(self, slots: Sequence[Slot], after: Slot | None) -> list[Slot]:
+        """Register new blocks in these slots, each the child of the one before it."""
+        slots = list(slots)
+        parent = after
+        for slot in slots:
+            self._last += 1
+            if parent is None:
+                plh = lineage_hash(self._last, None, 0)
+            else:
+                plh = lineage_hash(self._last, lineage_fragment(parent.plh), lineage_position(parent.plh) + 1)
+            slot.plh, slot.name, slot.refs = plh, self._last, 1
+            self.parents[slot.name] = None if parent is None else parent.name
+            parent = slot
+        policy = self.policy
+        places = policy.free_places([slot.plh for slot in slots]) if policy.finds_by_place else None
+        policy.register(slots, places)
+        return slots
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        """Make them inactive."""
+        for slot in slots:
+            slot.refs = 0
+        self.policy.insert(slots)
+
+    def hold(self, slots: Sequence[Slot]) -> None:
+        """Make them active."""
+        for slot in slots:
+            slot.refs = 1
+        self.policy.remove(slots)
+
+    def expect_evictable(self, names: list[int]) -> None:
+        """These blocks can be evicted, and no others."""
+        __tracebackhide__ = True
+        order = slot_names(self.policy.order())
+        assert names == sorted(order), f"order() is {order}; the blocks that nobody holds are {names}"
+
+    def expect_evicted(self, names: list[int], count: int) -> None:
+        """Evict so many; it is these, in any order."""
+        __tracebackhide__ = True
+        gone = slot_names(self.policy.evict(count))
+        assert names == sorted(gone), f"evict({count}) gave {gone}; expected {names}, in any order"
+
+
+class Life:
+    """A random life of requests, as a scheduler would have it, and what must be true of the policy all the while.
+
+    Args:
+        slots: of the policy under contract.
+        capacity: how many blocks its manager has.
+        seed: which life.
+    """
+
+    def __init__(self, slots: Slots, capacity: int, seed: int) -> None:
+        self._slots = slots
+        self._capacity = capacity
+        self._rng = Random(seed)  # noqa: S311 - mock data
+        self._cached: dict[int, Slot] = {}
+        self._requests: list[list[Slot]] = []
+        self._evicted: list[int] = []
+
+    def live(self, steps: int) -> list[int]:
+        """Let requests come and go; what was evicted, in order."""
+        for _ in range(steps):
+            if self._requests and self._rng.random() < 0.5:
+                self._finish(self._requests.pop(self._rng.randrange(len(self._requests))))
+            else:
+                self._admit()
+            idle = sorted(name for name, slot in self._cached.items() if not slot.refs)
+            self._slots.expect_evictable(idle)
+        return self._evicted
+
+    def _admit(self) -> None:
+        rng, policy = self._rng, self._slots.policy
+        before = self._path(rng.choice(list(self._cached.values()))) if self._cached and rng.random() < 0.7 else []
+        new = rng.randint(0, 4)
+        idle = [slot for slot in before if not slot.refs]
+        room = self._capacity - sum(slot.refs > 0 for slot in self._cached.values()) - len(idle)
+        if (not before and not new) or new > room:
+            return
+        if idle:
+            policy.remove(idle)
+        for slot in before:
+            slot.refs += 1
+        short = new - (self._capacity - len(self._cached))
+        fresh: list[Slot] = []
+        if short > 0:
+            fresh = list(policy.evict(short))
+            gone = slot_names(fresh)
+            self._evicted += gone
+            can_go = sorted(name for name, slot in self._cached.items() if not slot.refs)
+            assert len(set(gone)) == short, f"evict({short}) gave {gone}, where {can_go} could go"
+            assert set(gone) <= set(can_go), f"evict({short}) gave {gone}, where only {can_go} could go"
+            for name in gone:
+                del self._cached[name]
+        fresh += [Slot() for _ in range(new - len(fresh))]
+        if fresh:
+            self._slots.register(fresh, before[-1] if before else None)
+            self._cached.update((slot.name, slot) for slot in fresh)
+        self._requests.append(before + fresh)
+
+    def _path(self, slot: Slot) -> list[Slot]:
+        """The blocks from the root to this one; none where one of them has gone."""
+        path = [slot]
+        while (above := self._slots.parents[path[0].name]) is not None:
+            parent = self._cached.get(above)
+            if parent is None:
+                return []
+            path.insert(0, parent)
+        return path
+
+    def _finish(self, request: list[Slot]) -> None:
+        policy, one_by_one = self._slots.policy, self._rng.random() < 0.5
+        idle = []
+        for slot in request[::-1]:
+            slot.refs -= 1
+            if not slot.refs:
+                idle.append(slot)
+        if one_by_one:
+            for slot in idle:
+                policy.insert_one(slot)
+        elif idle:
+            policy.insert(idle)
