@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec as BackendSpec
     from pytest_kvmock.backends import EngineProfile as EngineProfile
     from pytest_kvmock.backends import create_manager as create_manager
+    from pytest_kvmock.cache.base import RequestLevel as RequestLevel
+    from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy as EvictionPolicy
+    from pytest_kvmock.cache.dynamo.eviction.policy import Slot as Slot
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.manager import PrefillCost as PrefillCost
-    from pytest_kvmock.cache.manager import RequestLevel as RequestLevel
     from pytest_kvmock.cache.paged import KVCacheManager as KVCacheManager
     from pytest_kvmock.cache.paged import PagedRequest as PagedRequest
-    from pytest_kvmock.cache.pool import EvictionPolicy as EvictionPolicy
-    from pytest_kvmock.cache.pool import Slot as Slot
-    from pytest_kvmock.cache.vllm_hashes import ExtraKeys as ExtraKeys
-    from pytest_kvmock.cache.vllm_hashes import MultimodalItem as MultimodalItem
+    from pytest_kvmock.cache.vllm.hashes import ExtraKeys as ExtraKeys
+    from pytest_kvmock.cache.vllm.hashes import MultimodalItem as MultimodalItem
+    from pytest_kvmock.engine.driver import Driver as Driver
+    from pytest_kvmock.engine.driver import Traits as Traits
     from pytest_kvmock.engine.sequence import ActiveSequence as ActiveSequence
-    from pytest_kvmock.engine.traits import Traits as Traits
-    from pytest_kvmock.engine.worker import Driver as Driver
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
     from pytest_kvmock.engine.worker import Request as Request
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.moves import MoveError as MoveError
     from pytest_kvmock.moves import Promote as Promote
     from pytest_kvmock.moves import Use as Use
+    from pytest_kvmock.plh import lineage_hash as lineage_hash
     from pytest_kvmock.plugin.options import KvEventWarning as KvEventWarning
     from pytest_kvmock.profiles import NamedProfile as NamedProfile
     from pytest_kvmock.profiles import read_profiles as read_profiles
@@ -86,7 +87,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.tokens import Prompt as Prompt
     from pytest_kvmock.tokens import TokenIds as TokenIds
     from pytest_kvmock.tokens import block_hashes as block_hashes
-    from pytest_kvmock.tokens import lineage_hash as lineage_hash
     from pytest_kvmock.tokens import sequence_hashes as sequence_hashes
     from pytest_kvmock.traces import TraceError as TraceError
     from pytest_kvmock.traces import TraceRequest as TraceRequest
@@ -105,26 +105,26 @@ _HOME = {
     "Block": "moves",
     "LogEntry": "hygiene.log",
     "Served": "engine.worker",
-    "ExtraKeys": "cache.vllm_hashes",
-    "MultimodalItem": "cache.vllm_hashes",
+    "ExtraKeys": "cache.vllm.hashes",
+    "MultimodalItem": "cache.vllm.hashes",
     "PrefillCost": "cache.manager",
-    "RequestLevel": "cache.manager",
+    "RequestLevel": "cache.base",
     "KvManager": "cache.manager",
     "KVCacheManager": "cache.paged",
     "PagedRequest": "cache.paged",
-    "EvictionPolicy": "cache.pool",
-    "Slot": "cache.pool",
+    "EvictionPolicy": "cache.dynamo.eviction.policy",
+    "Slot": "cache.dynamo.eviction.policy",
     "BACKENDS": "backends",
     "BackendSpec": "backends",
     "EngineProfile": "backends",
     "create_manager": "backends",
     "ActiveSequence": "engine.sequence",
-    "Driver": "engine.worker",
+    "Driver": "engine.driver",
     "KvWorker": "engine.worker",
     "OutOfBlocks": "engine.worker",
     "Request": "engine.worker",
     "RequestError": "engine.worker",
-    "Traits": "engine.traits",
+    "Traits": "engine.driver",
     "Cleared": "events",
     "KvCacheEvent": "events",
     "Removed": "events",
@@ -168,7 +168,7 @@ _HOME = {
     "YamlError": "strict_yaml",
     "Prompt": "tokens",
     "block_hashes": "tokens",
-    "lineage_hash": "tokens",
+    "lineage_hash": "plh",
     "sequence_hashes": "tokens",
     "TraceError": "traces",
     "TraceRequest": "traces",

@@ -1,6 +1,6 @@
 """Which mock engines there are: names, what each follows, and the profile that sizes them.
 
-This module imports none of them: a spec loads its manager when one is made. Wherever a backend is asked for, a
+This module imports none of them: a spec loads its manager when one is made (`makers.py`). Wherever a backend is asked for, a
 `BackendSpec` does as well as a name; names are those of the built-in backends and of those that are registered now.
 """
 
@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from pytest_kvmock import makers
 from pytest_kvmock.checks import check_integer, did_you_mean, is_integer, unknown_text
 
 if TYPE_CHECKING:
-    from random import Random
-
+    from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.cache.pool import EvictionPolicy
-    from pytest_kvmock.engine.traits import Traits
-    from pytest_kvmock.engine.worker import Driver, MakeDriver
+    from pytest_kvmock.engine.driver import MakeDriver, Traits
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import Sink
 
@@ -172,8 +170,9 @@ class BackendSpec:
         """
 
         def make(*, num_blocks: int, **sizes: Any) -> KvManager:
-            from pytest_kvmock.cache.logical import LogicalManager
-            from pytest_kvmock.cache.rules import check_num_blocks, check_policy
+            from pytest_kvmock.cache.base import check_num_blocks
+            from pytest_kvmock.cache.dynamo.eviction.policy import check_policy
+            from pytest_kvmock.cache.dynamo.logical import LogicalManager
 
             eviction = check_policy(name, policy(check_num_blocks(num_blocks)))
             return LogicalManager(backend=name, eviction=eviction, num_blocks=num_blocks, **sizes)
@@ -183,120 +182,52 @@ class BackendSpec:
         return cls(name, follows, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
 
 
-def _lineage(**sizes: Any) -> KvManager:
-    from pytest_kvmock.cache.eviction.lineage import LineagePolicy
-    from pytest_kvmock.cache.logical import LogicalManager
-
-    return LogicalManager(backend="lineage", eviction=LineagePolicy(), **sizes)
-
-
-def _lru(**sizes: Any) -> KvManager:
-    from pytest_kvmock.cache.eviction.lru import LruPolicy
-    from pytest_kvmock.cache.logical import LogicalManager
-
-    return LogicalManager(backend="lru", eviction=LruPolicy(), **sizes)
-
-
-def _multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
-    from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
-    from pytest_kvmock.cache.logical import LogicalManager
-
-    policy = MultiLruPolicy(num_blocks)
-    return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
-
-
-def _hash_cache(**sizes: Any) -> KvManager:
-    from pytest_kvmock.cache.hash_cache import HashCacheManager
-
-    return HashCacheManager(**sizes)
-
-
-def _whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    from pytest_kvmock.engine.move_driver import WholeMoveDriver
-
-    return WholeMoveDriver(manager, prefix_caching, rng)
-
-
-def _vllm(**options: Any) -> KvManager:
-    from pytest_kvmock.cache.block_pool import BlockPoolManager
-
-    return BlockPoolManager(**options)
-
-
-def _vllm_0_19(**options: Any) -> KvManager:
-    return _vllm(backend="vllm_0_19", version="0.19.1", **options)
-
-
-def _block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
-
-    return BlockPoolDriver(manager, prefix_caching, rng)
-
-
-def _hash_chain(manager: Any) -> Chain:
-    from pytest_kvmock.cache.hashed import HashChain
-
-    return HashChain(manager.hasher)
-
-
-def _sglang(**options: Any) -> KvManager:
-    from pytest_kvmock.cache.radix import RadixCacheManager
-
-    return RadixCacheManager(**options)
-
-
-def _sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    from pytest_kvmock.engine.radix_driver import RadixDriver
-
-    return RadixDriver(manager, prefix_caching, rng)
-
-
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
     {
         spec.name: spec
         for spec in (
-            BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", _lineage),
-            BackendSpec("lru", f"{_LOGICAL}, lru backend", _lru),
-            BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", _multi_lru, prefix_closed=False),
+            BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", makers.lineage),
+            BackendSpec("lru", f"{_LOGICAL}, lru backend", makers.lru),
+            BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", makers.multi_lru, prefix_closed=False),
             BackendSpec(
                 "hash_cache",
                 "dynamo-mocker 1.0.2",
-                _hash_cache,
+                makers.hash_cache,
                 prefix_closed=False,
                 in_matrix=False,
-                driver=_whole_move_driver,
+                driver=makers.whole_move_driver,
                 options=("strict",),
             ),
             BackendSpec(
                 "vllm",
                 "vLLM 0.33.0",
-                _vllm,
+                makers.vllm,
                 residency="counted",
                 in_matrix=False,
-                driver=_block_pool_driver,
-                chain=_hash_chain,
+                driver=makers.block_pool_driver,
+                chain=makers.hash_chain,
                 options=("version", "hash_algorithm", "hash_seed", "enable_caching"),
             ),
             BackendSpec(
                 "vllm_0_19",
                 "vLLM 0.19.1",
-                _vllm_0_19,
+                makers.vllm_0_19,
                 residency="counted",
                 in_matrix=False,
-                driver=_block_pool_driver,
-                chain=_hash_chain,
+                driver=makers.block_pool_driver,
+                chain=makers.hash_chain,
                 options=("hash_algorithm", "hash_seed", "enable_caching"),
             ),
             BackendSpec(
                 "sglang",
                 "SGLang 0.5.23",
-                _sglang,
+                makers.sglang,
                 residency="counted",
                 in_matrix=False,
-                driver=_sglang_driver,
-                chain=_hash_chain,
+                driver=makers.sglang_driver,
+                chain=makers.hash_chain,
                 options=("policy", "protected_threshold", "dynamo_kv_event_format"),
             ),
         )

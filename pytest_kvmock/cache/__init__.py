@@ -1,1 +1,1 @@
-"""Block managers, and the policies by which they evict."""
+"""Block managers: one folder an engine, and what they share."""

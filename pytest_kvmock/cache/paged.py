@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pytest_kvmock.cache.rules import check_request_block_size
+from pytest_kvmock.cache.base import check_request_block_size
 from pytest_kvmock.checks import check_integer, is_integer
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.cache.block_pool import BlockPoolManager
-from pytest_kvmock.engine.traits import Traits
+from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
+from pytest_kvmock.engine.driver import Traits
 
 if TYPE_CHECKING:
-    from pytest_kvmock.cache.block_pool import PoolRequest
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.vllm.block_pool import PoolRequest
     from pytest_kvmock.tokens import Prompt
 
 

@@ -7,9 +7,9 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar, Literal
 from uuid import UUID
 
-from pytest_kvmock.cache.manager import RequestLevel
+from pytest_kvmock.cache.base import RequestLevel
+from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.engine.sequence import ActiveSequence
-from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.moves import Deref, Destroy
 from pytest_kvmock.tokens import Prompt, block_hashes, chained_hash
 

@@ -7,9 +7,9 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.hashed import HashedTokens
-from pytest_kvmock.cache.radix import RadixCacheManager
-from pytest_kvmock.cache.radix_request import RadixRequest
-from pytest_kvmock.engine.traits import Traits
+from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
+from pytest_kvmock.cache.sglang.radix_request import RadixRequest
+from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from uuid import UUID
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, Promote, Use
-from pytest_kvmock.tokens import Prompt, TokenIds, block_hashes, chained_hash, lineage_hash
+from pytest_kvmock.plh import lineage_hash
+from pytest_kvmock.tokens import Prompt, TokenIds, block_hashes, chained_hash
 
 
 class ActiveSequence:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pytest_kvmock.checks import integer_text, is_integer
+from pytest_kvmock.engine.driver import Driver, MakeDriver, Traits
 from pytest_kvmock.engine.move_driver import MoveDriver
-from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -55,56 +55,6 @@ class Served(NamedTuple):
 
     cached_tokens: int
     stored_blocks: tuple[int, ...]
-
-
-class Driver(Protocol):
-    """How a worker reaches a block manager of one kind.
-
-    What `open` returns is the driver's own: it has `blocks` (in order; a partial one is a UUID) and a length (tokens of
-    prompt and output so far).
-    """
-
-    @property
-    def manager(self) -> KvManager:
-        """Where its requests go."""
-
-    @property
-    def traits(self) -> Traits:
-        """Where its engine differs from others by nature."""
-
-    def look(self, prompt: Prompt) -> int:
-        """Tokens of the prompt that are cached now. Changes nothing, recency included."""
-
-    def open(self, prompt: Prompt) -> Any:
-        """Begin a request, without a block yet; what it returns is handed back to the calls below."""
-
-    def cached(self, request: Any) -> int:
-        """Tokens of the request's prompt that are cached now."""
-
-    def shortage(self, request: Any) -> tuple[int, int]:
-        """Blocks that the whole request needs and that nobody holds (at most), and how many nobody holds."""
-
-    def admit(self, request: Any, upto: int) -> None:
-        """Get blocks for the first `upto` tokens; it is known that they fit."""
-
-    def plan(self, request: Any, tokens: Sequence[int]) -> tuple[int, int]:
-        """As `shortage`: what decode steps need, one a token. Changes nothing."""
-
-    def extend(self, request: Any, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token; it is known that they fit."""
-
-    def release(self, request: Any) -> None:
-        """The request is done: let its blocks go."""
-
-    def preempt(self, request: Any) -> None:
-        """Let the request's blocks go, and keep what it has generated."""
-
-    def clear(self) -> bool:
-        """Drop all that is cached; False, and nothing changed, while a block is in use."""
-
-
-MakeDriver: TypeAlias = Callable[["KvManager", bool, Random], Driver]
-"""Makes the driver of a manager: called with it, whether prefix caching is on, and the source of random numbers."""
 
 
 class Request:

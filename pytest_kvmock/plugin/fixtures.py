@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.paged import KVCacheManager
-    from pytest_kvmock.engine.traits import Traits
+    from pytest_kvmock.engine.driver import Traits
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.recovery import Recovery
@@ -300,7 +300,7 @@ def kv_traits(request: pytest.FixtureRequest) -> Traits:
         from pytest_kvmock.backends import backend_spec
 
         return backend_spec(_backend_name(request.node, request.getfixturevalue(AXIS))).traits
-    from pytest_kvmock.engine.traits import Traits
+    from pytest_kvmock.engine.driver import Traits
 
     return Traits()  # a sink takes each block for published once, unless the test says otherwise
 

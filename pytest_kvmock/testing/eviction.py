@@ -7,11 +7,11 @@ from random import Random
 from typing import Any, ClassVar
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.cache.pool import EvictionPolicy, Slot
+from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.plh import lineage_fragment, lineage_hash, lineage_position
 from pytest_kvmock.testing.program import play, random_traffic
 from pytest_kvmock.testing.subject import call_with, check_offers, refuse
-from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_position
 
 
 class EvictionContract:

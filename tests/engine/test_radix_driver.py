@@ -7,8 +7,8 @@ import pytest
 
 from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, OutOfBlocks, Prompt, RouterHarness, create_manager
 from pytest_kvmock.cache.hashed import HashChain
-from pytest_kvmock.cache.radix import RadixCacheManager
-from pytest_kvmock.cache.sglang_hashes import SglangHasher
+from pytest_kvmock.cache.sglang.hashes import SglangHasher
+from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 from pytest_kvmock.engine.radix_driver import RadixDriver
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Cleared, Removed, Stored

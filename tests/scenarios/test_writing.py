@@ -18,8 +18,8 @@ from pytest_kvmock import (
     Stored,
     reproduce,
 )
-from pytest_kvmock.cache.eviction.lru import LruPolicy
-from pytest_kvmock.cache.logical import LogicalManager
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.logical import LogicalManager
 from pytest_kvmock.scenarios import load_scenarios, play
 from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.strict_yaml import YamlError

@@ -7,9 +7,9 @@ from mutants_managers import ForgetsRemoved, Spoilt
 from mutants_policies import TakesWhatIsRegisteredForIdle
 
 from pytest_kvmock import Deref, MoveError, Prompt, StorageTier
-from pytest_kvmock.cache.pool import BlockPool
+from pytest_kvmock.cache.dynamo.pool import BlockPool
+from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.engine.move_driver import MoveDriver
-from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.testing import WorkerContract
 
 WORKERS = Mutants(WorkerContract)

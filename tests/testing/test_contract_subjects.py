@@ -5,7 +5,7 @@ from contract_runs import failure_of, names_of_tests
 
 from pytest_kvmock import KvEventsError, RadixIndex
 from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
-from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
 

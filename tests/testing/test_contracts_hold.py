@@ -2,10 +2,10 @@
 
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
 from pytest_kvmock.backends import backend_spec
-from pytest_kvmock.cache.eviction.lineage import LineagePolicy
-from pytest_kvmock.cache.eviction.lru import LruPolicy
-from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
-from pytest_kvmock.cache.manager import RequestLevel
+from pytest_kvmock.cache.base import RequestLevel
+from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.eviction.multi_lru import MultiLruPolicy
 from pytest_kvmock.events import KvCacheEvent, RouterEvent
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
