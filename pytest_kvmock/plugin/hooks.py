@@ -11,9 +11,10 @@ from typing import Final
 import pytest
 
 from pytest_kvmock.plugin import hookspecs
-from pytest_kvmock.plugin.fixtures import CASE, FIXTURE_PREFIXES, FIXTURES
+from pytest_kvmock.plugin.fixtures import CASE, FIXTURE_PREFIXES, FIXTURES, expect_lookup_errors
 from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, deselect, generate
-from pytest_kvmock.plugin.options import MARKERS, SETTINGS, add_options, check_flags, read_settings
+from pytest_kvmock.plugin.options import MARKERS, add_options, check_flags
+from pytest_kvmock.plugin.settings import SETTINGS, read_settings
 
 EVENTS: Final = "kvmock.events"
 """The property that the report of each test has whose events were judged."""
@@ -123,8 +124,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         generate(metafunc)
     for name in names:
         if name.startswith(FIXTURE_PREFIXES) and name not in FIXTURES:
-            from pytest_kvmock.plugin.nearest import expect_lookup_errors
-
             expect_lookup_errors(metafunc.config)
 
 

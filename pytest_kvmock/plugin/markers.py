@@ -12,17 +12,15 @@ from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.plugin.options import (
     PROFILE_KEYS,
     REACTIONS,
-    SETTINGS,
     SYNCS,
     backend_names,
     fault_names,
     fault_rates,
     index_semantics,
     one_of,
-    profile_name,
-    profile_of,
     rule_names,
 )
+from pytest_kvmock.plugin.settings import SETTINGS, profile_name, profile_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.profiles import NamedProfile

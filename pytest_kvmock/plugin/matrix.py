@@ -15,13 +15,8 @@ from typing import Final
 
 import pytest
 
-from pytest_kvmock.plugin.options import (
-    SETTINGS,
-    default_backends,
-    known_backends,
-    names,
-)
-from pytest_kvmock.plugin.precedence import resolve_matrix
+from pytest_kvmock.plugin.options import default_backends, known_backends, names
+from pytest_kvmock.plugin.settings import SETTINGS
 
 DETECTOR: Final = "_kvmock_matrix"
 CASE_FIXTURE: Final = "_kvmock_case"
@@ -103,6 +98,8 @@ def _is_parametrised_by_mark(definition: pytest.Item) -> bool:
 
 def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...]) -> tuple[str, ...]:
     """The matrix of a test with these `kv_backends` markers, closest first."""
+    from pytest_kvmock.plugin.precedence import resolve_matrix  # for those who use backends
+
     settings = config.stash[SETTINGS]
     return resolve_matrix(known_backends(), default_backends(), settings.command_line, marks, settings.ini)
 

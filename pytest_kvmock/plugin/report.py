@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_kvmock.plugin.options import REDUCE_SECONDS, SETTINGS, Settings, default_backends, known_backends
+from pytest_kvmock.plugin.options import REDUCE_SECONDS, default_backends, known_backends
 from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy
+from pytest_kvmock.plugin.settings import SETTINGS, Settings
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
-    from pytest_kvmock.plugin.fixtures import Case
+    from pytest_kvmock.plugin.case import Case
     from pytest_kvmock.reduce import Reproduction
 
 

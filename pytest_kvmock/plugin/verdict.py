@@ -17,7 +17,7 @@ from pytest_kvmock.plugin.report import add_log, add_reproduction, record_proper
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
-    from pytest_kvmock.plugin.fixtures import Case
+    from pytest_kvmock.plugin.case import Case
 
 _OF_THE_END: Final = ("leaked_requests", "not_flushed")
 """Rules that a body breaks that does not come to its end."""
