@@ -70,13 +70,13 @@ def test_each_manager_has_a_policy_of_its_own_which_knows_the_capacity():
 def test_what_a_policy_may_leave_out_does_nothing():
     policy = NewestFirst(1)
 
-    assert (False, 0) == (policy.finds_by_place, policy.collisions)
+    assert (False, 0) == (policy._finds_by_place, policy._collisions)
     assert [None] * 5 == [
-        policy.register([]),
-        policy.touch(None),
-        policy.find(1),
-        policy.free_places([1]),
-        policy.refused([]),
+        policy._on_register([]),
+        policy._on_touch(None),
+        policy._find(1),
+        policy._free_places([1]),
+        policy._first_refused([]),
     ]
     with pytest.raises(TypeError, match="abstract"):
         type("Nothing", (EvictionPolicy,), {})()
@@ -87,6 +87,12 @@ def test_a_policy_that_lacks_something_is_named():
 
     with pytest.raises(
         ValueError, match="the policy of backend 'mine' has no clear: derive object from EvictionPolicy"
+    ):
+        create_manager(spec, num_blocks=3)
+    looks_like_one = type("Mine", (), dict.fromkeys(["insert", "remove", "evict", "clear", "order"]))()
+    spec = BackendSpec.of_policy("mine", lambda _: looks_like_one, follows="nobody")
+    with pytest.raises(
+        ValueError, match="the policy of backend 'mine' is no EvictionPolicy: derive Mine from EvictionPolicy"
     ):
         create_manager(spec, num_blocks=3)
     with pytest.raises(ValueError, match="num_blocks must be an integer of at least 1, got 0"):

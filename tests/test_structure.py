@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest_kvmock
+from pytest_kvmock import EvictionPolicy
 
 HOME = Path(pytest_kvmock.__file__).parent
 MODULES = {
@@ -163,3 +164,8 @@ def test_a_short_module_is_joined_to_its_subject():
 def test_two_modules_of_one_name_are_told_apart_by_their_folders():
     names = Counter(path.stem for path in MODULES.values() if path.stem != "__init__")
     assert set() == {name for name, count in names.items() if count > 1} - TOLD_APART_BY_FOLDERS
+
+
+def test_a_policy_that_users_derive_has_five_methods():
+    public = [name for name in dir(EvictionPolicy) if not name.startswith("_")]
+    assert ["clear", "evict", "insert", "order", "remove"] == sorted(EvictionPolicy.__abstractmethods__) == public

@@ -159,12 +159,14 @@ class KvManager(Protocol):
 
 
 def unlike(subject: object, protocol: type) -> str | None:
-    """Say what an object is if it has not all that a protocol such as `KvManager` names; None if it has."""
+    """Say what an object is if it is not what a protocol, such as `KvManager`, or a base class names; None if it is."""
     if isinstance(subject, type):
         return f"the class {subject.__name__}; it must be an object, {subject.__name__}()"
     members = [*protocol.__annotations__, *vars(protocol)]
     missing = [name for name in dict.fromkeys(members) if not name.startswith("_") and not hasattr(subject, name)]
     if not missing:
-        return None
+        if getattr(protocol, "_is_protocol", False) or isinstance(subject, protocol):
+            return None
+        return f"{subject!r:.80} ({type(subject).__name__}), which does not derive from {protocol.__name__}"
     names = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
     return f"{subject!r:.80} ({type(subject).__name__}), which is no {protocol.__name__}: it has no {names}"

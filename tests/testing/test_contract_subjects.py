@@ -18,6 +18,13 @@ class NoFind:
         pass
 
 
+class LooksLikeAPolicy:
+    insert = remove = evict = order = clear = lambda self, *args: []
+
+    def __repr__(self):
+        return "looks like one"
+
+
 class Full(RadixIndex):
     def dump_events(self):
         return ["something"]
@@ -30,10 +37,11 @@ CASES = [
     ),
     (
         subject(EvictionContract, make_policy=lambda self: {}),
-        (
-            "make_policy gave {} (dict), which is no EvictionPolicy: it has no finds_by_place, collisions, register, touch, "
-            "insert, insert_one and 6 more"
-        ),
+        "make_policy gave {} (dict), which is no EvictionPolicy: it has no insert, remove, evict, order",
+    ),
+    (
+        subject(EvictionContract, make_policy=lambda self: LooksLikeAPolicy()),
+        "make_policy gave looks like one (LooksLikeAPolicy), which does not derive from EvictionPolicy",
     ),
     (
         subject(EvictionContract, make_policy=lambda self: LruPolicy),

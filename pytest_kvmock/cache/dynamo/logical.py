@@ -205,8 +205,8 @@ class LogicalManager(LineageShortForms, ManagerBase):
         if len(set(names)) < len(names) or not own.keys().isdisjoint(names):
             return start
         places = None
-        if policy.finds_by_place:
-            places = policy.free_places(plhs)
+        if policy._finds_by_place:
+            places = policy._free_places(plhs)
             if places is None:
                 return start
         elif len(set(plhs)) < len(plhs) or not pool.registered.keys().isdisjoint(plhs):
@@ -223,7 +223,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
             slot.refs = 1
         own.update(zip(names, slots, strict=True))  # type: ignore[arg-type]
         pool.registered.update(zip(plhs, slots, strict=True))
-        policy.register(slots, places)
+        policy._on_register(slots, places)
         told.stored.extend(names)  # type: ignore[arg-type]
         told.local_hashes.extend(local_hashes)
         if move.token_ids:
@@ -237,7 +237,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         pool, policy, partials = self._pool, self._pool.inactive, self._partials
         names, registered = self._names, pool.registered
         named, aliases = names.own, names.alias_slots
-        find = policy.find if policy.finds_by_place else None
+        find = policy._find if policy._finds_by_place else None
         # It moves with hits alone, even with those that come after new blocks.
         anchor = told.anchor
         told.in_bulk = False
@@ -280,7 +280,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
                     slot.name, slot.plh = name, plh
                     registered[plh] = slot
                     names.hold_new(slot)
-                    policy.register((slot,))
+                    policy._on_register((slot,))
                     stored += 1
                     told.stored.append(name)
                     told.local_hashes.append(local)
@@ -289,7 +289,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
                 else:
                     if slot.refs or slot.aliases:
                         shared += 1
-                        policy.touch(slot)
+                        policy._on_touch(slot)
                     else:
                         woken += 1
                         self._num_inactive -= 1
@@ -342,7 +342,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return slots + victims
 
     def _deref(self, blocks: Sequence[Block]) -> int:
-        if self._names.alias_slots or self._pool.inactive.collisions:
+        if self._names.alias_slots or self._pool.inactive._collisions:
             return self._deref_carefully(blocks)
         own = self._names.own
         try:
@@ -390,7 +390,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
                 self._references -= 1
                 slot = self._names.let_go(block)
                 if not slot.refs and not slot.aliases:
-                    self._pool.inactive.insert_one(slot)
+                    self._pool.inactive._insert_one(slot)
                     self._num_inactive += 1
         return 1
 
@@ -409,7 +409,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         if slot is not None:
             pool.match_blocks_returned += 1
             if slot.refs or slot.aliases:
-                pool.inactive.touch(slot)
+                pool.inactive._on_touch(slot)
             else:
                 pool.inactive.remove((slot,))
                 self._num_inactive -= 1
@@ -419,7 +419,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         mutable.name, mutable.plh = name, plh
         pool.registered[plh] = mutable
         self._names.hold_new(mutable)
-        pool.inactive.register((mutable,))
+        pool.inactive._on_register((mutable,))
         pool.registrations += 1
         beside = None if move.token_ids is None else [move.token_ids]
         self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), beside)

@@ -177,7 +177,7 @@ def check_deref(
         MoveError: a block has fewer references than `blocks` drops, or could not become inactive.
     """
     asked = check_held(blocks, references)
-    if policy.collisions:
+    if policy._collisions:
         last = [b for b, times in asked.items() if not isinstance(b, UUID) and times == references(b)]
         _check_collisions(last, names, policy, backend)
 
@@ -238,7 +238,7 @@ def _check_collisions(last: list[int], names: Names, policy: EvictionPolicy, bac
         held[slot] = held.get(slot, 0) + 1
         if held[slot] == slot.aliases + (slot.refs > 0):
             falling.append(slot)
-    refused = policy.refused(falling)
+    refused = policy._first_refused(falling)
     if refused is not None:
         raise MoveError(
             f"Deref of block {block_text(refused.name)}: hash collision. Another block has the same position and fragment as "

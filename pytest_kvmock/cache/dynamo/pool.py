@@ -103,8 +103,8 @@ class BlockPool:
     def match(self, plh: int) -> Slot | None:
         """Return the slot in which a lineage hash is cached, active or inactive; nothing changes."""
         slot = self.registered.get(plh)
-        if slot is None and self.inactive.finds_by_place:
-            return self.inactive.find(plh)
+        if slot is None and self.inactive._finds_by_place:
+            return self.inactive._find(plh)
         return slot
 
     def name_to_tell(self, victim: Slot) -> int | None:

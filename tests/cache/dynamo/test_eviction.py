@@ -13,7 +13,7 @@ from pytest_kvmock.plh import lineage_hash
 def new_slot(policy, name, plh):
     slot = Slot()
     slot.name, slot.plh = name, plh
-    policy.register([slot])
+    policy._on_register([slot])
     return slot
 
 
@@ -81,7 +81,7 @@ def test_a_slot_inserted_again_counts_as_new(policy):
 
 def test_a_touch_changes_nothing_by_itself(policy):
     slots = [*chain(policy, [1]), *chain(policy, [2])]
-    policy.touch(slots[0])
+    policy._on_touch(slots[0])
     insert(policy, slots)
     assert [1, 2] == evict_all(policy)
 
@@ -103,7 +103,7 @@ def test_a_slot_can_be_registered_anew(policy):
     insert(policy, slots[::-1])
     first = policy.evict(1)[0]
     first.name, first.plh = 9, lineage_hash(9, None, 0)
-    policy.register([first])
+    policy._on_register([first])
     policy.insert([first])
     assert [1, 0, 9] == evict_all(policy)
 
@@ -217,25 +217,25 @@ def test_lineage_finds_a_block_by_its_place_alone():
     policy = LineagePolicy()
     slot = new_slot(policy, 1, lineage_hash(0xAA, 0x11, 5))
     policy.insert([slot])
-    assert slot is policy.find(lineage_hash(0xAA, 0x22, 5))
-    assert policy.find(lineage_hash(0xAB, 0x11, 5)) is None
-    assert policy.find(lineage_hash(0xAA, 0x11, 6)) is None
+    assert slot is policy._find(lineage_hash(0xAA, 0x22, 5))
+    assert policy._find(lineage_hash(0xAB, 0x11, 5)) is None
+    assert policy._find(lineage_hash(0xAA, 0x11, 6)) is None
     policy.remove([slot])
-    assert policy.find(lineage_hash(0xAA, 0x22, 5)) is None
+    assert policy._find(lineage_hash(0xAA, 0x22, 5)) is None
 
 
 def test_lineage_counts_blocks_that_share_a_place():
     policy = LineagePolicy()
     first = new_slot(policy, 1, lineage_hash(0xAA, 0x11, 5))
-    assert 0 == policy.collisions
+    assert 0 == policy._collisions
     second = new_slot(policy, 2, lineage_hash(0xAA, 0x22, 5))
-    assert 1 == policy.collisions
-    assert None is policy.refused([first])
-    assert second is policy.refused([first, second])
+    assert 1 == policy._collisions
+    assert None is policy._first_refused([first])
+    assert second is policy._first_refused([first, second])
     policy.insert([first])
-    assert second is policy.refused([second])
+    assert second is policy._first_refused([second])
     assert first is policy.evict(1)[0]
-    assert 0 == policy.collisions
+    assert 0 == policy._collisions
 
 
 def test_lineage_never_evicts_above_a_child_that_moved_away():
@@ -282,7 +282,7 @@ def test_multi_lru_keeps_four_levels_and_empties_the_coldest_first():
     hottest, hot, warm, cold = (new_slot(policy, name, lineage_hash(name, None, 0)) for name in (4, 3, 2, 1))
     for slot, more in ((hottest, 14), (hot, 13), (warm, 6), (cold, 1)):  # the registration counted one
         for _ in range(more):
-            policy.touch(slot)
+            policy._on_touch(slot)
     insert(policy, [hottest, hot, warm, cold])
     assert [1, 2, 3, 4] == names(policy.order())
     assert [1, 2] == names(policy.evict(2))
@@ -294,7 +294,7 @@ def test_multi_lru_puts_a_block_in_its_level_by_how_often_it_was_counted(touches
     policy = MultiLruPolicy(100)
     slot = new_slot(policy, 1, lineage_hash(1, None, 0))
     for _ in range(touches):
-        policy.touch(slot)
+        policy._on_touch(slot)
     policy.insert([slot])
     assert [[slot] if i == level else [] for i in range(4)] == [queue.order() for queue in policy._queues]
 
@@ -322,7 +322,7 @@ def test_multi_lru_never_moves_a_block_while_it_is_inactive():
     first, second = (new_slot(policy, name, lineage_hash(name, None, 0)) for name in (1, 2))
     insert(policy, [first, second])
     for _ in range(15):
-        policy.touch(first)
+        policy._on_touch(first)
     assert [1, 2] == names(policy.order())
 
 
@@ -332,7 +332,7 @@ def test_multi_lru_remembers_a_block_that_was_evicted():
     policy.insert([slot])
     reuse(policy, slot)
     assert [slot] == policy.evict(1)
-    policy.register([slot])
+    policy._on_register([slot])
     policy.insert([slot, *chain(policy, [2])])
     assert [2, 1] == evict_all(policy)
 

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
-from pytest_kvmock.cache.dynamo.eviction.policy import Slot
+from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 from pytest_kvmock.plh import lineage_fragment, lineage_parent_fragment, lineage_position
 
 # Theory of operation (kvbm-logical, `LineageBackend`)
@@ -64,7 +64,7 @@ class _Node:
         self.pins = 0  # registered blocks whose parent's place it is
 
 
-class LineagePolicy:
+class LineagePolicy(EvictionPolicy):
     """Leaves only, oldest first.
 
     Freed tail first, as schedulers do, a chain goes tail first; freed in any other order it does so too. `touch`
@@ -72,13 +72,13 @@ class LineagePolicy:
     same cached block, as in Dynamo 1.2.1; two such blocks, both active, cannot become inactive both.
     """
 
-    finds_by_place = True
+    _finds_by_place = True
 
     def __init__(self) -> None:
         self._reset()
 
     def _reset(self) -> None:
-        self.collisions = 0
+        self._collisions = 0
         self._nodes: dict[int, _Node] = {}
         self._queue: deque[_Node] = deque()
         self._limit = _SLACK
@@ -90,7 +90,7 @@ class LineagePolicy:
         # blocks that share a place make them.
         self._left_behind: set[tuple[_Node, int]] = set()
 
-    def register(self, slots: Sequence[Slot], places: Sequence[int] | None = None) -> None:
+    def _on_register(self, slots: Sequence[Slot], places: Sequence[int] | None = None) -> None:
         """Give each slot its place, and its parent's."""
         if places and self._register_chain(slots, places):
             return
@@ -103,7 +103,7 @@ class LineagePolicy:
             if node.slot is None:
                 node.slot = slot
             else:
-                self.collisions += 1
+                self._collisions += 1
                 self._rivals[node].append(slot)
 
     def _register_chain(self, slots: Sequence[Slot], keys: Sequence[int]) -> bool:
@@ -146,16 +146,13 @@ class LineagePolicy:
         if rivals is None:
             node.slot = None
             return
-        self.collisions -= 1
+        self._collisions -= 1
         if node.slot is slot:
             node.slot = rivals.pop()
         else:
             rivals.remove(slot)
         if not rivals:
             del self._rivals[node]
-
-    def touch(self, slot: Slot) -> None:
-        """Nothing to note."""
 
     def insert(self, slots: Sequence[Slot]) -> None:
         """Put the slots into the forest; their turn comes after all others'."""
@@ -174,10 +171,6 @@ class LineagePolicy:
                     parent.children += 1
                 else:
                     self._link(node, parent)
-
-    def insert_one(self, slot: Slot) -> None:
-        """The same for one slot."""
-        self.insert((slot,))
 
     def _swap(self, node: _Node, slot: Slot) -> None:
         """It is another one of the blocks that share a place that becomes inactive."""
@@ -274,7 +267,7 @@ class LineagePolicy:
                     parent.children -= 1
                     if not parent.children and parent.parked >= 0:
                         heappush(self._exposed, parent.parked)
-            if self.collisions:
+            if self._collisions:
                 self._disown(node, slot)
             else:
                 node.slot = None
@@ -307,12 +300,12 @@ class LineagePolicy:
                 slot.place = None
         self._reset()
 
-    def find(self, plh: int) -> Slot | None:
+    def _find(self, plh: int) -> Slot | None:
         """Return the inactive block at the place of `plh`; its own lineage hash may have another parent."""
         node = self._nodes.get(_key(plh))
         return None if node is None or not node.occupied else node.slot
 
-    def free_places(self, plhs: Sequence[int]) -> Sequence[int] | None:
+    def _free_places(self, plhs: Sequence[int]) -> Sequence[int] | None:
         """Return the keys of the places, if none is taken (or kept for a child) and no two are the same."""
         if max(plhs) < _MODE_1:
             keys = [(plh >> 118) + 1 << 59 | plh & _FRAGMENT for plh in plhs]
@@ -322,7 +315,7 @@ class LineagePolicy:
             return keys
         return None
 
-    def refused(self, slots: Iterable[Slot]) -> Slot | None:
+    def _first_refused(self, slots: Iterable[Slot]) -> Slot | None:
         """Return the first slot whose place is taken by another block (kvbm-logical: "Hash collision detected")."""
         taken: set[_Node] = set()
         for slot in slots:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from pytest_kvmock.cache.dynamo.eviction.policy import Slot
+from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 
 _SLACK = 1024  # entries that do not count, before the queue is cleaned
 
 
-class LruPolicy:
+class LruPolicy(EvictionPolicy):
     """Least recently inserted first (kvbm-logical, `LruBackend`).
 
     A chain that is freed root first is evicted root first, and so loses its head before its tail. A block that is
@@ -21,18 +20,9 @@ class LruPolicy:
     # A slot stands in the queue once for each time it was inserted, `slot.place` times by now; its last entry counts while
     # it is inactive, which `slot.above` says. So `remove` need not look for it.
 
-    finds_by_place = False
-    collisions = 0
-
     def __init__(self) -> None:
         self._queue: deque[Slot] = deque()
         self._limit = _SLACK
-
-    def register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:
-        """Nothing to note."""
-
-    def touch(self, slot: Slot) -> None:
-        """Nothing to note."""
 
     def insert(self, slots: Sequence[Slot]) -> None:
         """These slots are the last to go now."""
@@ -40,10 +30,6 @@ class LruPolicy:
             slot.place += 1
             slot.above = True
         self._queue += slots
-
-    def insert_one(self, slot: Slot) -> None:
-        """The same for one slot."""
-        self.insert((slot,))
 
     def remove(self, slots: Sequence[Slot]) -> None:
         """The slots are in use."""
@@ -79,18 +65,6 @@ class LruPolicy:
         for slot in self._queue:
             slot.place, slot.above = 0, False
         self._queue.clear()
-
-    def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - never asked
-        """A slot answers to its own lineage hash only."""
-        return None
-
-    def free_places(self, plhs: Sequence[int]) -> Sequence[Any] | None:  # noqa: ARG002 - never asked
-        """Slots have no places."""
-        return None
-
-    def refused(self, slots: Iterable[Slot]) -> Slot | None:  # noqa: ARG002 - never asked
-        """Every slot can be inserted."""
-        return None
 
     def order(self) -> list[Slot]:
         """From the one inserted longest ago."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from pytest_kvmock.cache.base import check_num_blocks
-from pytest_kvmock.cache.dynamo.eviction.policy import Slot
+from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 from pytest_kvmock.cache.dynamo.eviction.tinylfu import Place, TinyLfu
 
 THRESHOLDS: Final = (3, 8, 15)
@@ -78,7 +78,7 @@ class _Lane:
         return [slot for i, slot in enumerate(self._queue) if slot.place == first + i * step]
 
 
-class MultiLruPolicy:
+class MultiLruPolicy(EvictionPolicy):
     """Four queues by frequency, the coldest first; in each, least recently inserted first (`MultiLruBackend`).
 
     A `TinyLfu` counts lineage hashes: one for a registration, two for the reuse of an inactive block, one for a match of
@@ -99,21 +99,18 @@ class MultiLruPolicy:
     # belongs to the queues. Counters are asked only when a block becomes inactive, which none does in the middle of a
     # Use: so it makes no difference that the new blocks of one come as one `evict` and one `register`.
 
-    finds_by_place = False
-    collisions = 0
-
     def __init__(self, num_blocks: int) -> None:
         self._tracker = TinyLfu(check_num_blocks(num_blocks))
         self._queues = [_Lane(level, 4) for level in range(4)]
 
-    def register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:  # noqa: ARG002 - never given
+    def _on_register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:  # noqa: ARG002 - never given
         """Count the slots' lineage hashes once."""
         found = self._tracker.places([slot.plh for slot in slots])
         for slot, place in zip(slots, found, strict=True):
             slot.above = place
         self._tracker.count(found)
 
-    def touch(self, slot: Slot) -> None:
+    def _on_touch(self, slot: Slot) -> None:
         """Count the slot's lineage hash once more."""
         self._tracker.count((slot.above,))
 
@@ -134,10 +131,6 @@ class MultiLruPolicy:
         for queue, of_level in zip(self._queues, levels, strict=True):
             if of_level:
                 queue.insert(of_level)
-
-    def insert_one(self, slot: Slot) -> None:
-        """The same for one slot."""
-        self.insert((slot,))
 
     def remove(self, slots: Sequence[Slot]) -> None:
         """The slots are in use; their lineage hashes count twice each."""
@@ -164,18 +157,6 @@ class MultiLruPolicy:
         """No slot is left; the counters stay."""
         for queue in self._queues:
             queue.clear()
-
-    def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - never asked
-        """A slot answers to its own lineage hash only."""
-        return None
-
-    def free_places(self, plhs: Sequence[int]) -> Sequence[Any] | None:  # noqa: ARG002 - never asked
-        """Slots have no places of their own."""
-        return None
-
-    def refused(self, slots: Iterable[Slot]) -> Slot | None:  # noqa: ARG002 - never asked
-        """Every slot can be inserted."""
-        return None
 
     def order(self) -> list[Slot]:
         """Level by level, from the one inserted longest ago."""

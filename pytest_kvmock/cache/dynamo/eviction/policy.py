@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pytest_kvmock.events import block_text
 
@@ -35,39 +35,30 @@ class Slot:
         return f"<Slot of block {block_text(self.name)}: {self.refs} references>"
 
 
-class EvictionPolicy(Protocol):
-    """In which order inactive blocks are evicted.
+class EvictionPolicy(ABC):
+    """The order in which inactive blocks are evicted.
 
-    A policy may derive from this class; then what it leaves out does nothing. It must say `insert`, `remove`, `evict`,
-    `clear` and `order`.
-
-    The manager tells a policy of a slot's life, in this order: `register` once, then `insert` and `remove` (or
-    `evict`, which ends it) in turns. A policy sees slots, and may keep what it likes in their `place` and `above`.
-    It is told of many slots at once, in the order in which it happened to them; of what was freed, when something else
-    happens. The new blocks of one Use may come as one `evict` and one `register`; a policy must not mind that no other
-    `register` stands between its evictions.
-
-    Attributes:
-        finds_by_place: whether `find` and `free_places` are to be asked about lineage hashes that are not registered.
-        collisions: how many registered slots are at odds with another one; while it is 0, `refused` is not asked.
+    A policy derives from this class, and defines `insert`, `remove`, `evict`, `clear` and `order`. It sees slots, and may
+    keep what it likes in their `place` and `above`. A slot is inserted when nobody holds its block any more, and removed
+    when the block is used again, in turns, until it is evicted; then it may come back with another block. Slots come
+    many at once, in the order in which it happened to them; those that were freed, when something else happens.
     """
 
-    finds_by_place: bool = False
-    collisions: int = 0
+    # The private methods are for policies of this package. They are called for each slot of a manager: `_on_register`
+    # when a block was stored in it, `_on_touch` when an active one was matched by another name. The new blocks of one
+    # Use may come as one `evict` and one `_on_register`, so a policy must not mind that no other `_on_register` stands
+    # between its evictions. The others serve speed, and the rule of `lineage` that a place has one inactive block.
 
-    def register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:
-        """Take note of slots that were just registered, and are active; `places` may be what `free_places` said."""
-
-    def touch(self, slot: Slot) -> None:
-        """Take note that an active slot was matched by its lineage hash, by a name that did not hold it yet."""
+    _finds_by_place: bool = (
+        False  # whether `_find` and `_free_places` are to be asked about unregistered lineage hashes
+    )
+    _collisions: int = (
+        0  # registered slots that are at odds with another one; while it is 0, `_first_refused` is not asked
+    )
 
     @abstractmethod
     def insert(self, slots: Sequence[Slot]) -> None:
         """Make these slots evictable: nobody holds them any more."""
-
-    def insert_one(self, slot: Slot) -> None:
-        """The same for one slot."""
-        self.insert((slot,))
 
     @abstractmethod
     def remove(self, slots: Sequence[Slot]) -> None:
@@ -77,18 +68,6 @@ class EvictionPolicy(Protocol):
     def evict(self, count: int) -> list[Slot]:
         """Choose the next inactive slots and forget them; fewer than `count` when no more can go."""
 
-    def find(self, plh: int) -> Slot | None:  # noqa: ARG002 - for those that find by place
-        """Return the inactive slot that answers to a lineage hash that is not its own, if there is one."""
-        return None
-
-    def free_places(self, plhs: Sequence[int]) -> Sequence[Any] | None:  # noqa: ARG002 - as above
-        """Return the policy's places of lineage hashes, if every one has a place of its own that no block has."""
-        return None
-
-    def refused(self, slots: Iterable[Slot]) -> Slot | None:  # noqa: ARG002 - as above
-        """Return the first of `slots` that could not be inserted, were they inserted in this order."""
-        return None
-
     @abstractmethod
     def clear(self) -> None:
         """Forget all slots; none is registered any more."""
@@ -97,12 +76,37 @@ class EvictionPolicy(Protocol):
     def order(self) -> list[Slot]:
         """Return the inactive slots in the order in which they would be evicted. May cost a sort."""
 
+    def _on_register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:  # noqa: B027 - most need no note
+        """Take note of slots that were just registered, and are active; `places` may be what `_free_places` returned."""
+
+    def _on_touch(self, slot: Slot) -> None:  # noqa: B027 - as above
+        """Take note that an active slot was matched by its lineage hash, by a name that did not hold it yet."""
+
+    def _insert_one(self, slot: Slot) -> None:
+        """Insert one slot."""
+        self.insert((slot,))
+
+    def _find(self, plh: int) -> Slot | None:  # noqa: ARG002 - for those that find by place
+        """Return the inactive slot that answers to a lineage hash that is not its own, if there is one."""
+        return None
+
+    def _free_places(self, plhs: Sequence[int]) -> Sequence[Any] | None:  # noqa: ARG002 - as above
+        """Return the policy's places of lineage hashes, if every one has a place of its own that no block has."""
+        return None
+
+    def _first_refused(self, slots: Iterable[Slot]) -> Slot | None:  # noqa: ARG002 - as above
+        """Return the first of `slots` that could not be inserted, were they inserted in this order."""
+        return None
+
 
 def check_policy(backend: str, policy: EvictionPolicy) -> EvictionPolicy:
     """Return a policy that somebody else has made, or raise a ValueError that says what it lacks."""
+    kind = type(policy).__name__
     for name in dir(EvictionPolicy):
         if not name.startswith("_") and not hasattr(policy, name):
-            raise ValueError(
-                f"the policy of backend {backend!r} has no {name}: derive {type(policy).__name__} from EvictionPolicy"
-            )
+            raise ValueError(f"the policy of backend {backend!r} has no {name}: derive {kind} from EvictionPolicy")
+    if not isinstance(policy, EvictionPolicy):
+        raise ValueError(  # noqa: TRY004 - one error
+            f"the policy of backend {backend!r} is no EvictionPolicy: derive {kind} from EvictionPolicy"
+        )
     return policy
