@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.dynamo.eviction.policy import Slot as Slot
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.manager import PrefillCost as PrefillCost
-    from pytest_kvmock.cache.paged import KVCacheManager as KVCacheManager
+    from pytest_kvmock.cache.paged import PagedCacheManager as PagedCacheManager
     from pytest_kvmock.cache.paged import PagedRequest as PagedRequest
     from pytest_kvmock.cache.vllm.hashes import ExtraKeys as ExtraKeys
     from pytest_kvmock.cache.vllm.hashes import MultimodalItem as MultimodalItem
@@ -110,7 +110,7 @@ _HOME = {
     "PrefillCost": "cache.manager",
     "RequestLevel": "cache.base",
     "KvManager": "cache.manager",
-    "KVCacheManager": "cache.paged",
+    "PagedCacheManager": "cache.paged",
     "PagedRequest": "cache.paged",
     "EvictionPolicy": "cache.dynamo.eviction.policy",
     "Slot": "cache.dynamo.eviction.policy",

@@ -1,4 +1,4 @@
-"""Which mock engines there are: names, what each follows, and the profile that sizes them.
+"""Which mock engines there are: names, what each models, and the profile that sizes them.
 
 This module imports none of them: a spec loads its manager when one is made (`makers.py`). Wherever a backend is asked for, a
 `BackendSpec` does as well as a name; names are those of the built-in backends and of those that are registered now.
@@ -35,7 +35,7 @@ class BackendSpec:
 
     Attributes:
         name: the name that tests see, in ids too: letters, digits, `_`, `.` and `-`.
-        follows: the program and version whose behaviour it is.
+        models: the program and version whose behaviour it has.
         make: makes a manager; called with `num_blocks`, `block_size`, `dp_rank` and `sink` by keyword.
         residency: "unique" where a block is published once while it is held; "counted" where an engine publishes
             every copy of it.
@@ -47,14 +47,14 @@ class BackendSpec:
             makes them.
         chain: makes, for the stream of one manager, the rule by which block hashes follow from tokens (`wrong_hash`);
             called with the manager, whose options it may depend on. None for Dynamo's.
-        options: further arguments that `make` takes, by keyword; see `but`.
+        options: further arguments that `make` takes, by keyword; see `variant`.
 
     Raises:
         ValueError: a field is not what it must be.
     """
 
     name: str
-    follows: str
+    models: str
     make: Callable[..., KvManager]
     residency: Literal["unique", "counted"] = "unique"
     prefix_closed: bool = True
@@ -69,8 +69,8 @@ class BackendSpec:
                 f"a backend's name has letters, digits, '_', '.' and '-', and is not one of {', '.join(_RESERVED)}; "
                 f"got {self.name!r}"
             )
-        if not isinstance(self.follows, str):
-            raise ValueError(f"backend {self.name!r}: follows must be a string, got {self.follows!r:.80}")  # noqa: TRY004 - one error
+        if not isinstance(self.models, str):
+            raise ValueError(f"backend {self.name!r}: models must be a string, got {self.models!r:.80}")  # noqa: TRY004 - one error
         if not callable(self.make):
             raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004 - one error
         if self.residency not in ("unique", "counted"):
@@ -102,7 +102,7 @@ class BackendSpec:
         manager = self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None)
         return self.driver(manager, True, Random(0)).traits  # noqa: S311 - nothing is drawn
 
-    def but(
+    def variant(
         self, name: str, *, prefix_closed: bool | None = None, in_matrix: bool = False, **options: Any
     ) -> BackendSpec:
         """The same backend under another name, with some of its options set.
@@ -124,14 +124,14 @@ class BackendSpec:
             manager.backend = name
             return manager
 
-        follows = self.follows
+        models = self.models
         if "version" in options:
-            follows = f"{follows.partition(' ')[0]} {options['version']}"
+            models = f"{models.partition(' ')[0]} {options['version']}"
         said = [f"{option}={value!r}" for option, value in options.items() if option != "version"]
         return dataclasses.replace(
             self,
             name=name,
-            follows=", ".join([follows, *said]),
+            models=", ".join([models, *said]),
             make=make,
             prefix_closed=self.prefix_closed if prefix_closed is None else prefix_closed,
             in_matrix=in_matrix,
@@ -152,7 +152,7 @@ class BackendSpec:
         name: str,
         policy: Callable[[int], EvictionPolicy],
         *,
-        follows: str,
+        models: str,
         prefix_closed: bool = True,
         in_matrix: bool = True,
     ) -> BackendSpec:
@@ -161,7 +161,7 @@ class BackendSpec:
         Args:
             name: as above.
             policy: makes the policy of one manager; called with the capacity in blocks.
-            follows: as above.
+            models: as above.
             prefix_closed: as above; False for a policy that may evict a block before its children.
             in_matrix: as above.
 
@@ -179,7 +179,7 @@ class BackendSpec:
 
         if not callable(policy):
             raise ValueError(f"backend {name!r}: policy must be callable, got {policy!r:.80}")  # noqa: TRY004 - one error
-        return cls(name, follows, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
+        return cls(name, models, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
 
 
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"

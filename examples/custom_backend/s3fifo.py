@@ -134,5 +134,5 @@ class S3FifoPolicy(EvictionPolicy):
 # A prompt's first block may go before its later ones, so prefix_closed is False. And it is not in the default matrix,
 # because this project has other tests, which are not about it; most projects leave in_matrix=False out.
 S3FIFO = BackendSpec.of_policy(
-    "s3fifo", S3FifoPolicy, follows="S3-FIFO, SOSP 2023", prefix_closed=False, in_matrix=False
+    "s3fifo", S3FifoPolicy, models="S3-FIFO, SOSP 2023", prefix_closed=False, in_matrix=False
 )

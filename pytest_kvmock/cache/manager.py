@@ -158,7 +158,7 @@ class KvManager(Protocol):
         """Sequence hashes of what is physically cached in a tier, in use or not; copies repeated."""
 
 
-def unlike(subject: object, protocol: type) -> str | None:
+def protocol_mismatch(subject: object, protocol: type) -> str | None:
     """Say what an object is if it is not what a protocol, such as `KvManager`, or a base class names; None if it is."""
     if isinstance(subject, type):
         return f"the class {subject.__name__}; it must be an object, {subject.__name__}()"

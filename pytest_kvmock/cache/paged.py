@@ -2,7 +2,7 @@
 
 It publishes nothing: no router hears of it, and it is none of the backends. Capacity is in bytes, free blocks are a
 stack, a request gets all the blocks that it needs or none, and its prefix cache knows requests by id and length, not by
-tokens. What the original does not check is refused here before anything changes: see `KVCacheManager`.
+tokens. What the original does not check is refused here before anything changes: see `PagedCacheManager`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pytest_kvmock.checks import check_integer, is_integer
 
 @dataclass(slots=True)
 class PagedRequest:
-    """A request as a `KVCacheManager` sees it; the arguments are those of inference_lab's `Request::new`.
+    """A request as a `PagedCacheManager` sees it; the arguments are those of inference_lab's `Request::new`.
 
     The scheduler keeps it up to date: after an allocation it adds the new blocks to `kv_blocks`, after a step it counts
     `num_computed_tokens` on.
@@ -50,7 +50,7 @@ class PagedRequest:
             check_integer(name, getattr(self, name), 0)
 
 
-class KVCacheManager:
+class PagedCacheManager:
     """A pool of KV blocks, sized in bytes.
 
     Where inference_lab's would go on with a wrong state, this one raises and stays as it was: freeing a block that is
@@ -104,7 +104,7 @@ class KVCacheManager:
         self._known_prompts: set[tuple[str, int]] = set()
 
     def __repr__(self) -> str:
-        return f"<KVCacheManager: {self.num_free_blocks} of {self.total_blocks} blocks free>"
+        return f"<PagedCacheManager: {self.num_free_blocks} of {self.total_blocks} blocks free>"
 
     @property
     def num_free_blocks(self) -> int:

@@ -39,7 +39,7 @@ class BlockPoolDriver:
         if not prefix_caching:
             manager.enable_caching = False
 
-    def look(self, prompt: Prompt) -> int:
+    def lookup(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached."""
         manager = self.manager
         return len(manager.get_computed_blocks(manager.new_request(prompt))) * manager.block_size
@@ -53,7 +53,7 @@ class BlockPoolDriver:
         hits = self.manager.get_computed_blocks(request)
         return min(len(hits) * self.manager.block_size, request.tokens.num_prompt_tokens)
 
-    def shortage(self, request: PoolRequest) -> tuple[int, int]:
+    def blocks_needed(self, request: PoolRequest) -> tuple[int, int]:
         """(needed, free): new blocks, and hits that nobody uses, as vLLM counts them."""
         manager = self.manager
         hits = manager.get_computed_blocks(request)

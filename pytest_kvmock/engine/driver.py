@@ -51,7 +51,7 @@ class Driver(Protocol):
     def traits(self) -> Traits:
         """Where its engine differs from others by nature."""
 
-    def look(self, prompt: Prompt) -> int:
+    def lookup(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached now. Changes nothing, recency included."""
 
     def open(self, prompt: Prompt) -> Any:
@@ -60,14 +60,14 @@ class Driver(Protocol):
     def cached(self, request: Any) -> int:
         """Tokens of the request's prompt that are cached now."""
 
-    def shortage(self, request: Any) -> tuple[int, int]:
+    def blocks_needed(self, request: Any) -> tuple[int, int]:
         """Blocks that the whole request needs and that nobody holds (at most), and how many nobody holds."""
 
     def admit(self, request: Any, upto: int) -> None:
         """Get blocks for the first `upto` tokens; it is known that they fit."""
 
     def plan(self, request: Any, tokens: Sequence[int]) -> tuple[int, int]:
-        """As `shortage`: what decode steps need, one a token. Changes nothing."""
+        """As `blocks_needed`: what decode steps need, one a token. Changes nothing."""
 
     def extend(self, request: Any, tokens: Sequence[int]) -> None:
         """Decode steps, one a token; it is known that they fit."""

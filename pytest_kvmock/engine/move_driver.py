@@ -72,7 +72,7 @@ class MoveDriver:
             semantics=self._semantics,
         )
 
-    def look(self, prompt: Prompt) -> int:
+    def lookup(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached."""
         # With names from elsewhere: whoever only looks must not change what is generated next, nor meet it.
         return self.manager.prefill_cost(self._sequence(prompt, Random("look"))).cached_tokens  # noqa: S311 - mock data
@@ -85,7 +85,7 @@ class MoveDriver:
         """Tokens of its prompt that are cached."""
         return self.manager.prefill_cost(request.sequence).cached_tokens
 
-    def shortage(self, request: _MoveRequest) -> tuple[int, int]:
+    def blocks_needed(self, request: _MoveRequest) -> tuple[int, int]:
         """(needed, free): every block that no request holds takes a slot, whether it is cached or new."""
         blocks, free = request.sequence.unique_blocks, self._free()
         if len(blocks) <= free:  # so it fits, however many of them are held already

@@ -49,17 +49,17 @@ class RadixDriver:
     def _request(self, prompt: Prompt, rng: Random) -> RadixRequest:
         return RadixRequest(HashedTokens(prompt, self.manager.block_size, self.manager.hasher, rng), rng)
 
-    def look(self, prompt: Prompt) -> int:
+    def lookup(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached; its last one never counts."""
         # With names from elsewhere: whoever only looks must not change what is generated next.
         request = self._request(prompt, Random(0))  # noqa: S311 - mock data
-        return self.manager.look(request) * self.manager.block_size if self._prefix_caching else 0
+        return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
 
     def open(self, prompt: Prompt) -> RadixRequest:
         """A request that has no page yet."""
         return self._request(prompt, self._rng)
 
-    def shortage(self, request: RadixRequest) -> tuple[int, int]:
+    def blocks_needed(self, request: RadixRequest) -> tuple[int, int]:
         """(needed, free). This is the lookup of the request: recency and splits stay, as in SGLang, if it is refused."""
         if self._prefix_caching:
             return self.manager.find(request)

@@ -150,7 +150,7 @@ class Request:
 
     def _admit(self) -> None:
         driver, state = self._driver, self._state
-        requested, available = driver.shortage(state)
+        requested, available = driver.blocks_needed(state)
         if requested > available:
             raise OutOfBlocks(requested, available)
         self.cached_tokens = driver.cached(state)
@@ -212,14 +212,14 @@ class KvWorker:
         self.requests: list[Request] = []
         self.serving = False
         self._make_manager = make_manager
-        self._outlet = _Outlet(sink)
+        self._recorder = _StoredRecorder(sink)
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
         self._driver = self._start()
 
     def _start(self) -> Driver:
-        outlet = self._outlet if self.prefix_caching else None
-        return self._make_driver(self._make_manager(outlet), self.prefix_caching, self._rng)
+        recorder = self._recorder if self.prefix_caching else None
+        return self._make_driver(self._make_manager(recorder), self.prefix_caching, self._rng)
 
     def __repr__(self) -> str:
         return f"<KvWorker {self.worker_id} rank {self.dp_rank} {self.manager.backend}>"
@@ -242,7 +242,7 @@ class KvWorker:
     @property
     def has_published(self) -> bool:
         """Whether a manager of it ever published anything, before a restart too."""
-        return self._outlet.published
+        return self._recorder.published
 
     def prefill(self, prompt: Prompt | TokenIds) -> Request:
         """Admit a request: blocks for its whole prompt, cached ones reused.
@@ -265,18 +265,18 @@ class KvWorker:
         Raises:
             OutOfBlocks: it does not fit. The prompt's blocks are let go again; they may be cached by then.
         """
-        stored = self._outlet.stored = []
+        stored = self._recorder.stored = []
         try:
             with self.prefill(prompt) as request:
                 if output_tokens:
                     request.decode(output_tokens)
         finally:
-            self._outlet.stored = None
+            self._recorder.stored = None
         return Served(request.cached_tokens, tuple(stored))
 
     def cached_tokens(self, prompt: Prompt | TokenIds) -> int:
         """Tokens of the prompt that are cached now. Looks, and touches nothing."""
-        return self._driver.look(Prompt.of(prompt))
+        return self._driver.lookup(Prompt.of(prompt))
 
     def clear(self) -> bool:
         """Drop all that is cached, and publish Cleared. False, and no event, while requests are open."""
@@ -311,7 +311,7 @@ class KvWorker:
         return _Serving(self)
 
 
-class _Outlet:
+class _StoredRecorder:
     """Where the manager publishes: notes what is stored while somebody asks, and passes everything on."""
 
     __slots__ = ("published", "sink", "stored")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.cache.manager import KvManager, unlike
+from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.recording import RecordedRequest
@@ -61,7 +61,7 @@ class HarnessWorker(KvWorker):
             except Exception as error:
                 raise ValueError(f"backend {spec.name!r}: make raised {type(error).__name__}: {error}") from error
             if type(manager) not in _MANAGERS:
-                wrong = unlike(manager, KvManager)
+                wrong = protocol_mismatch(manager, KvManager)
                 if wrong is not None:
                     raise ValueError(f"backend {spec.name!r} made {wrong}")
                 _MANAGERS.add(type(manager))

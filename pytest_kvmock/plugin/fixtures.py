@@ -22,7 +22,7 @@ from pytest_kvmock.plugin.settings import SETTINGS, base_profile, trace_path
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.cache.paged import KVCacheManager
+    from pytest_kvmock.cache.paged import PagedCacheManager
     from pytest_kvmock.engine.driver import Traits
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import KvSink, RouterHarness
@@ -200,13 +200,13 @@ def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvMana
 
 
 @pytest.fixture
-def kv_cache_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> KVCacheManager:
-    """inference_lab's `KVCacheManager`, with the blocks of the test's profile, one byte a token; it has no events."""
-    from pytest_kvmock.cache.paged import KVCacheManager
+def kv_cache_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> PagedCacheManager:
+    """A `PagedCacheManager`, inference_lab's, with the blocks of the test's profile, one byte a token; it has no events."""
+    from pytest_kvmock.cache.paged import PagedCacheManager
     from pytest_kvmock.plugin.case import effective_profile
 
     profile = effective_profile(request.node, kv_base_profile)
-    return KVCacheManager(profile.num_blocks * profile.block_size, profile.block_size, 1, profile.prefix_caching)
+    return PagedCacheManager(profile.num_blocks * profile.block_size, profile.block_size, 1, profile.prefix_caching)
 
 
 @pytest.fixture

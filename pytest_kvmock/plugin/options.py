@@ -312,7 +312,7 @@ OPTIONS: Final = (
 
 
 LISTS: Final = {
-    "--kv-list-backends": "list the backends, with what each follows, and exit",
+    "--kv-list-backends": "list the backends, with what each models, and exit",
     "--kv-list-profiles": "list the named engine profiles, with where they stand, and exit",
 }
 """The options that list something, each with its help."""

@@ -47,7 +47,7 @@ def header(config: pytest.Config) -> str:
 
 
 def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
-    """All backends, one a line, with what each follows.
+    """All backends, one a line, with what each models.
 
     Args:
         settings: of the run.
@@ -61,7 +61,7 @@ def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
     lines = []
     for name, spec in known.items():
         plugin = f" (from {plugins[name]})" if name in plugins else ""
-        lines.append(f"{name:<{width}}  {spec.follows}{plugin}")
+        lines.append(f"{name:<{width}}  {spec.models}{plugin}")
         if name not in matrix:
             lines[-1] += " (not in the matrix of this run)"
     return "\n".join(lines) + "\n"

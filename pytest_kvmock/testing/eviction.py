@@ -281,7 +281,7 @@ class EvictionContract:
 
     def _manager_world(self) -> RouterHarness:
         spec = BackendSpec.of_policy(
-            "under-contract", lambda _: self._new(), follows=type(self).__name__, prefix_closed=self.prefix_closed
+            "under-contract", lambda _: self._new(), models=type(self).__name__, prefix_closed=self.prefix_closed
         )
         return RouterHarness(EngineProfile(block_size=4, num_blocks=self.capacity), spec)
 

@@ -208,7 +208,7 @@ def test_it_drives_a_radix_cache_of_plain_tokens_and_nothing_else():
 
 
 def test_another_policy_is_another_backend():
-    lfu = BACKENDS["sglang"].but("sglang_lfu", policy="lfu")
+    lfu = BACKENDS["sglang"].variant("sglang_lfu", policy="lfu")
     with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=4), lfu) as kv:
         worker = kv.worker(0)
         for tokens in (prompt(1), prompt(1), prompt(2), prompt(3, 4)):

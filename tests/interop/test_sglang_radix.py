@@ -150,7 +150,7 @@ class Ours:
     def admit(self, tokens, priority):
         request = self.driver.open(Prompt(tokens))
         request.priority = priority
-        needed, available = self.driver.shortage(request)
+        needed, available = self.driver.blocks_needed(request)
         if needed > available:
             return None
         self.driver.admit(request, len(request))

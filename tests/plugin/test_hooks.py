@@ -17,7 +17,7 @@ from pytest_kvmock import BackendSpec
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 
 def spec(name="mine", **fields):
-    return BackendSpec.of_policy(name, lambda num_blocks: LruPolicy(), follows="nobody", **fields)
+    return BackendSpec.of_policy(name, lambda num_blocks: LruPolicy(), models="nobody", **fields)
 
 """
 HOOK = "@pytest.hookimpl(optionalhook=True)\ndef pytest_kvmock_backends(config): return "

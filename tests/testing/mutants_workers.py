@@ -45,7 +45,7 @@ class Lru(WorkerContract):
 )
 class FindsEveryPrompt(Lru):
     class Subject(MoveDriver):
-        def look(self, prompt):
+        def lookup(self, prompt):
             return prompt.length(self.manager.block_size)
 
 
@@ -57,15 +57,15 @@ class FindsEveryPrompt(Lru):
 )
 class ForgetsTheLastBlock(Lru):
     class Subject(MoveDriver):
-        def look(self, prompt):
-            return max(0, super().look(prompt) - self.manager.block_size)
+        def lookup(self, prompt):
+            return max(0, super().lookup(prompt) - self.manager.block_size)
 
 
 @WORKERS.breaks("test_a_prompt_that_is_cached_whole_is_reused")
 class NeverReusesAWholePrompt(Lru):
     class Subject(MoveDriver):
-        def look(self, prompt):
-            found = super().look(prompt)
+        def lookup(self, prompt):
+            found = super().lookup(prompt)
             return found if found < prompt.length(self.manager.block_size) else 0
 
 
@@ -95,8 +95,8 @@ class NeedsTokens(Lru):
 @WORKERS.breaks("test_a_look_touches_nothing")
 class LooksWithItsHands(Lru):
     class Subject(MoveDriver):
-        def look(self, prompt):
-            found = super().look(prompt)
+        def lookup(self, prompt):
+            found = super().lookup(prompt)
             held = [b for b in prompt.sequence_hashes(self.manager.block_size) if b in self.manager.inactive_blocks()]
             if held:
                 self.manager.use(held)
@@ -137,7 +137,7 @@ class ClearsNothing(Lru):
 )
 class AdmitsWhatDoesNotFit(Lru):
     class Subject(MoveDriver):
-        def shortage(self, request):
+        def blocks_needed(self, request):
             return 0, 1
 
 

@@ -41,7 +41,7 @@ class TestMultiLruManager(ManagerContract):
     backend = "multi_lru"
 
 
-STRICT = backend_spec("hash_cache").but("hash_cache_strict", prefix_closed=True, strict=True)
+STRICT = backend_spec("hash_cache").variant("hash_cache_strict", prefix_closed=True, strict=True)
 
 
 class TestHashCacheManager(ManagerContract):
@@ -87,7 +87,7 @@ class TestOlderVllmWorker(WorkerContract):
 
 
 class TestVllmWorkerOfAnotherHash(WorkerContract):
-    backend = backend_spec("vllm").but("vllm_xx", version="0.28.0", hash_algorithm="xxhash", hash_seed="42")
+    backend = backend_spec("vllm").variant("vllm_xx", version="0.28.0", hash_algorithm="xxhash", hash_seed="42")
     block_size = 3
 
 
@@ -96,7 +96,7 @@ class TestSglangWorker(WorkerContract):
 
 
 class TestSglangWorkerOfSmallPages(WorkerContract):
-    backend = backend_spec("sglang").but("sglang_slru", policy="slru")
+    backend = backend_spec("sglang").variant("sglang_slru", policy="slru")
     block_size = 2
 
 

@@ -31,12 +31,12 @@ from uuid import UUID
 from pytest_kvmock.cache.base import LOG, ManagerBase, trace
 from pytest_kvmock.cache.dynamo import move_checks
 from pytest_kvmock.cache.dynamo.hash_cache_use import (
-    Foreseen,
+    UsePlan,
     check_lengths,
     check_token_places,
-    faulty_run,
     full_blocks,
-    runs,
+    stored_as_1_0_2,
+    stored_runs,
 )
 from pytest_kvmock.cache.dynamo.short_forms import ShortForms
 from pytest_kvmock.cache.manager import PrefillCost, SequenceBlocks
@@ -260,33 +260,33 @@ class HashCacheManager(ShortForms, ManagerBase):
         _, num_full = move_checks.check_names(move)
         if self.strict:
             check_lengths(move, num_full)
-        foreseen = self._foresee(blocks)
-        fits = foreseen.served == len(blocks)
+        plan = self._plan_use(blocks)
+        fits = plan.served == len(blocks)
         if not self.strict:
-            check_token_places(move, foreseen)
+            check_token_places(move, plan)
         elif not fits:
             return 0
         told: list[tuple[Stored, BlockTokens | None]] = []
         if fits:
-            told = list(runs(move, foreseen) if self.strict else faulty_run(move, foreseen))
+            told = list(stored_runs(move, plan) if self.strict else stored_as_1_0_2(move, plan))
 
         active, inactive = self._active, self._inactive
-        for block in foreseen.evicted:
+        for block in plan.evicted:
             inactive.remove(block)
             if not isinstance(block, UUID):
                 self._publisher.publish(Removed((block,)))
-        for block in foreseen.woken:
+        for block in plan.woken:
             inactive.remove(block)
-        for block in blocks[: foreseen.served]:
+        for block in blocks[: plan.served]:
             active[block] = active.get(block, 0) + 1
         for stored, token_ids in told:
             self._publisher.publish(stored, token_ids)
-        if (foreseen.evicted or told) and LOG.isEnabledFor(DEBUG):
-            trace(self, (), full_blocks(foreseen.evicted))
+        if (plan.evicted or told) and LOG.isEnabledFor(DEBUG):
+            trace(self, (), full_blocks(plan.evicted))
             trace(self, [block for stored, _ in told for block in stored.block_hashes], ())
         return len(blocks) if fits else 0
 
-    def _foresee(self, blocks: Sequence[Block]) -> Foreseen:
+    def _plan_use(self, blocks: Sequence[Block]) -> UsePlan:
         """Say what a Use of these blocks will do; it ends before the first that has no room."""
         active, inactive = self._active, self._inactive
         room = self.max_capacity - len(active) - len(inactive)
@@ -309,11 +309,11 @@ class HashCacheManager(ShortForms, ManagerBase):
             else:
                 victim = next((other for other in going if other not in taken), None)
                 if victim is None:
-                    return Foreseen(place, hits, stored, woken, list(evicted))
+                    return UsePlan(place, hits, stored, woken, list(evicted))
                 evicted[victim] = None
                 stored.append(place)
             taken.add(block)
-        return Foreseen(len(blocks), hits, stored, woken, list(evicted))
+        return UsePlan(len(blocks), hits, stored, woken, list(evicted))
 
     def _deref(self, blocks: Sequence[Block]) -> int:
         if self.strict:

@@ -11,7 +11,7 @@ from pytest_kvmock.events import BlockTokens, Stored
 from pytest_kvmock.moves import Block, MoveError, Use
 
 
-class Foreseen(NamedTuple):
+class UsePlan(NamedTuple):
     """What a Use will do.
 
     Attributes:
@@ -34,9 +34,9 @@ def full_blocks(blocks: Iterable[Block]) -> list[int]:
     return [block for block in blocks if not isinstance(block, UUID)]
 
 
-def check_token_places(move: Use, foreseen: Foreseen) -> None:
+def check_token_places(move: Use, plan: UsePlan) -> None:
     """Raise a MoveError where the original does not find the tokens of a block that it stores, in a Use that fails too."""
-    places = _full_places(move, foreseen)
+    places = _full_places(move, plan)
     if move.token_ids is not None and places and len(move.token_ids) <= places[-1]:
         raise MoveError(
             f"{move_checks.use_of(move.blocks)}: {len(move.token_ids)} token_ids for {len(move.blocks)} blocks; "
@@ -44,21 +44,21 @@ def check_token_places(move: Use, foreseen: Foreseen) -> None:
         )
 
 
-def _full_places(move: Use, foreseen: Foreseen) -> list[int]:
-    return [place for place in foreseen.stored if not isinstance(move.blocks[place], UUID)]
+def _full_places(move: Use, plan: UsePlan) -> list[int]:
+    return [place for place in plan.stored if not isinstance(move.blocks[place], UUID)]
 
 
-def faulty_run(move: Use, foreseen: Foreseen) -> Iterator[tuple[Stored, BlockTokens | None]]:
+def stored_as_1_0_2(move: Use, plan: UsePlan) -> Iterator[tuple[Stored, BlockTokens | None]]:
     """What a Use that fits tells, as the original does: one Stored, and its tokens.
 
     Raises:
         MoveError: where the original panics.
     """
     blocks, what = move.blocks, move_checks.use_of(move.blocks)
-    anchor = blocks[foreseen.hits[-1]] if foreseen.hits else move.parent
+    anchor = blocks[plan.hits[-1]] if plan.hits else move.parent
     if isinstance(anchor, UUID):
         raise MoveError(f"{what}: partial block {anchor} is the last that is cached, and a parent cannot be partial")
-    places = _full_places(move, foreseen)
+    places = _full_places(move, plan)
     if not places:
         return
     count, given = len(places), len(move.local_hashes)
@@ -69,9 +69,9 @@ def faulty_run(move: Use, foreseen: Foreseen) -> Iterator[tuple[Stored, BlockTok
     yield Stored(anchor, names, tuple(move.local_hashes[given - count :])), token_ids
 
 
-def runs(move: Use, foreseen: Foreseen) -> Iterator[tuple[Stored, BlockTokens | None]]:
+def stored_runs(move: Use, plan: UsePlan) -> Iterator[tuple[Stored, BlockTokens | None]]:
     """What a Use that fits should tell: a Stored for each run of new blocks, under the full block right before it."""
-    new = set(foreseen.stored)
+    new = set(plan.stored)
     anchor = before = move.parent
     run: list[int] = []
     first = full = 0

@@ -13,7 +13,7 @@ from pytest_kvmock.cache.base import LOG, ManagerBase, trace
 from pytest_kvmock.cache.dynamo import move_checks
 from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 from pytest_kvmock.cache.dynamo.names import Names
-from pytest_kvmock.cache.dynamo.pool import BlockPool, PoolMetrics, Told
+from pytest_kvmock.cache.dynamo.pool import BlockPool, PendingEvents, PoolMetrics
 from pytest_kvmock.cache.dynamo.short_forms import LineageShortForms
 from pytest_kvmock.cache.manager import PrefillCost, SequenceBlocks
 from pytest_kvmock.events import Cleared, StorageTier, Stored, value_text
@@ -26,7 +26,7 @@ from pytest_kvmock.sinks import Sink
 # slot is where one is. Reuse is decided by PLH, so a slot that was stored under one sequence hash may be held under
 # others that come with the same PLH; its Removed names the first. `Names` knows who holds what. Nearly always a slot is
 # held by its own name alone; while there are others, aliases, the loops below go their careful way.
-# What a Use tells of all this, and when: see `Told` in pool.py.
+# What a Use tells of all this, and when: see `PendingEvents` in pool.py.
 
 
 class LogicalManager(LineageShortForms, ManagerBase):
@@ -100,7 +100,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
 
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
-        self._settle()
+        self._flush_freed()
         return [slot.name for slot in self._pool.inactive.order()]
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
@@ -154,22 +154,22 @@ class LogicalManager(LineageShortForms, ManagerBase):
         raise MoveError(f"expected a Use, Deref or Promote, got {move!r:.200}")
 
     def _use(self, move: Use) -> int:
-        leading, told, pool = move_checks.check_use(move), Told(move.parent), self._pool
-        self._settle()
+        leading, pending, pool = move_checks.check_use(move), PendingEvents(move.parent), self._pool
+        self._flush_freed()
         served = 0
         # In bulk while every name can only mean the slot that was stored under it.
         if leading and not self._names.alias_slots and not self._names.homonyms:
-            served = self._hold_leading(move, told)
+            served = self._hold_leading(move, pending)
             if served < leading:
-                served = self._store_unknown(move, served, leading, told)
-        if served < len(move.blocks) and not told.refused:
-            served = self._use_carefully(move, served, told)
-        told.publish(self._publisher, pool)
-        if (told.stored or told.evicted) and LOG.isEnabledFor(DEBUG):
-            trace(self, told.stored, told.removed)
+                served = self._store_unknown(move, served, leading, pending)
+        if served < len(move.blocks) and not pending.refused:
+            served = self._use_one_by_one(move, served, pending)
+        pending.publish(self._publisher, pool)
+        if (pending.stored or pending.evicted) and LOG.isEnabledFor(DEBUG):
+            trace(self, pending.stored, pending.removed)
         return served
 
-    def _hold_leading(self, move: Use, told: Told) -> int:
+    def _hold_leading(self, move: Use, pending: PendingEvents) -> int:
         """Hold the leading blocks that are cached, up to the first that is not: they are most of most Uses."""
         own = self._names.own
         woken: list[Slot] = []
@@ -185,7 +185,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
             slot.refs = refs + 1
             held += 1
         if held:
-            told.anchor = move.blocks[held - 1]
+            pending.anchor = move.blocks[held - 1]
             self._references += held
         if woken:
             self._pool.inactive.remove(woken)
@@ -194,7 +194,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
             self._num_inactive -= len(woken)
         return held
 
-    def _store_unknown(self, move: Use, start: int, end: int, told: Told) -> int:
+    def _store_unknown(self, move: Use, start: int, end: int, pending: PendingEvents) -> int:
         """Store the blocks from `start` to `end`, if none of them is known in any way; returns where it stopped.
 
         All slots are taken at once then. Nothing that goes for them can be asked for by a later block of the run, nor
@@ -211,10 +211,10 @@ class LogicalManager(LineageShortForms, ManagerBase):
                 return start
         elif len(set(plhs)) < len(plhs) or not pool.registered.keys().isdisjoint(plhs):
             return start
-        slots = self._allocate(len(names), told)
+        slots = self._allocate(len(names), pending)
         count = len(slots)
         if count < len(names):
-            told.refused = True
+            pending.refused = True
             names, plhs, places = names[:count], plhs[:count], places and places[:count]
         local_hashes = move.local_hashes[start : start + count] or (0,) * count
         for slot, name, plh in zip(slots, names, plhs, strict=True):
@@ -224,26 +224,26 @@ class LogicalManager(LineageShortForms, ManagerBase):
         own.update(zip(names, slots, strict=True))  # type: ignore[arg-type]
         pool.registered.update(zip(plhs, slots, strict=True))
         policy._on_register(slots, places)
-        told.stored.extend(names)  # type: ignore[arg-type]
-        told.local_hashes.extend(local_hashes)
+        pending.stored.extend(names)  # type: ignore[arg-type]
+        pending.local_hashes.extend(local_hashes)
         if move.token_ids:
-            told.token_ids.extend(move.token_ids[start : start + count])
+            pending.token_ids.extend(move.token_ids[start : start + count])
         self._references += count
-        pool.match_hashes_requested += count + told.refused
+        pool.match_hashes_requested += count + pending.refused
         return start + count
 
-    def _use_carefully(self, move: Use, start: int, told: Told) -> int:
+    def _use_one_by_one(self, move: Use, start: int, pending: PendingEvents) -> int:
         """Use the blocks from `start` on one by one; returns where it stopped."""
         pool, policy, partials = self._pool, self._pool.inactive, self._partials
         names, registered = self._names, pool.registered
         named, aliases = names.own, names.alias_slots
         find = policy._find if policy._finds_by_place else None
         # It moves with hits alone, even with those that come after new blocks.
-        anchor = told.anchor
-        told.in_bulk = False
+        anchor = pending.anchor
+        pending.in_bulk = False
         served = partial = woken = shared = stored = 0
 
-        for name, plh, local, tokens in move_checks.entries_of(move, start):
+        for name, plh, local, tokens in move_checks.iter_blocks(move, start):
             own = named.get(name)
             if own is not None and own.refs and not aliases:
                 own.refs += 1
@@ -251,7 +251,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
             elif plh is None:
                 # A partial block has no references to count, and moves neither anchor nor parent.
                 if name not in partials:
-                    empty = self._allocate(1, told)
+                    empty = self._allocate(1, pending)
                     if not empty:
                         break
                     partials[name] = empty[0]
@@ -272,9 +272,9 @@ class LogicalManager(LineageShortForms, ManagerBase):
                 if slot is None and find is not None:
                     slot = find(plh)
                 if slot is None:
-                    empty = self._allocate(1, told)
+                    empty = self._allocate(1, pending)
                     if not empty:
-                        told.refused = True
+                        pending.refused = True
                         break
                     slot = empty[0]
                     slot.name, slot.plh = name, plh
@@ -282,10 +282,10 @@ class LogicalManager(LineageShortForms, ManagerBase):
                     names.hold_new(slot)
                     policy._on_register((slot,))
                     stored += 1
-                    told.stored.append(name)
-                    told.local_hashes.append(local)
+                    pending.stored.append(name)
+                    pending.local_hashes.append(local)
                     if tokens is not None:
-                        told.token_ids.append(tokens)
+                        pending.token_ids.append(tokens)
                 else:
                     if slot.refs or slot.aliases:
                         shared += 1
@@ -298,16 +298,16 @@ class LogicalManager(LineageShortForms, ManagerBase):
                     anchor = name
             served += 1
 
-        told.anchor = anchor
+        pending.anchor = anchor
         self._references += served - partial
         pool.match_blocks_returned += woken + shared
-        pool.match_hashes_requested += woken + shared + stored + told.refused
+        pool.match_hashes_requested += woken + shared + stored + pending.refused
         return start + served
 
-    def _allocate(self, count: int, told: Told) -> list[Slot]:
+    def _allocate(self, count: int, pending: PendingEvents) -> list[Slot]:
         """Take empty slots: from the reset pool while it has any, then by evicting. Fewer when nothing more can go.
 
-        This and `Told` are where an offload engine would come in: it holds the evicted slot while its block travels
+        This and `PendingEvents` are where an offload engine would come in: it holds the evicted slot while its block travels
         to the next tier.
         """
         pool, own = self._pool, self._names.own
@@ -329,7 +329,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         plhs = [slot.plh for slot in victims]
         for plh in plhs:
             del pool.registered[plh]
-        told.evicted += plhs
+        pending.evicted += plhs
         names = [slot.name for slot in victims]
         if self._names.homonyms:
             for slot in victims:
@@ -337,20 +337,20 @@ class LogicalManager(LineageShortForms, ManagerBase):
         else:
             for name in names:
                 del own[name]
-        told.removed += names if not pool.unknown else [pool.name_to_tell(slot) for slot in victims]
+        pending.removed += names if not pool.unknown else [pool.name_to_tell(slot) for slot in victims]
         self._num_inactive -= len(victims)
         return slots + victims
 
     def _deref(self, blocks: Sequence[Block]) -> int:
         if self._names.alias_slots or self._pool.inactive._collisions:
-            return self._deref_carefully(blocks)
+            return self._deref_one_by_one(blocks)
         own = self._names.own
         try:
             if len(blocks) == 1:  # as the real scheduler sends them
                 slot = own[blocks[0]]  # type: ignore[index]
                 refs = slot.refs
                 if not refs:
-                    return self._deref_carefully(blocks)
+                    return self._deref_one_by_one(blocks)
                 slot.refs = refs - 1
                 self._references -= 1
                 if refs == 1:
@@ -358,7 +358,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
                 return 1
             slots = list(map(own.__getitem__, blocks))  # type: ignore[arg-type]
         except (KeyError, TypeError):  # a partial block, or one that is not there
-            return self._deref_carefully(blocks)
+            return self._deref_one_by_one(blocks)
         idle: list[Slot] = []
         for i, slot in enumerate(slots):
             refs = slot.refs = slot.refs - 1
@@ -367,12 +367,12 @@ class LogicalManager(LineageShortForms, ManagerBase):
             elif refs < 0:
                 for undo in slots[: i + 1]:
                     undo.refs += 1
-                return self._deref_carefully(blocks)
+                return self._deref_one_by_one(blocks)
         self._references -= len(slots)
         self._freed += idle
         return 1
 
-    def _settle(self) -> None:
+    def _flush_freed(self) -> None:
         """Tell the policy what was freed since the last time: schedulers free block by block, and it takes many at once."""
         freed = self._freed
         if freed:
@@ -380,8 +380,8 @@ class LogicalManager(LineageShortForms, ManagerBase):
             self._num_inactive += len(freed)
             freed.clear()
 
-    def _deref_carefully(self, blocks: Sequence[Block]) -> int:
-        self._settle()
+    def _deref_one_by_one(self, blocks: Sequence[Block]) -> int:
+        self._flush_freed()
         move_checks.check_deref(blocks, self.references, self._names, self._pool.inactive, self.backend)
         for block in blocks:
             if isinstance(block, UUID):
@@ -397,7 +397,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
     def _promote(self, move: Promote) -> int:
         move_checks.check_promote(move, self._partials)
         name, plh, pool = move.block, move_checks.check_promote_plh(move), self._pool
-        self._settle()
+        self._flush_freed()
         mutable = self._partials.pop(move.partial)
         self._references += 1
         if self._names.held_by(name) is not None:
@@ -433,7 +433,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""
         if self._references or self._partials:
             return False
-        self._settle()
+        self._flush_freed()
         self._pool.drain()
         self._names = Names()
         self._num_inactive = 0

@@ -126,7 +126,7 @@ def check_names(move: Use) -> tuple[int, int]:
     return leading, num_full
 
 
-def entries_of(move: Use, start: int) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
+def iter_blocks(move: Use, start: int) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
     """Line a Use's lists up from a block on before which all are full: name, lineage hash, local hash, token ids.
 
     The lineage hash of a partial block is None.

@@ -150,7 +150,7 @@ class BlockPool:
 # this; it is not ours to mend. (Blocks that are stored in bulk were not registered before, so no victim is among them.)
 
 
-class Told:
+class PendingEvents:
     """What one Use has to tell at its end."""
 
     __slots__ = ("anchor", "evicted", "in_bulk", "local_hashes", "refused", "removed", "stored", "token_ids")

@@ -218,7 +218,7 @@ class RadixCacheManager(RequestLevel):
         """
         key, namespace = self._key(tokens, extra_key, cache_salt), _namespace(extra_key, cache_salt)
         count = len(key.names)
-        new = count - self._tree.look(key.names, count, namespace)
+        new = count - self._tree.lookup(key.names, count, namespace)
         if new > self._free:
             raise ValueError(f"insert: {new} pages are new and {self._free} are free; evict first")
         self._free -= new
@@ -295,9 +295,9 @@ class RadixCacheManager(RequestLevel):
 
     # --------------------------------------------------------------------------------------------- requests
 
-    def look(self, request: RadixRequest) -> int:
+    def lookup(self, request: RadixRequest) -> int:
         """Pages that `find` would find. Changes nothing."""
-        return self._tree.look(request.tokens.names, self._reusable(request))
+        return self._tree.lookup(request.tokens.names, self._reusable(request))
 
     def find(self, request: RadixRequest) -> tuple[int, int]:
         """Match all of a request but its last token, which is computed anyway, for `admit`.

@@ -111,7 +111,7 @@ class RadixTree:
 
     # ------------------------------------------------------------------------------------------------ lookups
 
-    def look(self, names: Sequence[int], count: int, namespace: Hashable = None) -> int:
+    def lookup(self, names: Sequence[int], count: int, namespace: Hashable = None) -> int:
         """Leading pages, of the first `count`, that are here. Changes nothing."""
         node, at = self.root, 0
         while at < count:
@@ -126,7 +126,7 @@ class RadixTree:
         return at
 
     def match(self, names: Sequence[int], count: int, namespace: Hashable = None) -> tuple[TreeNode, int]:
-        """As `look`, but the path counts as used now, and a node that is shared in part is split.
+        """As `lookup`, but the path counts as used now, and a node that is shared in part is split.
 
         Returns:
             The last node of the path, the root for none; and how many pages lead to its end.

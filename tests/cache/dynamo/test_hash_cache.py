@@ -16,7 +16,7 @@ from pytest_kvmock.events import StorageTier
 from pytest_kvmock.moves import Deref, Destroy, MoveError, Promote, Use
 
 P, Q = UUID(int=1, version=4), UUID(int=2, version=4)
-STRICT = BACKENDS["hash_cache"].but("hash_cache_strict", prefix_closed=True, strict=True)
+STRICT = BACKENDS["hash_cache"].variant("hash_cache_strict", prefix_closed=True, strict=True)
 BOTH = pytest.mark.parametrize("strict", [False, True], ids=["faithful", "strict"])
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
 from pytest_kvmock.cache.dynamo.move_checks import check_use
-from pytest_kvmock.cache.dynamo.pool import Told
+from pytest_kvmock.cache.dynamo.pool import PendingEvents
 from pytest_kvmock.moves import Deref, MoveError, Promote, Use
 from pytest_kvmock.plh import lineage_hash
 from pytest_kvmock.sinks import CapturingSink
@@ -134,7 +134,7 @@ def test_a_ledger_that_believes_the_events_holds_what_the_manager_holds(backend,
 @settings(max_examples=300, deadline=None)
 @given(backends, st.integers(1, 12), st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=60))
 def test_a_ledger_lacks_what_one_use_evicted_and_stored_again_and_nothing_else(backend, capacity, requests):
-    # Chains again. Over multi_lru the tail of one can outlive its head, and then go for it: see told.py.
+    # Chains again. Over multi_lru the tail of one can outlive its head, and then go for it: see pending.py.
     manager = new_manager(backend, capacity)
     held, ledger, lost = [], set(), set()
     for chain, free_first in requests:
@@ -181,14 +181,14 @@ class CarefulManager(LogicalManager):
 
     def _use(self, move):
         check_use(move)
-        self._settle()
-        told = Told(move.parent)
-        served = self._use_carefully(move, 0, told)
-        told.publish(self._publisher, self._pool)
+        self._flush_freed()
+        pending = PendingEvents(move.parent)
+        served = self._use_one_by_one(move, 0, pending)
+        pending.publish(self._publisher, self._pool)
         return served
 
     def _deref(self, blocks):
-        return self._deref_carefully(blocks)
+        return self._deref_one_by_one(blocks)
 
 
 def play_on_both(backend, capacity, moves):

@@ -84,7 +84,7 @@ class Both:
 
     def insert(self, tokens, namespace, priority, inserted):
         pages = pages_of(tokens, namespace)
-        before = self.manager._tree.look(*self.key(tokens, namespace))
+        before = self.manager._tree.lookup(*self.key(tokens, namespace))
         if len(pages) - before > self.manager.available_size() // SIZE:
             with pytest.raises(ValueError, match=r"^insert: \d+ pages are new and \d+ are free; evict first$"):
                 self.manager.insert(tokens, extra_key=namespace)
@@ -98,7 +98,7 @@ class Both:
         return names, len(names), namespace and (namespace, None)
 
     def match(self, tokens, namespace):
-        looked = self.manager._tree.look(*self.key(tokens, namespace))
+        looked = self.manager._tree.lookup(*self.key(tokens, namespace))
         plain, pages = self.plain.match(pages_of(tokens, namespace))
         found, node = self.manager.match_prefix(tokens, extra_key=namespace)
         assert looked * SIZE == pages * SIZE == found
@@ -166,7 +166,7 @@ def test_requests_keep_every_page_and_every_lock_accounted_for(steps, policy):
     for kind, *arguments in steps:
         if kind == "add":
             request = driver.open(Prompt(arguments[0]))
-            needed, available = driver.shortage(request)
+            needed, available = driver.blocks_needed(request)
             if needed <= available:
                 driver.admit(request, len(request))
                 open_requests.append(request)

@@ -137,7 +137,7 @@ class RequestPlayer(Player):
     def play_add(self, name, tokens, priority=0):
         request = self.driver.open(Prompt(tokens))
         request.priority = priority
-        needed, available = self.driver.shortage(request)
+        needed, available = self.driver.blocks_needed(request)
         hit = request.found * self.size
         if needed > available:
             return {"ok": False, "hit": hit}

@@ -295,8 +295,8 @@ def test_it_says_what_it_does_in_the_log(pool, caplog):
 
 
 def test_backends_differ_from_each_other_in_what_they_follow():
-    assert ["vLLM 0.33.0", "vLLM 0.19.1"] == [BACKENDS[name].follows for name in OURS]
-    variant = BACKENDS["vllm"].but("mine", hash_algorithm="xxhash", hash_seed="42")
+    assert ["vLLM 0.33.0", "vLLM 0.19.1"] == [BACKENDS[name].models for name in OURS]
+    variant = BACKENDS["vllm"].variant("mine", hash_algorithm="xxhash", hash_seed="42")
     manager = create_manager(variant, num_blocks=1)
     assert ("mine", "mine") == (variant.name, manager.backend)
     assert create_manager("vllm", num_blocks=1, hash_algorithm="xxhash", hash_seed="42").hasher == manager.hasher
