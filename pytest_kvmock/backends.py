@@ -1,7 +1,7 @@
-"""Which mock engines there are: names, what each models, and the profile that sizes them.
+"""The registry of backends, and the profile that sizes mock engines.
 
-This module imports none of them: a spec loads its manager when one is made (`makers.py`). Wherever a backend is asked for, a
-`BackendSpec` does as well as a name; names are those of the built-in backends and of those that are registered now.
+This module imports no engine: a spec loads its manager when one is made (`makers.py`). Wherever a backend is asked
+for, a `BackendSpec` does as well as a name; names are those of the built-in backends and of those that are registered now.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BackendSpec:
         make: makes a manager; called with `num_blocks`, `block_size`, `dp_rank` and `sink` by keyword.
         residency: "unique" where a block is published once while it is held; "counted" where an engine publishes
             every copy of it.
-        prefix_closed: whether a block goes before its parent in scheduler traffic, so that what is held is always a
+        prefix_closed: whether a block is evicted before its parent in scheduler traffic, so that what is held is always a
             set of whole prefixes, and links a block to no other parent than its own.
         in_matrix: whether tests run over it by default; otherwise, where they name it.
         driver: makes what brings requests to its manager (`engine.worker.Driver`), from the manager, whether prefix
@@ -86,7 +86,7 @@ class BackendSpec:
 
     @property
     def traits(self) -> Traits:
-        """Where its engine differs from others by nature: what its workers have as `KvWorker.traits`.
+        """The traits of its engine, in which engines differ: what its workers have as `KvWorker.traits`.
 
         No worker is made for that, but a manager of one block, which the driver is asked about.
 
@@ -105,7 +105,7 @@ class BackendSpec:
     def variant(
         self, name: str, *, prefix_closed: bool | None = None, in_matrix: bool = False, **options: Any
     ) -> BackendSpec:
-        """The same backend under another name, with some of its options set.
+        """Make a variant of this backend: under another name, with some of its options set.
 
         Args:
             name: as above; the manager's `backend` too.
@@ -245,7 +245,7 @@ def known_backends() -> dict[str, BackendSpec]:
 
 @contextmanager
 def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
-    """Have these backends known by name while the context lasts, and no others but the built-in ones.
+    """Register these backends by name while the context lasts, in place of others but the built-in ones.
 
     The plugin does this for a run of pytest; what an outer run has registered is not known in an inner one.
     """
@@ -260,7 +260,7 @@ def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
 
 
 def backend_spec(name: str | BackendSpec) -> BackendSpec:
-    """Look a backend up; a spec is itself, so that one that is not listed can be used too.
+    """Look up a backend by name; a spec is returned as it is, so that one that is not listed can be used too.
 
     Raises:
         ValueError: there is none of this name; the known ones are listed.
@@ -282,14 +282,14 @@ def create_manager(
     sink: Sink | None = None,
     **options: Any,
 ) -> KvManager:
-    """Make a block manager by itself: no pytest, no harness, nobody who judges.
+    """Make a block manager by itself: without pytest, a harness or a verdict.
 
     Args:
         backend: its name, or a spec.
         num_blocks: capacity in blocks.
         block_size: tokens a block; for the logical backends a power of two from 2 to 1024.
         dp_rank: the data-parallel rank that its events name.
-        sink: who hears its events; None for nobody.
+        sink: where its events are published; None: nowhere.
         **options: what else the backend takes (`BackendSpec.options`).
 
     Raises:
@@ -309,7 +309,7 @@ MOST_RANKS: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """How large and of what kind the mock engines of a test are.
+    """The size and kind of the mock engines of a test.
 
     Attributes:
         block_size: tokens a block.

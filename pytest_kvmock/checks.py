@@ -14,7 +14,7 @@ LEAST_ALIKE = 0.7
 
 
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
-    """Whether it is an integer, True and False excluded, and at least `least`."""
+    """Return whether a value is an integer, True and False excluded, and at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 

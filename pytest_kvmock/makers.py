@@ -1,4 +1,4 @@
-"""How the manager and the driver of each built-in backend are made. Each is imported when the first one is made."""
+"""Factories of the managers and drivers of the built-in backends. Each engine is imported when its first one is made."""
 
 from __future__ import annotations
 

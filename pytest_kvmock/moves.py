@@ -1,4 +1,4 @@
-"""What a scheduler asks of a block manager: Use, Deref, Destroy, Promote.
+"""Moves, the calls of a scheduler to a block manager: Use, Deref, Destroy, Promote.
 
 A block is named by its sequence hash (`int`) once it is full, and by a `uuid.UUID` while it is partial. The moves and
 their rules are those of `MoveBlock` in Dynamo's mocker.
@@ -22,7 +22,7 @@ class MoveError(ValueError):
 
 
 class _Move:
-    """What all moves have: a repr in which hashes are as in messages."""
+    """Base of moves: a repr that shows hashes as messages do."""
 
     __slots__ = ()
 

@@ -41,7 +41,7 @@ _pack_pair: Final = struct.Struct("<QQ").pack
 
 
 def check_block_size(block_size: int) -> int:
-    """Return `block_size`, or say what is wrong with it.
+    """Return `block_size`, if it is valid.
 
     Raises:
         TypeError: it is not an integer.
@@ -174,7 +174,7 @@ def sequence_hashes(block_hashes: Iterable[int], *, parent: int | None = None) -
 
 
 def _raise_for_hash(local: object, parent: object, position: int) -> NoReturn:
-    """Say which of a pair that cannot be packed is no u64."""
+    """Raise a ValueError that names which of a pair that cannot be packed is no u64."""
     allowed = "a hash is an integer from 0 to 2**64 - 1"
     before = f"hash {position - 1}" if position else "the parent"
     for name, value in ((f"hash {position}", local), (before, parent)):
@@ -360,7 +360,7 @@ class Prompt:
         return self._hashes(block_size).lineage
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` made the first time that this key was asked for: an engine's own hashes, made once a prompt."""
+        """Return what `make` returned the first time that this key was asked for: an engine's own hashes, made once a prompt."""
         found: T | None = self._kept.get(key)
         if found is None:
             found = self._kept[key] = make()

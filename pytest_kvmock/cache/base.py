@@ -1,4 +1,4 @@
-"""What managers share: their sizes, the events that they publish, and the trace of what they allocate and evict.
+"""Base classes of block managers: sizes, publishing, and the trace of allocations and evictions.
 
 The trace is one line in the log for each allocation and each eviction. The logger is `pytest_kvmock.cache`, the level
 DEBUG; words and fields are those of dynamo-mocker (`kv_cache_trace::log_vllm_trace`, switched on there by
@@ -44,7 +44,7 @@ def check_dp_rank(dp_rank: int) -> int:
 
 
 class Publisher:
-    """Gives events their ids and tells the sink.
+    """Publishes events to the sink, and numbers them.
 
     One counter a manager, for all tiers, from 0 (Dynamo, `KvManager::next_event_id`). Without a sink there is no event
     and no id is consumed; a sink that raises costs its id, is logged as a warning, and nothing else happens.
@@ -58,7 +58,7 @@ class Publisher:
         self.next_event_id = 0
 
     def take_id(self) -> int:
-        """Use up the next event id."""
+        """Consume the next event id."""
         event_id = self.next_event_id
         self.next_event_id += 1
         return event_id
@@ -72,11 +72,11 @@ class Publisher:
         event = KvCacheEvent(self.take_id(), data, self.dp_rank)
         try:
             self.sink.publish(event, tier, token_ids)
-        except Exception as error:  # noqa: BLE001 - whatever a listener does, the engine goes on
+        except Exception as error:  # noqa: BLE001 - whatever a sink does, the engine carries on
             _not_taken(event, error)
 
     def publish_removed(self, blocks: Iterable[int]) -> None:
-        """Publish one Removed a block, for engines that say each by itself: most of what they say."""
+        """Publish one Removed a block, for engines that publish each by itself: most of their events."""
         if self.sink is None:
             return
         publish, device, dp_rank, new = self.sink.publish, StorageTier.DEVICE, self.dp_rank, object.__new__
@@ -98,14 +98,14 @@ def _not_taken(event: KvCacheEvent, error: Exception) -> None:
 
 
 class ManagerBase:
-    """What managers share: sizes, and who hears them.
+    """Sizes and sink of a block manager.
 
     Args:
         backend: name of the behaviour.
         num_blocks: capacity in usable blocks, at least 1.
         block_size: tokens a block; checked by the manager, as each takes others.
         dp_rank: data-parallel rank that events name.
-        sink: who hears the events.
+        sink: where events are published; None: nowhere, and no event id is consumed.
 
     Raises:
         ValueError: a number is not what it must be.
@@ -126,7 +126,7 @@ class ManagerBase:
 
     @property
     def sink(self) -> Sink | None:
-        """Who hears the events."""
+        """Where events are published; None: nowhere."""
         return self._publisher.sink
 
     @sink.setter
@@ -134,7 +134,7 @@ class ManagerBase:
         self._publisher.sink = sink
 
     def take_event_id(self) -> int:
-        """Use up the next event id, for an event that somebody else publishes in the manager's name."""
+        """Consume the next event id, for an event that somebody else publishes for this manager."""
         return self._publisher.take_id()
 
     @property
@@ -154,17 +154,17 @@ class ManagerBase:
 
 
 class RequestLevel(ManagerBase):
-    """Base of managers that think in requests, not in moves, as vLLM's and SGLang's do.
+    """Base of managers that take requests, not moves, as vLLM's and SGLang's do.
 
-    It refuses what the others take, and has what all share; a subclass has the queries of `KvManager`, and methods of
-    its own for requests, named after the original's.
+    It refuses moves. A subclass has the queries of `KvManager`, and methods of its own for requests, named after the
+    original's.
 
     Args:
         backend: name of the behaviour.
         num_blocks: capacity in usable blocks, at least 1.
         block_size: tokens a block, at least 1.
         dp_rank: data-parallel rank that events name.
-        sink: who hears the events.
+        sink: where events are published; None: nowhere, and no event id is consumed.
 
     Raises:
         ValueError: a number is not what it must be.
@@ -217,7 +217,7 @@ def trace(manager: KvManager, stored: Iterable[int], evicted: Iterable[int | Non
     Args:
         manager: whose pool it is; its sizes are those after the move, as in the original.
         stored: the full blocks that became cached.
-        evicted: the blocks that went, in order; None, for one that the manager had lost sight of, is left out.
+        evicted: the evicted blocks, in order; None, for one that the manager has no entry of, is left out.
     """
     total, active, inactive = manager.max_capacity, manager.num_active_blocks, manager.num_inactive_blocks
     free = total - active - inactive

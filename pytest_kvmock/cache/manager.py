@@ -1,4 +1,4 @@
-"""What every block manager can do: the protocol of those that take moves."""
+"""The protocol of block managers that take moves, and what their queries return."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("pytest_kvmock.cache")
 
 
 class PrefillCost(NamedTuple):
-    """What it would cost to prefill a sequence now.
+    """The cost of prefilling a sequence now.
 
     Attributes:
         new_blocks: blocks of the sequence, the partial one included, that are not cached.
@@ -29,7 +29,7 @@ class PrefillCost(NamedTuple):
 
 
 class SequenceBlocks(Protocol):
-    """What `prefill_cost` reads of a sequence; `ActiveSequence` is one."""
+    """A sequence as `prefill_cost` reads it; `ActiveSequence` is one."""
 
     @property
     def unique_blocks(self) -> Sequence[Block]:
@@ -49,14 +49,14 @@ class SequenceBlocks(Protocol):
 
 
 class KvManager(Protocol):
-    """A block manager that takes moves and publishes what became of them.
+    """A block manager: it takes moves, and publishes what they changed.
 
     Attributes:
         backend: name of the behaviour, as tests and options call it.
         max_capacity: blocks that it has.
         block_size: tokens a block.
         dp_rank: data-parallel rank that its events name.
-        sink: who hears the events; None for nobody, then no event id is consumed.
+        sink: where events are published; None: nowhere, and no event id is consumed.
     """
 
     backend: str
@@ -66,7 +66,7 @@ class KvManager(Protocol):
     sink: Sink | None
 
     def process(self, move: Move) -> int:
-        """Do what the move says.
+        """Carry out a move.
 
         Returns:
             For a Use, the number of leading blocks served; for other moves 1.
@@ -123,7 +123,7 @@ class KvManager(Protocol):
         """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""
 
     def take_event_id(self) -> int:
-        """Use up the next event id, for an event that somebody else publishes in the manager's name."""
+        """Consume the next event id, for an event that somebody else publishes for this manager."""
 
     @property
     def num_active_blocks(self) -> int:
@@ -152,14 +152,14 @@ class KvManager(Protocol):
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
-        """What it would cost to prefill this sequence now. Looks, and does not touch."""
+        """Return the cost of prefilling this sequence now. Changes nothing, recency included."""
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
         """Sequence hashes of what is physically cached in a tier, in use or not; copies repeated."""
 
 
 def protocol_mismatch(subject: object, protocol: type) -> str | None:
-    """Say what an object is if it is not what a protocol, such as `KvManager`, or a base class names; None if it is."""
+    """Describe an object that has not all members of a protocol, or is not of a base class; None if it has, or is."""
     if isinstance(subject, type):
         return f"the class {subject.__name__}; it must be an object, {subject.__name__}()"
     members = [*protocol.__annotations__, *vars(protocol)]

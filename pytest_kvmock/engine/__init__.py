@@ -1,1 +1,1 @@
-"""Engines: requests as moves."""
+"""Engines: workers, their requests, and the drivers that bring those to a block manager."""

@@ -20,7 +20,7 @@ class BlockPoolDriver:
 
     Args:
         manager: vLLM's.
-        prefix_caching: whether its requests may reuse blocks; the manager is told.
+        prefix_caching: whether its requests may reuse blocks; the manager is set to it.
         rng: source of the names of generated blocks where a prompt has hashes only.
 
     Raises:

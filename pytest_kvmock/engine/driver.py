@@ -1,4 +1,4 @@
-"""What stands between a worker and a block manager: the protocol of drivers, and the traits of engines."""
+"""The protocol of drivers, which connect a worker to a block manager, and the traits of engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a test may expect of a worker, where engines differ.
+    """Traits of an engine: what a test may expect of its workers where engines differ.
 
     Attributes:
         recomputes_last_token: the last token of a prompt is computed though it is cached, so of a prompt that is whole
@@ -37,7 +37,7 @@ class Traits:
 
 
 class Driver(Protocol):
-    """How a worker reaches a block manager of one kind.
+    """Brings the requests of a worker to a block manager of one kind.
 
     What `open` returns is the driver's own: it has `blocks` (in order; a partial one is a UUID) and a length (tokens of
     prompt and output so far).
@@ -45,38 +45,38 @@ class Driver(Protocol):
 
     @property
     def manager(self) -> KvManager:
-        """Where its requests go."""
+        """The block manager that takes its requests."""
 
     @property
     def traits(self) -> Traits:
-        """Where its engine differs from others by nature."""
+        """The traits of its engine."""
 
     def lookup(self, prompt: Prompt) -> int:
-        """Tokens of the prompt that are cached now. Changes nothing, recency included."""
+        """Count the tokens of the prompt that are cached now. Changes nothing, recency included."""
 
     def open(self, prompt: Prompt) -> Any:
-        """Begin a request, without a block yet; what it returns is handed back to the calls below."""
+        """Open a request, without a block yet; what it returns is passed to the calls below."""
 
     def cached(self, request: Any) -> int:
         """Tokens of the request's prompt that are cached now."""
 
     def blocks_needed(self, request: Any) -> tuple[int, int]:
-        """Blocks that the whole request needs and that nobody holds (at most), and how many nobody holds."""
+        """Return how many blocks the whole request needs that nobody holds (at most), and how many nobody holds."""
 
     def admit(self, request: Any, upto: int) -> None:
-        """Get blocks for the first `upto` tokens; it is known that they fit."""
+        """Allocate blocks for the first `upto` tokens; they fit, as was checked before."""
 
     def plan(self, request: Any, tokens: Sequence[int]) -> tuple[int, int]:
-        """As `blocks_needed`: what decode steps need, one a token. Changes nothing."""
+        """Return the same as `blocks_needed`, of decode steps, one a token. Changes nothing."""
 
     def extend(self, request: Any, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token; it is known that they fit."""
+        """Decode, one step a token; they fit, as was checked before."""
 
     def release(self, request: Any) -> None:
-        """The request is done: let its blocks go."""
+        """Free the blocks of a request that is done."""
 
     def preempt(self, request: Any) -> None:
-        """Let the request's blocks go, and keep what it has generated."""
+        """Free the request's blocks, and keep what it has generated."""
 
     def clear(self) -> bool:
         """Drop all that is cached; False, and nothing changed, while a block is in use."""

@@ -21,7 +21,7 @@ _NO_LIMIT = 2**62  # a worker decodes for as long as the test asks it to
 
 
 class _MoveRequest:
-    """A request as the worker knows it: a view of its sequence."""
+    """A request as the worker sees it: a view of its sequence."""
 
     __slots__ = ("sequence",)
 
@@ -129,7 +129,7 @@ class MoveDriver:
 
     def release(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first."""
-        # One move instead of one a block, as the sequence would make them: a Deref says nothing, so nobody can tell.
+        # One move instead of one a block, as the sequence would make them: a Deref publishes nothing, so it makes no difference.
         self.manager.process(Deref(request.sequence.allocated_blocks[::-1]))
 
     def preempt(self, request: _MoveRequest) -> None:
@@ -143,7 +143,7 @@ class MoveDriver:
 
 
 class WholeMoveDriver(MoveDriver):
-    """As the scheduler of 1.0.2: one Use for the whole prompt, nothing to commit, and a Destroy for a partial block."""
+    """Makes moves as the scheduler of 1.0.2: one Use for the whole prompt, and a Destroy for a partial block."""
 
     traits = Traits(removed_first=True, chunks=False)
     _semantics = "e0"

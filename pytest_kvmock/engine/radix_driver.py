@@ -106,13 +106,13 @@ class RadixDriver:
                 self.manager.allocate(request, request.computed)
 
     def release(self, request: RadixRequest) -> None:
-        """Checkpoint for the last time, and let go."""
+        """Checkpoint for the last time, and free the pages."""
         if self._prefix_caching and request in self.manager.requests:
             self.manager.checkpoint(request)
         self.manager.release(request)
 
     def preempt(self, request: RadixRequest) -> None:
-        """Let go without a checkpoint."""
+        """Free the pages without a checkpoint."""
         self.manager.release(request)
 
     def clear(self) -> bool:

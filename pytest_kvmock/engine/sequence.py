@@ -189,7 +189,7 @@ class ActiveSequence:
         return -(-tokens // self.block_size)
 
     def _token_ids(self, start: int, end: int) -> list[tuple[int, ...]] | None:
-        """Token ids of the complete blocks from `start` to `end`; None if there are none to tell."""
+        """Token ids of the complete blocks from `start` to `end`; None if they are not to be published."""
         if not self.emit_token_ids or start >= end:
             return None
         return [self._block_tokens(i) for i in range(start, end)]
@@ -199,13 +199,13 @@ class ActiveSequence:
         return tuple(self._tokens[index * self.block_size : (index + 1) * self.block_size])
 
     def _local_hash(self, index: int) -> int:
-        """Of a complete block that was generated; random where token values are unknown."""
+        """Return the local hash of a complete block that was generated; random where token values are unknown."""
         if self._tokens is None:
             return self._random_u64()
         return block_hashes(self._block_tokens(index), self.block_size)[0]
 
     def commit_allocation(self, cumulative_tokens: int) -> None:
-        """Take note that blocks for this many tokens, counted from the start, are allocated."""
+        """Record that blocks for this many tokens, counted from the start, are allocated."""
         self.num_allocated_tokens = cumulative_tokens
 
     def allocate_blocks_for_chunk(self, cumulative_tokens: int) -> Use | None:
@@ -223,7 +223,7 @@ class ActiveSequence:
         self.num_allocated_tokens = len(self)
         complete = len(self) // self.block_size
         local_hashes = self.block_hashes.copy()
-        if complete > len(local_hashes):  # the last block has all its tokens, and no Promote has told so
+        if complete > len(local_hashes):  # the last block has all its tokens, and no Promote was made yet
             local_hashes.append(self._local_hash(complete - 1))
         return Use(self.unique_blocks.copy(), local_hashes, (), self._token_ids(0, complete))
 

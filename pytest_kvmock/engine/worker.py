@@ -1,7 +1,7 @@
 """One engine as the router sees it, without time: requests in, events out.
 
-A worker thinks in requests; block managers do in moves or in requests of their own. Between them stands a `Driver`,
-one for each kind of manager, and nothing else knows the difference.
+A worker takes requests; block managers take moves, or requests of their own. Between them stands a `Driver`,
+one for each kind of manager, and nothing else depends on the kind.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RequestError(RuntimeError):
 
 
 class Served(NamedTuple):
-    """What `KvWorker.serve` did.
+    """The result of `KvWorker.serve`.
 
     Attributes:
         cached_tokens: tokens of the prompt that were cached already.
@@ -117,7 +117,7 @@ class Request:
             self._driver.extend(self._state, steps)
 
     def finish(self) -> None:
-        """Let the blocks go. Full ones stay cached, evictable once nobody else holds them.
+        """Finish the request and free its blocks. Full ones stay cached, evictable once nobody else holds them.
 
         Raises:
             RequestError: it is finished, or its worker restarted.
@@ -128,7 +128,7 @@ class Request:
         self._end("finished")
 
     def preempt(self) -> None:
-        """Let the blocks go, and keep what was generated.
+        """Preempt the request: free its blocks, and keep what was generated.
 
         Raises:
             RequestError: the request is not running.
@@ -180,7 +180,7 @@ class KvWorker:
         make_manager: makes a block manager that publishes to the sink it is given; called again at each restart.
         worker_id: the worker's name.
         dp_rank: its data-parallel rank.
-        sink: who hears its events; None for nobody.
+        sink: where its events are published; None: nowhere.
         prefix_caching: False: nothing is reused and nothing is published.
         chunk: prefill in chunks of this many tokens; None: in one go.
         rng: source of generated tokens and of the names of partial blocks.
@@ -236,7 +236,7 @@ class KvWorker:
 
     @property
     def traits(self) -> Traits:
-        """Where this engine differs from others by nature."""
+        """The traits of this engine."""
         return self._driver.traits
 
     @property
@@ -263,7 +263,7 @@ class KvWorker:
         """Prefill, decode and finish one request.
 
         Raises:
-            OutOfBlocks: it does not fit. The prompt's blocks are let go again; they may be cached by then.
+            OutOfBlocks: it does not fit. The prompt's blocks are freed again; they may be cached by then.
         """
         stored = self._recorder.stored = []
         try:
@@ -282,15 +282,15 @@ class KvWorker:
         """Drop all that is cached, and publish Cleared. False, and no event, while requests are open."""
         return not self.requests and self._driver.clear()
 
-    def restart(self, *, announced: bool = False) -> None:  # noqa: ARG002 - a worker alone has nobody to tell
+    def restart(self, *, announced: bool = False) -> None:  # noqa: ARG002 - a worker alone has no router
         """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
 
         Args:
-            announced: whether the router is told, as by a discovery service: it then drops what it knew of the worker.
+            announced: whether the router is notified, as by a discovery service: it then drops what it has of the worker.
                 A worker by itself has no router; one of a `RouterHarness` has.
 
         Raises:
-            ValueError: it is announced, and the index under test cannot be told; nothing has changed.
+            ValueError: it is announced, and the index under test has no way to drop a worker; nothing has changed.
         """
         for request in list(self.requests):
             request._end("lost")
@@ -312,7 +312,7 @@ class KvWorker:
 
 
 class _StoredRecorder:
-    """Where the manager publishes: notes what is stored while somebody asks, and passes everything on."""
+    """A sink that records which blocks are stored, while that is asked for, and passes every event on."""
 
     __slots__ = ("published", "sink", "stored")
 
@@ -335,7 +335,7 @@ class _StoredRecorder:
 
 
 class _Serving:
-    """Marks what a manager publishes meanwhile as said for a request."""
+    """Marks what a manager publishes meanwhile as published for a request."""
 
     __slots__ = ("_before", "_worker")
 

@@ -1,6 +1,6 @@
-"""One test as the plugin sees it: its harness, its policy, and what its events have come to so far.
+"""The state of one test: its harness, its policy, and the problems that were counted so far.
 
-Loaded with the first test that uses a fixture of ours.
+It is loaded with the first test that uses a fixture of this plugin.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def backend_name(item: pytest.Item, value: object) -> str:
 
 
 def _block_size_place(item: pytest.Item) -> str:
-    """Where the block size of a test comes from: the one field that a backend may refuse."""
+    """Return the source of a test's block size, the one field that a backend may refuse."""
     from pytest_kvmock.plugin.markers import show_mark
 
     for key in ("block_size", "profile"):  # a single field is laid over a profile, wherever it stands
@@ -118,7 +118,7 @@ def fail_in_one_line(item: pytest.Item, message: str) -> NoReturn:
 
 
 def let_waive(item: pytest.Item, harness: RouterHarness) -> None:
-    """Let the hook `pytest_kvmock_event_error` waive problems of a test, where anybody implements it."""
+    """Have the hook `pytest_kvmock_event_error` waive problems of a test, where a plugin implements it."""
     if item.config.hook.pytest_kvmock_event_error.get_hookimpls():  # what is of this item only is asked for below
         harness.events.waive = partial(_waives, item)
 

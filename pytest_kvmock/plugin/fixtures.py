@@ -115,7 +115,7 @@ def kv_index() -> Any:
 
 @pytest.fixture
 def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
-    """The base `EngineProfile` of tests: what the ini file says. Override it for a module or a class.
+    """The base `EngineProfile` of tests: that of the ini file. Override it for a module or a class.
 
     Markers, then the command line, are laid over it; `kv_profile` is the result.
     """
@@ -130,7 +130,7 @@ def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
 
 
 def _checked(name: str, method: Any) -> Callable[..., Any]:
-    """A method of the harness as a fixture hands it out: a misspelt argument is answered with the nearest ones."""
+    """Wrap a method of the harness for a fixture: a misspelt argument is answered with the nearest ones."""
     code = method.__code__
     known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]  # without self
 
@@ -156,7 +156,7 @@ def kv_profile(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -
 
 @pytest.fixture
 def kv_traits(request: pytest.FixtureRequest) -> Traits:
-    """Where the engine of the test's backend differs from others: what a `kv_index` reads whether to count copies from.
+    """The traits of the test's backend: a `kv_index` reads from them whether to count copies.
 
     It does not bring in the matrix. In a test without a backend they are those of what `kv_sink` judges.
     """
@@ -217,7 +217,7 @@ def kv_events(_kvmock_case: Case) -> EventLog:
 
 @pytest.fixture
 def kv_sink(_kvmock_case: Case) -> KvSink:
-    """Where a block manager of your own publishes: it keeps each event, and has it checked."""
+    """A sink for a block manager of your own: it keeps each event, and has it checked."""
     return _kvmock_case.harness.make_sink()
 
 
@@ -229,7 +229,7 @@ def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
 
 @pytest.fixture
 def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
-    """What a router calls to ask a worker for events that it missed: `kv_recovery(worker_id, start=None)`.
+    """A callable by which a router asks a worker for events that it missed: `kv_recovery(worker_id, start=None)`.
 
     A `kv_index` may ask for it, so it stands before the harness; where the harness is there already, it joins it.
     """
@@ -308,6 +308,6 @@ class _Explainer:
 
 
 def expect_lookup_errors(config: pytest.Config) -> None:
-    """From here on, explain fixtures of this run that are not found."""
+    """Explain, from now on, fixtures of this run that are not found."""
     if not config.pluginmanager.has_plugin(_EXPLAINER):
         config.pluginmanager.register(_Explainer(), _EXPLAINER)

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Say which hooks there are for others to implement."""
+    """Register the hooks that others may implement."""
     pluginmanager.add_hookspecs(hookspecs)
 
 
@@ -62,7 +62,7 @@ class Latecomers:
         self._early = config.pluginmanager.get_plugins()
 
     def pytest_plugin_registered(self, plugin: object) -> None:
-        """Look at one plugin; pytest tells of the early ones, too."""
+        """Look at one plugin; pytest passes the early ones, too."""
         if plugin not in self._early and hasattr(plugin, "pytest_kvmock_backends"):
             from pytest_kvmock.plugin.registry import too_late
 
@@ -71,7 +71,7 @@ class Latecomers:
 
 @pytest.hookimpl(trylast=True)  # others register plugins here, which may have backends
 def pytest_configure(config: pytest.Config) -> None:
-    """Register markers and backends, and check what command line and ini file say."""
+    """Register markers and backends, and read the settings."""
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     register_backends(config)
@@ -135,7 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # the last lines of the summary
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Generator[None]:
-    """Show the event logs of tests that passed, with --kv-events=all; say in a line what was judged, but with -q."""
+    """Show the event logs of tests that passed, with --kv-events=all, and a line on what was judged, but with -q."""
     yield
     settings = config.stash[SETTINGS]
     if settings.get("log") == "all":

@@ -1,4 +1,4 @@
-"""Which tests run over which backends.
+"""The matrix: tests that need a backend run once for each.
 
 A test that needs `kv_backend`, however indirectly, is parametrised over it, once for each backend of its matrix. The
 value of the fixture is its parameter, so a user's own parametrisation, override or marker is the same thing as ours.
@@ -26,7 +26,7 @@ NO_BACKEND: Final = "no-backend"
 
 
 class MatrixName(str):
-    """A backend's name as the matrix hands it out: tells a parameter of ours from one of the user's.
+    """A backend's name as the matrix hands it out, so that a parameter of ours is not taken for one of the user's.
 
     Attributes:
         marks: the `kv_backends` markers that were there when the matrix was made.
@@ -38,7 +38,7 @@ class MatrixName(str):
 
 
 class Placeholder(str):
-    """What `kv_backend` is where nothing was parametrised: our own fixtures ask the markers instead.
+    """The value of `kv_backend` where nothing was parametrised: our own fixtures ask the markers instead.
 
     A string, so that whoever takes it for a name gets an error that quotes it, and so reads what to do.
     """
@@ -110,17 +110,17 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     `pytest.param(marks=...)` and `item.add_marker(...)` come so late. What such a marker says is not merged with the
     others: it can only take tests away.
     """
-    kept, gone = [], []
+    kept, deselected = [], []
     for item in items:
         callspec = getattr(item, "callspec", None)
         value = None if callspec is None else callspec.params.get(AXIS)
         if type(value) is MatrixName and (value == NO_BACKEND or _excluded_later(item, value)):
-            gone.append(item)
+            deselected.append(item)
         else:
             kept.append(item)
-    if gone:
+    if deselected:
         items[:] = kept
-        config.hook.pytest_deselected(items=gone)
+        config.hook.pytest_deselected(items=deselected)
 
 
 def _excluded_later(item: pytest.Item, backend: MatrixName) -> bool:

@@ -1,4 +1,4 @@
-"""What command line and ini file may say: the table of options, and the check of each value. `settings.py` reads them."""
+"""The table of options on the command line and in the ini file, with the check of each. `settings.py` reads them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def known_backends() -> tuple[str, ...]:
 
 
 def default_backends() -> tuple[str, ...]:
-    """Names of those that tests run over where nobody says which."""
+    """Names of the backends that tests run over by default."""
     from pytest_kvmock import backends
 
     return tuple(name for name, spec in backends.known_backends().items() if spec.in_matrix)
@@ -332,7 +332,7 @@ def add_options(parser: pytest.Parser) -> None:
                 help=option.help,
             )
         if option.ini:
-            # A default of None tells "not given" from every value that can be given.
+            # A default of None is no value that can be given.
             parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]
     for flag, what in LISTS.items():
         group.addoption(flag, action="store_true", default=False, help=what)

@@ -1,4 +1,4 @@
-"""Who wins: the three rules of precedence, each one pure function of what was given. Nothing else decides it."""
+"""The three rules of precedence, each a pure function of what was given. Nothing else decides what wins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def marker_values(item: pytest.Item) -> tuple[Mapping[str, Any], ...]:
-    """What the `kvmock` markers of a test say, from the outermost to the innermost.
+    """Return the keywords of each `kvmock` marker of a test, from the outermost to the innermost.
 
     pytest lists the marks of a parameter (`pytest.param(marks=...)`) after those of the function; but they are said of
     fewer tests, so here they are the innermost.
@@ -28,7 +28,7 @@ def marker_values(item: pytest.Item) -> tuple[Mapping[str, Any], ...]:
 
 
 class Policy(NamedTuple):
-    """What broken rules do to a test.
+    """The policy of a test: what broken rules do to it.
 
     Attributes:
         event_errors: "fail", "warn" or "ignore".

@@ -1,4 +1,4 @@
-"""What a run shows of the plugin: header, event logs, properties, the list of backends."""
+"""The output of the plugin: header, event logs, properties, the lists of backends and profiles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def header(config: pytest.Config) -> str:
-    """Say in one line what differs from the default, or, with -v, everything."""
+    """Return the header: one line of what differs from the default, or, with -v, of everything."""
     settings = config.stash[SETTINGS]
     known = known_backends()
     matrix = resolve_matrix(known, default_backends(), settings.command_line, (), settings.ini)
@@ -128,7 +128,7 @@ def _reproduction(case: Case, problem: Problem, seconds: float, until: float) ->
         found = reproduce(case.harness, problem, allow=case.policy.allow, expired=lambda: time.monotonic() > until)
     except NotReduced as reason:
         return f"none: {reason} (--kv-reduce={seconds:g})"
-    except Exception as error:  # noqa: BLE001 - a user's index or backend, replayed; the verdict must be told all the same
+    except Exception as error:  # noqa: BLE001 - a user's index or backend, replayed; the verdict must be reported all the same
         return f"none: the search ended in {type(error).__name__}: {error}"
     saved = _save(case, found)
     text = found.as_test(awaited_by=_awaited_by(case.item))
@@ -137,7 +137,7 @@ def _reproduction(case: Case, problem: Problem, seconds: float, until: float) ->
 
 
 def _awaited_by(item: pytest.Item) -> str | None:
-    """How a test like this one is awaited: by a plugin that wants this marker, or none (""); None: by itself."""
+    """Return the marker by which a plugin awaits a test like this one, "" for none; None: it awaits by itself."""
     for marker in ("asyncio", "anyio"):
         if item.get_closest_marker(marker) is not None:
             return marker
@@ -145,7 +145,7 @@ def _awaited_by(item: pytest.Item) -> str | None:
 
 
 def _save(case: Case, found: Reproduction) -> str:
-    """Write a reproduction as a scenario file, where that is wanted; what to say of it."""
+    """Write a reproduction as a scenario file, where that is wanted; returns the line about it."""
     wanted = case.item.config.stash[SETTINGS].get("save_scenario")
     if wanted is None:
         return ""
@@ -211,7 +211,7 @@ def _counts_text(counts: Mapping[str, int]) -> str:
 
 
 def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> str | None:
-    """What a run says of the events that it judged: tests, backends, events, warnings by rule; None: there were none.
+    """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None: there were none.
 
     Args:
         reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.

@@ -1,4 +1,4 @@
-"""Scenario files (`*.kv.yaml`) as tests: collected where the ini setting `kvmock_scenarios` says, and nowhere else.
+"""Scenario files (`*.kv.yaml`) as tests, collected where the ini setting `kvmock_scenarios` matches.
 
 Each scenario is a test for each backend of its matrix, judged like any other test (`verdict.py`).
 """
@@ -54,10 +54,10 @@ class ScenarioCollector:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Deselect what the command line leaves out of the matrix."""
-        gone = [item for item in items if isinstance(item, ScenarioItem) and not item.is_wanted]
-        if gone:
-            items[:] = [item for item in items if item not in gone]
-            config.hook.pytest_deselected(items=gone)
+        deselected = [item for item in items if isinstance(item, ScenarioItem) and not item.is_wanted]
+        if deselected:
+            items[:] = [item for item in items if item not in deselected]
+            config.hook.pytest_deselected(items=deselected)
 
 
 class ScenarioFile(pytest.File):
@@ -145,12 +145,12 @@ class ScenarioItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Where it is: file, line from 0, name."""
+        """Return its file, line (from 0) and name."""
         return self.path, self._scenario.place.line - 1, self.name
 
 
 def _profile(scenario: Scenario, config: pytest.Config) -> EngineProfile:
-    """What a `kvmock` marker that says the same would make of it.
+    """Return the profile that a `kvmock` marker with the same keys would give.
 
     Raises:
         ValueError: an unknown profile, or fields that are out of range together.

@@ -1,4 +1,4 @@
-"""What command line and ini file said.
+"""The settings of a run, read from command line and ini file.
 
 It is read and checked once, when pytest is configured, and kept as plain mappings that hold only what was really given,
 so that 0, False and "" count as said. `precedence.py` decides who wins.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Settings(NamedTuple):
-    """What was really given, checked: on the command line, and in the ini file.
+    """The values that were given on the command line and in the ini file, checked.
 
     Attributes:
         command_line: by key of `OPTIONS`.
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
     profiles: Mapping[str, NamedProfile] = MappingProxyType({})
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Look up what neither marker nor fixture can say: command line before ini."""
+        """Look up a key that neither marker nor fixture can set: command line before ini."""
         return self.command_line.get(key, self.ini.get(key, default))
 
 
@@ -44,7 +44,7 @@ SETTINGS: Final = pytest.StashKey[Settings]()
 
 
 def read_settings(config: pytest.Config) -> Settings:
-    """Read and check what command line and ini file say.
+    """Read and check the settings on the command line and in the ini file.
 
     Raises:
         pytest.UsageError: a bad value. It names what was given, what is allowed and where it stands.
@@ -73,7 +73,7 @@ def read_settings(config: pytest.Config) -> Settings:
 
 
 def _check_ini_names(config: pytest.Config) -> None:
-    """Check the names of settings that begin as ours do: pytest passes over what it does not know, or warns."""
+    """Check the names of settings that begin as ours do: pytest ignores unknown ones, or warns."""
     said = [(str(text).partition("=")[0], "-o") for text in config.getoption("override_ini", None) or ()]
     if config.inipath is not None:
         text = config.inipath.read_text(encoding="utf-8", errors="replace")
@@ -102,7 +102,7 @@ def _names_in(path: Path, text: str) -> list[str]:
     for line in text.splitlines():
         if line.startswith("["):
             section = line.strip("[] \t")
-        elif section in ("pytest", "tool:pytest") and line[:1].isalpha():  # what is indented goes on with a value
+        elif section in ("pytest", "tool:pytest") and line[:1].isalpha():  # an indented line continues a value
             found.append(line.replace(":", "=").partition("=")[0].strip())
     return found
 
@@ -156,7 +156,7 @@ def profile_name(value: object, profiles: Mapping[str, NamedProfile]) -> str:
 
 
 def base_profile(settings: Settings) -> EngineProfile:
-    """The profile that the ini file says: its named one, and its single fields laid over that."""
+    """Return the profile of the ini file: its named one, with its single fields laid over that."""
     name = settings.ini.get("profile")
     named = {} if name is None else settings.profiles[name].fields
     return profile_of({**named, **settings.ini})
@@ -207,7 +207,7 @@ def _check_save_scenario(config: pytest.Config, settings: Settings) -> None:
 
 
 def trace_path(config: pytest.Config, settings: Settings) -> Path | None:
-    """Where the trace is: relative to the working directory, or, named in the ini file, to that file; None: nowhere."""
+    """Return the path of the trace: relative to the working directory, or to the ini file that names it; None: there is none."""
     if "trace" in settings.command_line:
         return Path(config.invocation_params.dir, settings.command_line["trace"])
     if "trace" not in settings.ini:
@@ -216,7 +216,7 @@ def trace_path(config: pytest.Config, settings: Settings) -> Path | None:
 
 
 def _home(config: pytest.Config) -> Path:
-    """What paths in the ini file are relative to."""
+    """Return the folder that paths in the ini file are relative to."""
     return config.invocation_params.dir if config.inipath is None else config.inipath.parent
 
 

@@ -42,7 +42,7 @@ from pytest_kvmock.router.tree import Node, Tree, WorkerRank
 
 
 class KvEventError(ValueError):
-    """An event contradicts what the index knows.
+    """An event contradicts what the index holds.
 
     Attributes:
         worker_id: the worker that sent it.
@@ -110,7 +110,7 @@ class InvalidBlockSequence(KvEventError):  # noqa: N818 - see above
 
 @dataclass(slots=True)
 class OverlapScores:
-    """How much of a query each worker holds.
+    """The depth to which each worker holds a query.
 
     Attributes:
         scores: leading blocks of the query that are cached, by `(worker_id, dp_rank)`; who has none is absent.
@@ -153,7 +153,7 @@ class RadixIndex:
         return type(self)(semantics=self._semantics, count_copies=self._copies is not None)
 
     def apply(self, event: RouterEvent) -> None:
-        """Take one event.
+        """Apply one event.
 
         Raises:
             ParentBlockNotFound: a Stored whose parent the rank does not hold; nothing changed.
@@ -190,19 +190,19 @@ class RadixIndex:
             raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
 
     def _last_copies(self, where: tuple[WorkerRank, StorageTier], blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """Take one copy of each block; the blocks that have none left, and those that had none."""
+        """Drop one copy of each block; return the blocks that have none left, and those that had none."""
         assert self._copies is not None
         copies = self._copies.setdefault(where, Counter())
-        gone = []
+        last = []
         for block in blocks:
             copies[block] -= 1
             if copies[block] <= 0:
                 del copies[block]
-                gone.append(block)
-        return tuple(gone)
+                last.append(block)
+        return tuple(last)
 
     def _forget_copies(self, worker_id: int, dp_rank: int | None = None) -> None:
-        """Of a worker, or of one rank of it."""
+        """Drop the copies of a worker, or of one rank of it."""
         for where in [where for where in self._copies or () if where[0][0] == worker_id]:
             if dp_rank is None or where[0][1] == dp_rank:
                 assert self._copies is not None
@@ -236,7 +236,7 @@ class RadixIndex:
     def find_matches(
         self, local_hashes: Iterable[int], early_exit: bool = False, *, tier: StorageTier = StorageTier.DEVICE
     ) -> OverlapScores:
-        """How many leading blocks of a prompt each worker and rank holds.
+        """Find how many leading blocks of a prompt each worker and rank holds.
 
         Args:
             local_hashes: local hash of each block, in order from the first.
@@ -287,11 +287,11 @@ class RadixIndex:
 
     @property
     def workers(self) -> list[WorkerRank]:
-        """Who has stored and was not removed since, sorted; some may hold nothing now."""
+        """Workers and ranks that have stored and were not removed since, sorted; some may hold nothing now."""
         return sorted({key for tree in self._trees.values() for key in tree.ranks})
 
     def num_blocks(self, worker_id: int, dp_rank: int = 0, *, tier: StorageTier = StorageTier.DEVICE) -> int:
-        """How many blocks a worker and rank holds, orphans too; 0 for an unknown one."""
+        """Count the blocks that a worker and rank holds, orphans too; 0 for an unknown one."""
         rank = self._trees[StorageTier(tier)].ranks.get((worker_id, dp_rank))
         return len(rank.blocks) if rank is not None else 0
 

@@ -258,7 +258,7 @@ def _cut(text: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """Show a value as JSON would, cut short, with the type where the value alone does not tell."""
+    """Show a value as JSON would, cut short, with the type where the value alone does not show it."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):

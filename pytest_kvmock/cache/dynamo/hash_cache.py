@@ -6,18 +6,18 @@ It is faithful, and does what the original does wrong:
   stored is followed by one that was cached, or a hash too many was given, hashes stand beside blocks that are not
   theirs (hygiene: `wrong_hash`);
 - *anchor by hits*: the parent of a Stored is the last full block of its Use that was cached, wherever it stands; and
-  what was stored before and after it is told as one run (`wrong_hash`; `invalid_block` where a Use names a block
+  what was stored before and after it is published as one run (`wrong_hash`; `invalid_block` where a Use names a block
   twice, which is then its own parent);
-- *a failed Use keeps what it took*, and does not say so (`engine_drift`);
-- *a Deref of what is not in use* is taken in silence, so that who frees twice takes a reference from somebody else,
-  and nobody can tell;
-- *a freed partial block* stays in the pool, though nobody can find it, until it is evicted without a word;
+- *a failed Use keeps what it took*, and does not publish it (`engine_drift`);
+- *a Deref of what is not in use* is ignored, so that who frees twice takes a reference from somebody else,
+  unnoticed;
+- *a freed partial block* stays in the pool, though nobody can find it, until it is evicted without an event;
 - *a Destroy* takes a block from all who use it;
 - *tokens by place*: token ids are found by a block's place among all blocks of the Use, partial ones too
   (`wrong_hash`, where a partial block is not the last one);
 - a Use that ends its hits with a partial block is refused.
 
-`strict=True` mends each of them.
+`strict=True` corrects each of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LruEvictor(Generic[T]):
     """Objects in the order in which dynamo-mocker 1.0.2 evicts them (`LRUEvictor`).
 
     The original gives each a signed number, and evicts the smallest: `insert` counts up from 0, `push_front` down. So
-    what is inserted goes last, what is pushed to the front goes first, and what comes again has its new place only.
+    what is inserted is evicted last, what is pushed to the front is evicted first, and what comes again has its new place only.
     """
 
     __slots__ = ("_order",)
@@ -66,49 +66,49 @@ class LruEvictor(Generic[T]):
         return item in self._order
 
     def __iter__(self) -> Iterator[T]:
-        """In the order of eviction."""
+        """Iterate in the order of eviction."""
         return iter(self._order)
 
     def insert(self, item: T) -> None:
-        """Let it go last."""
+        """Insert an object at the end."""
         self._order[item] = None
         self._order.move_to_end(item)
 
     def push_front(self, item: T) -> None:
-        """Let it go first."""
+        """Insert an object at the front."""
         self._order[item] = None
         self._order.move_to_end(item, last=False)
 
     def remove(self, item: T) -> bool:
-        """Take it out; False if it is not in."""
+        """Remove an object; False if it is not there."""
         if item not in self._order:
             return False
         del self._order[item]
         return True
 
     def evict(self) -> T | None:
-        """Take out what goes first; None if there is nothing."""
+        """Remove and return the first object; None if there is none."""
         return self._order.popitem(last=False)[0] if self._order else None
 
     def clear(self) -> None:
-        """Take everything out."""
+        """Remove all objects."""
         self._order.clear()
 
 
 # Theory of operation
 #
-# A block, full or partial, is in one of two pools under its name: in use, with references, or inactive, in the order in
-# which it will go. There are no slots; the two sizes together are what is taken of the capacity.
+# A block, full or partial, is in one of two pools under its name: in use, with references, or inactive, in the order of
+# eviction. There are no slots; the two sizes together are what is taken of the capacity.
 #
-# A Use is foreseen before it is done, as the original finds out on its way what it cannot do, and panics there. What it
-# does can be told apart without loss: each eviction is published at once and what is stored at the end, so all Removed
+# A Use is planned before it is done, as the original finds out half-way what it cannot do, and panics there. Its parts
+# can be published in this order without loss: each eviction is published at once and what is stored at the end, so all Removed
 # of a Use come first, one a block, then the Stored. (For want of local hashes the original panics only if somebody
 # listens; here that is refused in any case.) It has room if and only if the blocks in use, and those that it names, are
 # no more than the capacity: inactive blocks always yield.
 
 
 class HashCacheManager(ShortForms, ManagerBase):
-    """Hands out blocks, caches them by name, and publishes what changed.
+    """A block manager that caches blocks by name, and evicts the least recently used one.
 
     `process` answers a Use with the number of its blocks, or with 0 if it failed.
 
@@ -120,12 +120,12 @@ class HashCacheManager(ShortForms, ManagerBase):
         num_blocks: capacity in blocks, at least 1.
         block_size: tokens a block, at least 2.
         dp_rank: data-parallel rank that events name.
-        sink: who hears the events.
-        strict: mend what the original does wrong (see the module). Local hashes and token ids are those of the full
+        sink: where events are published; None: nowhere, and no event id is consumed.
+        strict: correct what the original does wrong (see the module). Local hashes and token ids are those of the full
             blocks in their order, and as many (a last partial block may have a local hash, and tokens, too: 1.0.2's
             sequences give them when all its tokens are there); each run is stored under the block right before it; a
             Use that does not fit changes nothing; a Deref of what is not in use, and a Destroy of what has several
-            references, are refused; a partial block is gone when it is freed.
+            references, are refused; a partial block is dropped when it is freed.
 
     Raises:
         ValueError: an argument is not what it must be.
@@ -194,7 +194,7 @@ class HashCacheManager(ShortForms, ManagerBase):
         return [*full_blocks(self._active), *full_blocks(self._inactive)]
 
     def probe_new_blocks(self, blocks: Iterable[Block]) -> int:
-        """How many of these blocks are in neither pool; repeats count."""
+        """Count the blocks of these that are in neither pool; repeats count."""
         return sum(block not in self._active and block not in self._inactive for block in blocks)
 
     @property
@@ -208,7 +208,7 @@ class HashCacheManager(ShortForms, ManagerBase):
         return self.current_capacity / self.max_capacity
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
-        """What it would cost to prefill this sequence now. Looks, and does not touch.
+        """Return the cost of prefilling this sequence now. Changes nothing, recency included.
 
         Its leading blocks in either pool count as cached, also a partial one, and also without prefix caching, where
         only the sequence's own can be there.
@@ -225,7 +225,7 @@ class HashCacheManager(ShortForms, ManagerBase):
     # --------------------------------------------------------------------------------------------------- moves
 
     def process(self, move: Move) -> int:
-        """Do what the move says.
+        """Carry out a move.
 
         Returns:
             For a Use, the number of its blocks, or 0 if they did not fit; for other moves 1.
@@ -266,9 +266,9 @@ class HashCacheManager(ShortForms, ManagerBase):
             check_token_places(move, plan)
         elif not fits:
             return 0
-        told: list[tuple[Stored, BlockTokens | None]] = []
+        published: list[tuple[Stored, BlockTokens | None]] = []
         if fits:
-            told = list(stored_runs(move, plan) if self.strict else stored_as_1_0_2(move, plan))
+            published = list(stored_runs(move, plan) if self.strict else stored_as_1_0_2(move, plan))
 
         active, inactive = self._active, self._inactive
         for block in plan.evicted:
@@ -279,15 +279,15 @@ class HashCacheManager(ShortForms, ManagerBase):
             inactive.remove(block)
         for block in blocks[: plan.served]:
             active[block] = active.get(block, 0) + 1
-        for stored, token_ids in told:
+        for stored, token_ids in published:
             self._publisher.publish(stored, token_ids)
-        if (plan.evicted or told) and LOG.isEnabledFor(DEBUG):
+        if (plan.evicted or published) and LOG.isEnabledFor(DEBUG):
             trace(self, (), full_blocks(plan.evicted))
-            trace(self, [block for stored, _ in told for block in stored.block_hashes], ())
+            trace(self, [block for stored, _ in published for block in stored.block_hashes], ())
         return len(blocks) if fits else 0
 
     def _plan_use(self, blocks: Sequence[Block]) -> UsePlan:
-        """Say what a Use of these blocks will do; it ends before the first that has no room."""
+        """Plan a Use of these blocks; it ends before the first that has no room."""
         active, inactive = self._active, self._inactive
         room = self.max_capacity - len(active) - len(inactive)
         hits: list[int] = []

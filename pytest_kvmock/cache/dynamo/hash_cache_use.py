@@ -1,4 +1,4 @@
-"""What a Use of the hash cache tells of the blocks that it stored: as dynamo-mocker 1.0.2 does, and as it should be."""
+"""A Use of the hash cache: what it will do, and the Stored that it publishes, as dynamo-mocker 1.0.2 does and as it should."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pytest_kvmock.moves import Block, MoveError, Use
 
 
 class UsePlan(NamedTuple):
-    """What a Use will do.
+    """The blocks that a Use will serve, wake and evict.
 
     Attributes:
         served: leading blocks that it takes; all, if it fits.
         hits: places of those that are cached, or were named before.
         stored: places of those that are not.
         woken: the inactive blocks that it takes.
-        evicted: the blocks that go for it, in order.
+        evicted: the blocks that are evicted for it, in order.
     """
 
     served: int
@@ -30,7 +30,7 @@ class UsePlan(NamedTuple):
 
 
 def full_blocks(blocks: Iterable[Block]) -> list[int]:
-    """Those of these blocks that are full."""
+    """Return those of these blocks that are full."""
     return [block for block in blocks if not isinstance(block, UUID)]
 
 
@@ -49,7 +49,7 @@ def _full_places(move: Use, plan: UsePlan) -> list[int]:
 
 
 def stored_as_1_0_2(move: Use, plan: UsePlan) -> Iterator[tuple[Stored, BlockTokens | None]]:
-    """What a Use that fits tells, as the original does: one Stored, and its tokens.
+    """Yield what a Use that fits publishes, as the original does: one Stored, and its tokens.
 
     Raises:
         MoveError: where the original panics.
@@ -70,7 +70,7 @@ def stored_as_1_0_2(move: Use, plan: UsePlan) -> Iterator[tuple[Stored, BlockTok
 
 
 def stored_runs(move: Use, plan: UsePlan) -> Iterator[tuple[Stored, BlockTokens | None]]:
-    """What a Use that fits should tell: a Stored for each run of new blocks, under the full block right before it."""
+    """Yield what a Use that fits should publish: a Stored for each run of new blocks, under the full block before it."""
     new = set(plan.stored)
     anchor = before = move.parent
     run: list[int] = []

@@ -24,9 +24,9 @@ from pytest_kvmock.sinks import Sink
 #
 # Three names meet here. Moves and events name blocks by sequence hash; the pool caches them by lineage hash (PLH); a
 # slot is where one is. Reuse is decided by PLH, so a slot that was stored under one sequence hash may be held under
-# others that come with the same PLH; its Removed names the first. `Names` knows who holds what. Nearly always a slot is
-# held by its own name alone; while there are others, aliases, the loops below go their careful way.
-# What a Use tells of all this, and when: see `PendingEvents` in pool.py.
+# others that come with the same PLH; its Removed names the first. `Names` keeps who holds what. Nearly always a slot is
+# held by its own name alone; while there are others, aliases, blocks are taken one by one.
+# What a Use publishes of all this, and when: see `PendingEvents` in pool.py.
 
 
 class LogicalManager(LineageShortForms, ManagerBase):
@@ -34,11 +34,11 @@ class LogicalManager(LineageShortForms, ManagerBase):
 
     Args:
         backend: name of the behaviour.
-        eviction: the order in which inactive blocks go; one policy belongs to one manager.
+        eviction: the order in which inactive blocks are evicted; one policy belongs to one manager.
         num_blocks: capacity in blocks, at least 1.
         block_size: tokens a block, a power of two from 2 to 1024.
         dp_rank: data-parallel rank that events name.
-        sink: who hears the events.
+        sink: where events are published; None: nowhere, and no event id is consumed.
 
     Raises:
         ValueError: a number is not what it must be.
@@ -110,7 +110,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return [slot.name for slot in self._pool.registered.values()]
 
     def check_presence(self, plhs: Iterable[int]) -> list[tuple[int, bool]]:
-        """Say of each lineage hash whether a block is cached under exactly it. Changes nothing."""
+        """Return each lineage hash with whether a block is cached under exactly it. Changes nothing."""
         registered = self._pool.registered
         return [(plh, plh in registered) for plh in plhs]
 
@@ -121,7 +121,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         )
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
-        """What it would cost to prefill this sequence now. Looks, and does not touch.
+        """Return the cost of prefilling this sequence now. Changes nothing, recency included.
 
         A block counts as cached when its name is in use, or when the manager has an entry of its lineage hash: a
         block that was evicted and stored again in one Use has none.
@@ -141,7 +141,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
     # --------------------------------------------------------------------------------------------------- moves
 
     def process(self, move: Move) -> int:
-        """Do what the move says; see `KvManager.process`."""
+        """Carry out a move; see `KvManager.process`."""
         kind = type(move)
         if kind is Deref:
             return self._deref(move.blocks)  # type: ignore[union-attr]
@@ -195,9 +195,9 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return held
 
     def _store_unknown(self, move: Use, start: int, end: int, pending: PendingEvents) -> int:
-        """Store the blocks from `start` to `end`, if none of them is known in any way; returns where it stopped.
+        """Store the blocks from `start` to `end`, if none of them is cached or held under any name; returns where it stopped.
 
-        All slots are taken at once then. Nothing that goes for them can be asked for by a later block of the run, nor
+        All slots are taken at once then. Nothing that is evicted for them can be asked for by a later block of the run, nor
         can one block of it meet another: so the order in which they are taken and filled shows nowhere.
         """
         names, plhs, pool = move.blocks[start:end], move.plhs[start:end], self._pool
@@ -305,10 +305,10 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return start + served
 
     def _allocate(self, count: int, pending: PendingEvents) -> list[Slot]:
-        """Take empty slots: from the reset pool while it has any, then by evicting. Fewer when nothing more can go.
+        """Take empty slots: from the reset pool while it has any, then by evicting. Fewer when nothing more can be evicted.
 
-        This and `PendingEvents` are where an offload engine would come in: it holds the evicted slot while its block travels
-        to the next tier.
+        This and `PendingEvents` are where an offload engine would come in: it holds the evicted slot while its block
+        travels to the next tier.
         """
         pool, own = self._pool, self._names.own
         slots = pool.take_reset(count)
@@ -337,7 +337,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         else:
             for name in names:
                 del own[name]
-        pending.removed += names if not pool.unknown else [pool.name_to_tell(slot) for slot in victims]
+        pending.removed += names if not pool.unknown else [pool.name_to_publish(slot) for slot in victims]
         self._num_inactive -= len(victims)
         return slots + victims
 
@@ -373,7 +373,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return 1
 
     def _flush_freed(self) -> None:
-        """Tell the policy what was freed since the last time: schedulers free block by block, and it takes many at once."""
+        """Insert what was freed since the last time into the policy: schedulers free block by block, it takes many at once."""
         freed = self._freed
         if freed:
             self._pool.inactive.insert(freed)
@@ -388,7 +388,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
                 self._pool.give_back(self._partials.pop(block))
             else:
                 self._references -= 1
-                slot = self._names.let_go(block)
+                slot = self._names.release(block)
                 if not slot.refs and not slot.aliases:
                     self._pool.inactive._insert_one(slot)
                     self._num_inactive += 1

@@ -1,4 +1,4 @@
-"""What a manager's arguments and moves must be; what is wrong is said before anything changes."""
+"""Checks of moves and block sizes. A move that breaks a rule is refused before anything changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_sequence_block_size(block_size: int) -> int:
 
 
 def is_full(block: object) -> bool:
-    """Whether this names a full block: a u64."""
+    """Return whether this names a full block: a u64."""
     return isinstance(block, int) and not isinstance(block, bool) and 0 <= block <= _U64  # hot: no call
 
 
@@ -61,7 +61,7 @@ def check_list(value: object, what: str) -> None:
 
 
 def are_plhs(plhs: Sequence[int]) -> bool:
-    """Whether these are lineage hashes: 128 bits, of which the two highest are not both set."""
+    """Return whether these are lineage hashes: 128 bits, of which the two highest are not both set."""
     try:
         # One pass in C, in which a negative one and one too large show; and so does what is no integer.
         bits = reduce(or_, plhs, 0)
@@ -73,7 +73,7 @@ def are_plhs(plhs: Sequence[int]) -> bool:
 
 
 def _are_u64(values: Sequence[Any]) -> bool:
-    """Whether these are integers from 0 to 2**64 - 1; checked in C."""
+    """Return whether these are integers from 0 to 2**64 - 1; checked in C."""
     try:
         array("Q", values)
     except (TypeError, OverflowError):
@@ -170,7 +170,7 @@ def check_deref(
         blocks: what it names.
         references: how many a block has.
         names: which name holds which slot.
-        policy: where a slot goes that nobody holds any more.
+        policy: takes the slots that nobody holds any more.
         backend: the manager's.
 
     Raises:
@@ -205,7 +205,7 @@ def check_held(blocks: Sequence[Block], references: Callable[[Block], int]) -> d
 
 
 def count_blocks(blocks: Sequence[Block], what: str) -> dict[Block, int]:
-    """How often a move names each block.
+    """Count how often a move names each block.
 
     Args:
         blocks: what it names.

@@ -1,4 +1,4 @@
-"""Which name holds which slot, and how often."""
+"""The names that hold slots, with their references."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Names:
         return 0 if slot is None else slot.refs
 
     def hold(self, slot: Slot, name: int) -> None:
-        """Let a name hold a registered slot; it holds none yet."""
+        """Add a name, which holds no slot yet, as a holder of a registered slot."""
         if self.own.get(name) is slot:
             slot.refs = 1
         else:
@@ -53,7 +53,7 @@ class Names:
             slot.aliases += 1
 
     def hold_new(self, slot: Slot) -> None:
-        """Let a slot that was just registered be held by its own name."""
+        """Add the own name of a slot that was just registered as its holder."""
         if slot.name in self.own:
             self.homonyms += 1
         else:
@@ -61,14 +61,14 @@ class Names:
         self.hold(slot, slot.name)
 
     def hold_again(self, name: int) -> None:
-        """One reference more for a name that holds a slot."""
+        """Add one reference to a name that holds a slot."""
         if name in self.alias_refs:
             self.alias_refs[name] += 1
         else:
             self.own[name].refs += 1
 
-    def let_go(self, name: int) -> Slot:
-        """One reference less; returns the slot."""
+    def release(self, name: int) -> Slot:
+        """Drop one reference of a name; returns the slot."""
         slot = self.alias_slots.get(name)
         if slot is None:
             slot = self.own[name]
@@ -88,5 +88,5 @@ class Names:
             self.homonyms -= 1
 
     def references(self) -> dict[int, int]:
-        """References of each name that holds a slot."""
+        """Return the references of each name that holds a slot."""
         return {name: slot.refs for name, slot in self.own.items() if slot.refs} | self.alias_refs

@@ -43,7 +43,7 @@ class PoolMetrics:
 
 
 class BlockPool:
-    """All slots of one manager; it says what is where, and the manager says who holds it.
+    """All slots of one manager: which block is in which. The manager keeps who holds it.
 
     Attributes:
         total: how many slots there are.
@@ -107,8 +107,8 @@ class BlockPool:
             return self.inactive._find(plh)
         return slot
 
-    def name_to_tell(self, victim: Slot) -> int | None:
-        """What a Removed calls an evicted slot; None, once, if the manager has no entry of it."""
+    def name_to_publish(self, victim: Slot) -> int | None:
+        """Return the name of an evicted slot for its Removed; None, once, if the manager has no entry of it."""
         if victim not in self.unknown:
             return victim.name
         self.unknown.remove(victim)
@@ -122,7 +122,7 @@ class BlockPool:
         self.unknown.clear()
 
     def metrics(self, *, mutable: int, immutable: int, inactive: int) -> PoolMetrics:
-        """Take a snapshot; what is held is the manager's to say."""
+        """Return a snapshot; the manager passes in what is held."""
         return PoolMetrics(
             allocations=self.allocations_from_reset + self.evictions,
             allocations_from_reset=self.allocations_from_reset,
@@ -144,14 +144,14 @@ class BlockPool:
 
 # Theory of operation
 #
-# Within one Use evictions happen at once and are told at the end: one Stored, then one Removed. Only then does the
+# Within one Use evictions happen at once and are published at the end: one Stored, then one Removed. Only then does the
 # manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
-# new entry, a Removed follows its Stored, and its real eviction will say nothing (`BlockPool.unknown`). The real manager does
+# new entry, a Removed follows its Stored, and its real eviction will publish nothing (`BlockPool.unknown`). The real manager does
 # this; it is not ours to mend. (Blocks that are stored in bulk were not registered before, so no victim is among them.)
 
 
 class PendingEvents:
-    """What one Use has to tell at its end."""
+    """The events of one Use, not yet published, and the slots that it evicted."""
 
     __slots__ = ("anchor", "evicted", "in_bulk", "local_hashes", "refused", "removed", "stored", "token_ids")
 
@@ -175,7 +175,7 @@ class PendingEvents:
             return
         pool.evictions += len(self.evicted)
         if not self.in_bulk and not pool.registered.keys().isdisjoint(self.evicted):
-            # Evicted and stored again by the same move: the entry that goes now is the new one.
+            # Evicted and stored again by the same move: the entry that is dropped now is the new one.
             for i, plh in enumerate(self.evicted):
                 again = pool.registered.get(plh)
                 if again is not None:

@@ -16,15 +16,15 @@ from pytest_kvmock.plh import lineage_fragment, lineage_hash, lineage_position
 
 
 class ShortForms(ABC):
-    """Gives them to a manager; one that does not cache by lineage hash fills in none."""
+    """The short forms of a manager that does not cache by lineage hash: no lineage hash is filled in."""
 
     @abstractmethod
     def process(self, move: Move) -> int:
-        """Do what the move says; see `KvManager.process`."""
+        """Carry out a move; see `KvManager.process`."""
 
     @abstractmethod
     def _caches(self, block: int) -> bool:
-        """Whether a full block is cached, in use or not."""
+        """Return whether a full block is cached, in use or not."""
 
     def _lineage(self, names: Sequence[int], parent: int | None) -> list[int]:  # noqa: ARG002 - for those who define it
         """Lineage hashes of `names`, the first of which stands below `parent`; none where the manager needs none."""
@@ -85,7 +85,7 @@ class ShortForms(ABC):
 
 
 class LineageShortForms(ShortForms):
-    """Gives them to a manager that caches by lineage hash."""
+    """The short forms of a manager that caches by lineage hash."""
 
     _names: Names
     _pool: BlockPool

@@ -1,4 +1,4 @@
-"""What SGLang says waits in a queue until it is taken, and what fits together becomes one event there."""
+"""SGLang's event queue, in which events wait until they are taken, and neighbours are merged."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class _Waiting:
 
 
 class EventQueue:
-    """Events in order; the last one grows where the next one goes on with it (SGLang 0.5.23, `mem_cache/events.py`).
+    """Events in order; an event that continues the last one is merged into it (SGLang 0.5.23, `mem_cache/events.py`).
 
-    A Removed goes on with a Removed, a Stored with a Stored of the same salt that ends in its parent.
+    A Removed continues a Removed; a Stored continues one of the same salt that ends in its parent.
     """
 
     __slots__ = ("_waiting",)
@@ -74,7 +74,7 @@ class EventQueue:
         token_ids: BlockTokens | None,
         cache_salt: str | None = None,
     ) -> None:
-        """Pages became cached, each after the one before."""
+        """Add a Stored of pages, each after the one before."""
         if parent is not None and self._waiting:
             tail = self._waiting[-1]
             if (
@@ -92,7 +92,7 @@ class EventQueue:
         self._waiting.append(_Waiting(names, parent, local_hashes, token_ids, cache_salt))
 
     def removed(self, names: Sequence[int]) -> None:
-        """Pages are cached no more."""
+        """Add a Removed of pages."""
         tail = self._waiting[-1] if self._waiting else None
         if tail is not None and tail.names is not None and tail.local_hashes is None:
             tail.names = _grown(tail.names, names)
@@ -100,17 +100,17 @@ class EventQueue:
             self._waiting.append(_Waiting(names))
 
     def cleared(self) -> None:
-        """Nothing is cached any more."""
+        """Add a Cleared."""
         self._waiting.append(_Waiting(None))
 
     def take(self) -> list[TakenEvent]:
-        """All events so far; they are forgotten here."""
+        """Return all events so far, and empty the queue."""
         waiting, self._waiting = self._waiting, []
         return [one.taken() for one in waiting]
 
 
 def _grown(first: Sequence[T], then: Sequence[T]) -> list[T]:
-    """Both; in a list of its own, which a further call lets grow."""
+    """Return both in one list, which a further call extends."""
     grown: list[T] = first if isinstance(first, list) else list(first)
     grown.extend(then)
     return grown

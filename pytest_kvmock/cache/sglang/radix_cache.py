@@ -25,14 +25,14 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 #
 # A page is free, a request's own, or in the tree, there protected by a lock or evictable. A request gets its pages out
 # of the free ones; at a checkpoint they go into the tree, and those that somebody else has put there meanwhile are free
-# again. Sizes in tokens, as SGLang has them, are at the doors; inside, all is pages.
+# again. Sizes are in tokens in the public methods, as in SGLang; inside, all is pages.
 #
 # SGLang's servers build another class by now (UnifiedRadixCache, its core in Rust). In every recorded workload it
 # answered the same.
 
 
 class MatchResult(NamedTuple):
-    """What `match_prefix` found.
+    """The cached prefix that `match_prefix` found.
 
     Attributes:
         tokens: how many leading tokens are cached; whole pages.
@@ -62,9 +62,9 @@ class RadixCacheManager(RequestLevel):
         num_blocks: capacity in pages, at least 1; SGLang has `num_blocks * block_size` tokens.
         block_size: tokens a page, at least 1.
         dp_rank: data-parallel rank that events name.
-        sink: who hears the events.
-        policy: order in which leaves go: one of `POLICIES`.
-        protected_threshold: with "slru" only, from how many hits on a node goes after all others; None: 2.
+        sink: where events are published; None: nowhere, and no event id is consumed.
+        policy: order in which leaves are evicted: one of `POLICIES`.
+        protected_threshold: with "slru" only, from how many hits on a node is evicted after all others; None: 2.
         dynamo_kv_event_format: publish names that tell namespaces apart.
         is_eagle: keys are bigrams. For calls by hand; a `KvWorker` has none.
         hold_events: let events wait until `take_events`.
@@ -200,7 +200,7 @@ class RadixCacheManager(RequestLevel):
         extra_key: str | None = None,
         cache_salt: str | None = None,
     ) -> int:
-        """Have whole pages cached; what is new takes free pages, and is published.
+        """Insert whole pages; those that are new take free pages, and are published.
 
         Args:
             tokens: token ids, or a prompt.
@@ -228,7 +228,7 @@ class RadixCacheManager(RequestLevel):
         return matched * self.block_size
 
     def inc_lock_ref(self, node: TreeNode) -> int:
-        """Protect a node and all above it; nothing for the root.
+        """Lock a node and all above it; nothing for the root.
 
         Returns:
             By how much `evictable_size` changed: 0 or less.
@@ -239,7 +239,7 @@ class RadixCacheManager(RequestLevel):
         return -self._tree.lock(node) * self.block_size
 
     def dec_lock_ref(self, node: TreeNode) -> int:
-        """Take one lock back.
+        """Release one lock.
 
         Returns:
             By how much `evictable_size` changed: 0 or more.
@@ -250,22 +250,22 @@ class RadixCacheManager(RequestLevel):
         return self._tree.unlock(node) * self.block_size
 
     def evict(self, num_tokens: int) -> list[int]:
-        """Evict whole leaves until so many tokens are free of them, or none may go.
+        """Evict whole leaves until so many tokens are freed, or none may be evicted.
 
         Returns:
-            The size of each node that went, in tokens.
+            The size of each evicted node, in tokens.
         """
         size = self.block_size
-        gone = self._tree.evict(-(-num_tokens // size))
-        if not gone:
+        evicted = self._tree.evict(-(-num_tokens // size))
+        if not evicted:
             return []
         names: list[int] = []
-        for node in gone:
+        for node in evicted:
             names += node.names
         self._free += len(names)
         self._queue.removed(names)
         self._publish()
-        return [len(node.names) * size for node in gone]
+        return [len(node.names) * size for node in evicted]
 
     def reset(self) -> None:
         """Drop everything that is cached, locked or not, and publish a Cleared.
@@ -281,7 +281,7 @@ class RadixCacheManager(RequestLevel):
         self._publish()
 
     def clear(self) -> bool:
-        """As `reset`; False, and nothing happens, while any page is in use (`flush_cache`)."""
+        """Reset the cache; False, and nothing happens, while any page is in use (`flush_cache`)."""
         if self.requests or self._tree.protected:
             return False
         self.reset()
@@ -290,13 +290,13 @@ class RadixCacheManager(RequestLevel):
     def take_events(self) -> list[TakenEvent]:
         """Publish the events that wait, and return them."""
         taken = self._queue.take()
-        self._tell(taken)
+        self._publish_events(taken)
         return taken
 
     # --------------------------------------------------------------------------------------------- requests
 
     def lookup(self, request: RadixRequest) -> int:
-        """Pages that `find` would find. Changes nothing."""
+        """Count the pages that `find` would find. Changes nothing."""
         return self._tree.lookup(request.tokens.names, self._reusable(request))
 
     def find(self, request: RadixRequest) -> tuple[int, int]:
@@ -313,7 +313,7 @@ class RadixCacheManager(RequestLevel):
         return (len(request.tokens) - 1) // self.block_size
 
     def admit(self, request: RadixRequest) -> None:
-        """Protect what was found for a request."""
+        """Lock what was found for a request."""
         if request.node is not None:
             self._tree.lock(request.node)
         self.requests[request] = None
@@ -321,7 +321,7 @@ class RadixCacheManager(RequestLevel):
         request.computed = request.found * self.block_size
 
     def allocate(self, request: RadixRequest, upto: int, demand: int | None = None) -> None:
-        """Have pages for the first `upto` tokens of a request.
+        """Allocate pages for the first `upto` tokens of a request.
 
         Args:
             request: one that was admitted.
@@ -341,7 +341,7 @@ class RadixCacheManager(RequestLevel):
         request.allocated += pages
 
     def checkpoint(self, request: RadixRequest) -> int:
-        """Have the whole pages that a request has computed in the tree, and protected there.
+        """Insert the whole pages that a request has computed into the tree, and lock them there.
 
         Returns:
             Tokens that it had in pages of its own though they were there already; those are free again.
@@ -365,7 +365,7 @@ class RadixCacheManager(RequestLevel):
         return duplicates * size
 
     def release(self, request: RadixRequest) -> None:
-        """Free the pages that a request has outside the tree, and take its lock back; nothing if it has none."""
+        """Free the pages that a request has outside the tree, and release its lock; nothing if it has none."""
         if request not in self.requests:
             return
         del self.requests[request]
@@ -412,9 +412,9 @@ class RadixCacheManager(RequestLevel):
 
     def _publish(self) -> None:
         if self._queue and not self.hold_events:
-            self._tell(self._queue.take())
+            self._publish_events(self._queue.take())
 
-    def _tell(self, events: list[TakenEvent]) -> None:
+    def _publish_events(self, events: list[TakenEvent]) -> None:
         for data, token_ids, _ in events:
             self._publisher.publish(data, token_ids)
             if LOG.isEnabledFor(DEBUG):

@@ -1,4 +1,4 @@
-"""What SGLang's cache is asked about: a key of tokens, or a request and the pages that it has."""
+"""Keys and requests of SGLang's cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RadixKey:
     Args:
         tokens: token ids, from 0 to 2**63 - 1, or a `Prompt`. May be empty.
         page_size: tokens (or bigrams) a page.
-        hasher: names the pages; knows salt and namespace.
+        hasher: names the pages; made for their salt and namespace.
 
     Raises:
         TypeError: a token is not an integer.

@@ -1,4 +1,4 @@
-"""SGLang's radix tree: runs of pages in nodes, locks along a path, and the order in which leaves go."""
+"""SGLang's radix tree: runs of pages in nodes, locks along a path, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any, Final
 
 
 class TreeNode:
-    """A run of pages that share their fate.
+    """A run of pages that are evicted together.
 
     Attributes:
         parent: the node before it; None for a root, and once it is no part of the tree.
@@ -73,7 +73,7 @@ POLICIES: Final[Mapping[str, Callable[[TreeNode], Any]]] = MappingProxyType(
         "slru": lambda node: (node.hit_count >= PROTECTED_THRESHOLD, node.last),
     }
 )
-"""Keys by which leaves go, the least first (SGLang 0.5.23, `evict_policy`). No two nodes that may go have the same."""
+"""Keys by which leaves are evicted, the least first (SGLang 0.5.23, `evict_policy`). No two evictable nodes have the same."""
 
 
 def _slru(threshold: int) -> Callable[[TreeNode], Any]:
@@ -126,7 +126,7 @@ class RadixTree:
         return at
 
     def match(self, names: Sequence[int], count: int, namespace: Hashable = None) -> tuple[TreeNode, int]:
-        """As `lookup`, but the path counts as used now, and a node that is shared in part is split.
+        """Look pages up, as `lookup` does, and count the path as used now. A node that is shared in part is split.
 
         Returns:
             The last node of the path, the root for none; and how many pages lead to its end.
@@ -151,7 +151,7 @@ class RadixTree:
     def insert(
         self, names: Sequence[int], count: int, namespace: Hashable = None, priority: int = 0, inserted: int = 0
     ) -> tuple[int, TreeNode]:
-        """Have the first `count` pages here.
+        """Insert the first `count` pages.
 
         Args:
             names: of the pages.
@@ -234,7 +234,7 @@ class RadixTree:
         return gained
 
     def unlock(self, node: TreeNode) -> int:
-        """Take one `lock` back.
+        """Release one lock.
 
         Returns:
             Pages that became evictable.
@@ -271,14 +271,14 @@ class RadixTree:
     # ----------------------------------------------------------------------------------------------- eviction
 
     def evict(self, pages: int) -> list[TreeNode]:
-        """Take whole leaves out until so many pages are free, or none may go; a parent left without children joins.
+        """Evict whole leaves until so many pages are freed, or none may be evicted; a parent left without children joins.
 
         Returns:
             The nodes, in order.
         """
         self._queue_changed()
         heap, root, key_of = self._heap, self.root, self._key
-        gone: list[TreeNode] = []
+        evicted: list[TreeNode] = []
         freed = 0
         while freed < pages and heap:
             key, node = heappop(heap)
@@ -291,15 +291,15 @@ class RadixTree:
             del parent.children[node.edge]
             node.parent = None
             freed += len(node.names)
-            gone.append(node)
+            evicted.append(node)
             if not parent.children and not parent.lock_ref and parent is not root:
                 key = key_of(parent)
                 if key != parent.queued:
                     parent.queued = key
                     heappush(heap, (key, parent))
         self.evictable -= freed
-        self._nodes -= len(gone)
-        return gone
+        self._nodes -= len(evicted)
+        return evicted
 
     def _queue_changed(self) -> None:
         heap, key_of = self._heap, self._key
@@ -316,7 +316,7 @@ class RadixTree:
             heapify(heap)
 
     def order(self) -> Iterator[TreeNode]:
-        """Nodes that are not locked, in the order in which they would go."""
+        """Yield the nodes that are not locked, in the order of eviction."""
         key_of = self._key
         heap = [(key_of(node), node) for node in self.nodes() if not node.children and not node.lock_ref]
         heapify(heap)
@@ -333,7 +333,7 @@ class RadixTree:
                 heappush(heap, (key_of(parent), parent))
 
     def nodes(self) -> Iterator[TreeNode]:
-        """All nodes but the root, a parent before its children."""
+        """Yield all nodes but the root, a parent before its children."""
         waiting = [*self.root.children.values()][::-1]
         while waiting:
             node = waiting.pop()
@@ -342,7 +342,7 @@ class RadixTree:
 
 
 def _shared(run: Sequence[int], names: Sequence[int], at: int, count: int) -> int:
-    """How many pages a run shares with the names from `at` to `count`."""
+    """Count the pages that a run shares with the names from `at` to `count`."""
     most = min(len(run), count - at)
     if run[most - 1] == names[at + most - 1]:
         return most

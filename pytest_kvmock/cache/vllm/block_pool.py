@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class PoolRequest:
-    """One request as the pool knows it. `BlockPoolManager.new_request` makes one.
+    """One request, and the blocks that it holds. `BlockPoolManager.new_request` makes one.
 
     Attributes:
         tokens: its tokens and their hashes; it grows as tokens are generated.
@@ -84,7 +84,7 @@ class BlockPoolManager(RequestLevel):
         num_blocks: capacity in usable blocks, at least 1.
         block_size: tokens a block, at least 1.
         dp_rank: data-parallel rank that events name.
-        sink: who hears the events.
+        sink: where events are published; None: nowhere, and no event id is consumed.
         backend: its name.
         version: release of vLLM (`hashes.VERSIONS`).
         hash_algorithm: how blocks are named (`hashes.ALGORITHMS`).
@@ -247,7 +247,7 @@ class BlockPoolManager(RequestLevel):
         return hits.copy()
 
     def missing_blocks(self, request: PoolRequest, num_tokens: int, new_computed_blocks: Sequence[int] = ()) -> int:
-        """How many free blocks it takes until a request has room for its first `num_tokens`. Changes nothing.
+        """Count the free blocks that a request needs for its first `num_tokens`. Changes nothing.
 
         Args:
             request: what is asked for.
@@ -318,7 +318,7 @@ class BlockPoolManager(RequestLevel):
         return taken
 
     def _evict(self, taken: list[int]) -> list[int]:
-        """Let the hashes of these blocks go, and say so: one event a block, as vLLM does."""
+        """Drop the hashes of these blocks, and publish one Removed a block, as vLLM does."""
         names, cached, copies = self._names, self._cached, self._copies
         evicted: list[int] = []
         for block_id in taken:
@@ -343,7 +343,7 @@ class BlockPoolManager(RequestLevel):
         return evicted
 
     def _cache_full_blocks(self, request: PoolRequest, start: int, end: int) -> None:
-        """Hash a request's blocks from `start` to `end`, and say so in one event."""
+        """Hash a request's blocks from `start` to `end`, and publish them in one event."""
         tokens, names, cached = request.tokens, self._names, self._cached
         new, ids = tokens.names[start:end], request.block_ids[start:end]
         for block_id, name in zip(ids, new, strict=True):
@@ -366,7 +366,7 @@ class BlockPoolManager(RequestLevel):
             publisher.publish(data, tokens.block_tokens(start, end))
 
     def free(self, request: PoolRequest) -> None:
-        """Let all blocks of a request go, tail first. Nothing happens for one that has none."""
+        """Free all blocks of a request, tail first. Nothing happens for one that has none."""
         held, refs, free = request.block_ids, self._refs, self._free
         hashed = request.num_cached_blocks
         self._references -= len(held)
@@ -405,5 +405,5 @@ class BlockPoolManager(RequestLevel):
         return True
 
     def clear(self) -> bool:
-        """As `reset_prefix_cache`."""
+        """Reset the prefix cache; see `reset_prefix_cache`."""
         return self.reset_prefix_cache()

@@ -22,7 +22,7 @@ from pytest_kvmock.checks import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class VllmVersion:
-    """What one release does.
+    """What is particular to one release of vLLM, as far as its block pool and its hashes show it.
 
     Attributes:
         name: the release.
@@ -54,7 +54,7 @@ VERSIONS: Final = MappingProxyType(
 
 
 def vllm_version(name: str) -> VllmVersion:
-    """The release of this name.
+    """Return the release of this name.
 
     Raises:
         ValueError: it is not known; the known ones are listed.
@@ -74,7 +74,7 @@ ALGORITHMS: Final = tuple(f"{function}{form}" for function in _FUNCTIONS for for
 
 
 class MultimodalItem(NamedTuple):
-    """An image, say, in a prompt.
+    """A multimodal item in a prompt, such as an image.
 
     Attributes:
         identifier: what vLLM calls it; the hash of its content.
@@ -89,7 +89,7 @@ class MultimodalItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """What one request has hashed beside its tokens.
+    """The keys of one request that are hashed beside its tokens.
 
     Attributes:
         lora_name: the adapter; None for none.
@@ -191,7 +191,7 @@ class VllmHasher:
         return self._hash
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:
-        """As `BlockHasher.digests`."""
+        """Digest complete blocks; see `BlockHasher.digests`."""
         before = self.none_hash if parent is None else parent
         digest, out = self._digest, []
         ends = range(block_size, len(tokens) + 1, block_size)

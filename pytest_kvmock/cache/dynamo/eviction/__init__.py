@@ -1,1 +1,1 @@
-"""Which cached block goes next: one policy a module."""
+"""Eviction policies, one a module, and what they have in common."""

@@ -1,4 +1,4 @@
-"""`lineage`: leaves go first, the oldest of them before the others. Dynamo's default."""
+"""`lineage`: evict leaves only, the oldest first. Dynamo's default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pytest_kvmock.plh import lineage_fragment, lineage_parent_fragment, lineage
 #
 # `_queue` has a node once for each insertion, in order; only its last entry counts, and only while its block is
 # inactive. A node that turns out to be no leaf when its turn comes is *parked* under the next number: it waits, without
-# an entry, until its last child goes, and then its number stands in `_exposed`. The parked go before the queued: their
+# an entry, until its last child is evicted, and then its number stands in `_exposed`. The parked go before the queued: their
 # turn has come already. (What is written for every block are small numbers and flags: they cost no memory of their own.)
 
 _SLACK = 1024  # entries that do not count, before the queue is cleaned
@@ -67,8 +67,7 @@ class _Node:
 class LineagePolicy(EvictionPolicy):
     """Leaves only, oldest first.
 
-    Freed tail first, as schedulers do, a chain goes tail first; freed in any other order it does so too. `touch`
-    changes nothing. Two lineage hashes with one place (same position and own fragment, other parents) stand for the
+    A chain is evicted tail first, in whatever order it was freed. A match of an active block changes nothing. Two lineage hashes with one place (same position and own fragment, other parents) stand for the
     same cached block, as in Dynamo 1.2.1; two such blocks, both active, cannot become inactive both.
     """
 
@@ -141,7 +140,7 @@ class LineagePolicy(EvictionPolicy):
             del self._nodes[node.key]
 
     def _disown(self, node: _Node, slot: Slot) -> None:
-        """A block is cached no more whose place others may share."""
+        """Take a block that is no longer cached off its place, which others may share."""
         rivals = self._rivals.get(node)
         if rivals is None:
             node.slot = None
@@ -173,7 +172,7 @@ class LineagePolicy(EvictionPolicy):
                     self._link(node, parent)
 
     def _swap(self, node: _Node, slot: Slot) -> None:
-        """It is another one of the blocks that share a place that becomes inactive."""
+        """Make `slot` the one of the blocks that share a place that is inactive."""
         assert node.slot is not None
         rivals = self._rivals[node]
         rivals[rivals.index(slot)], node.slot = node.slot, slot
@@ -291,7 +290,7 @@ class LineagePolicy(EvictionPolicy):
         return None
 
     def clear(self) -> None:
-        """No slot and no place is left."""
+        """Forget all slots and places."""
         for node in self._nodes.values():
             if node.slot is not None:
                 node.slot.place = None
@@ -326,7 +325,7 @@ class LineagePolicy(EvictionPolicy):
         return None
 
     def order(self) -> list[Slot]:
-        """Play the evictions through; blocks that could never go stand at the end."""
+        """Return the inactive slots as evictions would take them; blocks that could never be evicted stand at the end."""
         waiting = [*(self._parked[number] for number in sorted(self._parked)), *self._queued()]
         turns = {node: turn for turn, node in enumerate(waiting)}
         children = {node: node.children for node in self._nodes.values()}

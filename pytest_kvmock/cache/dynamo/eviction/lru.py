@@ -1,4 +1,4 @@
-"""`lru`: the block that became inactive longest ago goes first, whatever stands before or after it."""
+"""`lru`: evict the block that became inactive longest ago, wherever it stands in its chain."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class LruPolicy(EvictionPolicy):
         self._limit = _SLACK
 
     def insert(self, slots: Sequence[Slot]) -> None:
-        """These slots are the last to go now."""
+        """Append these slots: they are evicted last."""
         for slot in slots:
             slot.place += 1
             slot.above = True
         self._queue += slots
 
     def remove(self, slots: Sequence[Slot]) -> None:
-        """The slots are in use."""
+        """Take the slots out: they are in use."""
         for slot in slots:
             slot.above = False
         if len(self._queue) > self._limit:
@@ -61,12 +61,12 @@ class LruPolicy(EvictionPolicy):
         return chosen
 
     def clear(self) -> None:
-        """No slot is left."""
+        """Forget all slots."""
         for slot in self._queue:
             slot.place, slot.above = 0, False
         self._queue.clear()
 
     def order(self) -> list[Slot]:
-        """From the one inserted longest ago."""
+        """Return the inactive slots, from the one inserted longest ago."""
         newest = dict.fromkeys(slot for slot in reversed(self._queue) if slot.above)
         return list(newest)[::-1]

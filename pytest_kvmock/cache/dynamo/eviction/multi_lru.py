@@ -1,4 +1,4 @@
-"""`multi_lru`: what was seen seldom goes first; among those, what became inactive longest ago."""
+"""`multi_lru`: evict blocks of low frequency first; among those, the one that became inactive longest ago."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Lane:
         self._limit = _SLACK
 
     def insert(self, slots: Sequence[Slot]) -> None:
-        """These slots are the last to go now."""
+        """Append these slots: they are evicted last."""
         number, step, append = self._next, self._step, self._queue.append
         for slot in slots:
             slot.place = number
@@ -68,12 +68,12 @@ class _Lane:
         return chosen
 
     def clear(self) -> None:
-        """No slot is left; numbers go on, so that no old one counts."""
+        """Forget all slots; numbers are not reused, so that no old entry counts."""
         self._queue.clear()
         self._first = self._next
 
     def order(self) -> list[Slot]:
-        """From the one inserted longest ago."""
+        """Return the slots, from the one inserted longest ago."""
         first, step = self._first, self._step
         return [slot for i, slot in enumerate(self._queue) if slot.place == first + i * step]
 
@@ -115,7 +115,7 @@ class MultiLruPolicy(EvictionPolicy):
         self._tracker.count((slot.above,))
 
     def insert(self, slots: Sequence[Slot]) -> None:
-        """These slots are the last to go of their levels now."""
+        """Append these slots to the queues of their levels."""
         counters = self._tracker.counters
         levels: list[list[Slot]] = [[], [], [], []]
         for slot in slots:
@@ -133,7 +133,7 @@ class MultiLruPolicy(EvictionPolicy):
                 queue.insert(of_level)
 
     def remove(self, slots: Sequence[Slot]) -> None:
-        """The slots are in use; their lineage hashes count twice each."""
+        """Take the slots out: they are in use. Their lineage hashes count twice each."""
         # The real manager asks for a block among the active ones first, and counts: the registration is there. Then it
         # finds the block inactive, and counts again.
         places: list[Place] = []
@@ -154,10 +154,10 @@ class MultiLruPolicy(EvictionPolicy):
         return chosen
 
     def clear(self) -> None:
-        """No slot is left; the counters stay."""
+        """Forget all slots; the counters stay."""
         for queue in self._queues:
             queue.clear()
 
     def order(self) -> list[Slot]:
-        """Level by level, from the one inserted longest ago."""
+        """Return the inactive slots level by level, from the one inserted longest ago."""
         return [slot for queue in self._queues for slot in queue.order()]

@@ -1,4 +1,4 @@
-"""What an eviction policy is: it sees the slots of one manager, and says which goes next."""
+"""Slots, and the base class of the policies that choose which of them is evicted next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_kvmock.events import block_text
 
 
 class Slot:
-    """One physical block, and what is known of the block registered in it.
+    """One physical block, and the cached block that is registered in it.
 
     Attributes:
         plh: lineage hash under which it is registered.
@@ -66,7 +66,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def evict(self, count: int) -> list[Slot]:
-        """Choose the next inactive slots and forget them; fewer than `count` when no more can go."""
+        """Choose the next inactive slots and forget them; fewer than `count` when no more can be evicted."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -100,7 +100,7 @@ class EvictionPolicy(ABC):
 
 
 def check_policy(backend: str, policy: EvictionPolicy) -> EvictionPolicy:
-    """Return a policy that somebody else has made, or raise a ValueError that says what it lacks."""
+    """Return a policy of the user's, or raise a ValueError that names what it lacks."""
     kind = type(policy).__name__
     for name in dir(EvictionPolicy):
         if not name.startswith("_") and not hasattr(policy, name):

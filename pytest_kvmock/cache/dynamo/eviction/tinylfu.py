@@ -1,4 +1,4 @@
-"""How often a hash was seen, roughly: the frequency tracker of kvbm-logical."""
+"""The frequency tracker of kvbm-logical: a sketch of how often a hash was seen."""
 
 from __future__ import annotations
 
