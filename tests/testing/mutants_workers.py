@@ -6,10 +6,11 @@ from contract_runs import Mutants
 from mutants_managers import ForgetsRemoved, Spoilt
 from mutants_policies import TakesWhatIsRegisteredForIdle
 
-from pytest_kvmock import Deref, MoveError, Prompt, StorageTier
+from pytest_kvmock import Prompt, StorageTier
 from pytest_kvmock.cache.dynamo.pool import BlockPool
 from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.moves import Deref, MoveError
 from pytest_kvmock.testing import WorkerContract
 
 WORKERS = Mutants(WorkerContract)

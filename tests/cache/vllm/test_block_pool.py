@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import BACKENDS, CapturingSink, Deref, MoveError, Promote, Use, create_manager
+from pytest_kvmock import BACKENDS, CapturingSink, create_manager
 from pytest_kvmock.cache.vllm.hashes import VERSIONS, ExtraKeys
 from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
+from pytest_kvmock.moves import Deref, MoveError, Promote, Use
 from pytest_kvmock.tokens import Prompt, block_hashes, sequence_hashes
 
 OURS = ("vllm", "vllm_0_19")
