@@ -117,7 +117,7 @@ class BackendSpec:
             ValueError: it has no such option, or not of this value, or the name is none.
         """
         self._check_options(options)
-        self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None, **options)  # it says what is wrong with a value
+        self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None, **options)  # it raises for a wrong value
 
         def make(**sizes: Any) -> KvManager:
             manager = self.make(**sizes, **options)
@@ -127,11 +127,11 @@ class BackendSpec:
         models = self.models
         if "version" in options:
             models = f"{models.partition(' ')[0]} {options['version']}"
-        said = [f"{option}={value!r}" for option, value in options.items() if option != "version"]
+        shown = [f"{option}={value!r}" for option, value in options.items() if option != "version"]
         return dataclasses.replace(
             self,
             name=name,
-            models=", ".join([models, *said]),
+            models=", ".join([models, *shown]),
             make=make,
             prefix_closed=self.prefix_closed if prefix_closed is None else prefix_closed,
             in_matrix=in_matrix,

@@ -32,11 +32,11 @@ def check_integer(
         name: what the message calls it.
         value: what was passed in.
         least: the smallest integer that is allowed.
-        unit: what the message says after the range: " tokens, or None".
+        unit: text of the message after the range: " tokens, or None".
         wrong_type: the error for what is no integer.
 
     Raises:
-        ValueError: it is smaller; or no integer, unless `wrong_type` says otherwise.
+        ValueError: it is smaller; or no integer, unless `wrong_type` is another error.
     """
     if is_integer(value, least):
         return value

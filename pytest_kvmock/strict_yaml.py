@@ -258,8 +258,8 @@ def parse_yaml(text: str, name: str) -> Node:
         return _Tree(loader, name).document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark or loader.get_mark()
-        said = ", ".join(part for part in (error.context, error.problem) if part)
-        raise YamlError(f"not YAML: {said}", _place_of(mark, name)) from None
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise YamlError(f"not YAML: {problem}", _place_of(mark, name)) from None
     except YamlError:
         raise
     except (ValueError, OverflowError):  # PyYAML's way to say that there is no such character

@@ -184,7 +184,7 @@ def _raise_for_hash(local: object, parent: object, position: int) -> NoReturn:
 
 
 def _check_locals(hashes: Sequence[int]) -> None:
-    """Raise a ValueError that says which of these is no local hash, if one is not."""
+    """Raise a ValueError that names the first of these that is no local hash, if one is not."""
     if {int}.issuperset(map(type, hashes)):
         with suppress(OverflowError):
             array("Q", hashes)

@@ -27,7 +27,7 @@ _TEXT: Final = (
 
 
 def check_num_blocks(num_blocks: int) -> int:
-    """Return `num_blocks`, or raise a ValueError that says what it must be."""
+    """Return `num_blocks`, or raise a ValueError that names what is allowed."""
     return check_integer("num_blocks", num_blocks, 1)
 
 
@@ -37,7 +37,7 @@ def check_request_block_size(block_size: int) -> int:
 
 
 def check_dp_rank(dp_rank: int) -> int:
-    """Return `dp_rank`, or raise a ValueError that says what it must be."""
+    """Return `dp_rank`, or raise a ValueError that names what is allowed."""
     if not is_integer(dp_rank, 0) or dp_rank >= 2**32:
         raise ValueError(f"dp_rank must be an integer from 0 to 4294967295, got {dp_rank!r}")
     return dp_rank

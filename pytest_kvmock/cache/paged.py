@@ -128,7 +128,7 @@ class PagedCacheManager:
     def allocate_blocks(self, request: PagedRequest, num_tokens: int) -> list[int] | None:
         """Allocate the blocks that a request lacks for so many more tokens.
 
-        Counted from what it says of itself (`num_computed_tokens`, `kv_blocks`), which this does not change.
+        Counted from its `num_computed_tokens` and `kv_blocks`, which this does not change.
 
         Args:
             request: who needs them.

@@ -25,7 +25,7 @@ class Traits:
         copies: the same block may be cached, and published, several times.
         removed_first: what a step evicts is published before what it stores; else after.
         cleared_first: its first event is a Cleared.
-        chunks: it takes blocks chunk by chunk where a profile says `chunk`; else for the whole prompt at once.
+        chunks: it takes blocks chunk by chunk where a profile has a `chunk`; else for the whole prompt at once.
     """
 
     recomputes_last_token: bool = False

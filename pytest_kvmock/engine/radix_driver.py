@@ -21,7 +21,7 @@ class RadixDriver:
 
     A request is checkpointed after its prefill and when it finishes; what it decodes is published then. In chunks, it
     is checkpointed after each (`chunked_req` of SGLang's scheduler): a chunk becomes a node of its own, evicted by
-    itself. SGLang cuts chunks to whole pages; here they are as long as the profile says, and whole pages are published.
+    itself. SGLang cuts chunks to whole pages; here they are as long as in the profile, and whole pages are published.
     A preempted request leaves in the cache what was checkpointed; the rest is freed unpublished.
 
     Args:

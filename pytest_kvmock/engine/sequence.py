@@ -15,7 +15,7 @@ from pytest_kvmock.tokens import Prompt, TokenIds, block_hashes, chained_hash
 class ActiveSequence:
     """A request from its prompt to its last token (Dynamo's mocker, `ActiveSequence` of 1.2.1, or of 1.0.2).
 
-    Nothing is sent anywhere: methods return moves, and the caller processes them and says by `commit_allocation` what
+    Methods return moves; the caller processes them and reports by `commit_allocation` what
     was served.
 
     A block that the prompt fills is full from the start. A generated one becomes full, by a Promote, when the first

@@ -76,7 +76,7 @@ class Case:
         if self.backend is None:
             name = backend_name(self.item, value)
             try:
-                self.harness.use_backend(name)  # it makes sure, too, that its managers are what this name says
+                self.harness.use_backend(name)  # it checks, too, that its managers are of this name
             except ValueError as error:
                 why = str(error)
                 # What begins so is about the backend; the rest is its own refusal, nearly always of a block size.
@@ -111,7 +111,7 @@ def _block_size_place(item: pytest.Item) -> str:
 
 
 def fail_in_one_line(item: pytest.Item, message: str) -> NoReturn:
-    """Fail with one line; with --full-trace, let the error that is being handled say where it came from."""
+    """Fail with one line; with --full-trace, show where the error that is being handled came from."""
     if not item.config.getoption("fulltrace", False):
         raise pytest.fail.Exception(f"kvmock: {message}", pytrace=False) from None
     raise  # noqa: PLE0704 - called where an error is handled
@@ -130,7 +130,7 @@ def _waives(item: pytest.Item, problem: Problem) -> bool:
         answer = item.ihook.pytest_kvmock_event_error(item=item, problem=problem)
     except pytest.exit.Exception:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is said in one line
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported in one line
         from pytest_kvmock.plugin.registry import raised_in
 
         hooks = item.ihook.pytest_kvmock_event_error.get_hookimpls()

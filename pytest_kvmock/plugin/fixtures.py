@@ -63,7 +63,7 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     markers = marker_values(item)
     settings = item.config.stash[SETTINGS]
     policy = resolve_policy(settings.command_line, markers, settings.ini)
-    said: dict[str, Any] = {key: values[key] for values in markers for key in _HARNESS_KEYS if key in values}
+    options: dict[str, Any] = {key: values[key] for values in markers for key in _HARNESS_KEYS if key in values}
     try:
         harness = RouterHarness(
             profile,
@@ -72,7 +72,7 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
             allow=policy.allow,
             recovery=item.stash.get(_RECOVERY, None),
             name=item.nodeid,
-            **said,
+            **options,
         )
     except (TypeError, ValueError) as error:
         fail_in_one_line(item, str(error))
@@ -167,7 +167,7 @@ def kv_traits(request: pytest.FixtureRequest) -> Traits:
         return backend_spec(backend_name(request.node, request.getfixturevalue(AXIS))).traits
     from pytest_kvmock.engine.driver import Traits
 
-    return Traits()  # a sink takes each block for published once, unless the test says otherwise
+    return Traits()  # a sink takes each block for published once, unless the test sets it otherwise
 
 
 @pytest.fixture

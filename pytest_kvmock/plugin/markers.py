@@ -130,8 +130,8 @@ def _tests_of(
 
 def _marks_of(thing: object) -> Iterator[pytest.Mark]:
     """The markers that a function or class has itself."""
-    said = getattr(thing, "pytestmark", ())
-    for mark in said if isinstance(said, list | tuple) else (said,):
+    own = getattr(thing, "pytestmark", ())
+    for mark in own if isinstance(own, list | tuple) else (own,):
         found = getattr(mark, "mark", mark)  # a decorator, in a list that was written by hand
         if isinstance(found, pytest.Mark):
             yield found

@@ -107,7 +107,7 @@ def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...]) -> tuple[st
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take out the tests whose matrix is empty, and those that a marker excludes which came after generation.
 
-    `pytest.param(marks=...)` and `item.add_marker(...)` come so late. What such a marker says is not merged with the
+    `pytest.param(marks=...)` and `item.add_marker(...)` come so late. Such a marker is not merged with the
     others: it can only take tests away.
     """
     kept, deselected = [], []
@@ -130,7 +130,7 @@ def _excluded_later(item: pytest.Item, backend: MatrixName) -> bool:
         if any(mark is seen for seen in backend.marks):
             continue
         if any(wrong_in_kv_backends(mark)):
-            continue  # said when the test is set up: an error here would end the session, and confuse pytest-xdist
+            continue  # reported when the test is set up: an error here would end the session, and confuse pytest-xdist
         if (mark.args and backend not in mark.args) or backend in names(mark.kwargs.get("exclude", ())):
             return True
     return False

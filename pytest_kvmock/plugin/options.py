@@ -15,7 +15,7 @@ SYNTHETIC_REQUESTS: Final = 200
 """How many requests `kv_trace` makes up when no trace is given and no limit either."""
 
 REDUCE_SECONDS: Final = 2.0
-"""How long a failure is cut down at most, if nobody says how long."""
+"""How long a failure is reduced by default, at most."""
 
 ALL_BACKENDS: Final = "all"
 
@@ -43,7 +43,7 @@ class KvEventWarning(pytest.PytestWarning):
 
 # ---------------------------------------------------------------------------------------------------- one value
 #
-# Each of these returns the value, or raises a ValueError that says what is allowed; the caller says where it stood.
+# Each of these returns the value, or raises a ValueError that names what is allowed; the caller adds the place.
 
 
 def one_of(*allowed: str) -> Callable[[object], str]:

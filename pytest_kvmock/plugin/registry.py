@@ -87,7 +87,7 @@ def _returned(config: pytest.Config, plugin: object) -> Mapping[str, BackendSpec
         answers = config.pluginmanager.subset_hook_caller(HOOK, others)(config=config)
     except (pytest.UsageError, pytest.exit.Exception):
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is said in one line
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported in one line
         if config.getoption("fulltrace", False):
             raise pytest.UsageError(f"{where} raised:\n{''.join(traceback.format_exception(error))}") from None
         raise pytest.UsageError(f"{where} {_raised(error)}") from None

@@ -28,15 +28,15 @@ def header(config: pytest.Config) -> str:
     known = known_backends()
     matrix = resolve_matrix(known, default_backends(), settings.command_line, (), settings.ini)
     policy = resolve_policy(settings.command_line, (), settings.ini)
-    said = [f"backends={','.join(matrix) or 'none'} (of {len(known)})"]
-    said.append(f"event errors={policy.event_errors}")
-    said.append(f"event warnings={policy.event_warnings}")
+    parts = [f"backends={','.join(matrix) or 'none'} (of {len(known)})"]
+    parts.append(f"event errors={policy.event_errors}")
+    parts.append(f"event warnings={policy.event_warnings}")
     if policy.allow:
-        said.append(f"allow={','.join(sorted(policy.allow))}")
-    said.append(f"seed={settings.get('seed', 0)}")
+        parts.append(f"allow={','.join(sorted(policy.allow))}")
+    parts.append(f"seed={settings.get('seed', 0)}")
     if settings.get("trace") is not None:
-        said.append(f"trace={settings.get('trace')}")
-    line = f"kvmock: {', '.join(said)}"
+        parts.append(f"trace={settings.get('trace')}")
+    line = f"kvmock: {', '.join(parts)}"
     chosen = settings.command_line.get("backends", ())
     if len(chosen) < len(known) and (others := [name for name in chosen if name not in matrix]):
         line += (
@@ -68,7 +68,7 @@ def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
 
 
 def profile_lines(settings: Settings) -> str:
-    """All named profiles, one a line: what each says, where it stands, and what it is for."""
+    """All named profiles, one a line: its fields, its place, and what it is for."""
     profiles = settings.profiles
     if not profiles:
         return "no profiles: ini kvmock_profiles names their files\n"
@@ -78,8 +78,8 @@ def profile_lines(settings: Settings) -> str:
         fields = ", ".join(f"{key}={value}" for key, value in profile.fields.items())
         place = f"{profile.place.file}:{profile.place.line}"
         default = ["(the default)"] if name == settings.ini.get("profile") else []
-        said = [fields, place, profile.description, *default]
-        lines.append("  ".join([f"{name:<{width}}", *filter(None, said)]))
+        parts = [fields, place, profile.description, *default]
+        lines.append("  ".join([f"{name:<{width}}", *filter(None, parts)]))
     return "\n".join(lines) + "\n"
 
 
@@ -224,15 +224,15 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> st
     warnings: Counter[str] = Counter()
     engine_warnings: Counter[str] = Counter()
     for report in {each.nodeid: each for each in sorted(reports, key=lambda one: one.start)}.values():
-        said: dict[str, Any] = dict(report.user_properties)
-        if not said["kvmock.events"]:
+        properties: dict[str, Any] = dict(report.user_properties)
+        if not properties["kvmock.events"]:
             continue
         tests += 1
-        events += said["kvmock.events"]
-        if "kvmock.backend" in said:
-            backends.add(said["kvmock.backend"])
+        events += properties["kvmock.events"]
+        if "kvmock.backend" in properties:
+            backends.add(properties["kvmock.backend"])
         for key, counts in (("kvmock.warnings", warnings), ("kvmock.engine_warnings", engine_warnings)):
-            for part in said.get(key, "").split(", ") if key in said else ():
+            for part in properties.get(key, "").split(", ") if key in properties else ():
                 count, _, rule = part.partition(" ")
                 counts[rule] += int(count)
     if not tests:

@@ -156,10 +156,10 @@ def _profile(scenario: Scenario, config: pytest.Config) -> EngineProfile:
         ValueError: an unknown profile, or fields that are out of range together.
     """
     settings = config.stash[SETTINGS]
-    said = dict(scenario.profile)
+    keywords = dict(scenario.profile)
     if scenario.base is not None:
-        said["profile"] = profile_name(scenario.base, settings.profiles)
-    return resolve_profile(base_profile(settings), (said,), settings.command_line, settings.profiles)
+        keywords["profile"] = profile_name(scenario.base, settings.profiles)
+    return resolve_profile(base_profile(settings), (keywords,), settings.command_line, settings.profiles)
 
 
 def _shown(path: Path, config: pytest.Config) -> str:

@@ -1,7 +1,7 @@
 """The settings of a run, read from command line and ini file.
 
 It is read and checked once, when pytest is configured, and kept as plain mappings that hold only what was really given,
-so that 0, False and "" count as said. `precedence.py` decides who wins.
+so that 0, False and "" count as given. `precedence.py` decides what wins.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def read_settings(config: pytest.Config) -> Settings:
 
 def _check_ini_names(config: pytest.Config) -> None:
     """Check the names of settings that begin as ours do: pytest ignores unknown ones, or warns."""
-    said = [(str(text).partition("=")[0], "-o") for text in config.getoption("override_ini", None) or ()]
+    given = [(str(text).partition("=")[0], "-o") for text in config.getoption("override_ini", None) or ()]
     if config.inipath is not None:
         text = config.inipath.read_text(encoding="utf-8", errors="replace")
         if "kvmock_" in text:
-            said += [(name, config.inipath.name) for name in _names_in(config.inipath, text)]
+            given += [(name, config.inipath.name) for name in _names_in(config.inipath, text)]
     known = [option.ini for option in OPTIONS if option.ini]
-    for name, place in said:
+    for name, place in given:
         if name.startswith("kvmock_") and name not in known:
             try:
                 config.getini(name)  # of another plugin

@@ -159,7 +159,7 @@ def _add_note(case: Case, failure: BaseException) -> _Findings | None:
     # What the user gave, an index or a hook, may raise or fail, and is not why the test failed.
     except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 - as the comment says
         why = repr(error).removeprefix("kvmock: ")
-        if why not in str(failure):  # kv_events.check() may have said it
+        if why not in str(failure):  # kv_events.check() may have shown it
             failure.add_note(f"kvmock: the events could not be judged: {why}")
         return None
     case.count(found.errors, found.warnings)
@@ -167,7 +167,7 @@ def _add_note(case: Case, failure: BaseException) -> _Findings | None:
     first = _first(found)
     if first is not None:
         first_line = failure_text(found.fatal + found.reported).partition("\n")[0]
-        if first_line not in str(failure):  # kv_events.check() may have said it
+        if first_line not in str(failure):  # kv_events.check() may have shown it
             failure.add_note(f"kvmock: also {first_line}\n  known: {first.known}\n  right: {first.right}")
     return found
 

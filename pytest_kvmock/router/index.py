@@ -15,7 +15,7 @@ one node with several holders. The rules are those of Dynamo's `RadixTree` (kv-r
 
 It differs where 1.2.1 is wrong by accident. 1.2.1 takes two sets of workers of one size for the same set while it
 walks a query; this index intersects them. Its Cleared empties all ranks of the worker; here, as in 1.6.1, the one that
-said it (`semantics="e1"` brings the older rule back). Its dump does not end on a cycle; this one does.
+sent it (`semantics="e1"` brings the older rule back). Its dump does not end on a cycle; this one does.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class RadixIndex:
     holds in another tier only, since offloaded children can come without their parents.
 
     Args:
-        semantics: None: a Cleared empties the rank that said it, in all tiers (Dynamo from 1.6). `"e1"`: it empties all ranks of
+        semantics: None: a Cleared empties the rank that sent it, in all tiers (Dynamo from 1.6). `"e1"`: it empties all ranks of
             that worker (Dynamo up to 1.3).
         count_copies: hold a block until it was removed as often as it was stored, for engines that publish copies (vLLM).
             Dynamo's tree does not count; a filter before it does (dynamo #8012). For engines that publish each block once
@@ -143,7 +143,7 @@ class RadixIndex:
         self._semantics: Literal["e1"] | None = semantics
         self._clear_all_ranks = semantics == "e1"
         # By worker, rank and tier: how often a block was stored and not removed since. A Stored that is refused counts
-        # too: the engine has what it says.
+        # too: the engine holds those blocks.
         self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
         self._device = Tree()
         self._trees = {tier: Tree() for tier in StorageTier} | {StorageTier.DEVICE: self._device}

@@ -33,7 +33,7 @@ class TraceRequest:
     """One request of a trace.
 
     Attributes:
-        timestamp: arrival in milliseconds from the start of the trace; None where the trace does not say.
+        timestamp: arrival in milliseconds from the start of the trace; None where the trace has none.
         input_length: length of the prompt in tokens.
         output_length: tokens to generate.
         hash_ids: one prefix id (u64) for each block of the prompt; the last block may be partial.
@@ -56,7 +56,7 @@ class TraceRequest:
         Args:
             trace_block_size: tokens for each id. It is also the block size that the prompt has for a worker, unless
                 `whole_blocks`.
-            whole_blocks: count the last block as full, whatever `input_length` says. Every id is then one block of
+            whole_blocks: count the last block as full, whatever `input_length` is. Every id is then one block of
                 any size, as in the recorded runs of the real managers; the length in tokens is left open.
 
         Raises:

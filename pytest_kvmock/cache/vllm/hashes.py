@@ -28,7 +28,7 @@ class VllmVersion:
         name: the release.
         prepends_unhashed: freed blocks without a hash go to the front of the free queue, and are used again first; else
             to its end, before the hashed ones of the same request.
-        tagged_keys: what is hashed beside tokens says what it is: `("cache_salt", salt)`, and not `salt`.
+        tagged_keys: what is hashed beside tokens is tagged with its kind: `("cache_salt", salt)`, and not `salt`.
         fixed_seed: seed of the SHA-256 hashes where none is set; None: it is another in each process.
     """
 

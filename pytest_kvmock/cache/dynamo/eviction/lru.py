@@ -18,7 +18,7 @@ class LruPolicy(EvictionPolicy):
     """
 
     # A slot stands in the queue once for each time it was inserted, `slot.place` times by now; its last entry counts while
-    # it is inactive, which `slot.above` says. So `remove` need not look for it.
+    # it is inactive (`slot.above`). So `remove` need not look for it.
 
     def __init__(self) -> None:
         self._queue: deque[Slot] = deque()

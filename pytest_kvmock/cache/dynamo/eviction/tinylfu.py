@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 # Theory of operation (kvbm-logical, `TinyLFUSketch`; a count-min sketch)
 #
 # A table of `max(1, capacity // 4)` words has sixteen counters of four bits each. A key has four of them, by four
-# hashes: `hash % words` is the word, `hash & 15` the counter in it. A key is seen as often as its lowest counter says.
+# hashes: `hash % words` is the word, `hash & 15` the counter in it. The lowest counter is how often the key was seen.
 #
 # Both numbers come from one hash, and so together they are `hash % lcm(words, 16)`: that is the number of a counter
 # here, in a byte of its own. Where the words are even in number, that is at most half of the original's counters; it
