@@ -14,8 +14,9 @@ from benchmarks import workload
 from benchmarks.measure import Figure, NotHere, cpu_seconds, dynamo, profile_of, rate
 from pytest_kvmock import create_manager
 from pytest_kvmock.moves import Deref, Use
+from pytest_kvmock.plh import lineage_hashes
 from pytest_kvmock.sinks import CapturingSink
-from pytest_kvmock.tokens import lineage_hashes, sequence_hashes
+from pytest_kvmock.tokens import sequence_hashes
 
 BARS = {"lru": 1.0, "lineage": 0.8, "multi_lru": 0.3}
 TOTAL = workload.REQUESTS * workload.BLOCKS

@@ -113,8 +113,8 @@ def requests():
     from types import MappingProxyType
 
     from pytest_kvmock import backends
-    from pytest_kvmock.cache.eviction.lru import LruPolicy
-    from pytest_kvmock.cache.logical import LogicalManager
+    from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+    from pytest_kvmock.cache.dynamo.logical import LogicalManager
 
     def make(*, sink, **sizes):
         return LogicalManager(backend="quiet", eviction=LruPolicy(), sink=Quiet(sink), **sizes)

@@ -1,7 +1,7 @@
-"""Which mock engines there are: names, what each follows, and the profile that sizes them.
+"""The registry of backends, and the profile that sizes mock engines.
 
-This module imports none of them: a spec loads its manager when one is made. Wherever a backend is asked for, a
-`BackendSpec` does as well as a name; names are those of the built-in backends and of those that are registered now.
+This module imports no engine: a spec loads its manager when one is made (`makers.py`). Wherever a backend is asked
+for, a `BackendSpec` does as well as a name; names are those of the built-in backends and of those that are registered now.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from pytest_kvmock import makers
 from pytest_kvmock.checks import check_integer, did_you_mean, is_integer, unknown_text
 
 if TYPE_CHECKING:
-    from random import Random
-
+    from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.cache.pool import EvictionPolicy
-    from pytest_kvmock.engine.traits import Traits
-    from pytest_kvmock.engine.worker import Driver, MakeDriver
+    from pytest_kvmock.engine.driver import MakeDriver, Traits
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import Sink
 
@@ -37,11 +35,11 @@ class BackendSpec:
 
     Attributes:
         name: the name that tests see, in ids too: letters, digits, `_`, `.` and `-`.
-        follows: the program and version whose behaviour it is.
+        models: the program and version whose behaviour it has.
         make: makes a manager; called with `num_blocks`, `block_size`, `dp_rank` and `sink` by keyword.
         residency: "unique" where a block is published once while it is held; "counted" where an engine publishes
             every copy of it.
-        prefix_closed: whether a block goes before its parent in scheduler traffic, so that what is held is always a
+        prefix_closed: whether a block is evicted before its parent in scheduler traffic, so that what is held is always a
             set of whole prefixes, and links a block to no other parent than its own.
         in_matrix: whether tests run over it by default; otherwise, where they name it.
         driver: makes what brings requests to its manager (`engine.worker.Driver`), from the manager, whether prefix
@@ -49,14 +47,14 @@ class BackendSpec:
             makes them.
         chain: makes, for the stream of one manager, the rule by which block hashes follow from tokens (`wrong_hash`);
             called with the manager, whose options it may depend on. None for Dynamo's.
-        options: further arguments that `make` takes, by keyword; see `but`.
+        options: further arguments that `make` takes, by keyword; see `variant`.
 
     Raises:
         ValueError: a field is not what it must be.
     """
 
     name: str
-    follows: str
+    models: str
     make: Callable[..., KvManager]
     residency: Literal["unique", "counted"] = "unique"
     prefix_closed: bool = True
@@ -71,8 +69,8 @@ class BackendSpec:
                 f"a backend's name has letters, digits, '_', '.' and '-', and is not one of {', '.join(_RESERVED)}; "
                 f"got {self.name!r}"
             )
-        if not isinstance(self.follows, str):
-            raise ValueError(f"backend {self.name!r}: follows must be a string, got {self.follows!r:.80}")  # noqa: TRY004 - one error
+        if not isinstance(self.models, str):
+            raise ValueError(f"backend {self.name!r}: models must be a string, got {self.models!r:.80}")  # noqa: TRY004 - one error
         if not callable(self.make):
             raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004 - one error
         if self.residency not in ("unique", "counted"):
@@ -88,7 +86,7 @@ class BackendSpec:
 
     @property
     def traits(self) -> Traits:
-        """Where its engine differs from others by nature: what its workers have as `KvWorker.traits`.
+        """The traits of its engine, in which engines differ: what its workers have as `KvWorker.traits`.
 
         No worker is made for that, but a manager of one block, which the driver is asked about.
 
@@ -104,10 +102,10 @@ class BackendSpec:
         manager = self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None)
         return self.driver(manager, True, Random(0)).traits  # noqa: S311 - nothing is drawn
 
-    def but(
+    def variant(
         self, name: str, *, prefix_closed: bool | None = None, in_matrix: bool = False, **options: Any
     ) -> BackendSpec:
-        """The same backend under another name, with some of its options set.
+        """Make a variant of this backend: under another name, with some of its options set.
 
         Args:
             name: as above; the manager's `backend` too.
@@ -119,21 +117,21 @@ class BackendSpec:
             ValueError: it has no such option, or not of this value, or the name is none.
         """
         self._check_options(options)
-        self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None, **options)  # it says what is wrong with a value
+        self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None, **options)  # it raises for a wrong value
 
         def make(**sizes: Any) -> KvManager:
             manager = self.make(**sizes, **options)
             manager.backend = name
             return manager
 
-        follows = self.follows
+        models = self.models
         if "version" in options:
-            follows = f"{follows.partition(' ')[0]} {options['version']}"
-        said = [f"{option}={value!r}" for option, value in options.items() if option != "version"]
+            models = f"{models.partition(' ')[0]} {options['version']}"
+        shown = [f"{option}={value!r}" for option, value in options.items() if option != "version"]
         return dataclasses.replace(
             self,
             name=name,
-            follows=", ".join([follows, *said]),
+            models=", ".join([models, *shown]),
             make=make,
             prefix_closed=self.prefix_closed if prefix_closed is None else prefix_closed,
             in_matrix=in_matrix,
@@ -154,7 +152,7 @@ class BackendSpec:
         name: str,
         policy: Callable[[int], EvictionPolicy],
         *,
-        follows: str,
+        models: str,
         prefix_closed: bool = True,
         in_matrix: bool = True,
     ) -> BackendSpec:
@@ -163,7 +161,7 @@ class BackendSpec:
         Args:
             name: as above.
             policy: makes the policy of one manager; called with the capacity in blocks.
-            follows: as above.
+            models: as above.
             prefix_closed: as above; False for a policy that may evict a block before its children.
             in_matrix: as above.
 
@@ -172,83 +170,16 @@ class BackendSpec:
         """
 
         def make(*, num_blocks: int, **sizes: Any) -> KvManager:
-            from pytest_kvmock.cache.logical import LogicalManager
-            from pytest_kvmock.cache.rules import check_num_blocks, check_policy
+            from pytest_kvmock.cache.base import check_num_blocks
+            from pytest_kvmock.cache.dynamo.eviction.policy import check_policy
+            from pytest_kvmock.cache.dynamo.logical import LogicalManager
 
             eviction = check_policy(name, policy(check_num_blocks(num_blocks)))
             return LogicalManager(backend=name, eviction=eviction, num_blocks=num_blocks, **sizes)
 
         if not callable(policy):
             raise ValueError(f"backend {name!r}: policy must be callable, got {policy!r:.80}")  # noqa: TRY004 - one error
-        return cls(name, follows, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
-
-
-def _lineage(**sizes: Any) -> KvManager:
-    from pytest_kvmock.cache.eviction.lineage import LineagePolicy
-    from pytest_kvmock.cache.logical import LogicalManager
-
-    return LogicalManager(backend="lineage", eviction=LineagePolicy(), **sizes)
-
-
-def _lru(**sizes: Any) -> KvManager:
-    from pytest_kvmock.cache.eviction.lru import LruPolicy
-    from pytest_kvmock.cache.logical import LogicalManager
-
-    return LogicalManager(backend="lru", eviction=LruPolicy(), **sizes)
-
-
-def _multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
-    from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
-    from pytest_kvmock.cache.logical import LogicalManager
-
-    policy = MultiLruPolicy(num_blocks)
-    return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
-
-
-def _hash_cache(**sizes: Any) -> KvManager:
-    from pytest_kvmock.cache.hash_cache import HashCacheManager
-
-    return HashCacheManager(**sizes)
-
-
-def _whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    from pytest_kvmock.engine.move_driver import WholeMoveDriver
-
-    return WholeMoveDriver(manager, prefix_caching, rng)
-
-
-def _vllm(**options: Any) -> KvManager:
-    from pytest_kvmock.cache.block_pool import BlockPoolManager
-
-    return BlockPoolManager(**options)
-
-
-def _vllm_0_19(**options: Any) -> KvManager:
-    return _vllm(backend="vllm_0_19", version="0.19.1", **options)
-
-
-def _block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
-
-    return BlockPoolDriver(manager, prefix_caching, rng)
-
-
-def _hash_chain(manager: Any) -> Chain:
-    from pytest_kvmock.cache.hashed import HashChain
-
-    return HashChain(manager.hasher)
-
-
-def _sglang(**options: Any) -> KvManager:
-    from pytest_kvmock.cache.radix import RadixCacheManager
-
-    return RadixCacheManager(**options)
-
-
-def _sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    from pytest_kvmock.engine.radix_driver import RadixDriver
-
-    return RadixDriver(manager, prefix_caching, rng)
+        return cls(name, models, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
 
 
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
@@ -257,46 +188,46 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
     {
         spec.name: spec
         for spec in (
-            BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", _lineage),
-            BackendSpec("lru", f"{_LOGICAL}, lru backend", _lru),
-            BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", _multi_lru, prefix_closed=False),
+            BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", makers.lineage),
+            BackendSpec("lru", f"{_LOGICAL}, lru backend", makers.lru),
+            BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", makers.multi_lru, prefix_closed=False),
             BackendSpec(
                 "hash_cache",
                 "dynamo-mocker 1.0.2",
-                _hash_cache,
+                makers.hash_cache,
                 prefix_closed=False,
                 in_matrix=False,
-                driver=_whole_move_driver,
+                driver=makers.whole_move_driver,
                 options=("strict",),
             ),
             BackendSpec(
                 "vllm",
                 "vLLM 0.33.0",
-                _vllm,
+                makers.vllm,
                 residency="counted",
                 in_matrix=False,
-                driver=_block_pool_driver,
-                chain=_hash_chain,
+                driver=makers.block_pool_driver,
+                chain=makers.hash_chain,
                 options=("version", "hash_algorithm", "hash_seed", "enable_caching"),
             ),
             BackendSpec(
                 "vllm_0_19",
                 "vLLM 0.19.1",
-                _vllm_0_19,
+                makers.vllm_0_19,
                 residency="counted",
                 in_matrix=False,
-                driver=_block_pool_driver,
-                chain=_hash_chain,
+                driver=makers.block_pool_driver,
+                chain=makers.hash_chain,
                 options=("hash_algorithm", "hash_seed", "enable_caching"),
             ),
             BackendSpec(
                 "sglang",
                 "SGLang 0.5.23",
-                _sglang,
+                makers.sglang,
                 residency="counted",
                 in_matrix=False,
-                driver=_sglang_driver,
-                chain=_hash_chain,
+                driver=makers.sglang_driver,
+                chain=makers.hash_chain,
                 options=("policy", "protected_threshold", "dynamo_kv_event_format"),
             ),
         )
@@ -314,7 +245,7 @@ def known_backends() -> dict[str, BackendSpec]:
 
 @contextmanager
 def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
-    """Have these backends known by name while the context lasts, and no others but the built-in ones.
+    """Register these backends by name while the context lasts, in place of others but the built-in ones.
 
     The plugin does this for a run of pytest; what an outer run has registered is not known in an inner one.
     """
@@ -329,7 +260,7 @@ def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
 
 
 def backend_spec(name: str | BackendSpec) -> BackendSpec:
-    """Look a backend up; a spec is itself, so that one that is not listed can be used too.
+    """Look up a backend by name; a spec is returned as it is, so that one that is not listed can be used too.
 
     Raises:
         ValueError: there is none of this name; the known ones are listed.
@@ -351,14 +282,14 @@ def create_manager(
     sink: Sink | None = None,
     **options: Any,
 ) -> KvManager:
-    """Make a block manager by itself: no pytest, no harness, nobody who judges.
+    """Make a block manager by itself: without pytest, a harness or a verdict.
 
     Args:
         backend: its name, or a spec.
         num_blocks: capacity in blocks.
         block_size: tokens a block; for the logical backends a power of two from 2 to 1024.
         dp_rank: the data-parallel rank that its events name.
-        sink: who hears its events; None for nobody.
+        sink: where its events are published; None: nowhere.
         **options: what else the backend takes (`BackendSpec.options`).
 
     Raises:
@@ -378,7 +309,7 @@ MOST_RANKS: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """How large and of what kind the mock engines of a test are.
+    """The size and kind of the mock engines of a test.
 
     Attributes:
         block_size: tokens a block.

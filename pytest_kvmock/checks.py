@@ -14,7 +14,7 @@ LEAST_ALIKE = 0.7
 
 
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
-    """Whether it is an integer, True and False excluded, and at least `least`."""
+    """Return whether a value is an integer, True and False excluded, and at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
@@ -32,11 +32,11 @@ def check_integer(
         name: what the message calls it.
         value: what was passed in.
         least: the smallest integer that is allowed.
-        unit: what the message says after the range: " tokens, or None".
+        unit: text of the message after the range: " tokens, or None".
         wrong_type: the error for what is no integer.
 
     Raises:
-        ValueError: it is smaller; or no integer, unless `wrong_type` says otherwise.
+        ValueError: it is smaller; or no integer, unless `wrong_type` is another error.
     """
     if is_integer(value, least):
         return value

@@ -1,4 +1,4 @@
-"""What a scheduler asks of a block manager: Use, Deref, Destroy, Promote.
+"""Moves, the calls of a scheduler to a block manager: Use, Deref, Destroy, Promote.
 
 A block is named by its sequence hash (`int`) once it is full, and by a `uuid.UUID` while it is partial. The moves and
 their rules are those of `MoveBlock` in Dynamo's mocker.
@@ -22,16 +22,16 @@ class MoveError(ValueError):
 
 
 class _Move:
-    """What all moves have: a repr in which hashes are as in messages."""
+    """Base of moves: a repr that shows hashes as messages do."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        said = []
+        shown = []
         for field in fields(self):  # type: ignore[arg-type]  # all are dataclasses
             value = getattr(self, field.name)
-            said.append(f"{field.name}={repr(value) if field.name == 'token_ids' else value_text(value)}")
-        return f"{type(self).__name__}({', '.join(said)})"
+            shown.append(f"{field.name}={repr(value) if field.name == 'token_ids' else value_text(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 # As in events.py: not frozen, because one is made for every step of every request.
@@ -43,7 +43,7 @@ class Use(_Move):
 
     Attributes:
         blocks: the blocks; full ones that are not cached are stored, partial ones get an empty block.
-        local_hashes: local hash of each *full* block of `blocks`; or none at all, then events say 0.
+        local_hashes: local hash of each *full* block of `blocks`; or none at all, then events have 0.
         plhs: lineage hash of each full block; None is the same as none of them.
         token_ids: token ids of each full block, to travel with the event; None for none.
         parent: the block before the first; None when the first is a root.

@@ -18,7 +18,7 @@ class NamedProfile:
 
     Attributes:
         name: its name.
-        fields: the fields of `EngineProfile` that it says, those of its bases included.
+        fields: the fields of `EngineProfile` that it sets, those of its bases included.
         description: what it is for; may be empty.
         place: where it stands.
     """
@@ -29,7 +29,7 @@ class NamedProfile:
     place: Place
 
     def in_place_of(self, base: EngineProfile) -> EngineProfile:
-        """The whole profile. Fields that it does not say have the defaults of `EngineProfile`, but for the seed, which
+        """The whole profile. Fields that it does not set have the defaults of `EngineProfile`, but for the seed, which
         is no property of an engine: that stays `base`'s.
         """  # noqa: D205 - one rule is one sentence
         return EngineProfile(**{"seed": base.seed, **self.fields})
@@ -50,7 +50,7 @@ def read_profiles(files: Iterable[tuple[Path, str]]) -> dict[str, NamedProfile]:
 
     A file has the one key `profiles`, with a mapping of names to profiles. A profile has fields of `EngineProfile`, and
     may have a `description` and a `base`: the name of another profile, in any of the files, whose fields it has where
-    it does not say them itself.
+    it does not set them itself.
 
     Args:
         files: each with the name that messages use.
@@ -81,8 +81,8 @@ def _drafts(node: Node) -> dict[str, _Draft]:
 
 
 def _draft(node: Node) -> _Draft:
-    said = node.fields({"base": _base, "description": string, **FIELDS})
-    return _Draft(node.place, said.pop("base", None), said.pop("description", ""), said)
+    given = node.fields({"base": _base, "description": string, **FIELDS})
+    return _Draft(node.place, given.pop("base", None), given.pop("description", ""), given)
 
 
 def _base(node: Node) -> Node:
@@ -111,10 +111,10 @@ FIELDS: Final[Mapping[str, Callable[[Node], Any]]] = {field.name: _field(field.n
 def _complete(name: str, drafts: Mapping[str, _Draft]) -> NamedProfile:
     """Lay a profile over its base, that over its own, and so on."""
     chain = [name]
-    said: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     while True:
         draft = drafts[chain[-1]]
-        said = {**draft.fields, **said}
+        given = {**draft.fields, **given}
         if draft.base is None:
             break
         base = draft.base.value
@@ -125,7 +125,7 @@ def _complete(name: str, drafts: Mapping[str, _Draft]) -> NamedProfile:
         chain.append(base)
     own = drafts[name]
     try:
-        EngineProfile(**said)
+        EngineProfile(**given)
     except ValueError as error:  # of fields that are too much together
         raise YamlError(f"{name}: {error}", own.place) from None
-    return NamedProfile(name, said, own.description, own.place)
+    return NamedProfile(name, given, own.description, own.place)

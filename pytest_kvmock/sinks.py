@@ -1,7 +1,7 @@
-"""Who may listen to a block manager.
+"""Event sinks.
 
-A manager calls its sink for every event and never looks back: what the sink raises is logged, the event id stays
-consumed, and the manager goes on (Dynamo, `KvEventPublishers`).
+A manager publishes every event to its sink, and what the sink raises does not stop it: that is logged, and the event id
+stays consumed (Dynamo, `KvEventPublishers`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
-    """What a manager publishes to."""
+    """The protocol of sinks."""
 
     def publish(
         self, event: KvCacheEvent, storage_tier: StorageTier = ..., token_ids: BlockTokens | None = ..., /
     ) -> None:
-        """Take one event.
+        """Publish one event.
 
         Args:
             event: what happened.
@@ -36,7 +36,7 @@ _ON_DEVICE: Final = (_DEVICE, None)  # what stands beside most events, made once
 
 
 class CapturingSink:
-    """Keeps everything it is told, in order.
+    """A sink that keeps every event, in order.
 
     Args:
         worker_id: the worker that `router_events` names.
@@ -69,7 +69,7 @@ class CapturingSink:
 
 
 class FanOutSink:
-    """Tells several sinks, in the order given; the first that raises keeps the event from those after it.
+    """A sink that publishes to several others, in the order given; the first that raises keeps the event from those after it.
 
     Dynamo has two, the event sink before the raw sink that carries token ids, and this same rule.
     """
@@ -89,7 +89,7 @@ class FanOutSink:
 
 
 class JsonlRecorder:
-    """Writes each event as one line of Dynamo's JSON (a `RouterEvent`), without token ids.
+    """A sink that writes each event as one line of Dynamo's JSON (a `RouterEvent`), without token ids.
 
     Args:
         target: where to write.

@@ -1,6 +1,6 @@
-"""YAML that a person wrote, read strictly: each value knows its file, line and column, and what is odd is refused.
+"""YAML that a person wrote, read strictly: each value has its file, line and column, and what is odd is refused.
 
-A document becomes a tree of `Node`s, and the caller walks it with readers, one for each key that he knows:
+A document becomes a tree of `Node`s, and the caller walks it with readers, one for each key that may be there:
 
     node.fields({"block_size": integer, "backends": list_of(string)}, required=("block_size",))
 
@@ -38,7 +38,7 @@ _WORDS: Final[Mapping[str, bool | None]] = {
 
 
 class Place(NamedTuple):
-    """Where something stands: as the file was named by the caller; line and column count from 1."""
+    """A place in a file, which has the name that the caller gave it; line and column count from 1."""
 
     file: str
     line: int
@@ -95,7 +95,7 @@ class Node:
         return self.error(f"got {got}; allowed: {allowed}")
 
     def read(self, reader: Callable[[Node], T]) -> T:
-        """What a reader makes of this value; a plain ValueError of its gets the place of this value.
+        """Read this value with a reader; a plain ValueError of the reader's gets the place of this value.
 
         Raises:
             YamlError: the reader refuses it.
@@ -258,8 +258,8 @@ def parse_yaml(text: str, name: str) -> Node:
         return _Tree(loader, name).document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark or loader.get_mark()
-        said = ", ".join(part for part in (error.context, error.problem) if part)
-        raise YamlError(f"not YAML: {said}", _place_of(mark, name)) from None
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise YamlError(f"not YAML: {problem}", _place_of(mark, name)) from None
     except YamlError:
         raise
     except (ValueError, OverflowError):  # PyYAML's way to say that there is no such character
@@ -344,7 +344,7 @@ def _place_of(mark: Any, name: str) -> Place:
 
 
 def _place_at(before: str, name: str) -> Place:
-    """Where a document is, after this much of it."""
+    """Return the place in a document after this much of it."""
     return Place(name, before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1)
 
 

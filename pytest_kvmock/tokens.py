@@ -23,6 +23,7 @@ from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 from xxhash import xxh3_64_intdigest
 
 from pytest_kvmock.checks import check_integer
+from pytest_kvmock.plh import lineage_hash, lineage_hashes
 
 T = TypeVar("T")
 
@@ -32,9 +33,6 @@ TokenIds: TypeAlias = Sequence[int]
 SEED: Final = 1337
 """Salt of block hashes and seed of their chain, in the mocker and in the router alike."""
 
-MAX_POSITION: Final = 2**24 - 1
-"""The last position that a lineage hash can name."""
-
 _U64: Final = 2**64 - 1
 _pack_pair: Final = struct.Struct("<QQ").pack
 
@@ -43,7 +41,7 @@ _pack_pair: Final = struct.Struct("<QQ").pack
 
 
 def check_block_size(block_size: int) -> int:
-    """Return `block_size`, or say what is wrong with it.
+    """Return `block_size`, if it is valid.
 
     Raises:
         TypeError: it is not an integer.
@@ -176,7 +174,7 @@ def sequence_hashes(block_hashes: Iterable[int], *, parent: int | None = None) -
 
 
 def _raise_for_hash(local: object, parent: object, position: int) -> NoReturn:
-    """Say which of a pair that cannot be packed is no u64."""
+    """Raise a ValueError that names which of a pair that cannot be packed is no u64."""
     allowed = "a hash is an integer from 0 to 2**64 - 1"
     before = f"hash {position - 1}" if position else "the parent"
     for name, value in ((f"hash {position}", local), (before, parent)):
@@ -186,7 +184,7 @@ def _raise_for_hash(local: object, parent: object, position: int) -> NoReturn:
 
 
 def _check_locals(hashes: Sequence[int]) -> None:
-    """Raise a ValueError that says which of these is no local hash, if one is not."""
+    """Raise a ValueError that names the first of these that is no local hash, if one is not."""
     if {int}.issuperset(map(type, hashes)):
         with suppress(OverflowError):
             array("Q", hashes)
@@ -199,74 +197,6 @@ def _check_locals(hashes: Sequence[int]) -> None:
 def chained_hash(parent: int | None, local: int) -> int:
     """Sequence hash of one block whose local hash is `local`, after the block `parent` (None: it is a root)."""
     return local if parent is None else xxh3_64_intdigest(_pack_pair(parent, local), SEED)
-
-
-# ---------------------------------------------------------------------------------- positional lineage hashes
-#
-# Layout A of dynamo-tokens (1.2.1 and before), from the most significant bit: mode (2 bits), position, parent
-# fragment, own fragment. The mode is chosen by position, and decides how wide the fragments are. An own fragment is
-# cut to the width that the *next* position has for its parent, so that a child's parent fragment always equals its
-# parent's own, across the borders at 256 and 65,536 too.
-
-_FRAGMENT_BITS: Final = (59, 55, 51)  # by mode; the position has 8, 16 and 24 bits
-_MASK59: Final = 2**59 - 1
-
-
-def _mode(position: int) -> int:
-    return 0 if position < 2**8 else 1 if position < 2**16 else 2
-
-
-def lineage_hash(current: int, parent: int | None, position: int) -> int:
-    """Positional lineage hash of a block, as a plain 128-bit integer.
-
-    Args:
-        current: the block's sequence hash, u64.
-        parent: sequence hash of the block before it; None for a root.
-        position: how many blocks stand before it, from 0 to 2**24 - 1.
-
-    Raises:
-        ValueError: the position is out of range.
-    """
-    if 0 <= position < 255:  # nearly every block, and no border near
-        return (position << 118) | (((parent or 0) & _MASK59) << 59) | (current & _MASK59)
-    if not 0 <= position <= MAX_POSITION:
-        raise ValueError(f"position must be from 0 to {MAX_POSITION}, got {position}")
-    mode = _mode(position)
-    bits = _FRAGMENT_BITS[mode]
-    own_bits = _FRAGMENT_BITS[_mode(position + 1)]
-    own = current & ((1 << own_bits) - 1)
-    above = (parent or 0) & ((1 << bits) - 1)
-    return (mode << 126) | (position << (2 * bits)) | (above << bits) | own
-
-
-def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None, start: int = 0) -> list[int]:
-    """Lineage hashes of consecutive blocks, of which the first stands at position `start` after block `parent`."""
-    above = [parent, *sequence_hashes[:-1]]
-    end = start + len(sequence_hashes)
-    if start >= 0 and end <= 255:  # as in lineage_hash, without the call
-        rows = zip(range(start, end), above, sequence_hashes, strict=False)
-        return [
-            (position << 118) | (((before or 0) & _MASK59) << 59) | (current & _MASK59)
-            for position, before, current in rows
-        ]
-    return list(map(lineage_hash, sequence_hashes, above, range(start, end)))
-
-
-def lineage_position(plh: int) -> int:
-    """Position of the block in its sequence, from 0."""
-    bits = _FRAGMENT_BITS[plh >> 126]
-    return (plh >> (2 * bits)) & ((1 << (126 - 2 * bits)) - 1)
-
-
-def lineage_fragment(plh: int) -> int:
-    """The low bits of the block's own sequence hash that the lineage hash keeps."""
-    return plh & ((1 << _FRAGMENT_BITS[plh >> 126]) - 1)
-
-
-def lineage_parent_fragment(plh: int) -> int:
-    """The low bits of the parent's sequence hash that the lineage hash keeps; 0 for a root."""
-    bits = _FRAGMENT_BITS[plh >> 126]
-    return (plh >> bits) & ((1 << bits) - 1)
 
 
 # ------------------------------------------------------------------------------------------ growing sequences
@@ -430,7 +360,7 @@ class Prompt:
         return self._hashes(block_size).lineage
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` made the first time that this key was asked for: an engine's own hashes, made once a prompt."""
+        """Return what `make` returned the first time that this key was asked for: an engine's own hashes, made once a prompt."""
         found: T | None = self._kept.get(key)
         if found is None:
             found = self._kept[key] = make()

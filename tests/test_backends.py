@@ -39,7 +39,7 @@ class NewestFirst(EvictionPolicy):
         return self.slots[::-1]
 
 
-MINE = BackendSpec.of_policy("mine", NewestFirst, follows="nobody", prefix_closed=False)
+MINE = BackendSpec.of_policy("mine", NewestFirst, models="nobody", prefix_closed=False)
 
 
 def test_a_policy_alone_makes_a_backend():
@@ -58,9 +58,7 @@ def test_a_policy_alone_makes_a_backend():
 
 def test_each_manager_has_a_policy_of_its_own_which_knows_the_capacity():
     made = []
-    spec = BackendSpec.of_policy(
-        "mine", lambda num_blocks: made.append(NewestFirst(num_blocks)) or made[-1], follows=""
-    )
+    spec = BackendSpec.of_policy("mine", lambda num_blocks: made.append(NewestFirst(num_blocks)) or made[-1], models="")
     create_manager(spec, num_blocks=3)
     create_manager(spec, num_blocks=5)
 
@@ -70,23 +68,29 @@ def test_each_manager_has_a_policy_of_its_own_which_knows_the_capacity():
 def test_what_a_policy_may_leave_out_does_nothing():
     policy = NewestFirst(1)
 
-    assert (False, 0) == (policy.finds_by_place, policy.collisions)
+    assert (False, 0) == (policy._finds_by_place, policy._collisions)
     assert [None] * 5 == [
-        policy.register([]),
-        policy.touch(None),
-        policy.find(1),
-        policy.free_places([1]),
-        policy.refused([]),
+        policy._on_register([]),
+        policy._on_touch(None),
+        policy._find(1),
+        policy._free_places([1]),
+        policy._first_refused([]),
     ]
     with pytest.raises(TypeError, match="abstract"):
         type("Nothing", (EvictionPolicy,), {})()
 
 
 def test_a_policy_that_lacks_something_is_named():
-    spec = BackendSpec.of_policy("mine", lambda _: object(), follows="nobody")
+    spec = BackendSpec.of_policy("mine", lambda _: object(), models="nobody")
 
     with pytest.raises(
         ValueError, match="the policy of backend 'mine' has no clear: derive object from EvictionPolicy"
+    ):
+        create_manager(spec, num_blocks=3)
+    looks_like_one = type("Mine", (), dict.fromkeys(["insert", "remove", "evict", "clear", "order"]))()
+    spec = BackendSpec.of_policy("mine", lambda _: looks_like_one, models="nobody")
+    with pytest.raises(
+        ValueError, match="the policy of backend 'mine' is no EvictionPolicy: derive Mine from EvictionPolicy"
     ):
         create_manager(spec, num_blocks=3)
     with pytest.raises(ValueError, match="num_blocks must be an integer of at least 1, got 0"):
@@ -105,20 +109,22 @@ def test_a_spec_does_wherever_a_name_does():
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_backend_has_variants_of_another_name(name):
-    first = BACKENDS[name].but("first")
-    second = first.but("second")
+    first = BACKENDS[name].variant("first")
+    second = first.variant("second")
     assert ["first", "second"] == [create_manager(spec, num_blocks=4).backend for spec in (first, second)]
     assert not second.in_matrix
-    assert [True, False] == [BACKENDS[name].but("x", prefix_closed=closed).prefix_closed for closed in (True, False)]
+    assert [True, False] == [
+        BACKENDS[name].variant("x", prefix_closed=closed).prefix_closed for closed in (True, False)
+    ]
     assert BACKENDS[name].prefix_closed == first.prefix_closed
 
 
 VARIANTS = [
     *BACKENDS.values(),
-    *(spec.but(f"{name}_variant") for name, spec in BACKENDS.items()),
-    BACKENDS["hash_cache"].but("strict", prefix_closed=True, strict=True),
-    BACKENDS["vllm"].but("uncached", enable_caching=False),
-    BACKENDS["sglang"].but("slru", policy="slru"),
+    *(spec.variant(f"{name}_variant") for name, spec in BACKENDS.items()),
+    BACKENDS["hash_cache"].variant("strict", prefix_closed=True, strict=True),
+    BACKENDS["vllm"].variant("uncached", enable_caching=False),
+    BACKENDS["sglang"].variant("slru", policy="slru"),
     MINE,
 ]
 
@@ -129,12 +135,12 @@ def test_a_backend_says_the_traits_of_its_workers(spec):
 
 
 def test_a_variant_follows_the_version_that_it_names():
-    assert "vLLM 0.28.0, hash_seed='1'" == BACKENDS["vllm"].but("older", version="0.28.0", hash_seed="1").follows
+    assert "vLLM 0.28.0, hash_seed='1'" == BACKENDS["vllm"].variant("older", version="0.28.0", hash_seed="1").models
 
 
 def test_a_variant_may_be_in_the_matrix():
-    assert not BACKENDS["sglang"].but("lfu", policy="lfu").in_matrix
-    assert BACKENDS["sglang"].but("lfu", policy="lfu", in_matrix=True).in_matrix
+    assert not BACKENDS["sglang"].variant("lfu", policy="lfu").in_matrix
+    assert BACKENDS["sglang"].variant("lfu", policy="lfu", in_matrix=True).in_matrix
 
 
 @pytest.mark.parametrize(
@@ -148,20 +154,20 @@ def test_a_variant_may_be_in_the_matrix():
 )
 def test_a_variant_that_its_engine_refuses_is_refused_when_it_is_made(backend, options, message):
     with pytest.raises(ValueError, match=message):
-        BACKENDS[backend].but("variant", **options)
+        BACKENDS[backend].variant("variant", **options)
 
 
 def test_a_policy_of_ones_own_has_variants_too():
-    assert "other" == create_manager(MINE.but("other"), num_blocks=4).backend
+    assert "other" == create_manager(MINE.variant("other"), num_blocks=4).backend
 
 
 def test_a_variant_has_the_options_that_it_has_not_set():
-    xxhash = BACKENDS["vllm"].but("xxhash", hash_algorithm="xxhash")
+    xxhash = BACKENDS["vllm"].variant("xxhash", hash_algorithm="xxhash")
     assert "0.24.0" == create_manager(xxhash, num_blocks=4, version="0.24.0").version.name
     with pytest.raises(
         ValueError, match=r"^backend 'xxhash' has no option 'hash_algorithm'; it has version, hash_seed, "
     ):
-        xxhash.but("sha256", hash_algorithm="sha256")
+        xxhash.variant("sha256", hash_algorithm="sha256")
 
 
 WRONG = [
@@ -172,7 +178,7 @@ WRONG = [
     ({"name": "all"}, "is not one of all, no-backend; got 'all'"),
     ({"make": None}, "backend 'mine': make must be callable, got None"),
     ({"residency": "both"}, "backend 'mine': residency must be 'unique' or 'counted', got 'both'"),
-    ({"follows": None}, "backend 'mine': follows must be a string, got None"),
+    ({"models": None}, "backend 'mine': models must be a string, got None"),
     ({"prefix_closed": "no"}, "backend 'mine': prefix_closed must be True or False, got 'no'"),
     ({"in_matrix": 1}, "backend 'mine': in_matrix must be True or False, got 1"),
     ({"driver": 3}, "backend 'mine': driver must be callable, or None, got 3"),
@@ -183,12 +189,12 @@ WRONG = [
 @pytest.mark.parametrize(("field", "message"), WRONG)
 def test_a_wrong_spec_is_refused(field, message):
     with pytest.raises(ValueError, match=message):
-        BackendSpec(**{"name": "mine", "follows": "nobody", "make": MINE.make, **field})
+        BackendSpec(**{"name": "mine", "models": "nobody", "make": MINE.make, **field})
 
 
 def test_a_policy_that_cannot_be_made_is_refused():
     with pytest.raises(ValueError, match="backend 'mine': policy must be callable, got <"):
-        BackendSpec.of_policy("mine", NewestFirst(1), follows="nobody")
+        BackendSpec.of_policy("mine", NewestFirst(1), models="nobody")
 
 
 def test_names_are_known_while_they_are_registered_and_in_no_inner_registration():

@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
-from pytest_kvmock import EngineProfile, YamlError, read_profiles
+from pytest_kvmock import EngineProfile
+from pytest_kvmock.profiles import read_profiles
+from pytest_kvmock.strict_yaml import YamlError
 
 
 @pytest.fixture

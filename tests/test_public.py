@@ -1,12 +1,16 @@
 """The public names: all there, all documented, and none loaded before it is used."""
 
+import ast
+import importlib
 import inspect
+import re
 import subprocess
 import sys
 
 import pytest
 
 import pytest_kvmock
+from pytest_kvmock.plugin import fixtures
 
 
 @pytest.mark.parametrize("name", sorted(set(pytest_kvmock.__all__) - {"__version__"}))
@@ -42,3 +46,31 @@ def test_everything_but_the_plugin_works_without_pytest():
 
 def test_the_readable_names_are_the_table_of_homes():
     assert sorted(pytest_kvmock.__all__) == dir(pytest_kvmock)
+
+
+def test_type_checkers_see_the_names_of_the_table():
+    """The names stand twice: as imports, for those who read types, and as a table, by which they are loaded late."""
+    tree = ast.parse(inspect.getsource(pytest_kvmock))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = [(node.module, alias.name, alias.asname) for node in block.body for alias in node.names]
+    assert sorted((f"pytest_kvmock.{home}", name, name) for name, home in pytest_kvmock._HOME.items()) == sorted(
+        imported
+    )
+
+
+def test_what_public_fixtures_give_has_a_public_name():
+    """Of one that makes things, what it makes."""
+    functions = ast.parse(inspect.getsource(fixtures)).body
+    given = {
+        each.name: ast.unparse(each.returns) for each in functions if getattr(each, "name", "") in fixtures.FIXTURES
+    }
+    assert set(fixtures.FIXTURES) == set(given)
+    names = {name for annotation in given.values() for name in re.findall(r"\w+", annotation)}
+    assert names - {"Any", "Callable", "Iterator", "Sequence", "str"} <= set(pytest_kvmock.__all__)
+
+
+@pytest.mark.parametrize("name", ["cache", "engine", "recovery", "scenarios", "traces", "vllm"])
+def test_a_module_of_public_names_has_what_it_lists(name):
+    module = importlib.import_module(f"pytest_kvmock.{name}")
+    values = [getattr(module, name) for name in module.__all__]
+    assert [] == [each for each in values if inspect.isclass(each) and not inspect.getdoc(each)]

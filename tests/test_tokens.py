@@ -9,20 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from pytest_kvmock.tokens import (
+from pytest_kvmock.plh import (
     MAX_POSITION,
-    Prompt,
-    TokenBlockSequence,
-    block_hashes,
-    chained_hash,
-    hash_seed,
     lineage_fragment,
     lineage_hash,
     lineage_hashes,
     lineage_parent_fragment,
     lineage_position,
-    sequence_hashes,
 )
+from pytest_kvmock.tokens import Prompt, TokenBlockSequence, block_hashes, chained_hash, hash_seed, sequence_hashes
 
 U64 = 2**64 - 1
 RECORDED = json.loads((Path(__file__).parent / "data" / "dynamo_block_hashes.json").read_text())

@@ -57,24 +57,22 @@ class S3FifoPolicy(EvictionPolicy):
 
     def clear(self):
         """Forget everything."""
+        self.blocks = {}  # by slot, from when each was let go for the first time
         self.small, self.main = Queue(), Queue()
         self.ghosts = {}  # names of blocks that the small queue let go, oldest first
 
     # ------------------------------------------------------------------------ what happens to blocks
 
-    def register(self, slots, places=None):
-        """Blocks are stored, and in use."""
-        for slot in slots:
-            queue = self.small
-            if slot.plh in self.ghosts:
-                del self.ghosts[slot.plh]
-                queue = self.main
-            slot.place = Block(slot, queue)  # `place` is the policy's own
-
     def insert(self, slots):
         """Nobody holds these blocks any more."""
         for slot in slots:
-            block = slot.place
+            block = self.blocks.get(slot)
+            if block is None:  # it was stored since its slot was last evicted
+                queue = self.small
+                if slot.plh in self.ghosts:
+                    del self.ghosts[slot.plh]
+                    queue = self.main
+                block = self.blocks[slot] = Block(slot, queue)
             block.idle = True
             if block.waits:
                 block.queue.idle += 1
@@ -84,7 +82,7 @@ class S3FifoPolicy(EvictionPolicy):
     def remove(self, slots):
         """These blocks are used again; they keep their places."""
         for slot in slots:
-            block = slot.place
+            block = self.blocks[slot]
             block.idle = False
             block.queue.idle -= 1
             block.uses = min(block.uses + 1, MOST_USES)
@@ -98,6 +96,7 @@ class S3FifoPolicy(EvictionPolicy):
             from_small = self.small.idle and (len(self.small.blocks) >= self.small_size or not self.main.idle)
             block = self._next_of_small() if from_small else self._next_of_main()
             if block is not None:
+                self.blocks.pop(block.slot, None)  # the twin of `order` has none
                 gone.append(block.slot)
         return gone
 
@@ -135,5 +134,5 @@ class S3FifoPolicy(EvictionPolicy):
 # A prompt's first block may go before its later ones, so prefix_closed is False. And it is not in the default matrix,
 # because this project has other tests, which are not about it; most projects leave in_matrix=False out.
 S3FIFO = BackendSpec.of_policy(
-    "s3fifo", S3FifoPolicy, follows="S3-FIFO, SOSP 2023", prefix_closed=False, in_matrix=False
+    "s3fifo", S3FifoPolicy, models="S3-FIFO, SOSP 2023", prefix_closed=False, in_matrix=False
 )

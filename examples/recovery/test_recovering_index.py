@@ -7,7 +7,8 @@ is right, as ever, and whatever it made wrong of the answer fails the test.
 import pytest
 from recovering_index import Dynamo7072, KeepsWhatItHad, RecoveringIndex
 
-from pytest_kvmock import Events, KvEventsError, TreeDump, WorkerQuery
+from pytest_kvmock import KvEventsError
+from pytest_kvmock.recovery import Events, TreeDump, WorkerQuery
 
 
 @pytest.fixture

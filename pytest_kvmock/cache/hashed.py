@@ -11,15 +11,15 @@ from pytest_kvmock.tokens import Prompt, block_hashes, sequence_hashes
 
 # Theory of operation
 #
-# vLLM and SGLang chain a cryptographic digest from block to block and publish 64 bits of it. So a name does not say
-# what it was chained from: whoever goes on with a chain needs the digest. A prompt of hashes alone (a trace) has no
+# vLLM and SGLang chain a cryptographic digest from block to block and publish 64 bits of it. So a name does not show
+# what it was chained from: to extend a chain takes the digest. A prompt of hashes alone (a trace) has no
 # tokens to digest; its blocks have Dynamo's names in every engine, chained from the hashes that it came with.
 
 _U64: Final = 2**64 - 1
 
 
 class BlockHasher(Protocol):
-    """How an engine names blocks; hashable, and two that name alike are equal.
+    """Names blocks as one engine does. It is hashable, and two that name alike are equal.
 
     Attributes:
         signed: whether names are signed: from -2**63, and not from 0.
@@ -27,7 +27,7 @@ class BlockHasher(Protocol):
 
     @property
     def signed(self) -> bool:
-        """As above."""
+        """Whether names are signed."""
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:
         """Chained digest of each complete block of these tokens.
@@ -40,7 +40,7 @@ class BlockHasher(Protocol):
         """
 
     def name(self, digest: bytes) -> int:
-        """What the engine publishes of a digest."""
+        """Return the part of a digest that the engine publishes."""
 
 
 class HashedTokens:
@@ -49,7 +49,7 @@ class HashedTokens:
     Args:
         prompt: tokens, or hashes.
         block_size: tokens a block.
-        hasher: names the blocks; one that knows the request's LoRA, salt or namespace, where it has any. None: they
+        hasher: names the blocks; one made for the request's LoRA, salt or namespace, where it has any. None: they
             have no names, where nothing is shared.
         rng: source of the local hashes of generated blocks where token values are unknown.
 
@@ -140,9 +140,9 @@ class HashedTokens:
 
 
 class HashChain:
-    """Says what the names in a Stored should be, from its tokens and the names before.
+    """Computes the names that a Stored should have, from its tokens and the names before.
 
-    It follows one stream: a name is only 64 bits of a digest, so it remembers the digests of the names that it has seen.
+    It belongs to one stream: a name is only 64 bits of a digest, so it keeps the digests of the names of the stream.
 
     Args:
         hasher: names the blocks of this stream.
@@ -155,10 +155,10 @@ class HashChain:
         self._digests: dict[int, bytes] = {}
 
     def expected(self, data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int] | None:
-        """The names that follow.
+        """Return the names that the blocks of a Stored should have.
 
         Args:
-            data: what was said.
+            data: the Stored.
             token_ids: of each block, or empty where they are not what they should be; None where there are none: then
                 names are Dynamo's.
             block_size: tokens a block; None where that is unknown.

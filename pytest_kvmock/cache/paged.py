@@ -1,8 +1,8 @@
 """inference_lab's `KVCacheManager`: blocks by the page, counted and not named, for tests of schedulers.
 
-It publishes nothing: no router hears of it, and it is none of the backends. Capacity is in bytes, free blocks are a
-stack, a request gets all the blocks that it needs or none, and its prefix cache knows requests by id and length, not by
-tokens. What the original does not check is refused here before anything changes: see `KVCacheManager`.
+It publishes no events, and it is none of the backends. Capacity is in bytes, free blocks are a
+stack, a request gets all the blocks that it needs or none, and its prefix cache keys requests by id and length, not by
+tokens. What the original does not check is refused here before anything changes: see `PagedCacheManager`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pytest_kvmock.cache.rules import check_request_block_size
+from pytest_kvmock.cache.base import check_request_block_size
 from pytest_kvmock.checks import check_integer, is_integer
 
 
 @dataclass(slots=True)
 class PagedRequest:
-    """A request as a `KVCacheManager` sees it; the arguments are those of inference_lab's `Request::new`.
+    """A request as a `PagedCacheManager` sees it; the arguments are those of inference_lab's `Request::new`.
 
     The scheduler keeps it up to date: after an allocation it adds the new blocks to `kv_blocks`, after a step it counts
     `num_computed_tokens` on.
@@ -50,7 +50,7 @@ class PagedRequest:
             check_integer(name, getattr(self, name), 0)
 
 
-class KVCacheManager:
+class PagedCacheManager:
     """A pool of KV blocks, sized in bytes.
 
     Where inference_lab's would go on with a wrong state, this one raises and stays as it was: freeing a block that is
@@ -104,7 +104,7 @@ class KVCacheManager:
         self._known_prompts: set[tuple[str, int]] = set()
 
     def __repr__(self) -> str:
-        return f"<KVCacheManager: {self.num_free_blocks} of {self.total_blocks} blocks free>"
+        return f"<PagedCacheManager: {self.num_free_blocks} of {self.total_blocks} blocks free>"
 
     @property
     def num_free_blocks(self) -> int:
@@ -117,7 +117,7 @@ class KVCacheManager:
         return 1.0 - self.num_free_blocks / self.total_blocks
 
     def references(self, block_id: int) -> int:
-        """How many requests have a block; 0 for a free one.
+        """Count the requests that have a block; 0 for a free one.
 
         Raises:
             ValueError: there is no such block.
@@ -126,9 +126,9 @@ class KVCacheManager:
         return self._references.get(block_id, 0)
 
     def allocate_blocks(self, request: PagedRequest, num_tokens: int) -> list[int] | None:
-        """Take the blocks that a request lacks for so many more tokens.
+        """Allocate the blocks that a request lacks for so many more tokens.
 
-        Counted from what it says of itself (`num_computed_tokens`, `kv_blocks`), which this does not change.
+        Counted from its `num_computed_tokens` and `kv_blocks`, which this does not change.
 
         Args:
             request: who needs them.
@@ -158,7 +158,7 @@ class KVCacheManager:
         return self._untouched
 
     def reference_blocks(self, block_ids: Iterable[int]) -> None:
-        """Let one more request have blocks that are in use: each is freed once more before it is free.
+        """Add one reference to each of some blocks that are in use: each is freed once more before it is free.
 
         The original counts holders of a block (`Block::allocate`, `Block::release`), and its manager never makes a
         second one; a scheduler that shares prefixes would.
@@ -177,10 +177,10 @@ class KVCacheManager:
             self._references[block_id] += 1
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """Let blocks of a request go, in this order: the last one is the first to be given out again.
+        """Free blocks of a request, in this order: the last one is the first to be allocated again.
 
         Args:
-            block_ids: which, one for each reference that goes.
+            block_ids: which, one for each reference to drop.
 
         Raises:
             ValueError: one is free, or has fewer references than would go, or there is none; nothing has changed.
@@ -242,7 +242,7 @@ _READ = ("request_id", "num_prompt_tokens", "num_computed_tokens", "kv_blocks")
 def _check_request(request: PagedRequest, what: str) -> None:
     if not all(hasattr(request, name) for name in _READ):  # a scheduler may have a class of its own
         raise ValueError(f"{what}: the request must be like a PagedRequest, got {request!r:.80}")
-    for name in ("num_prompt_tokens", "num_computed_tokens"):  # the scheduler changes them as it goes
+    for name in ("num_prompt_tokens", "num_computed_tokens"):  # the scheduler changes them
         check_integer(f"{what} of request {request.request_id!r:.80}: {name}", getattr(request, name), 0)
     if not isinstance(request.kv_blocks, list):  # None, if what did not fit was assigned to it
         raise ValueError(  # noqa: TRY004 - one error

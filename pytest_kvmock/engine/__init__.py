@@ -1,1 +1,17 @@
-"""Engines: requests as moves."""
+"""Engines: workers, their requests, and the drivers that bring those to a block manager."""
+
+from pytest_kvmock.engine.driver import Driver, MakeDriver, Traits
+from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, Request, RequestError, Served
+
+__all__ = [
+    "ActiveSequence",
+    "Driver",
+    "KvWorker",
+    "MakeDriver",
+    "OutOfBlocks",
+    "Request",
+    "RequestError",
+    "Served",
+    "Traits",
+]

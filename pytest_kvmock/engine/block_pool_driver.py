@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.cache.block_pool import BlockPoolManager
-from pytest_kvmock.engine.traits import Traits
+from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
+from pytest_kvmock.engine.driver import Traits
 
 if TYPE_CHECKING:
-    from pytest_kvmock.cache.block_pool import PoolRequest
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.vllm.block_pool import PoolRequest
     from pytest_kvmock.tokens import Prompt
 
 
@@ -20,7 +20,7 @@ class BlockPoolDriver:
 
     Args:
         manager: vLLM's.
-        prefix_caching: whether its requests may reuse blocks; the manager is told.
+        prefix_caching: whether its requests may reuse blocks; the manager is set to it.
         rng: source of the names of generated blocks where a prompt has hashes only.
 
     Raises:
@@ -39,7 +39,7 @@ class BlockPoolDriver:
         if not prefix_caching:
             manager.enable_caching = False
 
-    def look(self, prompt: Prompt) -> int:
+    def lookup(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached."""
         manager = self.manager
         return len(manager.get_computed_blocks(manager.new_request(prompt))) * manager.block_size
@@ -53,7 +53,7 @@ class BlockPoolDriver:
         hits = self.manager.get_computed_blocks(request)
         return min(len(hits) * self.manager.block_size, request.tokens.num_prompt_tokens)
 
-    def shortage(self, request: PoolRequest) -> tuple[int, int]:
+    def blocks_needed(self, request: PoolRequest) -> tuple[int, int]:
         """(needed, free): new blocks, and hits that nobody uses, as vLLM counts them."""
         manager = self.manager
         hits = manager.get_computed_blocks(request)

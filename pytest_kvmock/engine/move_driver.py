@@ -7,9 +7,9 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar, Literal
 from uuid import UUID
 
-from pytest_kvmock.cache.manager import RequestLevel
+from pytest_kvmock.cache.base import RequestLevel
+from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.engine.sequence import ActiveSequence
-from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.moves import Deref, Destroy
 from pytest_kvmock.tokens import Prompt, block_hashes, chained_hash
 
@@ -21,7 +21,7 @@ _NO_LIMIT = 2**62  # a worker decodes for as long as the test asks it to
 
 
 class _MoveRequest:
-    """A request as the worker knows it: a view of its sequence."""
+    """A request as the worker sees it: a view of its sequence."""
 
     __slots__ = ("sequence",)
 
@@ -72,7 +72,7 @@ class MoveDriver:
             semantics=self._semantics,
         )
 
-    def look(self, prompt: Prompt) -> int:
+    def lookup(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached."""
         # With names from elsewhere: whoever only looks must not change what is generated next, nor meet it.
         return self.manager.prefill_cost(self._sequence(prompt, Random("look"))).cached_tokens  # noqa: S311 - mock data
@@ -85,7 +85,7 @@ class MoveDriver:
         """Tokens of its prompt that are cached."""
         return self.manager.prefill_cost(request.sequence).cached_tokens
 
-    def shortage(self, request: _MoveRequest) -> tuple[int, int]:
+    def blocks_needed(self, request: _MoveRequest) -> tuple[int, int]:
         """(needed, free): every block that no request holds takes a slot, whether it is cached or new."""
         blocks, free = request.sequence.unique_blocks, self._free()
         if len(blocks) <= free:  # so it fits, however many of them are held already
@@ -129,7 +129,7 @@ class MoveDriver:
 
     def release(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first."""
-        # One move instead of one a block, as the sequence would make them: a Deref says nothing, so nobody can tell.
+        # One move instead of one a block, as the sequence would make them: a Deref publishes nothing, so it makes no difference.
         self.manager.process(Deref(request.sequence.allocated_blocks[::-1]))
 
     def preempt(self, request: _MoveRequest) -> None:
@@ -143,7 +143,7 @@ class MoveDriver:
 
 
 class WholeMoveDriver(MoveDriver):
-    """As the scheduler of 1.0.2: one Use for the whole prompt, nothing to commit, and a Destroy for a partial block."""
+    """Makes moves as the scheduler of 1.0.2: one Use for the whole prompt, and a Destroy for a partial block."""
 
     traits = Traits(removed_first=True, chunks=False)
     _semantics = "e0"

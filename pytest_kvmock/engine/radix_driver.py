@@ -7,9 +7,9 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.hashed import HashedTokens
-from pytest_kvmock.cache.radix import RadixCacheManager
-from pytest_kvmock.cache.radix_request import RadixRequest
-from pytest_kvmock.engine.traits import Traits
+from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
+from pytest_kvmock.cache.sglang.radix_request import RadixRequest
+from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class RadixDriver:
 
     A request is checkpointed after its prefill and when it finishes; what it decodes is published then. In chunks, it
     is checkpointed after each (`chunked_req` of SGLang's scheduler): a chunk becomes a node of its own, evicted by
-    itself. SGLang cuts chunks to whole pages; here they are as long as the profile says, and whole pages are published.
+    itself. SGLang cuts chunks to whole pages; here they are as long as in the profile, and whole pages are published.
     A preempted request leaves in the cache what was checkpointed; the rest is freed unpublished.
 
     Args:
@@ -49,17 +49,17 @@ class RadixDriver:
     def _request(self, prompt: Prompt, rng: Random) -> RadixRequest:
         return RadixRequest(HashedTokens(prompt, self.manager.block_size, self.manager.hasher, rng), rng)
 
-    def look(self, prompt: Prompt) -> int:
+    def lookup(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached; its last one never counts."""
         # With names from elsewhere: whoever only looks must not change what is generated next.
         request = self._request(prompt, Random(0))  # noqa: S311 - mock data
-        return self.manager.look(request) * self.manager.block_size if self._prefix_caching else 0
+        return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
 
     def open(self, prompt: Prompt) -> RadixRequest:
         """A request that has no page yet."""
         return self._request(prompt, self._rng)
 
-    def shortage(self, request: RadixRequest) -> tuple[int, int]:
+    def blocks_needed(self, request: RadixRequest) -> tuple[int, int]:
         """(needed, free). This is the lookup of the request: recency and splits stay, as in SGLang, if it is refused."""
         if self._prefix_caching:
             return self.manager.find(request)
@@ -106,13 +106,13 @@ class RadixDriver:
                 self.manager.allocate(request, request.computed)
 
     def release(self, request: RadixRequest) -> None:
-        """Checkpoint for the last time, and let go."""
+        """Checkpoint for the last time, and free the pages."""
         if self._prefix_caching and request in self.manager.requests:
             self.manager.checkpoint(request)
         self.manager.release(request)
 
     def preempt(self, request: RadixRequest) -> None:
-        """Let go without a checkpoint."""
+        """Free the pages without a checkpoint."""
         self.manager.release(request)
 
     def clear(self) -> bool:

@@ -8,13 +8,14 @@ from uuid import UUID
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, Promote, Use
-from pytest_kvmock.tokens import Prompt, TokenIds, block_hashes, chained_hash, lineage_hash
+from pytest_kvmock.plh import lineage_hash
+from pytest_kvmock.tokens import Prompt, TokenIds, block_hashes, chained_hash
 
 
 class ActiveSequence:
     """A request from its prompt to its last token (Dynamo's mocker, `ActiveSequence` of 1.2.1, or of 1.0.2).
 
-    Nothing is sent anywhere: methods return moves, and the caller processes them and says by `commit_allocation` what
+    Methods return moves; the caller processes them and reports by `commit_allocation` what
     was served.
 
     A block that the prompt fills is full from the start. A generated one becomes full, by a Promote, when the first
@@ -188,7 +189,7 @@ class ActiveSequence:
         return -(-tokens // self.block_size)
 
     def _token_ids(self, start: int, end: int) -> list[tuple[int, ...]] | None:
-        """Token ids of the complete blocks from `start` to `end`; None if there are none to tell."""
+        """Token ids of the complete blocks from `start` to `end`; None if they are not to be published."""
         if not self.emit_token_ids or start >= end:
             return None
         return [self._block_tokens(i) for i in range(start, end)]
@@ -198,13 +199,13 @@ class ActiveSequence:
         return tuple(self._tokens[index * self.block_size : (index + 1) * self.block_size])
 
     def _local_hash(self, index: int) -> int:
-        """Of a complete block that was generated; random where token values are unknown."""
+        """Return the local hash of a complete block that was generated; random where token values are unknown."""
         if self._tokens is None:
             return self._random_u64()
         return block_hashes(self._block_tokens(index), self.block_size)[0]
 
     def commit_allocation(self, cumulative_tokens: int) -> None:
-        """Take note that blocks for this many tokens, counted from the start, are allocated."""
+        """Record that blocks for this many tokens, counted from the start, are allocated."""
         self.num_allocated_tokens = cumulative_tokens
 
     def allocate_blocks_for_chunk(self, cumulative_tokens: int) -> Use | None:
@@ -222,7 +223,7 @@ class ActiveSequence:
         self.num_allocated_tokens = len(self)
         complete = len(self) // self.block_size
         local_hashes = self.block_hashes.copy()
-        if complete > len(local_hashes):  # the last block has all its tokens, and no Promote has told so
+        if complete > len(local_hashes):  # the last block has all its tokens, and no Promote was made yet
             local_hashes.append(self._local_hash(complete - 1))
         return Use(self.unique_blocks.copy(), local_hashes, (), self._token_ids(0, complete))
 

@@ -1,18 +1,18 @@
 """One engine as the router sees it, without time: requests in, events out.
 
-A worker thinks in requests; block managers do in moves or in requests of their own. Between them stands a `Driver`,
-one for each kind of manager, and nothing else knows the difference.
+A worker takes requests; block managers take moves, or requests of their own. Between them stands a `Driver`,
+one for each kind of manager, and nothing else depends on the kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pytest_kvmock.checks import integer_text, is_integer
+from pytest_kvmock.engine.driver import Driver, MakeDriver, Traits
 from pytest_kvmock.engine.move_driver import MoveDriver
-from pytest_kvmock.engine.traits import Traits
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -46,7 +46,7 @@ class RequestError(RuntimeError):
 
 
 class Served(NamedTuple):
-    """What `KvWorker.serve` did.
+    """The result of `KvWorker.serve`.
 
     Attributes:
         cached_tokens: tokens of the prompt that were cached already.
@@ -55,56 +55,6 @@ class Served(NamedTuple):
 
     cached_tokens: int
     stored_blocks: tuple[int, ...]
-
-
-class Driver(Protocol):
-    """How a worker reaches a block manager of one kind.
-
-    What `open` returns is the driver's own: it has `blocks` (in order; a partial one is a UUID) and a length (tokens of
-    prompt and output so far).
-    """
-
-    @property
-    def manager(self) -> KvManager:
-        """Where its requests go."""
-
-    @property
-    def traits(self) -> Traits:
-        """Where its engine differs from others by nature."""
-
-    def look(self, prompt: Prompt) -> int:
-        """Tokens of the prompt that are cached now. Changes nothing, recency included."""
-
-    def open(self, prompt: Prompt) -> Any:
-        """Begin a request, without a block yet; what it returns is handed back to the calls below."""
-
-    def cached(self, request: Any) -> int:
-        """Tokens of the request's prompt that are cached now."""
-
-    def shortage(self, request: Any) -> tuple[int, int]:
-        """Blocks that the whole request needs and that nobody holds (at most), and how many nobody holds."""
-
-    def admit(self, request: Any, upto: int) -> None:
-        """Get blocks for the first `upto` tokens; it is known that they fit."""
-
-    def plan(self, request: Any, tokens: Sequence[int]) -> tuple[int, int]:
-        """As `shortage`: what decode steps need, one a token. Changes nothing."""
-
-    def extend(self, request: Any, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token; it is known that they fit."""
-
-    def release(self, request: Any) -> None:
-        """The request is done: let its blocks go."""
-
-    def preempt(self, request: Any) -> None:
-        """Let the request's blocks go, and keep what it has generated."""
-
-    def clear(self) -> bool:
-        """Drop all that is cached; False, and nothing changed, while a block is in use."""
-
-
-MakeDriver: TypeAlias = Callable[["KvManager", bool, Random], Driver]
-"""Makes the driver of a manager: called with it, whether prefix caching is on, and the source of random numbers."""
 
 
 class Request:
@@ -167,7 +117,7 @@ class Request:
             self._driver.extend(self._state, steps)
 
     def finish(self) -> None:
-        """Let the blocks go. Full ones stay cached, evictable once nobody else holds them.
+        """Finish the request and free its blocks. Full ones stay cached, evictable once nobody else holds them.
 
         Raises:
             RequestError: it is finished, or its worker restarted.
@@ -178,7 +128,7 @@ class Request:
         self._end("finished")
 
     def preempt(self) -> None:
-        """Let the blocks go, and keep what was generated.
+        """Preempt the request: free its blocks, and keep what was generated.
 
         Raises:
             RequestError: the request is not running.
@@ -200,7 +150,7 @@ class Request:
 
     def _admit(self) -> None:
         driver, state = self._driver, self._state
-        requested, available = driver.shortage(state)
+        requested, available = driver.blocks_needed(state)
         if requested > available:
             raise OutOfBlocks(requested, available)
         self.cached_tokens = driver.cached(state)
@@ -230,7 +180,7 @@ class KvWorker:
         make_manager: makes a block manager that publishes to the sink it is given; called again at each restart.
         worker_id: the worker's name.
         dp_rank: its data-parallel rank.
-        sink: who hears its events; None for nobody.
+        sink: where its events are published; None: nowhere.
         prefix_caching: False: nothing is reused and nothing is published.
         chunk: prefill in chunks of this many tokens; None: in one go.
         rng: source of generated tokens and of the names of partial blocks.
@@ -262,14 +212,14 @@ class KvWorker:
         self.requests: list[Request] = []
         self.serving = False
         self._make_manager = make_manager
-        self._outlet = _Outlet(sink)
+        self._recorder = _StoredRecorder(sink)
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
         self._driver = self._start()
 
     def _start(self) -> Driver:
-        outlet = self._outlet if self.prefix_caching else None
-        return self._make_driver(self._make_manager(outlet), self.prefix_caching, self._rng)
+        recorder = self._recorder if self.prefix_caching else None
+        return self._make_driver(self._make_manager(recorder), self.prefix_caching, self._rng)
 
     def __repr__(self) -> str:
         return f"<KvWorker {self.worker_id} rank {self.dp_rank} {self.manager.backend}>"
@@ -286,13 +236,13 @@ class KvWorker:
 
     @property
     def traits(self) -> Traits:
-        """Where this engine differs from others by nature."""
+        """The traits of this engine."""
         return self._driver.traits
 
     @property
     def has_published(self) -> bool:
         """Whether a manager of it ever published anything, before a restart too."""
-        return self._outlet.published
+        return self._recorder.published
 
     def prefill(self, prompt: Prompt | TokenIds) -> Request:
         """Admit a request: blocks for its whole prompt, cached ones reused.
@@ -313,34 +263,34 @@ class KvWorker:
         """Prefill, decode and finish one request.
 
         Raises:
-            OutOfBlocks: it does not fit. The prompt's blocks are let go again; they may be cached by then.
+            OutOfBlocks: it does not fit. The prompt's blocks are freed again; they may be cached by then.
         """
-        stored = self._outlet.stored = []
+        stored = self._recorder.stored = []
         try:
             with self.prefill(prompt) as request:
                 if output_tokens:
                     request.decode(output_tokens)
         finally:
-            self._outlet.stored = None
+            self._recorder.stored = None
         return Served(request.cached_tokens, tuple(stored))
 
     def cached_tokens(self, prompt: Prompt | TokenIds) -> int:
         """Tokens of the prompt that are cached now. Looks, and touches nothing."""
-        return self._driver.look(Prompt.of(prompt))
+        return self._driver.lookup(Prompt.of(prompt))
 
     def clear(self) -> bool:
         """Drop all that is cached, and publish Cleared. False, and no event, while requests are open."""
         return not self.requests and self._driver.clear()
 
-    def restart(self, *, announced: bool = False) -> None:  # noqa: ARG002 - a worker alone has nobody to tell
+    def restart(self, *, announced: bool = False) -> None:  # noqa: ARG002 - a worker alone has no router
         """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
 
         Args:
-            announced: whether the router is told, as by a discovery service: it then drops what it knew of the worker.
+            announced: whether the router is notified, as by a discovery service: it then drops what it has of the worker.
                 A worker by itself has no router; one of a `RouterHarness` has.
 
         Raises:
-            ValueError: it is announced, and the index under test cannot be told; nothing has changed.
+            ValueError: it is announced, and the index under test has no way to drop a worker; nothing has changed.
         """
         for request in list(self.requests):
             request._end("lost")
@@ -361,8 +311,8 @@ class KvWorker:
         return _Serving(self)
 
 
-class _Outlet:
-    """Where the manager publishes: notes what is stored while somebody asks, and passes everything on."""
+class _StoredRecorder:
+    """A sink that records which blocks are stored, while that is asked for, and passes every event on."""
 
     __slots__ = ("published", "sink", "stored")
 
@@ -385,7 +335,7 @@ class _Outlet:
 
 
 class _Serving:
-    """Marks what a manager publishes meanwhile as said for a request."""
+    """Marks what a manager publishes meanwhile as published for a request."""
 
     __slots__ = ("_before", "_worker")
 

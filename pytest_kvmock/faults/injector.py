@@ -54,8 +54,8 @@ class FaultInjector:
             What a fault did to it, if one did; and what arrives now, in order: the event, once or more or not at all,
             then those that were held back until now.
         """
-        event, own = sent.event, _key(sent.event)
-        due = [held for held in self._held if _key(held.delivery.event) == own]
+        event, own = sent.event, sent.key
+        due = [held for held in self._held if held.delivery.key == own]
         injection, deliveries = None, [sent]
         faults: tuple[Fault | RandomFault, ...] = (*self.armed, *self.random)
         for fault in faults:

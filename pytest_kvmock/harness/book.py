@@ -111,20 +111,19 @@ class Book:
 
     def receiving(self, delivery: Delivery) -> None:
         """An event arrives: what was lost before it shows, and what was held back is no longer missing."""
-        injection, event = delivery.injection, delivery.event
+        injection = delivery.injection
         if injection is not None and injection.late:
             emptied = self._emptied.get(injection, ())
             self.attribution.released(injection, emptied)
             if self.survival is not None:
                 self.survival.released(injection, emptied)
         if self.survival is not None:
-            self.survival.received((event.worker_id, event.event.dp_rank), delivery.published)
+            self.survival.received(delivery.key, delivery.published)
 
     def received(self, delivery: Delivery) -> None:
         """An event has arrived and was judged: a Cleared ends what was done before it."""
-        event = delivery.event
-        if isinstance(event.event.data, Cleared):
-            self.attribution.cleared((event.worker_id, event.event.dp_rank), delivery.injection)
+        if isinstance(delivery.event.event.data, Cleared):
+            self.attribution.cleared(delivery.key, delivery.injection)
 
     def recovered(self, key: StreamKey, ids: range) -> None:
         """The router has asked a worker and rank for these event ids, and has all from there on."""

@@ -1,4 +1,8 @@
-"""Faults on purpose, on the way from workers to router."""
+"""Faults on purpose, as a test asks for them.
+
+One subject, one class: a method for each fault, with its arguments and errors. What a fault does to an event stands in
+`pytest_kvmock.faults`.
+"""
 
 from __future__ import annotations
 

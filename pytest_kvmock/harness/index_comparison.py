@@ -1,5 +1,7 @@
 """Index against reference: after each event, what does the index under test answer, and what should it?
 
+One subject: the life of a question, from the event that raises it to the problem that its answer shows.
+
 Where a backend is not prefix-closed the reference itself can be wrong: it loses the children of a block that goes
 before them, and believes an engine that links a block to its own descendant. There, any answer between the reference's
 and the leading run of blocks that the events say are held is right. So it is for chains through a block that an engine

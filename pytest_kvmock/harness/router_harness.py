@@ -1,4 +1,7 @@
-"""The whole world of a test: workers, ledger, reference index, and the index under test."""
+"""The whole world of a test: workers, ledger, reference index, and the index under test.
+
+One subject: what a test may ask of its harness. Each method hands on to the part that does it.
+"""
 
 from __future__ import annotations
 

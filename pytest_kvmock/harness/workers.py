@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
-from pytest_kvmock.cache.manager import KvManager, unlike
+from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
 from pytest_kvmock.checks import check_integer, integer_text, is_integer, unknown_text
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier, StreamKey
@@ -139,7 +139,7 @@ def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink:
     except Exception as error:
         raise ValueError(f"backend {spec.name!r}: make raised {type(error).__name__}: {error}") from error
     if type(manager) not in _MANAGERS:
-        wrong = unlike(manager, KvManager)
+        wrong = protocol_mismatch(manager, KvManager)
         if wrong is not None:
             raise ValueError(f"backend {spec.name!r} made {wrong}")
         _MANAGERS.add(type(manager))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.events import RouterEvent, StreamKey
 from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.problem import Problem
 
@@ -51,3 +51,11 @@ class Delivery(NamedTuple):
     chained: bool = False
     published: Published | None = None
     injection: Injection | None = None
+
+    @property
+    def key(self) -> StreamKey:
+        """Worker and rank, as the event names them when it arrives.
+
+        A fault may have made it another's: then `published` has the key of the worker that published it.
+        """
+        return self.event.worker_id, self.event.event.dp_rank

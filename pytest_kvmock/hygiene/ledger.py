@@ -1,5 +1,7 @@
 """What the events say is held: the ledger that judges a stream.
 
+One subject: the rules that need memory of a stream, one method a rule.
+
 Theory of operation. The ledger keeps no tree. Per worker, rank and tier it knows which blocks the events say are
 held, and how many copies of each where residency is counted; and per worker and rank, which Stored last named a block,
 from which local hashes, parents and chains follow. It believes every event: after a problem it holds what the event

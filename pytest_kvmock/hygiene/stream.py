@@ -1,4 +1,7 @@
-"""One worker and rank: its events, which blocks they say are held, and which of them are unknown."""
+"""One worker and rank: its events, which blocks they say are held, and which of them are unknown.
+
+One subject: the state of a stream between two events. The ledger judges what changes it.
+"""
 
 from __future__ import annotations
 

@@ -11,9 +11,10 @@ from typing import Final
 import pytest
 
 from pytest_kvmock.plugin import hookspecs
-from pytest_kvmock.plugin.fixtures import CASE, FIXTURE_PREFIXES, FIXTURES
+from pytest_kvmock.plugin.fixtures import CASE, FIXTURE_PREFIXES, FIXTURES, expect_lookup_errors
 from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, deselect, generate
-from pytest_kvmock.plugin.options import MARKERS, SETTINGS, add_options, check_flags, read_settings
+from pytest_kvmock.plugin.options import MARKERS, add_options, check_flags
+from pytest_kvmock.plugin.settings import SETTINGS, read_settings
 
 EVENTS: Final = "kvmock.events"
 """The property that the report of each test has whose events were judged."""
@@ -27,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Say which hooks there are for others to implement."""
+    """Register the hooks that others may implement."""
     pluginmanager.add_hookspecs(hookspecs)
 
 
@@ -61,7 +62,7 @@ class Latecomers:
         self._early = config.pluginmanager.get_plugins()
 
     def pytest_plugin_registered(self, plugin: object) -> None:
-        """Look at one plugin; pytest tells of the early ones, too."""
+        """Look at one plugin; pytest passes the early ones, too."""
         if plugin not in self._early and hasattr(plugin, "pytest_kvmock_backends"):
             from pytest_kvmock.plugin.registry import too_late
 
@@ -70,7 +71,7 @@ class Latecomers:
 
 @pytest.hookimpl(trylast=True)  # others register plugins here, which may have backends
 def pytest_configure(config: pytest.Config) -> None:
-    """Register markers and backends, and check what command line and ini file say."""
+    """Register markers and backends, and read the settings."""
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     register_backends(config)
@@ -123,8 +124,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         generate(metafunc)
     for name in names:
         if name.startswith(FIXTURE_PREFIXES) and name not in FIXTURES:
-            from pytest_kvmock.plugin.nearest import expect_lookup_errors
-
             expect_lookup_errors(metafunc.config)
 
 
@@ -136,7 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # the last lines of the summary
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Generator[None]:
-    """Show the event logs of tests that passed, with --kv-events=all; say in a line what was judged, but with -q."""
+    """Show the event logs of tests that passed, with --kv-events=all, and a line on what was judged, but with -q."""
     yield
     settings = config.stash[SETTINGS]
     if settings.get("log") == "all":

@@ -1,4 +1,4 @@
-"""What markers may say: checked when a test is collected, and once more when it is set up, for those that came later."""
+"""Checks of markers: when a test is collected, and once more when it is set up, for those that came later."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.plugin.options import (
     PROFILE_KEYS,
     REACTIONS,
-    SETTINGS,
     SYNCS,
     backend_names,
     fault_names,
     fault_rates,
     index_semantics,
     one_of,
-    profile_name,
-    profile_of,
     rule_names,
 )
+from pytest_kvmock.plugin.settings import SETTINGS, profile_name, profile_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.profiles import NamedProfile
@@ -32,7 +30,7 @@ KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", "index_semantics", *POLI
 
 
 def wrong_in_kv_backends(mark: pytest.Mark) -> Iterator[str]:
-    """What is wrong with one `kv_backends` marker: a sentence for each argument."""
+    """Yield what is wrong with one `kv_backends` marker: a sentence for each argument."""
     for key in mark.kwargs:
         if key != "exclude":
             yield unknown_text("key", key, ["exclude"])
@@ -44,7 +42,7 @@ def wrong_in_kv_backends(mark: pytest.Mark) -> Iterator[str]:
 
 
 def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> Iterator[str]:
-    """What is wrong with one `kvmock` marker: a sentence for each argument; `profiles` are the named ones there are."""
+    """Yield what is wrong with one `kvmock` marker: a sentence for each argument; `profiles` are the named ones."""
     if mark.args:
         yield f"takes keywords only; known: {', '.join(KVMOCK_KEYS)}"
     checks: Mapping[str, Callable[[Any], Any]] = {
@@ -71,7 +69,7 @@ def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> 
 
 
 def wrong_in(mark: pytest.Mark, config: pytest.Config) -> list[str]:
-    """What is wrong with a marker of ours, each with the marker as it was written; nothing of another's marker."""
+    """List what is wrong with a marker of this plugin, each with the marker as it was written."""
     if mark.name == "kv_backends":
         wrong = wrong_in_kv_backends(mark)
     elif mark.name == "kvmock":
@@ -93,7 +91,7 @@ def check_markers(node: pytest.Item) -> None:
 
 
 def wrong_markers(definition: pytest.Item) -> str:
-    """All wrong markers of the file, or class, where pytest came upon a test with one: its collector cannot go on.
+    """List all wrong markers of the file, or class, where pytest found a test with one: its collector cannot continue.
 
     A marker that several tests have, that of a class for instance, is listed with the first of them.
 
@@ -132,8 +130,8 @@ def _tests_of(
 
 def _marks_of(thing: object) -> Iterator[pytest.Mark]:
     """The markers that a function or class has itself."""
-    said = getattr(thing, "pytestmark", ())
-    for mark in said if isinstance(said, list | tuple) else (said,):
+    own = getattr(thing, "pytestmark", ())
+    for mark in own if isinstance(own, list | tuple) else (own,):
         found = getattr(mark, "mark", mark)  # a decorator, in a list that was written by hand
         if isinstance(found, pytest.Mark):
             yield found

@@ -1,4 +1,4 @@
-"""Which tests run over which backends.
+"""The matrix: tests that need a backend run once for each.
 
 A test that needs `kv_backend`, however indirectly, is parametrised over it, once for each backend of its matrix. The
 value of the fixture is its parameter, so a user's own parametrisation, override or marker is the same thing as ours.
@@ -15,13 +15,8 @@ from typing import Final
 
 import pytest
 
-from pytest_kvmock.plugin.options import (
-    SETTINGS,
-    default_backends,
-    known_backends,
-    names,
-)
-from pytest_kvmock.plugin.precedence import resolve_matrix
+from pytest_kvmock.plugin.options import default_backends, known_backends, names
+from pytest_kvmock.plugin.settings import SETTINGS
 
 DETECTOR: Final = "_kvmock_matrix"
 CASE_FIXTURE: Final = "_kvmock_case"
@@ -31,7 +26,7 @@ NO_BACKEND: Final = "no-backend"
 
 
 class MatrixName(str):
-    """A backend's name as the matrix hands it out: tells a parameter of ours from one of the user's.
+    """A backend's name as the matrix hands it out, so that a parameter of ours is not taken for one of the user's.
 
     Attributes:
         marks: the `kv_backends` markers that were there when the matrix was made.
@@ -43,7 +38,7 @@ class MatrixName(str):
 
 
 class Placeholder(str):
-    """What `kv_backend` is where nothing was parametrised: our own fixtures ask the markers instead.
+    """The value of `kv_backend` where nothing was parametrised: our own fixtures ask the markers instead.
 
     A string, so that whoever takes it for a name gets an error that quotes it, and so reads what to do.
     """
@@ -103,6 +98,8 @@ def _is_parametrised_by_mark(definition: pytest.Item) -> bool:
 
 def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...]) -> tuple[str, ...]:
     """The matrix of a test with these `kv_backends` markers, closest first."""
+    from pytest_kvmock.plugin.precedence import resolve_matrix  # for those who use backends
+
     settings = config.stash[SETTINGS]
     return resolve_matrix(known_backends(), default_backends(), settings.command_line, marks, settings.ini)
 
@@ -110,20 +107,20 @@ def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...]) -> tuple[st
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take out the tests whose matrix is empty, and those that a marker excludes which came after generation.
 
-    `pytest.param(marks=...)` and `item.add_marker(...)` come so late. What such a marker says is not merged with the
+    `pytest.param(marks=...)` and `item.add_marker(...)` come so late. Such a marker is not merged with the
     others: it can only take tests away.
     """
-    kept, gone = [], []
+    kept, deselected = [], []
     for item in items:
         callspec = getattr(item, "callspec", None)
         value = None if callspec is None else callspec.params.get(AXIS)
         if type(value) is MatrixName and (value == NO_BACKEND or _excluded_later(item, value)):
-            gone.append(item)
+            deselected.append(item)
         else:
             kept.append(item)
-    if gone:
+    if deselected:
         items[:] = kept
-        config.hook.pytest_deselected(items=gone)
+        config.hook.pytest_deselected(items=deselected)
 
 
 def _excluded_later(item: pytest.Item, backend: MatrixName) -> bool:
@@ -133,7 +130,7 @@ def _excluded_later(item: pytest.Item, backend: MatrixName) -> bool:
         if any(mark is seen for seen in backend.marks):
             continue
         if any(wrong_in_kv_backends(mark)):
-            continue  # said when the test is set up: an error here would end the session, and confuse pytest-xdist
+            continue  # reported when the test is set up: an error here would end the session, and confuse pytest-xdist
         if (mark.args and backend not in mark.args) or backend in names(mark.kwargs.get("exclude", ())):
             return True
     return False

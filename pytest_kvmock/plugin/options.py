@@ -1,24 +1,12 @@
-"""What command line and ini file may say.
-
-It is read and checked once, when pytest is configured, and kept as plain mappings that hold only what was really given,
-so that 0, False and "" count as said. `precedence.py` decides who wins.
-"""
+"""The table of options on the command line and in the ini file, with the check of each. `settings.py` reads them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from glob import glob
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
-
-if TYPE_CHECKING:
-    from pytest_kvmock.backends import EngineProfile
-    from pytest_kvmock.profiles import NamedProfile
 
 REACTIONS: Final = ("fail", "warn", "ignore")
 LOGS: Final = ("failed", "all", "none")
@@ -27,7 +15,7 @@ SYNTHETIC_REQUESTS: Final = 200
 """How many requests `kv_trace` makes up when no trace is given and no limit either."""
 
 REDUCE_SECONDS: Final = 2.0
-"""How long a failure is cut down at most, if nobody says how long."""
+"""How long a failure is reduced by default, at most."""
 
 ALL_BACKENDS: Final = "all"
 
@@ -55,7 +43,7 @@ class KvEventWarning(pytest.PytestWarning):
 
 # ---------------------------------------------------------------------------------------------------- one value
 #
-# Each of these returns the value, or raises a ValueError that says what is allowed; the caller says where it stood.
+# Each of these returns the value, or raises a ValueError that names what is allowed; the caller adds the place.
 
 
 def one_of(*allowed: str) -> Callable[[object], str]:
@@ -169,7 +157,7 @@ def known_backends() -> tuple[str, ...]:
 
 
 def default_backends() -> tuple[str, ...]:
-    """Names of those that tests run over where nobody says which."""
+    """Names of the backends that tests run over by default."""
     from pytest_kvmock import backends
 
     return tuple(name for name, spec in backends.known_backends().items() if spec.in_matrix)
@@ -323,31 +311,11 @@ OPTIONS: Final = (
 )
 
 
-class Settings(NamedTuple):
-    """What was really given, checked: on the command line, and in the ini file.
-
-    Attributes:
-        command_line: by key of `OPTIONS`.
-        ini: the same.
-        profiles: the engine profiles that the files of the ini file name.
-    """
-
-    command_line: Mapping[str, Any]
-    ini: Mapping[str, Any]
-    profiles: Mapping[str, NamedProfile] = MappingProxyType({})
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Look up what neither marker nor fixture can say: command line before ini."""
-        return self.command_line.get(key, self.ini.get(key, default))
-
-
 LISTS: Final = {
-    "--kv-list-backends": "list the backends, with what each follows, and exit",
+    "--kv-list-backends": "list the backends, with what each models, and exit",
     "--kv-list-profiles": "list the named engine profiles, with where they stand, and exit",
 }
 """The options that list something, each with its help."""
-
-SETTINGS: Final = pytest.StashKey[Settings]()
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -358,45 +326,16 @@ def add_options(parser: pytest.Parser) -> None:
             group.addoption(
                 option.flag,
                 action="append" if option.key == "backends" else "store",
-                dest=_dest(option),
+                dest=dest_of(option),
                 metavar=option.metavar,
                 default=None,
                 help=option.help,
             )
         if option.ini:
-            # A default of None tells "not given" from every value that can be given.
+            # A default of None is no value that can be given.
             parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]
     for flag, what in LISTS.items():
         group.addoption(flag, action="store_true", default=False, help=what)
-
-
-def read_settings(config: pytest.Config) -> Settings:
-    """Read and check what command line and ini file say.
-
-    Raises:
-        pytest.UsageError: a bad value. It names what was given, what is allowed and where it stands.
-    """
-    command_line: dict[str, Any] = {}
-    ini: dict[str, Any] = {}
-    for option in OPTIONS:
-        if option.flag:
-            value = config.getoption(_dest(option))
-            if value is not None:
-                command_line[option.key] = _checked(option, value, option.flag)
-        if option.ini:
-            try:
-                value = config.getini(option.ini)
-            except (TypeError, ValueError, pytest.UsageError) as error:  # 8.4 to 9.1 raise the first two
-                expected = {"int": "an integer", "bool": "true or false"}.get(option.ini_type, "a string")
-                raise pytest.UsageError(f"{_ini_place(config, option)}: {expected} is expected: {error}") from None
-            if value is not None:
-                ini[option.key] = _checked(option, value, _ini_place(config, option))
-    _check_ini_names(config)
-    settings = Settings(command_line, ini, _named_profiles(config, ini))
-    _check_profile(config, settings)
-    _check_trace(config, settings)
-    _check_save_scenario(config, settings)
-    return settings
 
 
 def check_flags(args: list[str], parser: pytest.Parser) -> None:
@@ -414,164 +353,6 @@ def check_flags(args: list[str], parser: pytest.Parser) -> None:
             raise pytest.UsageError(unknown_text("option", flag, flags))
 
 
-def _check_ini_names(config: pytest.Config) -> None:
-    """Check the names of settings that begin as ours do: pytest passes over what it does not know, or warns."""
-    said = [(str(text).partition("=")[0], "-o") for text in config.getoption("override_ini", None) or ()]
-    if config.inipath is not None:
-        text = config.inipath.read_text(encoding="utf-8", errors="replace")
-        if "kvmock_" in text:
-            said += [(name, config.inipath.name) for name in _names_in(config.inipath, text)]
-    known = [option.ini for option in OPTIONS if option.ini]
-    for name, place in said:
-        if name.startswith("kvmock_") and name not in known:
-            try:
-                config.getini(name)  # of another plugin
-            except (KeyError, ValueError):
-                from pytest_kvmock.checks import unknown_text
-
-                raise pytest.UsageError(f"{place}: {unknown_text('setting', name, known)}") from None
-
-
-def _names_in(path: Path, text: str) -> list[str]:
-    """The names of the settings in an ini file of pytest."""
-    if path.suffix == ".toml":
-        import tomllib
-
-        document = tomllib.loads(text)
-        table = document.get("pytest") or document.get("tool", {}).get("pytest", {})
-        return [*table, *table.get("ini_options", {})]
-    found, section = [], ""
-    for line in text.splitlines():
-        if line.startswith("["):
-            section = line.strip("[] \t")
-        elif section in ("pytest", "tool:pytest") and line[:1].isalpha():  # what is indented goes on with a value
-            found.append(line.replace(":", "=").partition("=")[0].strip())
-    return found
-
-
-def _dest(option: Option) -> str:
+def dest_of(option: Option) -> str:
+    """Return the attribute that the command line's value of an option has."""
     return option.flag.lstrip("-").replace("-", "_")
-
-
-def _checked(option: Option, value: object, place: str) -> Any:
-    try:
-        return option.check(value)
-    except ValueError as error:
-        raise pytest.UsageError(f"{place}: {error}") from None
-
-
-def _ini_place(config: pytest.Config, option: Option) -> str:
-    overrides = config.getoption("override_ini", None) or ()
-    if any(str(text).startswith(f"{option.ini}=") for text in overrides):
-        return f"-o {option.ini}"
-    return option.ini if config.inipath is None else f"{config.inipath.name}: {option.ini}"
-
-
-def _named_profiles(config: pytest.Config, ini: Mapping[str, Any]) -> Mapping[str, NamedProfile]:
-    if "profiles" not in ini:
-        return {}
-    from pytest_kvmock.profiles import read_profiles
-    from pytest_kvmock.strict_yaml import YamlError
-
-    home = _home(config)
-    files: dict[Path, str] = {}  # with the name that messages use; each file once
-    for pattern in ini["profiles"]:
-        found = sorted(glob(os.path.join(home, pattern), recursive=True))  # noqa: PTH118, PTH207 - an absolute pattern too
-        if not found:
-            option = next(option for option in OPTIONS if option.key == "profiles")
-            raise pytest.UsageError(f"{_ini_place(config, option)}: no such file: {pattern!r}")
-        for path in map(Path, found):
-            files[path] = str(path.relative_to(home)) if path.is_relative_to(home) else str(path)
-    try:
-        return read_profiles(files.items())
-    except YamlError as error:
-        raise pytest.UsageError(str(error)) from None
-
-
-def profile_name(value: object, profiles: Mapping[str, NamedProfile]) -> str:
-    """Read the name of a profile that exists."""
-    if not isinstance(value, str):
-        raise ValueError(f"got {value!r}; allowed: the name of a profile")  # noqa: TRY004 - one family of errors
-    if value not in profiles:
-        from pytest_kvmock.checks import did_you_mean
-
-        known = ", ".join(f"{name} ({profile.place.file})" for name, profile in profiles.items())
-        hint = f"known: {known}" if known else "none is known: ini kvmock_profiles names their files"
-        raise ValueError(f"unknown profile {value!r}{did_you_mean(value, profiles, hint)}")
-    return value
-
-
-def base_profile(settings: Settings) -> EngineProfile:
-    """The profile that the ini file says: its named one, and its single fields laid over that."""
-    name = settings.ini.get("profile")
-    named = {} if name is None else settings.profiles[name].fields
-    return profile_of({**named, **settings.ini})
-
-
-def _check_profile(config: pytest.Config, settings: Settings) -> None:
-    ini = settings.ini
-    for option in OPTIONS:
-        if option.key == "profile" and option.key in ini:
-            try:
-                profile_name(ini["profile"], settings.profiles)
-            except ValueError as error:
-                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
-        if option.ini and option.key in PROFILE_KEYS and option.key in ini:
-            try:
-                profile_of({option.key: ini[option.key]})
-            except ValueError as error:
-                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
-    for option in OPTIONS:
-        if option.key in ("workers", "dp_size") and option.key in ini:  # each can be right, and both too much
-            try:
-                base_profile(settings)
-            except ValueError as error:
-                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
-
-
-def _check_trace(config: pytest.Config, settings: Settings) -> None:
-    path = trace_path(config, settings)
-    if path is not None and not path.is_file():
-        option = next(option for option in OPTIONS if option.key == "trace")
-        place = option.flag if "trace" in settings.command_line else _ini_place(config, option)
-        raise pytest.UsageError(f"{place}: no such file: {os.fspath(path)!r}")
-
-
-def _check_save_scenario(config: pytest.Config, settings: Settings) -> None:
-    wanted = settings.get("save_scenario")
-    if wanted is None:
-        return
-    path = Path(config.invocation_params.dir, wanted)
-    if not wanted or any(part.exists() and not part.is_dir() for part in (path, *path.parents)):
-        raise pytest.UsageError(f"--kv-save-scenario: got {wanted!r}; allowed: a directory, which need not exist yet")
-    if settings.get("reduce") == 0:
-        option = next(option for option in OPTIONS if option.key == "reduce")
-        place = option.flag if "reduce" in settings.command_line else _ini_place(config, option)
-        raise pytest.UsageError(
-            f"--kv-save-scenario: there is nothing to save with {place}=off; allowed: one of the two"
-        )
-
-
-def trace_path(config: pytest.Config, settings: Settings) -> Path | None:
-    """Where the trace is: relative to the working directory, or, named in the ini file, to that file; None: nowhere."""
-    if "trace" in settings.command_line:
-        return Path(config.invocation_params.dir, settings.command_line["trace"])
-    if "trace" not in settings.ini:
-        return None
-    return Path(_home(config), settings.ini["trace"])
-
-
-def _home(config: pytest.Config) -> Path:
-    """What paths in the ini file are relative to."""
-    return config.invocation_params.dir if config.inipath is None else config.inipath.parent
-
-
-def profile_of(values: Mapping[str, Any]) -> EngineProfile:
-    """Make a profile of those of `values` that are its fields.
-
-    Raises:
-        ValueError: one is out of range.
-    """
-    from pytest_kvmock.backends import EngineProfile
-
-    return EngineProfile(**{key: values[key] for key in PROFILE_KEYS if key in values})

@@ -1,4 +1,4 @@
-"""Who wins: the three rules of precedence, each one pure function of what was given. Nothing else decides it."""
+"""The three rules of precedence, each a pure function of what was given. Nothing else decides what wins."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def marker_values(item: pytest.Item) -> tuple[Mapping[str, Any], ...]:
-    """What the `kvmock` markers of a test say, from the outermost to the innermost.
+    """Return the keywords of each `kvmock` marker of a test, from the outermost to the innermost.
 
-    pytest lists the marks of a parameter (`pytest.param(marks=...)`) after those of the function; but they are said of
+    pytest lists the marks of a parameter (`pytest.param(marks=...)`) after those of the function; but they apply to
     fewer tests, so here they are the innermost.
     """
     marks = list(item.iter_markers("kvmock"))
@@ -28,7 +28,7 @@ def marker_values(item: pytest.Item) -> tuple[Mapping[str, Any], ...]:
 
 
 class Policy(NamedTuple):
-    """What broken rules do to a test.
+    """The policy of a test: what broken rules do to it.
 
     Attributes:
         event_errors: "fail", "warn" or "ignore".
@@ -53,16 +53,16 @@ def resolve_policy(
 
     Args:
         command_line: what was given there, by key.
-        markers: what each `kvmock` marker says, from the outermost to the innermost.
+        markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
         ini: what was given there, by key.
     """
-    said: dict[str, Any] = dict(ini)
+    given: dict[str, Any] = dict(ini)
     for values in markers:
-        said.update(values)
-    said.update(command_line)
+        given.update(values)
+    given.update(command_line)
     allow = frozenset(name for values in (ini, *markers) for name in names(values.get("allow", ())))
-    said["allow"] = allow
-    return Policy(**{key: said[key] for key in Policy._fields if key in said})
+    given["allow"] = allow
+    return Policy(**{key: given[key] for key in Policy._fields if key in given})
 
 
 def resolve_matrix(
@@ -77,7 +77,7 @@ def resolve_matrix(
 
     Args:
         known: names of all backends, in order; the result has this order too.
-        default: names of those that tests run over where nobody says which.
+        default: names of those that tests run over by default.
         command_line: what was given there, by key.
         markers: the test's `kv_backends` markers, closest first; only the closest counts.
         ini: what was given there, by key.
@@ -102,26 +102,26 @@ def resolve_profile(
     named: Mapping[str, NamedProfile] = MappingProxyType({}),
 ) -> EngineProfile:
     """Profile: the base (what `kv_base_profile` returns: an override's, or ini's), under the markers, under the
-    command line, which can say the seed.
+    command line, which can set the seed.
 
     The innermost `profile` of the markers takes the place of the base (None: it stays), under the other keys of all
     markers, those of outer ones too.
 
     Args:
         base: the base.
-        markers: what each `kvmock` marker says, from the outermost to the innermost.
+        markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
         command_line: what was given there, by key.
         named: the named profiles.
 
     Raises:
         ValueError: the fields together are out of range.
     """  # noqa: D205 - one rule is one sentence
-    said: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     name: str | None = None
     for values in markers:
         name = values.get("profile", name)
     if name is not None:
         base = named[name].in_place_of(base)
     for values in (*markers, command_line):
-        said.update({key: values[key] for key in PROFILE_KEYS if key in values})
-    return base.replace(**said) if said else base
+        given.update({key: values[key] for key in PROFILE_KEYS if key in values})
+    return base.replace(**given) if given else base

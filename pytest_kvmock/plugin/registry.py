@@ -1,4 +1,4 @@
-"""Backends of others: what the hook `pytest_kvmock_backends` returns is checked, and known by name for this run.
+"""Backends of other plugins: what the hook `pytest_kvmock_backends` returns is checked, and registered for this run.
 
 Loaded only where somebody implements the hook, or uses backends.
 """
@@ -50,7 +50,7 @@ def read_backends(config: pytest.Config) -> dict[str, str]:
 
 
 def plugin_name(config: pytest.Config, plugin: object) -> str:
-    """What a message calls a plugin: its name; of a conftest, its path from the root."""
+    """Return the name of a plugin for messages; of a conftest, its path from the root."""
     name = config.pluginmanager.get_name(plugin) or repr(plugin)
     if os.path.isabs(name):  # noqa: PTH117 - it need not be a path at all
         path = Path(name)
@@ -59,7 +59,7 @@ def plugin_name(config: pytest.Config, plugin: object) -> str:
 
 
 def raised_in(config: pytest.Config, hook: str, implementations: Sequence[pluggy.HookImpl], error: Exception) -> str:
-    """What a message says of an error of a hook: who raised it, as far as its traceback tells, and what and where."""
+    """Describe an error of a hook: which plugin raised it, as far as its traceback shows, and what and where."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     for implementation in implementations:
         if getattr(implementation.function, "__code__", None) in codes:
@@ -80,14 +80,14 @@ def _implementers(config: pytest.Config) -> list[object]:
 
 
 def _returned(config: pytest.Config, plugin: object) -> Mapping[str, BackendSpec]:
-    """Ask one plugin, and check what it says."""
+    """Call the hook of one plugin, and check what it returns."""
     where = f"{HOOK} of {plugin_name(config, plugin)}"
     others = [other for other in _implementers(config) if other is not plugin]
     try:
         answers = config.pluginmanager.subset_hook_caller(HOOK, others)(config=config)
     except (pytest.UsageError, pytest.exit.Exception):
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is said in one line
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported in one line
         if config.getoption("fulltrace", False):
             raise pytest.UsageError(f"{where} raised:\n{''.join(traceback.format_exception(error))}") from None
         raise pytest.UsageError(f"{where} {_raised(error)}") from None

@@ -1,4 +1,4 @@
-"""What a run shows of the plugin: header, event logs, properties, the list of backends."""
+"""The output of the plugin: header, event logs, properties, the lists of backends and profiles."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_kvmock.plugin.options import REDUCE_SECONDS, SETTINGS, Settings, default_backends, known_backends
+from pytest_kvmock.plugin.options import REDUCE_SECONDS, default_backends, known_backends
 from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy
+from pytest_kvmock.plugin.settings import SETTINGS, Settings
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
-    from pytest_kvmock.plugin.fixtures import Case
+    from pytest_kvmock.plugin.case import Case
     from pytest_kvmock.reduce import Reproduction
 
 
 def header(config: pytest.Config) -> str:
-    """Say in one line what differs from the default, or, with -v, everything."""
+    """Return the header: one line of what differs from the default, or, with -v, of everything."""
     settings = config.stash[SETTINGS]
     known = known_backends()
     matrix = resolve_matrix(known, default_backends(), settings.command_line, (), settings.ini)
     policy = resolve_policy(settings.command_line, (), settings.ini)
-    said = [f"backends={','.join(matrix) or 'none'} (of {len(known)})"]
-    said.append(f"event errors={policy.event_errors}")
-    said.append(f"event warnings={policy.event_warnings}")
+    parts = [f"backends={','.join(matrix) or 'none'} (of {len(known)})"]
+    parts.append(f"event errors={policy.event_errors}")
+    parts.append(f"event warnings={policy.event_warnings}")
     if policy.allow:
-        said.append(f"allow={','.join(sorted(policy.allow))}")
-    said.append(f"seed={settings.get('seed', 0)}")
+        parts.append(f"allow={','.join(sorted(policy.allow))}")
+    parts.append(f"seed={settings.get('seed', 0)}")
     if settings.get("trace") is not None:
-        said.append(f"trace={settings.get('trace')}")
-    line = f"kvmock: {', '.join(said)}"
+        parts.append(f"trace={settings.get('trace')}")
+    line = f"kvmock: {', '.join(parts)}"
     chosen = settings.command_line.get("backends", ())
     if len(chosen) < len(known) and (others := [name for name in chosen if name not in matrix]):
         line += (
@@ -46,7 +47,7 @@ def header(config: pytest.Config) -> str:
 
 
 def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
-    """All backends, one a line, with what each follows.
+    """All backends, one a line, with what each models.
 
     Args:
         settings: of the run.
@@ -60,14 +61,14 @@ def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
     lines = []
     for name, spec in known.items():
         plugin = f" (from {plugins[name]})" if name in plugins else ""
-        lines.append(f"{name:<{width}}  {spec.follows}{plugin}")
+        lines.append(f"{name:<{width}}  {spec.models}{plugin}")
         if name not in matrix:
             lines[-1] += " (not in the matrix of this run)"
     return "\n".join(lines) + "\n"
 
 
 def profile_lines(settings: Settings) -> str:
-    """All named profiles, one a line: what each says, where it stands, and what it is for."""
+    """All named profiles, one a line: its fields, its place, and what it is for."""
     profiles = settings.profiles
     if not profiles:
         return "no profiles: ini kvmock_profiles names their files\n"
@@ -77,8 +78,8 @@ def profile_lines(settings: Settings) -> str:
         fields = ", ".join(f"{key}={value}" for key, value in profile.fields.items())
         place = f"{profile.place.file}:{profile.place.line}"
         default = ["(the default)"] if name == settings.ini.get("profile") else []
-        said = [fields, place, profile.description, *default]
-        lines.append("  ".join([f"{name:<{width}}", *filter(None, said)]))
+        parts = [fields, place, profile.description, *default]
+        lines.append("  ".join([f"{name:<{width}}", *filter(None, parts)]))
     return "\n".join(lines) + "\n"
 
 
@@ -127,7 +128,7 @@ def _reproduction(case: Case, problem: Problem, seconds: float, until: float) ->
         found = reproduce(case.harness, problem, allow=case.policy.allow, expired=lambda: time.monotonic() > until)
     except NotReduced as reason:
         return f"none: {reason} (--kv-reduce={seconds:g})"
-    except Exception as error:  # noqa: BLE001 - a user's index or backend, replayed; the verdict must be told all the same
+    except Exception as error:  # noqa: BLE001 - a user's index or backend, replayed; the verdict must be reported all the same
         return f"none: the search ended in {type(error).__name__}: {error}"
     saved = _save(case, found)
     text = found.as_test(awaited_by=_awaited_by(case.item))
@@ -136,7 +137,7 @@ def _reproduction(case: Case, problem: Problem, seconds: float, until: float) ->
 
 
 def _awaited_by(item: pytest.Item) -> str | None:
-    """How a test like this one is awaited: by a plugin that wants this marker, or none (""); None: by itself."""
+    """Return the marker by which a plugin awaits a test like this one, "" for none; None: it awaits by itself."""
     for marker in ("asyncio", "anyio"):
         if item.get_closest_marker(marker) is not None:
             return marker
@@ -144,7 +145,7 @@ def _awaited_by(item: pytest.Item) -> str | None:
 
 
 def _save(case: Case, found: Reproduction) -> str:
-    """Write a reproduction as a scenario file, where that is wanted; what to say of it."""
+    """Write a reproduction as a scenario file, where that is wanted; returns the line about it."""
     wanted = case.item.config.stash[SETTINGS].get("save_scenario")
     if wanted is None:
         return ""
@@ -210,7 +211,7 @@ def _counts_text(counts: Mapping[str, int]) -> str:
 
 
 def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> str | None:
-    """What a run says of the events that it judged: tests, backends, events, warnings by rule; None: there were none.
+    """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None: there were none.
 
     Args:
         reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.
@@ -223,15 +224,15 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> st
     warnings: Counter[str] = Counter()
     engine_warnings: Counter[str] = Counter()
     for report in {each.nodeid: each for each in sorted(reports, key=lambda one: one.start)}.values():
-        said: dict[str, Any] = dict(report.user_properties)
-        if not said["kvmock.events"]:
+        properties: dict[str, Any] = dict(report.user_properties)
+        if not properties["kvmock.events"]:
             continue
         tests += 1
-        events += said["kvmock.events"]
-        if "kvmock.backend" in said:
-            backends.add(said["kvmock.backend"])
+        events += properties["kvmock.events"]
+        if "kvmock.backend" in properties:
+            backends.add(properties["kvmock.backend"])
         for key, counts in (("kvmock.warnings", warnings), ("kvmock.engine_warnings", engine_warnings)):
-            for part in said.get(key, "").split(", ") if key in said else ():
+            for part in properties.get(key, "").split(", ") if key in properties else ():
                 count, _, rule = part.partition(" ")
                 counts[rule] += int(count)
     if not tests:

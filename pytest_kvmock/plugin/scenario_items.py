@@ -1,4 +1,4 @@
-"""Scenario files (`*.kv.yaml`) as tests: collected where the ini setting `kvmock_scenarios` says, and nowhere else.
+"""Scenario files (`*.kv.yaml`) as tests, collected where the ini setting `kvmock_scenarios` matches.
 
 Each scenario is a test for each backend of its matrix, judged like any other test (`verdict.py`).
 """
@@ -14,10 +14,12 @@ import pytest
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.harness import RouterHarness
-from pytest_kvmock.plugin.fixtures import CASE, Case, let_waive
+from pytest_kvmock.plugin.case import Case, let_waive
+from pytest_kvmock.plugin.fixtures import CASE
 from pytest_kvmock.plugin.matrix import matrix_of
-from pytest_kvmock.plugin.options import SETTINGS, base_profile, default_backends, known_backends, profile_name
+from pytest_kvmock.plugin.options import default_backends, known_backends
 from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy, resolve_profile
+from pytest_kvmock.plugin.settings import SETTINGS, base_profile, profile_name
 from pytest_kvmock.scenarios import Scenario, ScenarioFailure, load_scenarios, play
 from pytest_kvmock.strict_yaml import Place, YamlError
 
@@ -52,10 +54,10 @@ class ScenarioCollector:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Deselect what the command line leaves out of the matrix."""
-        gone = [item for item in items if isinstance(item, ScenarioItem) and not item.is_wanted]
-        if gone:
-            items[:] = [item for item in items if item not in gone]
-            config.hook.pytest_deselected(items=gone)
+        deselected = [item for item in items if isinstance(item, ScenarioItem) and not item.is_wanted]
+        if deselected:
+            items[:] = [item for item in items if item not in deselected]
+            config.hook.pytest_deselected(items=deselected)
 
 
 class ScenarioFile(pytest.File):
@@ -143,21 +145,21 @@ class ScenarioItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Where it is: file, line from 0, name."""
+        """Return its file, line (from 0) and name."""
         return self.path, self._scenario.place.line - 1, self.name
 
 
 def _profile(scenario: Scenario, config: pytest.Config) -> EngineProfile:
-    """What a `kvmock` marker that says the same would make of it.
+    """Return the profile that a `kvmock` marker with the same keys would give.
 
     Raises:
         ValueError: an unknown profile, or fields that are out of range together.
     """
     settings = config.stash[SETTINGS]
-    said = dict(scenario.profile)
+    keywords = dict(scenario.profile)
     if scenario.base is not None:
-        said["profile"] = profile_name(scenario.base, settings.profiles)
-    return resolve_profile(base_profile(settings), (said,), settings.command_line, settings.profiles)
+        keywords["profile"] = profile_name(scenario.base, settings.profiles)
+    return resolve_profile(base_profile(settings), (keywords,), settings.command_line, settings.profiles)
 
 
 def _shown(path: Path, config: pytest.Config) -> str:

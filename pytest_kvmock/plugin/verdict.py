@@ -17,16 +17,16 @@ from pytest_kvmock.plugin.report import add_log, add_reproduction, record_proper
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
-    from pytest_kvmock.plugin.fixtures import Case
+    from pytest_kvmock.plugin.case import Case
 
 _OF_THE_END: Final = ("leaked_requests", "not_flushed")
 """Rules that a body breaks that does not come to its end."""
 
 
 class _Findings:
-    """What was found since the last look, sorted by what the test's policy makes of it."""
+    """The problems found since the last time, sorted by what the test's policy makes of them."""
 
-    __slots__ = ("errors", "fatal", "told", "unmet", "warnings")
+    __slots__ = ("errors", "fatal", "reported", "unmet", "warnings")
 
     def __init__(self, case: Case) -> None:
         verdict = case.harness.judge()
@@ -41,15 +41,15 @@ class _Findings:
         self.warnings = warnings
         self.unmet: list[str] = list(verdict.unmet)
         self.fatal: list[Problem] = []
-        self.told: list[Problem] = []
+        self.reported: list[Problem] = []
         for problems, reaction in ((self.errors, policy.event_errors), (warnings, policy.event_warnings)):
             if reaction == "fail":
                 self.fatal += problems
             elif reaction == "warn":
-                self.told += problems
+                self.reported += problems
         if self.errors and warnings:  # what came first is nearer to the cause, whatever its kind
             order = {id(problem): i for i, problem in enumerate(case.harness.events.problems)}
-            for problems in (self.fatal, self.told):
+            for problems in (self.fatal, self.reported):
                 problems.sort(key=lambda problem: order[id(problem)])
 
     @property
@@ -71,12 +71,12 @@ def judge_body(case: Case) -> None:
 
 
 def judge_failed_body(case: Case, failure: BaseException) -> None:
-    """Tell what a test whose body failed by itself should know: its failure stays the only one."""
+    """Add notes and the log to a test whose body failed by itself: its failure stays the only one."""
     from pytest_kvmock.hygiene.problem import KvEventsError
 
     if _keeps_its_outcome(failure):
         return
-    found = _tell(case, failure)
+    found = _add_note(case, failure)
     if case.policy.log != "none":
         add_log(case, "call", _first(found))
     if found is None:
@@ -103,15 +103,15 @@ def judge_late(case: Case) -> None:
 
 
 def judge_failed_teardown(case: Case, failure: BaseException) -> None:
-    """Tell what a test whose teardown failed by itself should know."""
+    """Add notes and the log to a test whose teardown failed by itself."""
     if case.passed and not _keeps_its_outcome(failure):
-        first = _first(_tell(case, failure))
+        first = _first(_add_note(case, failure))
         if first is not None and case.policy.log != "none":
             add_log(case, "teardown", first)
 
 
 def _look(case: Case, phase: str) -> _Findings:
-    """Look for what is wrong. What the user gave may raise then; the log is for that, too."""
+    """Collect the problems. An index or hook of the user's may raise then; the log is shown for that, too."""
     __tracebackhide__ = True
     try:
         return _Findings(case)
@@ -128,8 +128,8 @@ def _finish(case: Case, found: _Findings, phase: str) -> None:
     case.count(found.errors, found.warnings)
     record_properties(case)
     failure = failure_text(found.fatal, found.unmet, late=late) if found.is_failure else None
-    if found.told:
-        text = failure_text(found.told, late=late)
+    if found.reported:
+        text = failure_text(found.reported, late=late)
         try:
             case.item.warn(KvEventWarning(text))
         except KvEventWarning:
@@ -145,11 +145,11 @@ def _finish(case: Case, found: _Findings, phase: str) -> None:
 
 
 def _first(found: _Findings | None) -> Problem | None:
-    return None if found is None else next(iter(found.fatal + found.told), None)
+    return None if found is None else next(iter(found.fatal + found.reported), None)
 
 
-def _tell(case: Case, failure: BaseException) -> _Findings | None:
-    """Add a note to a failure of the test's own, if there is something to tell; None where it cannot be judged."""
+def _add_note(case: Case, failure: BaseException) -> _Findings | None:
+    """Add a note to a failure of the test's own, if a problem was found; None where it cannot be judged."""
     from pytest_kvmock.hygiene.report import failure_text
 
     try:
@@ -159,21 +159,21 @@ def _tell(case: Case, failure: BaseException) -> _Findings | None:
     # What the user gave, an index or a hook, may raise or fail, and is not why the test failed.
     except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 - as the comment says
         why = repr(error).removeprefix("kvmock: ")
-        if why not in str(failure):  # kv_events.check() may have said it
+        if why not in str(failure):  # kv_events.check() may have shown it
             failure.add_note(f"kvmock: the events could not be judged: {why}")
         return None
     case.count(found.errors, found.warnings)
     record_properties(case)
     first = _first(found)
     if first is not None:
-        first_line = failure_text(found.fatal + found.told).partition("\n")[0]
-        if first_line not in str(failure):  # kv_events.check() may have said it
+        first_line = failure_text(found.fatal + found.reported).partition("\n")[0]
+        if first_line not in str(failure):  # kv_events.check() may have shown it
             failure.add_note(f"kvmock: also {first_line}\n  known: {first.known}\n  right: {first.right}")
     return found
 
 
 def _is_expected(item: pytest.Item, failure: BaseException) -> bool:
-    """Whether an xfail mark says that the test fails so, as far as it can be told: what is attached is shown nowhere."""
+    """Return whether an xfail mark expects this failure, as far as can be found out: what is attached is shown nowhere."""
     if item.config.getoption("runxfail", False):
         return False
     for mark in item.iter_markers("xfail"):
@@ -187,7 +187,7 @@ def _is_expected(item: pytest.Item, failure: BaseException) -> bool:
 
 
 def _keeps_its_outcome(failure: BaseException) -> bool:
-    """Whether it is a skip, an xfail, or the end of the session. A note on a skip would leak into the summary."""
+    """Return whether a failure is a skip, an xfail, or the end of the session. A note on a skip would leak into the summary."""
     if isinstance(failure, pytest.skip.Exception | pytest.xfail.Exception | pytest.exit.Exception | KeyboardInterrupt):
         return True
     unittest = sys.modules.get("unittest")  # pytest takes its SkipTest for a skip, where it is loaded

@@ -1,1 +1,1 @@
-"""The router's side: the index of who holds what."""
+"""The router's side: the reference index of who holds which block, and the recovery of missed events."""

@@ -15,7 +15,7 @@ one node with several holders. The rules are those of Dynamo's `RadixTree` (kv-r
 
 It differs where 1.2.1 is wrong by accident. 1.2.1 takes two sets of workers of one size for the same set while it
 walks a query; this index intersects them. Its Cleared empties all ranks of the worker; here, as in 1.6.1, the one that
-said it (`semantics="e1"` brings the older rule back). Its dump does not end on a cycle; this one does.
+sent it (`semantics="e1"` brings the older rule back). Its dump does not end on a cycle; this one does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pytest_kvmock.router.tree import Node, Tree, WorkerRank
 
 
 class KvEventError(ValueError):
-    """An event contradicts what the index knows.
+    """An event contradicts what the index holds.
 
     Attributes:
         worker_id: the worker that sent it.
@@ -110,7 +110,7 @@ class InvalidBlockSequence(KvEventError):  # noqa: N818 - see above
 
 @dataclass(slots=True)
 class OverlapScores:
-    """How much of a query each worker holds.
+    """The depth to which each worker holds a query.
 
     Attributes:
         scores: leading blocks of the query that are cached, by `(worker_id, dp_rank)`; who has none is absent.
@@ -127,7 +127,7 @@ class RadixIndex:
     holds in another tier only, since offloaded children can come without their parents.
 
     Args:
-        semantics: None: a Cleared empties the rank that said it, in all tiers (Dynamo from 1.6). `"e1"`: it empties all ranks of
+        semantics: None: a Cleared empties the rank that sent it, in all tiers (Dynamo from 1.6). `"e1"`: it empties all ranks of
             that worker (Dynamo up to 1.3).
         count_copies: hold a block until it was removed as often as it was stored, for engines that publish copies (vLLM).
             Dynamo's tree does not count; a filter before it does (dynamo #8012). For engines that publish each block once
@@ -143,7 +143,7 @@ class RadixIndex:
         self._semantics: Literal["e1"] | None = semantics
         self._clear_all_ranks = semantics == "e1"
         # By worker, rank and tier: how often a block was stored and not removed since. A Stored that is refused counts
-        # too: the engine has what it says.
+        # too: the engine holds those blocks.
         self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
         self._device = Tree()
         self._trees = {tier: Tree() for tier in StorageTier} | {StorageTier.DEVICE: self._device}
@@ -153,7 +153,7 @@ class RadixIndex:
         return type(self)(semantics=self._semantics, count_copies=self._copies is not None)
 
     def apply(self, event: RouterEvent) -> None:
-        """Take one event.
+        """Apply one event.
 
         Raises:
             ParentBlockNotFound: a Stored whose parent the rank does not hold; nothing changed.
@@ -190,19 +190,19 @@ class RadixIndex:
             raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
 
     def _last_copies(self, where: tuple[WorkerRank, StorageTier], blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """Take one copy of each block; the blocks that have none left, and those that had none."""
+        """Drop one copy of each block; return the blocks that have none left, and those that had none."""
         assert self._copies is not None
         copies = self._copies.setdefault(where, Counter())
-        gone = []
+        last = []
         for block in blocks:
             copies[block] -= 1
             if copies[block] <= 0:
                 del copies[block]
-                gone.append(block)
-        return tuple(gone)
+                last.append(block)
+        return tuple(last)
 
     def _forget_copies(self, worker_id: int, dp_rank: int | None = None) -> None:
-        """Of a worker, or of one rank of it."""
+        """Drop the copies of a worker, or of one rank of it."""
         for where in [where for where in self._copies or () if where[0][0] == worker_id]:
             if dp_rank is None or where[0][1] == dp_rank:
                 assert self._copies is not None
@@ -236,7 +236,7 @@ class RadixIndex:
     def find_matches(
         self, local_hashes: Iterable[int], early_exit: bool = False, *, tier: StorageTier = StorageTier.DEVICE
     ) -> OverlapScores:
-        """How many leading blocks of a prompt each worker and rank holds.
+        """Find how many leading blocks of a prompt each worker and rank holds.
 
         Args:
             local_hashes: local hash of each block, in order from the first.
@@ -287,11 +287,11 @@ class RadixIndex:
 
     @property
     def workers(self) -> list[WorkerRank]:
-        """Who has stored and was not removed since, sorted; some may hold nothing now."""
+        """Workers and ranks that have stored and were not removed since, sorted; some may hold nothing now."""
         return sorted({key for tree in self._trees.values() for key in tree.ranks})
 
     def num_blocks(self, worker_id: int, dp_rank: int = 0, *, tier: StorageTier = StorageTier.DEVICE) -> int:
-        """How many blocks a worker and rank holds, orphans too; 0 for an unknown one."""
+        """Count the blocks that a worker and rank holds, orphans too; 0 for an unknown one."""
         rank = self._trees[StorageTier(tier)].ranks.get((worker_id, dp_rank))
         return len(rank.blocks) if rank is not None else 0
 

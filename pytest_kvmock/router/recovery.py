@@ -1,10 +1,10 @@
-"""Events that a router missed: what the worker can still tell of them, and when the router has to ask.
+"""Recovery of events that a router missed: what the worker still has of them, and when the router has to ask.
 
 Theory of operation. A worker keeps its last events in a ring, and a tree of all that they built (`LocalIndex`; Dynamo's
 `LocalKvIndexer`). A router keeps, for each worker and rank, the id of the last event that it has applied
-(`RouterCursor`). An id that is not the next one says that events are missing; then the router asks for those from the
-next one on, and gets them, or a dump of the tree where the ring no longer goes back that far. Neither calls anybody:
-the index answers what it is asked, the cursor says what to do.
+(`RouterCursor`). An id that is not the next one shows that events are missing; then the router asks for those from the
+next one on, and gets them, or a dump of the tree where the ring no longer reaches back that far. Neither calls the
+other: the index answers queries, the cursor returns what to do.
 
 The events of a dump have ids of their own, from 0 on. They are no ids of the worker, and a router that takes them for
 such asks again at every event (dynamo #7072).
@@ -28,13 +28,13 @@ from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.router.tree import WorkerRank
 
 RING: Final = 4096
-"""How many events a worker keeps, unless told otherwise (dynamo-mocker: its router harness)."""
+"""How many events a worker keeps by default (dynamo-mocker: its router harness)."""
 
 _log = logging.getLogger("pytest_kvmock.router")
 
 
 class WorkerQuery(NamedTuple):
-    """What a router asks a worker: `ask(*query)`.
+    """A query of a router to a worker: `ask(*query)`.
 
     Attributes:
         worker_id: which worker.
@@ -80,7 +80,7 @@ class TreeDump:
 
 @dataclass(frozen=True, slots=True)
 class TooNew:
-    """What was asked for has not been published yet.
+    """The answer to a query for events that have not been published yet.
 
     Attributes:
         requested_start: the first id that was asked for.
@@ -110,11 +110,11 @@ Answer: TypeAlias = Events | TreeDump | TooNew | InvalidRange
 
 
 class LocalIndex:
-    """What one rank of a worker keeps of its own events, for routers that missed some.
+    """The events that one rank of a worker keeps, for routers that missed some.
 
     Args:
         ring: how many of its last events it keeps.
-        semantics: None: an answer goes on to the newest event, whatever end was asked for, and begins at the last
+        semantics: None: an answer runs to the newest event, whatever end was asked for, and begins at the last
             Cleared in it (kv-router 1.2.1). `"e0"`: from the start to the end, as they were (before dynamo #8021).
 
     Raises:
@@ -136,7 +136,7 @@ class LocalIndex:
 
     @property
     def ring(self) -> int:
-        """How many events it keeps. Made smaller, it forgets the oldest."""
+        """Number of events that it keeps. Made smaller, it drops the oldest."""
         size = self._ring.maxlen
         assert size is not None
         return size
@@ -160,13 +160,13 @@ class LocalIndex:
 
         Args:
             event: the event.
-            shown: what a dump goes by in its place, where an engine publishes copies: a Removed of the blocks of which
+            shown: what the tree, and so a dump, takes in its place, where an engine publishes copies: a Removed of the blocks of which
                 no copy is left.
 
         Raises:
             TypeError: it is no `RouterEvent` with a Stored, Removed or Cleared.
         """
-        with suppress(KvEventError):  # kv-router: only the log tells; the ring has it
+        with suppress(KvEventError):  # kv-router: it is only logged; the ring has it
             self._tree.apply(shown or event)
         data, event_id = (shown or event).event.data, event.event.event_id
         if self.newest is not None and event_id != self.newest + 1:
@@ -242,7 +242,7 @@ def _id_of(event: RouterEvent) -> int:
 
 
 class RecoveryStep(NamedTuple):
-    """What a router has to do, in this order.
+    """The next actions of a router, in this order.
 
     Attributes:
         replace: forget all that is known of the worker's rank, first.
@@ -259,7 +259,7 @@ _NOTHING: Final = RecoveryStep()
 
 
 class _Rank:
-    """What is known of the ids of one worker and rank.
+    """The state of the ids of one worker and rank.
 
     Attributes:
         last: id of the last event that was applied; None before the first.
@@ -276,12 +276,12 @@ class _Rank:
 
 
 class RouterCursor:
-    """What a router does with event ids: which events to apply, which to drop, and when to ask the worker.
+    """Tracks event ids for a router: which events to apply, which to drop, and when to ask the worker.
 
     For each worker and rank by itself: the first event ever is applied, and the worker asked for all that it holds; an
     id up to the last is a duplicate and dropped; the next one is applied; beyond that events are missing, and the
     worker is asked for them. While a question is open, events wait: the answer has them, or they come after it. A
-    Cleared is an event as any other. (A Dynamo router applies it and goes on, whatever is missing before it.)
+    Cleared is an event as any other. (A Dynamo router applies it and continues, whatever is missing before it.)
 
     After an answer the cursor stands at the last id that it covers, or at that of the event that made the router ask,
     whichever is later; at a `last_event_id` for a dump, whose own ids mean nothing. A worker that has no answer is asked
@@ -298,7 +298,7 @@ class RouterCursor:
         return None if rank is None else rank.last
 
     def observe(self, event: RouterEvent) -> RecoveryStep:
-        """An event has arrived.
+        """Receive an event.
 
         Raises:
             TypeError: it is no `RouterEvent`.
@@ -325,11 +325,11 @@ class RouterCursor:
         return RecoveryStep(ask=rank.asked)
 
     def answered(self, query: WorkerQuery, answer: Answer | None) -> RecoveryStep:
-        """The worker has answered.
+        """Receive the answer of a worker.
 
         Args:
             query: what it was asked.
-            answer: what it said; None: it did not answer.
+            answer: its answer; None: it did not answer.
 
         Raises:
             TypeError: it is no query, or no answer.
@@ -361,7 +361,7 @@ class RouterCursor:
     def _catch_up(
         rank: _Rank, held: dict[int, RouterEvent], query: WorkerQuery, apply: list[RouterEvent]
     ) -> WorkerQuery | None:
-        """Go on with the events that waited for an answer; return what to ask next, where more are missing."""
+        """Apply the events that waited for an answer; return what to ask next, where more are missing."""
         assert rank.last is not None
         helped = query.start is None or rank.last >= query.start  # else asking again would be for ever
         for event_id in sorted(held):
@@ -376,9 +376,9 @@ class RouterCursor:
         return None
 
     def forget(self, worker_id: int, dp_rank: int | None = None) -> None:
-        """A worker, or one rank of it, is gone or begins anew: its next event is the first ever.
+        """Forget a worker, or one rank of it, that was removed or restarted: its next event is the first ever.
 
-        Nobody can tell a restart that is not announced from duplicates: the ids begin at 0 again, and are dropped.
+        A restart that is not announced looks like duplicates: the ids begin at 0 again, and are dropped.
         """
         for key in list(self._ranks):
             if key[0] == worker_id and dp_rank in (None, key[1]):

@@ -64,7 +64,7 @@ class Node:
 class Run:
     """A stretch of a chain with the same holders throughout, noted by a query, so that the next compares it at once.
 
-    It ends with the first change of a node in it; but it only gets shorter when its last block goes, as it does in a
+    It ends with the first change of a node in it; but it only gets shorter when its last block is removed, as happens in a
     cache that drops leaves first.
 
     Attributes:
@@ -89,7 +89,7 @@ class Run:
             node.run = self
 
     def change(self, node: Node) -> None:
-        """A node of it has other holders now."""
+        """Shorten or end the run: a node of it has other holders now."""
         if node is self.nodes[-1] and self.locals:
             self.nodes.pop()
             self.locals.pop()
@@ -98,13 +98,13 @@ class Run:
             self.end()
 
     def end(self) -> None:
-        """Its nodes are in no run any more."""
+        """End the run: its nodes are in none any more."""
         for node in self.nodes:
             node.run = None
 
 
 class Rank:
-    """What one worker and rank holds in one tier.
+    """The blocks that one worker and rank holds in one tier.
 
     Attributes:
         key: who it is.
@@ -201,7 +201,7 @@ class Tree:
 
     @staticmethod
     def _store_new(rank: Rank, parent: Node, data: Stored) -> bool:
-        """Store a chain of which nothing is known, as nearly all that is stored; whether it is one."""
+        """Store a chain of new blocks, as nearly all are; returns whether it is one."""
         hashes, locals_, blocks = data.block_hashes, data.tokens_hashes, rank.blocks
         if (
             not hashes
@@ -256,7 +256,7 @@ class Tree:
     def find(self, local_hashes: Iterable[int], early_exit: bool) -> dict[WorkerRank, int]:
         """Depths of a query (`RadixIndex.find_matches`).
 
-        It goes from run to run while it can, then block by block: a step compares one hash, and the holders of the
+        It walks from run to run while it can, then block by block: a step compares one hash, and the holders of the
         block with those of the one before. What is walked block by block is noted as runs.
         """
         hashes = local_hashes if type(local_hashes) is list else list(local_hashes)

@@ -12,6 +12,7 @@ from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, St
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.log import Expectation
 from pytest_kvmock.hygiene.report import problem_text
+from pytest_kvmock.plh import lineage_hash
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import (
     Clear,
@@ -25,7 +26,7 @@ from pytest_kvmock.programs.operations import (
     Resume,
     Serve,
 )
-from pytest_kvmock.tokens import Prompt, lineage_hash
+from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

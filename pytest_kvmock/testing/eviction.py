@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.cache.pool import EvictionPolicy
+from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy
 from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.plh import lineage_hash
 from pytest_kvmock.testing.drafts import play, random_traffic
 from pytest_kvmock.testing.slots import Life, Slots, filled_by_manager, slot_names
 from pytest_kvmock.testing.subject import call_with, check_offers, refuse
-from pytest_kvmock.tokens import lineage_hash
 
 
 class EvictionContract:
@@ -107,7 +107,7 @@ class EvictionContract:
         """A match of an active block may count for its order, and for nothing else."""
         slots = self._start()
         first, second = slots.roots(2)
-        slots.policy.touch(first)
+        slots.policy._on_touch(first)
         slots.expect_evictable([])
         slots.free([first, second])
         slots.expect_evicted([1, 2], 2)
@@ -160,16 +160,16 @@ class EvictionContract:
         assert expected == gone, f"evicted one by one there went {expected}; evict(7) gave {gone}"
 
     def test_blocks_freed_one_by_one_go_as_those_freed_together(self) -> None:
-        """insert_one(slot) is insert((slot,)), and that n times is insert of n."""
+        """_insert_one(slot) is insert((slot,)), and that n times is insert of n."""
         together, single, one = self._start(), self._start(), self._start()
         freed = [slots.chain(4)[::-1] + slots.roots(2) for slots in (together, single, one)]
         together.policy.insert(freed[0])
         for slot in freed[1]:
             single.policy.insert([slot])
         for slot in freed[2]:
-            one.policy.insert_one(slot)
+            one.policy._insert_one(slot)
         expected = slot_names(together.policy.evict(6))
-        for how, slots in (("insert, one at a time,", single), ("insert_one", one)):
+        for how, slots in (("insert, one at a time,", single), ("_insert_one", one)):
             gone = slot_names(slots.policy.evict(6))
             assert expected == gone, f"freed by one insert there went {expected}; freed by {how} there went {gone}"
 
@@ -230,7 +230,7 @@ class EvictionContract:
         """A policy writes `place` and `above`, and nothing else."""
         slots = self._start()
         chain = slots.chain(4)
-        slots.policy.touch(chain[0])
+        slots.policy._on_touch(chain[0])
         slots.free(chain[::-1])
         slots.hold(chain[:2])
         slots.free(chain[:2][::-1])
@@ -258,15 +258,17 @@ class EvictionContract:
         mine.expect_evictable([1, 2, 3])
 
     def test_a_look_up_by_place_finds_no_other_block(self) -> None:
-        """`find` is for hashes that are not registered; with places of their own no two blocks are at odds."""
+        """`_find` is for hashes that are not registered; with places of their own no two blocks are at odds."""
         slots = self._start()
         policy = slots.policy
         slots.free(slots.chain(4)[::-1])
         unknown = lineage_hash(999, 998, 2)
-        assert policy.find(unknown) is None, f"find of a hash that nobody has gave {policy.find(unknown)}"
-        assert 0 == policy.collisions, f"collisions is {policy.collisions} where each block has a place of its own"
+        assert policy._find(unknown) is None, f"find of a hash that nobody has gave {policy._find(unknown)}"
+        assert 0 == policy._collisions, f"collisions is {policy._collisions} where each block has a place of its own"
         active = slots.chain(2)
-        assert policy.refused(active) is None, f"refused gave {policy.refused(active)}, which can be inserted"
+        assert policy._first_refused(active) is None, (
+            f"refused gave {policy._first_refused(active)}, which can be inserted"
+        )
 
     def test_no_block_is_lost_or_doubled_in_a_long_life(self) -> None:
         """Requests come and go; what can go is what nobody holds, and all of that."""
@@ -280,6 +282,6 @@ class EvictionContract:
 
     def _manager_world(self) -> RouterHarness:
         spec = BackendSpec.of_policy(
-            "under-contract", lambda _: self._new(), follows=type(self).__name__, prefix_closed=self.prefix_closed
+            "under-contract", lambda _: self._new(), models=type(self).__name__, prefix_closed=self.prefix_closed
         )
         return RouterHarness(EngineProfile(block_size=4, num_blocks=self.capacity), spec)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.engine.traits import Traits
+from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.harness.under_test import IndexUnderTest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from pytest_kvmock.cache.pool import EvictionPolicy, Slot
-from pytest_kvmock.tokens import lineage_fragment, lineage_hash, lineage_position
+from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
+from pytest_kvmock.plh import lineage_fragment, lineage_hash, lineage_position
 
 
 def slot_names(slots: Sequence[Slot]) -> list[int]:
@@ -57,8 +57,8 @@ class Slots:
             self.parents[slot.name] = None if parent is None else parent.name
             parent = slot
         policy = self.policy
-        places = policy.free_places([slot.plh for slot in slots]) if policy.finds_by_place else None
-        policy.register(slots, places)
+        places = policy._free_places([slot.plh for slot in slots]) if policy._finds_by_place else None
+        policy._on_register(slots, places)
         return slots
 
     def free(self, slots: Sequence[Slot]) -> None:
@@ -162,6 +162,6 @@ class Life:
                 idle.append(slot)
         if one_by_one:
             for slot in idle:
-                policy.insert_one(slot)
+                policy._insert_one(slot)
         elif idle:
             policy.insert(idle)

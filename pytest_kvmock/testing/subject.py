@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 import pytest
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec, known_backends
-from pytest_kvmock.cache.manager import KvManager, unlike
+from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
 from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.harness.router_harness import RouterHarness
 
@@ -37,7 +37,7 @@ def check_offers(contract: object, subject: object, protocol: type, made_by: str
         made_by: who made it, for the message.
     """
     __tracebackhide__ = True
-    wrong = unlike(subject, protocol)
+    wrong = protocol_mismatch(subject, protocol)
     if wrong is not None:
         refuse(contract, f"{made_by} gave {wrong}")
 

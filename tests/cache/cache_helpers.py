@@ -4,15 +4,15 @@ import random
 from dataclasses import dataclass, field
 from uuid import UUID
 
-from pytest_kvmock.cache.eviction.lineage import LineagePolicy
-from pytest_kvmock.cache.eviction.lru import LruPolicy
-from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
-from pytest_kvmock.cache.logical import LogicalManager
+from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.eviction.multi_lru import MultiLruPolicy
+from pytest_kvmock.cache.dynamo.logical import LogicalManager
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
 from pytest_kvmock.moves import Deref, Promote, Use
+from pytest_kvmock.plh import lineage_hash
 from pytest_kvmock.sinks import CapturingSink
-from pytest_kvmock.tokens import lineage_hash
 
 POLICIES = {
     "lineage": lambda num_blocks: LineagePolicy(),

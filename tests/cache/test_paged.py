@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import KVCacheManager, PagedRequest, Prompt
+from pytest_kvmock import PagedCacheManager, PagedRequest, Prompt
 
 
 def request_of(num_prompt_tokens, request_id="req-1"):
@@ -24,7 +24,7 @@ def state_of(manager):
 
 
 def test_a_manager_has_the_blocks_that_fit_into_its_capacity():
-    manager = KVCacheManager(16000, 16, 100, False)
+    manager = PagedCacheManager(16000, 16, 100, False)
     assert 16 == manager.block_size
     assert 10 == manager.total_blocks
     assert 10 == manager.num_free_blocks
@@ -32,7 +32,7 @@ def test_a_manager_has_the_blocks_that_fit_into_its_capacity():
 
 
 def test_blocks_are_allocated_for_what_a_request_lacks():
-    manager = KVCacheManager(16000, 16, 100, False)
+    manager = PagedCacheManager(16000, 16, 100, False)
     request = request_of(32)
     blocks = manager.allocate_blocks(request, 32)
     assert 2 == len(blocks)
@@ -45,13 +45,13 @@ def test_blocks_are_allocated_for_what_a_request_lacks():
 
 
 def test_what_does_not_fit_is_not_allocated():
-    manager = KVCacheManager(1600, 16, 100, False)
+    manager = PagedCacheManager(1600, 16, 100, False)
     assert 1 == manager.total_blocks
     assert manager.allocate_blocks(request_of(32), 32) is None
 
 
 def test_freed_blocks_are_free():
-    manager = KVCacheManager(16000, 16, 100, False)
+    manager = PagedCacheManager(16000, 16, 100, False)
     blocks = manager.allocate_blocks(request_of(32), 32)
     assert 8 == manager.num_free_blocks
     manager.free_blocks(blocks)
@@ -60,7 +60,7 @@ def test_freed_blocks_are_free():
 
 
 def test_utilization_is_the_share_in_use():
-    manager = KVCacheManager(16000, 16, 100, False)
+    manager = PagedCacheManager(16000, 16, 100, False)
     assert 0.0 == manager.utilization
     blocks = manager.allocate_blocks(request_of(32), 32)
     assert abs(0.2 - manager.utilization) < 1e-10
@@ -69,7 +69,7 @@ def test_utilization_is_the_share_in_use():
 
 
 def test_a_prompt_that_was_missed_is_hit():
-    manager = KVCacheManager(16000, 16, 100, True)
+    manager = PagedCacheManager(16000, 16, 100, True)
     first = request_of(16)
     first.kv_blocks.extend(manager.allocate_blocks(first, 16))
     assert 0 == manager.check_prefix_cache(first)
@@ -94,7 +94,7 @@ def test_a_prompt_that_was_missed_is_hit():
     ],
 )
 def test_capacity_in_bytes_is_whole_blocks(capacity, block_size, bytes_per_token, total):
-    manager = KVCacheManager(capacity, block_size, bytes_per_token)
+    manager = PagedCacheManager(capacity, block_size, bytes_per_token)
     assert total == manager.total_blocks == manager.num_free_blocks
     assert [total - 1] == manager.allocate_blocks(request_of(1), 1)
 
@@ -117,7 +117,7 @@ def test_capacity_in_bytes_is_whole_blocks(capacity, block_size, bytes_per_token
     ],
 )
 def test_a_request_needs_blocks_for_all_its_tokens_but_those_that_it_has(computed, has, tokens, needed):
-    manager = KVCacheManager(160, 16, 1)
+    manager = PagedCacheManager(160, 16, 1)
     request = PagedRequest("r", 0, 0.0, 32, 50, computed, manager.allocate_blocks(request_of(1), 16 * has))
     free = manager.num_free_blocks
     blocks = manager.allocate_blocks(request, tokens)
@@ -127,7 +127,7 @@ def test_a_request_needs_blocks_for_all_its_tokens_but_those_that_it_has(compute
 
 
 def test_the_highest_id_comes_first_and_then_what_came_back_last():
-    manager = KVCacheManager(5, 1, 1)
+    manager = PagedCacheManager(5, 1, 1)
     request = request_of(1)
     assert [4, 3, 2] == manager.allocate_blocks(request, 3)
     manager.free_blocks([4, 2])
@@ -138,7 +138,7 @@ def test_the_highest_id_comes_first_and_then_what_came_back_last():
 
 
 def test_a_shared_block_is_free_when_all_let_it_go():
-    manager = KVCacheManager(4, 1, 1)
+    manager = PagedCacheManager(4, 1, 1)
     blocks = manager.allocate_blocks(request_of(2), 2)
     manager.reference_blocks([3, 3])
     manager.free_blocks(blocks)
@@ -166,7 +166,7 @@ def cached(request_id, num_prompt_tokens, *kv_blocks):
     ],
 )
 def test_a_prompt_is_known_by_id_and_length(asked, found):
-    manager = KVCacheManager(1600, 16, 1, True)
+    manager = PagedCacheManager(1600, 16, 1, True)
     for request in (cached("a", 40, 9), cached("short", 5, 8), cached("no blocks", 40)):
         assert 0 == manager.check_prefix_cache(request)
     assert found == manager.check_prefix_cache(asked)
@@ -174,7 +174,7 @@ def test_a_prompt_is_known_by_id_and_length(asked, found):
 
 
 def test_what_is_known_stays_known_when_its_blocks_are_free():
-    manager = KVCacheManager(1600, 16, 1, True)
+    manager = PagedCacheManager(1600, 16, 1, True)
     request = request_of(16)
     request.kv_blocks.extend(manager.allocate_blocks(request, 16))
     manager.check_prefix_cache(request)
@@ -183,7 +183,7 @@ def test_what_is_known_stays_known_when_its_blocks_are_free():
 
 
 def test_without_prefix_caching_nothing_is_found_or_counted():
-    manager = KVCacheManager(1600, 16, 1)
+    manager = PagedCacheManager(1600, 16, 1)
     request = cached("a", 40, 9)
     assert [0, 0] == [manager.check_prefix_cache(request) for _ in range(2)]
     assert (0, 0) == (manager.num_prefix_cache_hits, manager.num_prefix_cache_misses)
@@ -196,7 +196,7 @@ class Schedule:
     """Requests over a manager, beside a plain list as its stack of free blocks."""
 
     def __init__(self, total_blocks, block_size):
-        self.manager = KVCacheManager(total_blocks * block_size, block_size, 1)
+        self.manager = PagedCacheManager(total_blocks * block_size, block_size, 1)
         self.stack = list(range(total_blocks))
         self.requests = {}
 
@@ -250,7 +250,7 @@ def test_in_any_schedule_blocks_are_conserved_and_come_from_the_top_of_the_stack
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 5), max_size=4))
 def test_freeing_takes_all_of_a_list_or_nothing(freed, shared):
-    manager = KVCacheManager(6, 1, 1)
+    manager = PagedCacheManager(6, 1, 1)
     in_use = manager.allocate_blocks(request_of(1), 4)
     shared = [block for block in shared if block in in_use]
     manager.reference_blocks(shared)
@@ -288,7 +288,7 @@ def test_freeing_takes_all_of_a_list_or_nothing(freed, shared):
 )
 def test_a_manager_that_cannot_be_is_refused(arguments, said):
     with pytest.raises(ValueError) as error:
-        KVCacheManager(*arguments)
+        PagedCacheManager(*arguments)
     assert said == str(error.value)
 
 
@@ -370,7 +370,7 @@ def spoilt(**fields):
     ],
 )
 def test_what_would_spoil_its_state_is_refused_and_changes_nothing(call, said):
-    manager = KVCacheManager(160, 16, 1, True)
+    manager = PagedCacheManager(160, 16, 1, True)
     manager.allocate_blocks(request_of(32), 32)
     before = state_of(manager)
     with pytest.raises(ValueError) as error:
@@ -381,6 +381,6 @@ def test_what_would_spoil_its_state_is_refused_and_changes_nothing(call, said):
 
 
 def test_it_shows_how_full_it_is():
-    manager = KVCacheManager(160, 16, 1)
+    manager = PagedCacheManager(160, 16, 1)
     manager.allocate_blocks(request_of(1), 17)
-    assert "<KVCacheManager: 8 of 10 blocks free>" == repr(manager)
+    assert "<PagedCacheManager: 8 of 10 blocks free>" == repr(manager)

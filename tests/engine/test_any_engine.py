@@ -14,7 +14,7 @@ from pytest_kvmock.testing.drafts import Player
 CAPACITY, SIZE = 8, 4
 ENGINES = {
     **BACKENDS,
-    "hash_cache_strict": BACKENDS["hash_cache"].but("hash_cache_strict", prefix_closed=True, strict=True),
+    "hash_cache_strict": BACKENDS["hash_cache"].variant("hash_cache_strict", prefix_closed=True, strict=True),
 }
 
 MAY_WARN = {

@@ -181,7 +181,7 @@ def test_clear_keeps_the_queue_and_says_so_once(worker):
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
 )
 def test_a_variant_is_judged_by_its_own_hashes(options):
-    spec = BACKENDS["vllm"].but("mine", **options)
+    spec = BACKENDS["vllm"].variant("mine", **options)
     with RouterHarness(EngineProfile(block_size=4, num_blocks=8), spec) as kv:
         worker = kv.worker(0)
         for _ in range(6):

@@ -7,8 +7,8 @@ import pytest
 
 from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, OutOfBlocks, Prompt, RouterHarness, create_manager
 from pytest_kvmock.cache.hashed import HashChain
-from pytest_kvmock.cache.radix import RadixCacheManager
-from pytest_kvmock.cache.sglang_hashes import SglangHasher
+from pytest_kvmock.cache.sglang.hashes import SglangHasher
+from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 from pytest_kvmock.engine.radix_driver import RadixDriver
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Cleared, Removed, Stored
@@ -208,7 +208,7 @@ def test_it_drives_a_radix_cache_of_plain_tokens_and_nothing_else():
 
 
 def test_another_policy_is_another_backend():
-    lfu = BACKENDS["sglang"].but("sglang_lfu", policy="lfu")
+    lfu = BACKENDS["sglang"].variant("sglang_lfu", policy="lfu")
     with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=4), lfu) as kv:
         worker = kv.worker(0)
         for tokens in (prompt(1), prompt(1), prompt(2), prompt(3, 4)):

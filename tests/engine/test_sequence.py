@@ -7,7 +7,8 @@ import pytest
 
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.moves import Deref, Promote, Use
-from pytest_kvmock.tokens import Prompt, TokenBlockSequence, block_hashes, lineage_hash, sequence_hashes
+from pytest_kvmock.plh import lineage_hash
+from pytest_kvmock.tokens import Prompt, TokenBlockSequence, block_hashes, sequence_hashes
 
 
 def is_partial_use(move):

@@ -16,7 +16,7 @@ from pytest_kvmock.sinks import CapturingSink
 
 CAPACITY, SIZE = 3, 2
 SPECS = {spec.name: spec for spec in BACKENDS.values() if spec.in_matrix or spec.name == "hash_cache"}
-SPECS["strict"] = SPECS["hash_cache"].but("strict", prefix_closed=True, strict=True)
+SPECS["strict"] = SPECS["hash_cache"].variant("strict", prefix_closed=True, strict=True)
 """The backends that take moves."""
 
 tokens = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=4)  # few different ones, so that requests meet

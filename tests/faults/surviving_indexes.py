@@ -29,15 +29,15 @@ class AsksTheWorker:
                     said.clear()
                 said.append(RouterEvent(worker.worker_id, event))
 
-        outlet = worker._outlet
-        inner, tap = outlet.sink, Tap()
+        recorder = worker._recorder
+        inner, tap = recorder.sink, Tap()
 
         class Both:
             def publish(self, *said):
                 tap.publish(*said)
                 inner.publish(*said)
 
-        outlet.sink = Both()
+        recorder.sink = Both()
 
     def apply(self, event):
         key, event_id = (event.worker_id, event.event.dp_rank), event.event.event_id

@@ -15,7 +15,7 @@ import pytest
 from peer import engine
 
 from pytest_kvmock import Prompt, create_manager
-from pytest_kvmock.cache.radix_tree import POLICIES
+from pytest_kvmock.cache.sglang.radix_tree import POLICIES
 from pytest_kvmock.engine.radix_driver import RadixDriver
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.sinks import CapturingSink
@@ -150,7 +150,7 @@ class Ours:
     def admit(self, tokens, priority):
         request = self.driver.open(Prompt(tokens))
         request.priority = priority
-        needed, available = self.driver.shortage(request)
+        needed, available = self.driver.blocks_needed(request)
         if needed > available:
             return None
         self.driver.admit(request, len(request))

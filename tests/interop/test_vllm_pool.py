@@ -12,7 +12,7 @@ import pytest
 from peer import engine
 
 from pytest_kvmock import Prompt, create_manager
-from pytest_kvmock.cache.vllm_hashes import ExtraKeys
+from pytest_kvmock.cache.vllm.hashes import ExtraKeys
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.sinks import CapturingSink
 

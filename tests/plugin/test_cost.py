@@ -26,7 +26,7 @@ LIGHT = {
     "pytest_kvmock.plugin.hookspecs",
     "pytest_kvmock.plugin.matrix",
     "pytest_kvmock.plugin.options",
-    "pytest_kvmock.plugin.precedence",
+    "pytest_kvmock.plugin.settings",
 }
 
 

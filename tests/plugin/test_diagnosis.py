@@ -40,8 +40,8 @@ def test(kv_sink):
 FAULTY_BACKEND = """
 from types import MappingProxyType
 from pytest_kvmock import KvCacheEvent, Removed, backends
-from pytest_kvmock.cache.eviction.lru import LruPolicy
-from pytest_kvmock.cache.logical import LogicalManager
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.logical import LogicalManager
 
 class Sink:
     'Does not name the last of more than two blocks that are evicted at once.'

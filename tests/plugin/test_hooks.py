@@ -14,10 +14,10 @@ BUILT_IN = [f"test[{name}]" for name in MATRIX]
 MINE = """\
 import pytest
 from pytest_kvmock import BackendSpec
-from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 
 def spec(name="mine", **fields):
-    return BackendSpec.of_policy(name, lambda num_blocks: LruPolicy(), follows="nobody", **fields)
+    return BackendSpec.of_policy(name, lambda num_blocks: LruPolicy(), models="nobody", **fields)
 
 """
 HOOK = "@pytest.hookimpl(optionalhook=True)\ndef pytest_kvmock_backends(config): return "

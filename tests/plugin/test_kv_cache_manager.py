@@ -4,10 +4,10 @@
 def test_it_has_the_sizes_of_the_tests_profile(nested):
     result = nested(
         """
-        from pytest_kvmock import KVCacheManager, PagedRequest
+        from pytest_kvmock import PagedCacheManager, PagedRequest
 
         def test_default(kv_cache_manager, kv_profile):
-            assert isinstance(kv_cache_manager, KVCacheManager)
+            assert isinstance(kv_cache_manager, PagedCacheManager)
             sizes = kv_cache_manager.total_blocks, kv_cache_manager.block_size
             assert sizes == (kv_profile.num_blocks, kv_profile.block_size) == (256, 16)
             assert kv_cache_manager.enable_prefix_caching

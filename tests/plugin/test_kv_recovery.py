@@ -2,7 +2,8 @@
 
 INDEX = """
 from contextlib import suppress
-from pytest_kvmock import KvEventError, RadixIndex, RouterCursor, TreeDump
+from pytest_kvmock import KvEventError, RadixIndex
+from pytest_kvmock.recovery import RouterCursor, TreeDump
 
 class Recovering:
     def __init__(self, ask):

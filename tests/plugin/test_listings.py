@@ -94,7 +94,7 @@ def test_list_backends(nested):
 
     assert 0 == result.ret
     not_run = {name: "" if spec.in_matrix else " (not in the matrix of this run)" for name, spec in BACKENDS.items()}
-    assert [(name, spec.follows + not_run[name]) for name, spec in BACKENDS.items()] == [
+    assert [(name, spec.models + not_run[name]) for name, spec in BACKENDS.items()] == [
         tuple(part.strip() for part in line.split("  ", 1)) for line in result.outlines
     ]
 

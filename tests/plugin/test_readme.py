@@ -218,5 +218,5 @@ def test_the_table_of_engines_has_all_of_them():
     said = {name: row for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     assert list(BACKENDS) == list(said)
     for name, (_, engine, default) in said.items():
-        assert BACKENDS[name].follows.startswith(engine.partition(",")[0].partition(";")[0]), name
+        assert BACKENDS[name].models.startswith(engine.partition(",")[0].partition(";")[0]), name
         assert ("yes" if BACKENDS[name].in_matrix else "no") == default, name

@@ -3,8 +3,8 @@
 from contextlib import suppress
 
 from pytest_kvmock.backends import BackendSpec
-from pytest_kvmock.cache.eviction.lru import LruPolicy
-from pytest_kvmock.cache.logical import LogicalManager
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.logical import LogicalManager
 from pytest_kvmock.events import KvCacheEvent, Removed, Stored
 from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import block_hashes

@@ -18,8 +18,8 @@ from pytest_kvmock import (
     Stored,
     reproduce,
 )
-from pytest_kvmock.cache.eviction.lru import LruPolicy
-from pytest_kvmock.cache.logical import LogicalManager
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.logical import LogicalManager
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import (
     Burst,

@@ -5,10 +5,11 @@ from uuid import UUID
 
 from contract_runs import Mutants
 
-from pytest_kvmock import Cleared, Deref, KvCacheEvent, MoveError, Promote, Removed, Stored, Use
-from pytest_kvmock.cache.eviction.lru import LruPolicy
-from pytest_kvmock.cache.logical import LogicalManager
-from pytest_kvmock.cache.manager import Publisher
+from pytest_kvmock import Cleared, KvCacheEvent, Removed, Stored
+from pytest_kvmock.cache.base import Publisher
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.logical import LogicalManager
+from pytest_kvmock.moves import Deref, MoveError, Promote, Use
 from pytest_kvmock.testing import ManagerContract
 
 MANAGERS = Mutants(ManagerContract)

@@ -4,10 +4,10 @@ from itertools import count
 
 from contract_runs import Mutants
 
-from pytest_kvmock.cache.eviction.lru import LruPolicy
-from pytest_kvmock.cache.pool import Slot
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.eviction.policy import Slot
+from pytest_kvmock.plh import lineage_position
 from pytest_kvmock.testing import EvictionContract
-from pytest_kvmock.tokens import lineage_position
 
 POLICIES = Mutants(EvictionContract)
 
@@ -38,7 +38,7 @@ class ForgetsThatABlockIsReused(Lru):
         def insert(self, slots):
             self.all += slots
 
-        def insert_one(self, slot):
+        def _insert_one(self, slot):
             self.insert([slot])
 
         def remove(self, slots):
@@ -126,21 +126,21 @@ class TurnsWhenLookedAt(Lru):
 )
 class ForgetsWhatIsFreedAlone(Lru):
     class Subject(LruPolicy):
-        def insert_one(self, slot):
+        def _insert_one(self, slot):
             pass
 
 
 @POLICIES.breaks("test_a_block_in_use_is_not_evictable", "test_a_slot_may_be_registered_anew")
 class TakesWhatIsRegisteredForIdle(Lru):
     class Subject(LruPolicy):
-        def register(self, slots, places=None):
+        def _on_register(self, slots, places=None):
             self.insert(slots)
 
 
 @POLICIES.breaks("test_a_touch_makes_nothing_evictable")
 class TakesATouchForAFree(Lru):
     class Subject(LruPolicy):
-        def touch(self, slot):
+        def _on_touch(self, slot):
             self.insert([slot])
 
 
@@ -191,5 +191,5 @@ class GoesEachTimeAnotherWay(Lru):
 @POLICIES.breaks("test_a_look_up_by_place_finds_no_other_block")
 class FindsAnything(Lru):
     class Subject(LruPolicy):
-        def find(self, plh):
+        def _find(self, plh):
             return next(iter(self.order()), None)

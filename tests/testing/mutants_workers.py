@@ -6,10 +6,11 @@ from contract_runs import Mutants
 from mutants_managers import ForgetsRemoved, Spoilt
 from mutants_policies import TakesWhatIsRegisteredForIdle
 
-from pytest_kvmock import Deref, MoveError, Prompt, StorageTier
-from pytest_kvmock.cache.pool import BlockPool
+from pytest_kvmock import Prompt, StorageTier
+from pytest_kvmock.cache.dynamo.pool import BlockPool
+from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.engine.move_driver import MoveDriver
-from pytest_kvmock.engine.traits import Traits
+from pytest_kvmock.moves import Deref, MoveError
 from pytest_kvmock.testing import WorkerContract
 
 WORKERS = Mutants(WorkerContract)
@@ -45,7 +46,7 @@ class Lru(WorkerContract):
 )
 class FindsEveryPrompt(Lru):
     class Subject(MoveDriver):
-        def look(self, prompt):
+        def lookup(self, prompt):
             return prompt.length(self.manager.block_size)
 
 
@@ -57,15 +58,15 @@ class FindsEveryPrompt(Lru):
 )
 class ForgetsTheLastBlock(Lru):
     class Subject(MoveDriver):
-        def look(self, prompt):
-            return max(0, super().look(prompt) - self.manager.block_size)
+        def lookup(self, prompt):
+            return max(0, super().lookup(prompt) - self.manager.block_size)
 
 
 @WORKERS.breaks("test_a_prompt_that_is_cached_whole_is_reused")
 class NeverReusesAWholePrompt(Lru):
     class Subject(MoveDriver):
-        def look(self, prompt):
-            found = super().look(prompt)
+        def lookup(self, prompt):
+            found = super().lookup(prompt)
             return found if found < prompt.length(self.manager.block_size) else 0
 
 
@@ -95,8 +96,8 @@ class NeedsTokens(Lru):
 @WORKERS.breaks("test_a_look_touches_nothing")
 class LooksWithItsHands(Lru):
     class Subject(MoveDriver):
-        def look(self, prompt):
-            found = super().look(prompt)
+        def lookup(self, prompt):
+            found = super().lookup(prompt)
             held = [b for b in prompt.sequence_hashes(self.manager.block_size) if b in self.manager.inactive_blocks()]
             if held:
                 self.manager.use(held)
@@ -137,7 +138,7 @@ class ClearsNothing(Lru):
 )
 class AdmitsWhatDoesNotFit(Lru):
     class Subject(MoveDriver):
-        def shortage(self, request):
+        def blocks_needed(self, request):
             return 0, 1
 
 

@@ -5,7 +5,7 @@ from contract_runs import failure_of, names_of_tests
 
 from pytest_kvmock import KvEventsError, RadixIndex
 from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
-from pytest_kvmock.cache.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
 
@@ -16,6 +16,13 @@ def subject(contract, **body):
 class NoFind:
     def apply(self, event):
         pass
+
+
+class LooksLikeAPolicy:
+    insert = remove = evict = order = clear = lambda self, *args: []
+
+    def __repr__(self):
+        return "looks like one"
 
 
 class Full(RadixIndex):
@@ -30,10 +37,11 @@ CASES = [
     ),
     (
         subject(EvictionContract, make_policy=lambda self: {}),
-        (
-            "make_policy gave {} (dict), which is no EvictionPolicy: it has no finds_by_place, collisions, register, touch, "
-            "insert, insert_one and 6 more"
-        ),
+        "make_policy gave {} (dict), which is no EvictionPolicy: it has no insert, remove, evict, order",
+    ),
+    (
+        subject(EvictionContract, make_policy=lambda self: LooksLikeAPolicy()),
+        "make_policy gave looks like one (LooksLikeAPolicy), which does not derive from EvictionPolicy",
     ),
     (
         subject(EvictionContract, make_policy=lambda self: LruPolicy),

@@ -2,10 +2,10 @@
 
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
 from pytest_kvmock.backends import backend_spec
-from pytest_kvmock.cache.eviction.lineage import LineagePolicy
-from pytest_kvmock.cache.eviction.lru import LruPolicy
-from pytest_kvmock.cache.eviction.multi_lru import MultiLruPolicy
-from pytest_kvmock.cache.manager import RequestLevel
+from pytest_kvmock.cache.base import RequestLevel
+from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.eviction.multi_lru import MultiLruPolicy
 from pytest_kvmock.events import KvCacheEvent, RouterEvent
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
@@ -41,7 +41,7 @@ class TestMultiLruManager(ManagerContract):
     backend = "multi_lru"
 
 
-STRICT = backend_spec("hash_cache").but("hash_cache_strict", prefix_closed=True, strict=True)
+STRICT = backend_spec("hash_cache").variant("hash_cache_strict", prefix_closed=True, strict=True)
 
 
 class TestHashCacheManager(ManagerContract):
@@ -87,7 +87,7 @@ class TestOlderVllmWorker(WorkerContract):
 
 
 class TestVllmWorkerOfAnotherHash(WorkerContract):
-    backend = backend_spec("vllm").but("vllm_xx", version="0.28.0", hash_algorithm="xxhash", hash_seed="42")
+    backend = backend_spec("vllm").variant("vllm_xx", version="0.28.0", hash_algorithm="xxhash", hash_seed="42")
     block_size = 3
 
 
@@ -96,7 +96,7 @@ class TestSglangWorker(WorkerContract):
 
 
 class TestSglangWorkerOfSmallPages(WorkerContract):
-    backend = backend_spec("sglang").but("sglang_slru", policy="slru")
+    backend = backend_spec("sglang").variant("sglang_slru", policy="slru")
     block_size = 2
 
 

@@ -63,7 +63,7 @@ def spoilt_policy(num_blocks):
 
 BUGS = [
     pytest.param(
-        machine_of(BackendSpec.of_policy("spoilt", spoilt_policy, follows="nobody")),
+        machine_of(BackendSpec.of_policy("spoilt", spoilt_policy, models="nobody")),
         {"prefill", "finish"},
         id="evicts too few",
     ),
@@ -97,7 +97,7 @@ def steps_in(error):
 
 
 def test_a_machine_is_named_for_its_backend_so_that_what_is_printed_can_be_read():
-    spec = BackendSpec.of_policy("s3-fifo.2", spoilt_policy, follows="nobody")
+    spec = BackendSpec.of_policy("s3-fifo.2", spoilt_policy, models="nobody")
     assert "KvStateMachine_s3_fifo_2" == KvStateMachine.for_backend(spec).__name__
     assert "IgnoresAllRemoved_lru" == IgnoresAllRemoved.for_backend("lru", workers=2).__name__
 

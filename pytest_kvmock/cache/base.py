@@ -1,0 +1,245 @@
+"""Base classes of block managers: sizes, publishing, and the trace of allocations and evictions.
+
+The trace is one line in the log for each allocation and each eviction. The logger is `pytest_kvmock.cache`, the level
+DEBUG; words and fields are those of dynamo-mocker (`kv_cache_trace::log_vllm_trace`, switched on there by
+DYN_MOCKER_KV_CACHE_TRACE), and the blocks beside them, as 1.0.2 had them. The fields are attributes of the log record too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
+
+from pytest_kvmock.checks import check_integer, is_integer
+from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, Removed, StorageTier, block_text
+from pytest_kvmock.moves import MoveError
+from pytest_kvmock.sinks import Sink
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
+
+LOG: Final = logging.getLogger("pytest_kvmock.cache")
+_TEXT: Final = (
+    "KV cache trace event=%s dp_rank=%d block_size=%d free_blocks=%d active_blocks=%d inactive_blocks=%d "
+    "total_blocks=%d utilization=%.3f backend=%s block_ids=[%s]"
+)
+
+
+def check_num_blocks(num_blocks: int) -> int:
+    """Return `num_blocks`, or raise a ValueError that names what is allowed."""
+    return check_integer("num_blocks", num_blocks, 1)
+
+
+def check_request_block_size(block_size: int) -> int:
+    """Return `block_size`, or raise a ValueError: engines that think in requests take any."""
+    return check_integer("block_size", block_size, 1, " (tokens a block)")
+
+
+def check_dp_rank(dp_rank: int) -> int:
+    """Return `dp_rank`, or raise a ValueError that names what is allowed."""
+    if not is_integer(dp_rank, 0) or dp_rank >= 2**32:
+        raise ValueError(f"dp_rank must be an integer from 0 to 4294967295, got {dp_rank!r}")
+    return dp_rank
+
+
+class Publisher:
+    """Publishes events to the sink, and numbers them.
+
+    One counter a manager, for all tiers, from 0 (Dynamo, `KvManager::next_event_id`). Without a sink there is no event
+    and no id is consumed; a sink that raises costs its id, is logged as a warning, and nothing else happens.
+    """
+
+    __slots__ = ("dp_rank", "next_event_id", "sink")
+
+    def __init__(self, sink: Sink | None, dp_rank: int) -> None:
+        self.sink = sink
+        self.dp_rank = dp_rank
+        self.next_event_id = 0
+
+    def take_id(self) -> int:
+        """Consume the next event id."""
+        event_id = self.next_event_id
+        self.next_event_id += 1
+        return event_id
+
+    def publish(
+        self, data: EventData, token_ids: BlockTokens | None = None, tier: StorageTier = StorageTier.DEVICE
+    ) -> None:
+        """Publish one event."""
+        if self.sink is None:
+            return
+        event = KvCacheEvent(self.take_id(), data, self.dp_rank)
+        try:
+            self.sink.publish(event, tier, token_ids)
+        except Exception as error:  # noqa: BLE001 - whatever a sink does, the engine carries on
+            _not_taken(event, error)
+
+    def publish_removed(self, blocks: Iterable[int]) -> None:
+        """Publish one Removed a block, for engines that publish each by itself: most of their events."""
+        if self.sink is None:
+            return
+        publish, device, dp_rank, new = self.sink.publish, StorageTier.DEVICE, self.dp_rank, object.__new__
+        for block in blocks:
+            # The same as their constructors do, of which the calls would take a third of the time here.
+            data = new(Removed)
+            data.block_hashes = (block,)
+            event = new(KvCacheEvent)
+            event.event_id, event.data, event.dp_rank = self.next_event_id, data, dp_rank
+            self.next_event_id += 1
+            try:
+                publish(event, device, None)
+            except Exception as error:  # noqa: BLE001 - as above
+                _not_taken(event, error)
+
+
+def _not_taken(event: KvCacheEvent, error: Exception) -> None:
+    LOG.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=error)
+
+
+class ManagerBase:
+    """Sizes and sink of a block manager.
+
+    Args:
+        backend: name of the behaviour.
+        num_blocks: capacity in usable blocks, at least 1.
+        block_size: tokens a block; checked by the manager, as each takes others.
+        dp_rank: data-parallel rank that events name.
+        sink: where events are published; None: nowhere, and no event id is consumed.
+
+    Raises:
+        ValueError: a number is not what it must be.
+    """
+
+    def __init__(self, *, backend: str, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> None:
+        self.backend = backend
+        self.max_capacity = check_num_blocks(num_blocks)
+        self.block_size = block_size
+        self.dp_rank = check_dp_rank(dp_rank)
+        self._publisher = Publisher(sink, dp_rank)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.backend}: {self.num_active_blocks} active, "
+            f"{self.num_inactive_blocks} inactive of {self.max_capacity}>"
+        )
+
+    @property
+    def sink(self) -> Sink | None:
+        """Where events are published; None: nowhere."""
+        return self._publisher.sink
+
+    @sink.setter
+    def sink(self, sink: Sink | None) -> None:
+        self._publisher.sink = sink
+
+    def take_event_id(self) -> int:
+        """Consume the next event id, for an event that somebody else publishes for this manager."""
+        return self._publisher.take_id()
+
+    @property
+    def num_active_blocks(self) -> int:
+        """Physical blocks in use."""
+        raise NotImplementedError
+
+    @property
+    def num_inactive_blocks(self) -> int:
+        """Cached blocks that nobody uses; every copy counts."""
+        raise NotImplementedError
+
+    @property
+    def active_perc(self) -> float:
+        """Share of the capacity that is in use, from 0 to 1."""
+        return self.num_active_blocks / self.max_capacity
+
+
+class RequestLevel(ManagerBase):
+    """Base of managers that take requests, not moves, as vLLM's and SGLang's do.
+
+    It refuses moves. A subclass has the queries of `KvManager`, and methods of its own for requests, named after the
+    original's.
+
+    Args:
+        backend: name of the behaviour.
+        num_blocks: capacity in usable blocks, at least 1.
+        block_size: tokens a block, at least 1.
+        dp_rank: data-parallel rank that events name.
+        sink: where events are published; None: nowhere, and no event id is consumed.
+
+    Raises:
+        ValueError: a number is not what it must be.
+
+    Attributes:
+        takes: its own methods, for the error of a move.
+    """
+
+    takes: ClassVar[str] = ""
+
+    def __init__(self, *, backend: str, num_blocks: int, block_size: int, dp_rank: int, sink: Sink | None) -> None:
+        super().__init__(
+            backend=backend,
+            num_blocks=num_blocks,
+            block_size=check_request_block_size(block_size),
+            dp_rank=dp_rank,
+            sink=sink,
+        )
+
+    def process(self, move: object) -> NoReturn:
+        """Refuse: it takes no moves."""
+        self._refuse(type(move).__name__)
+
+    def use(self, *blocks: object, **fields: object) -> NoReturn:  # noqa: ARG002 - the signature of KvManager
+        """Refuse: it takes no moves."""
+        self._refuse("Use")
+
+    def deref(self, *blocks: object) -> NoReturn:  # noqa: ARG002 - the signature of KvManager
+        """Refuse: it takes no moves."""
+        self._refuse("Deref")
+
+    def promote(self, *blocks: object, **fields: object) -> NoReturn:  # noqa: ARG002 - the signature of KvManager
+        """Refuse: it takes no moves."""
+        self._refuse("Promote")
+
+    def prefill_cost(self, sequence: object) -> NoReturn:  # noqa: ARG002 - the signature of KvManager
+        """Refuse: a sequence is for managers that take moves."""
+        self._refuse("prefill_cost of a sequence")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise MoveError(
+            f"{what}: a {self.backend!r} manager takes no moves, it thinks in requests ({self.takes}); "
+            "a KvWorker drives every backend"
+        )
+
+
+def trace(manager: KvManager, stored: Iterable[int], evicted: Iterable[int | None]) -> None:
+    """Log what one move allocated, then what it evicted; to be called where the logger is enabled for DEBUG.
+
+    Args:
+        manager: whose pool it is; its sizes are those after the move, as in the original.
+        stored: the full blocks that became cached.
+        evicted: the evicted blocks, in order; None, for one that the manager has no entry of, is left out.
+    """
+    total, active, inactive = manager.max_capacity, manager.num_active_blocks, manager.num_inactive_blocks
+    free = total - active - inactive
+    for event, given in (("allocation", stored), ("eviction", evicted)):
+        blocks = [block for block in given if block is not None]
+        if not blocks:
+            continue
+        fields = {
+            "event": event,
+            "dp_rank": manager.dp_rank,
+            "block_size": manager.block_size,
+            "free_blocks": free,
+            "active_blocks": active,
+            "inactive_blocks": inactive,
+            "total_blocks": total,
+            "utilization": (active + inactive) / total,
+            "backend": manager.backend,
+        }
+        LOG.debug(
+            _TEXT,
+            *fields.values(),
+            ", ".join(map(block_text, blocks)),
+            extra={**fields, "block_ids": blocks},
+            stacklevel=2,
+        )

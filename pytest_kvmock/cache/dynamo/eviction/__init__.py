@@ -1,0 +1,1 @@
+"""Eviction policies, one a module, and what they have in common."""

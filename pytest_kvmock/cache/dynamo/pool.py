@@ -1,0 +1,188 @@
+"""The physical blocks of a manager: which are empty, which are cached, and what one Use changes of that.
+
+kvbm-logical, `BlockManager`. A slot is in one of four states: *reset* (empty), *mutable* (held by a partial block),
+*active* (registered under a lineage hash, and held) or *inactive* (registered, held by nobody, evictable). Only
+inactive slots are known to the eviction policy's order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_kvmock.cache.base import Publisher
+from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
+from pytest_kvmock.events import Removed, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMetrics:
+    """A snapshot of a pool's counters and gauges, by kvbm-logical's names.
+
+    The first eleven count since the start; the last four are what is there now. What a mock never does (scans,
+    duplicates) is 0.
+    """
+
+    allocations: int
+    allocations_from_reset: int
+    evictions: int
+    registrations: int
+    registration_dedup: int
+    duplicate_blocks: int
+    stagings: int
+    match_hashes_requested: int
+    match_blocks_returned: int
+    scan_hashes_requested: int
+    scan_blocks_returned: int
+    inflight_mutable: int
+    inflight_immutable: int
+    reset_pool_size: int
+    inactive_pool_size: int
+
+
+class BlockPool:
+    """All slots of one manager: which block is in which. The manager keeps who holds it.
+
+    Attributes:
+        total: how many slots there are.
+        registered: the slot of each registered lineage hash, active or inactive.
+        inactive: the policy, which holds the inactive ones.
+        unknown: registered slots that the manager has no entry of, from which it would publish their Removed.
+    """
+
+    __slots__ = (
+        "_fresh",
+        "_reset",
+        "allocations_from_reset",
+        "evictions",
+        "inactive",
+        "match_blocks_returned",
+        "match_hashes_requested",
+        "registered",
+        "registrations",
+        "total",
+        "unknown",
+    )
+
+    def __init__(self, total: int, inactive: EvictionPolicy) -> None:
+        self.total = total
+        self.inactive = inactive
+        self.registered: dict[int, Slot] = {}
+        self.unknown: set[Slot] = set()
+        # The reset pool is one queue, 0 to total - 1 at first. Slots that were never used stand at its front and are
+        # made when they are taken, so that an idle manager costs nothing.
+        self._fresh = 0
+        self._reset: deque[Slot] = deque()
+        self.allocations_from_reset = 0
+        self.evictions = 0
+        self.registrations = 0
+        self.match_hashes_requested = 0
+        self.match_blocks_returned = 0
+
+    @property
+    def reset_len(self) -> int:
+        """Empty slots."""
+        return self.total - self._fresh + len(self._reset)
+
+    def take_reset(self, count: int) -> list[Slot]:
+        """Take up to `count` empty slots, first those that have waited longest."""
+        first = self._fresh
+        self._fresh = min(first + count, self.total)
+        slots = [Slot() for _ in range(first, self._fresh)]
+        while self._reset and len(slots) < count:
+            slots.append(self._reset.popleft())
+        self.allocations_from_reset += len(slots)
+        return slots
+
+    def give_back(self, slot: Slot) -> None:
+        """Put an emptied slot at the tail of the reset pool."""
+        self._reset.append(slot)
+
+    def match(self, plh: int) -> Slot | None:
+        """Return the slot in which a lineage hash is cached, active or inactive; nothing changes."""
+        slot = self.registered.get(plh)
+        if slot is None and self.inactive._finds_by_place:
+            return self.inactive._find(plh)
+        return slot
+
+    def name_to_publish(self, victim: Slot) -> int | None:
+        """Return the name of an evicted slot for its Removed; None, once, if the manager has no entry of it."""
+        if victim not in self.unknown:
+            return victim.name
+        self.unknown.remove(victim)
+        return None
+
+    def drain(self) -> None:
+        """Empty all slots, of which none is active, in the order of eviction."""
+        self._reset.extend(self.inactive.order())
+        self.inactive.clear()
+        self.registered.clear()
+        self.unknown.clear()
+
+    def metrics(self, *, mutable: int, immutable: int, inactive: int) -> PoolMetrics:
+        """Return a snapshot; the manager passes in what is held."""
+        return PoolMetrics(
+            allocations=self.allocations_from_reset + self.evictions,
+            allocations_from_reset=self.allocations_from_reset,
+            evictions=self.evictions,
+            registrations=self.registrations,
+            registration_dedup=0,
+            duplicate_blocks=0,
+            stagings=self.registrations,
+            match_hashes_requested=self.match_hashes_requested,
+            match_blocks_returned=self.match_blocks_returned,
+            scan_hashes_requested=0,
+            scan_blocks_returned=0,
+            inflight_mutable=mutable,
+            inflight_immutable=immutable,
+            reset_pool_size=self.reset_len,
+            inactive_pool_size=inactive,
+        )
+
+
+# Theory of operation
+#
+# Within one Use evictions happen at once and are published at the end: one Stored, then one Removed. Only then does the
+# manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
+# new entry, a Removed follows its Stored, and its real eviction will publish nothing (`BlockPool.unknown`). The real manager does
+# this; it is not ours to mend. (Blocks that are stored in bulk were not registered before, so no victim is among them.)
+
+
+class PendingEvents:
+    """The events of one Use, not yet published, and the slots that it evicted."""
+
+    __slots__ = ("anchor", "evicted", "in_bulk", "local_hashes", "refused", "removed", "stored", "token_ids")
+
+    def __init__(self, parent: Any) -> None:
+        self.anchor = parent  # the Stored's parent: the last hit
+        self.stored: list[int] = []
+        self.local_hashes: list[int] = []
+        self.token_ids: list[Sequence[int]] = []
+        self.evicted: list[int] = []  # lineage hashes
+        self.removed: list[int | None] = []  # what the Removed calls them; None for what the manager has no entry of
+        self.refused = False  # there was no slot for a full block
+        self.in_bulk = True  # so was everything stored
+
+    def publish(self, publisher: Publisher, pool: BlockPool) -> None:
+        """Publish what was stored, then what was evicted, whose entries are dropped only now."""
+        if self.stored:
+            pool.registrations += len(self.stored)
+            stored = Stored(self.anchor, tuple(self.stored), tuple(self.local_hashes))
+            publisher.publish(stored, self.token_ids or None)
+        if not self.evicted:
+            return
+        pool.evictions += len(self.evicted)
+        if not self.in_bulk and not pool.registered.keys().isdisjoint(self.evicted):
+            # Evicted and stored again by the same move: the entry that is dropped now is the new one.
+            for i, plh in enumerate(self.evicted):
+                again = pool.registered.get(plh)
+                if again is not None:
+                    self.removed[i] = again.name
+                    pool.unknown.add(again)
+        names = tuple(self.removed)
+        if None in names:
+            names = tuple([name for name in names if name is not None])
+        if names:
+            publisher.publish(Removed(names))  # type: ignore[arg-type]

@@ -1,1 +1,0 @@
-"""Which cached block goes next: one policy a module."""

@@ -1,0 +1,116 @@
+"""SGLang's event queue, in which events wait until they are taken, and neighbours are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, Stored
+
+T = TypeVar("T")
+
+
+class TakenEvent(NamedTuple):
+    """One event of an `EventQueue`.
+
+    Attributes:
+        data: what happened.
+        token_ids: of each page of a Stored, where they are known.
+        cache_salt: of the request that stored; it travels with SGLang's own events.
+    """
+
+    data: EventData
+    token_ids: BlockTokens | None = None
+    cache_salt: str | None = None
+
+
+class _Waiting:
+    """A Stored, a Removed (`local_hashes` is None) or a Cleared (`names` is) that may still grow."""
+
+    __slots__ = ("cache_salt", "local_hashes", "names", "parent", "token_ids")
+
+    def __init__(
+        self,
+        names: Sequence[int] | None,
+        parent: int | None = None,
+        local_hashes: Sequence[int] | None = None,
+        token_ids: BlockTokens | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        self.names = names
+        self.parent = parent
+        self.local_hashes = local_hashes
+        self.token_ids = token_ids
+        self.cache_salt = cache_salt
+
+    def taken(self) -> TakenEvent:
+        if self.names is None:
+            return TakenEvent(Cleared())
+        if self.local_hashes is None:
+            return TakenEvent(Removed(tuple(self.names)))
+        stored = Stored(self.parent, tuple(self.names), tuple(self.local_hashes))
+        return TakenEvent(stored, self.token_ids, self.cache_salt)
+
+
+class EventQueue:
+    """Events in order; an event that continues the last one is merged into it (SGLang 0.5.23, `mem_cache/events.py`).
+
+    A Removed continues a Removed; a Stored continues one of the same salt that ends in its parent.
+    """
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: list[_Waiting] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def stored(
+        self,
+        parent: int | None,
+        names: Sequence[int],
+        local_hashes: Sequence[int],
+        token_ids: BlockTokens | None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Add a Stored of pages, each after the one before."""
+        if parent is not None and self._waiting:
+            tail = self._waiting[-1]
+            if (
+                tail.names
+                and tail.local_hashes is not None
+                and tail.names[-1] == parent
+                and tail.cache_salt == cache_salt
+                and (tail.token_ids is None) == (token_ids is None)
+            ):
+                tail.names = _grown(tail.names, names)
+                tail.local_hashes = _grown(tail.local_hashes, local_hashes)
+                if tail.token_ids is not None and token_ids is not None:
+                    tail.token_ids = _grown(tail.token_ids, token_ids)
+                return
+        self._waiting.append(_Waiting(names, parent, local_hashes, token_ids, cache_salt))
+
+    def removed(self, names: Sequence[int]) -> None:
+        """Add a Removed of pages."""
+        tail = self._waiting[-1] if self._waiting else None
+        if tail is not None and tail.names is not None and tail.local_hashes is None:
+            tail.names = _grown(tail.names, names)
+        else:
+            self._waiting.append(_Waiting(names))
+
+    def cleared(self) -> None:
+        """Add a Cleared."""
+        self._waiting.append(_Waiting(None))
+
+    def take(self) -> list[TakenEvent]:
+        """Return all events so far, and empty the queue."""
+        waiting, self._waiting = self._waiting, []
+        return [one.taken() for one in waiting]
+
+
+def _grown(first: Sequence[T], then: Sequence[T]) -> list[T]:
+    """Return both in one list, which a further call extends."""
+    grown: list[T] = first if isinstance(first, list) else list(first)
+    grown.extend(then)
+    return grown

@@ -1,0 +1,134 @@
+"""Keys and requests of SGLang's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import pairwise
+from random import Random
+from typing import Any
+from uuid import UUID
+
+from pytest_kvmock.cache.hashed import HashedTokens
+from pytest_kvmock.cache.sglang.hashes import SglangHasher
+from pytest_kvmock.cache.sglang.radix_tree import TreeNode
+from pytest_kvmock.events import BlockTokens
+from pytest_kvmock.moves import Block
+from pytest_kvmock.tokens import Prompt, TokenIds, block_hashes
+
+_U64 = 2**64 - 1
+
+
+class RadixKey:
+    """The whole pages of some tokens, for lookups and inserts by hand; what is no whole page is cut off.
+
+    Args:
+        tokens: token ids, from 0 to 2**63 - 1, or a `Prompt`. May be empty.
+        page_size: tokens (or bigrams) a page.
+        hasher: names the pages; made for their salt and namespace.
+
+    Raises:
+        TypeError: a token is not an integer.
+        ValueError: a token is out of range, or a prompt of hashes does not fit the page size.
+
+    Attributes:
+        names: of the pages.
+        local_hashes: the router's hash of each; of a page with a token that no router can hash (above 2**32 - 1), the
+            bits of its name.
+    """
+
+    __slots__ = ("_is_eagle", "_page_size", "_tokens", "local_hashes", "names")
+
+    def __init__(self, tokens: TokenIds | Prompt, page_size: int, hasher: SglangHasher) -> None:
+        self._page_size, self._is_eagle = page_size, hasher.is_eagle
+        self._tokens: list[int] | None
+        if isinstance(tokens, Prompt) and tokens.tokens is None:
+            hashed = HashedTokens(tokens, page_size, hasher, Random(0))  # noqa: S311 - nothing is drawn
+            self._tokens, self.names, self.local_hashes = None, hashed.names, hashed.local_hashes
+            return
+        if isinstance(tokens, str) or not isinstance(tokens, (Prompt, Iterable)):
+            raise TypeError(f"tokens must be a sequence of token ids, or a Prompt; got {tokens!r:.80}")
+        self._tokens = list(tokens.tokens or () if isinstance(tokens, Prompt) else tokens)
+        digests = hasher.digests(self._tokens, page_size, 0, None)
+        self.names = list(map(hasher.name, digests))
+        self.local_hashes = [name & _U64 for name in self.names]
+        width = page_size + self._is_eagle
+        for page in range(len(self.names)):
+            with suppress(ValueError):
+                window = self._tokens[page * page_size : page * page_size + width]
+                self.local_hashes[page] = block_hashes(window, page_size, eagle=self._is_eagle)[0]
+
+    def block_tokens(self, start: int, end: int) -> BlockTokens | None:
+        """Token ids of the pages from `start` to `end`, or their bigrams as pairs; None if unknown."""
+        if self._tokens is None:
+            return None
+        size, tokens = self._page_size, self._tokens
+        units: list[Any] = list(pairwise(tokens)) if self._is_eagle else tokens
+        return [tuple(units[at : at + size]) for at in range(start * size, end * size, size)]
+
+
+class RadixRequest:
+    """One request, and the pages that it has (SGLang's `Req`). It grows at the end.
+
+    Args:
+        tokens: of prompt and output.
+        rng: source of the names of partial blocks.
+
+    Attributes:
+        tokens: as above.
+        priority: of what it inserts.
+        node: the end of what it has in the tree, or, while it has none, of its last lookup.
+        found: pages that its last lookup found.
+        protected: pages that it has in the tree.
+        allocated: pages that it has, with those in the tree.
+        computed: tokens that it has pages for and that are computed.
+        inserted: pages that it has inserted; they are hit only once.
+    """
+
+    __slots__ = (
+        "_partial",
+        "_rng",
+        "allocated",
+        "computed",
+        "found",
+        "inserted",
+        "node",
+        "priority",
+        "protected",
+        "tokens",
+    )
+
+    def __init__(self, tokens: HashedTokens, rng: Random) -> None:
+        self.tokens = tokens
+        self.priority = 0
+        self._rng = rng
+        self._partial: UUID | None = None
+        if len(tokens) % tokens.block_size:
+            self._open()
+        self.retract()
+
+    def _open(self) -> None:
+        self._partial = UUID(int=self._rng.getrandbits(128), version=4)
+
+    def retract(self) -> None:
+        """Forget its pages: it begins anew, with the tokens that it has (`reset_for_retract`)."""
+        self.node: TreeNode | None = None
+        self.found = self.protected = self.allocated = self.computed = self.inserted = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Names of its whole pages, and a UUID for a last one that is not whole."""
+        whole: list[Block] = [*self.tokens.names]
+        return whole if self._partial is None else [*whole, self._partial]
+
+    def append(self, token: int) -> None:
+        """Add one token."""
+        self.tokens.append(token)
+        over = len(self.tokens) % self.tokens.block_size
+        if not over:
+            self._partial = None
+        elif over == 1:
+            self._open()

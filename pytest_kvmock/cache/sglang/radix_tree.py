@@ -1,0 +1,349 @@
+"""SGLang's radix tree: runs of pages in nodes, locks along a path, and the order of eviction."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Final
+
+# Theory of operation
+#
+# A page is known here by its name, and names are chained: a name stands for its page and all pages before it. So two
+# runs that begin at the same place agree up to a page if they agree in that page, and a whole node is compared by its
+# last name.
+#
+# The original makes a heap of all leaves whenever it evicts. Here one heap stays. An entry is a node and the key that
+# it had when it was queued; nodes whose key changed are noted and queued again at the next eviction, and an entry that
+# is not the last of its node is passed over. Only the last node of a path can be a leaf, so a lookup notes one node.
+
+
+class TreeNode:
+    """A run of pages that are evicted together.
+
+    Attributes:
+        parent: the node before it; None for a root, and once it is no part of the tree.
+        edge: its key among the parent's children.
+        children: the nodes after it, in the order in which they came; a split keeps the place.
+        names: of its pages.
+        lock_ref: requests that hold it, or a node below it.
+        hit_count: inserts that passed over it.
+        priority: the highest of those.
+        last: tick of the last access.
+        created: tick of its creation.
+        queued: key of its last entry in the heap; None for none.
+    """
+
+    __slots__ = (
+        "children",
+        "created",
+        "edge",
+        "hit_count",
+        "last",
+        "lock_ref",
+        "names",
+        "parent",
+        "priority",
+        "queued",
+    )
+
+    def __init__(self, parent: TreeNode | None, edge: Hashable, names: Sequence[int], tick: int) -> None:
+        self.parent = parent
+        self.edge = edge
+        self.names = names
+        self.children: dict[Hashable, TreeNode] = {}
+        self.lock_ref = self.hit_count = self.priority = 0
+        self.last = self.created = tick
+        self.queued: Any = None
+
+
+PROTECTED_THRESHOLD: Final = 2
+"""From so many hits on `slru` protects a node (SGLang 0.5.23, the default of `SLRUStrategy`)."""
+
+POLICIES: Final[Mapping[str, Callable[[TreeNode], Any]]] = MappingProxyType(
+    {
+        "lru": attrgetter("last"),
+        "lfu": attrgetter("hit_count", "last"),
+        "fifo": attrgetter("created"),
+        "mru": lambda node: -node.last,
+        "filo": lambda node: -node.created,
+        "priority": attrgetter("priority", "last"),
+        "slru": lambda node: (node.hit_count >= PROTECTED_THRESHOLD, node.last),
+    }
+)
+"""Keys by which leaves are evicted, the least first (SGLang 0.5.23, `evict_policy`). No two evictable nodes have the same."""
+
+
+def _slru(threshold: int) -> Callable[[TreeNode], Any]:
+    """The key of `slru` where a node is protected from another number of hits on."""
+    return lambda node: (node.hit_count >= threshold, node.last)
+
+
+class RadixTree:
+    """Runs of page names. It counts pages; tokens, events and who pays for a page are its owner's.
+
+    Args:
+        policy: one of `POLICIES`.
+        protected_threshold: with "slru", from how many hits on a node is protected.
+
+    Attributes:
+        root: above all nodes; it has no pages, and is never locked.
+        evictable: pages in nodes that are not locked.
+        protected: pages in nodes that are.
+    """
+
+    __slots__ = ("_changed", "_clock", "_heap", "_key", "_nodes", "evictable", "protected", "root")
+
+    def __init__(self, policy: str, protected_threshold: int = PROTECTED_THRESHOLD) -> None:
+        self._key = POLICIES[policy] if policy != "slru" else _slru(protected_threshold)
+        self._clock = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop everything, locked nodes too."""
+        self.root = TreeNode(None, None, (), self._clock)
+        self.evictable = self.protected = 0
+        self._nodes = 0
+        self._heap: list[tuple[Any, TreeNode]] = []
+        self._changed: set[TreeNode] = set()
+
+    # ------------------------------------------------------------------------------------------------ lookups
+
+    def lookup(self, names: Sequence[int], count: int, namespace: Hashable = None) -> int:
+        """Leading pages, of the first `count`, that are here. Changes nothing."""
+        node, at = self.root, 0
+        while at < count:
+            child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
+            if child is None:
+                break
+            shared = _shared(child.names, names, at, count)
+            at += shared
+            if shared < len(child.names):
+                break
+            node = child
+        return at
+
+    def match(self, names: Sequence[int], count: int, namespace: Hashable = None) -> tuple[TreeNode, int]:
+        """Look pages up, as `lookup` does, and count the path as used now. A node that is shared in part is split.
+
+        Returns:
+            The last node of the path, the root for none; and how many pages lead to its end.
+        """
+        tick = self._clock = self._clock + 1
+        node, at = self.root, 0
+        while at < count:
+            child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
+            if child is None:
+                break
+            child.last = tick
+            run = child.names
+            end = at + len(run)
+            if end > count or names[end - 1] != run[-1]:
+                node = self._split(child, _shared(run, names, at, count))
+                return node, at + len(node.names)
+            node, at = child, end
+        if not node.children:
+            self._changed.add(node)
+        return node, at
+
+    def insert(
+        self, names: Sequence[int], count: int, namespace: Hashable = None, priority: int = 0, inserted: int = 0
+    ) -> tuple[int, TreeNode]:
+        """Insert the first `count` pages.
+
+        Args:
+            names: of the pages.
+            count: how many of them.
+            namespace: what keeps this chain apart from others of the same names; None for the common one.
+            priority: of whoever inserts; a node has the highest.
+            inserted: nodes that end within so many pages are not hit: they were inserted by the same request before.
+
+        Returns:
+            How many of the pages were here, and the node that ends with the last of them.
+        """
+        tick = self._clock = self._clock + 1
+        node, at = self.root, 0
+        while at < count:
+            child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
+            if child is None:
+                break
+            child.last = tick
+            run = child.names
+            end = at + len(run)
+            if end <= count and names[end - 1] == run[-1]:
+                node, at = child, end
+            else:
+                node = self._split(child, _shared(run, names, at, count))
+                at += len(node.names)
+            node.priority = max(node.priority, priority)
+            if at > inserted:
+                node.hit_count += 1
+        if at < count:
+            edge = names[at] if at or namespace is None else (namespace, names[0])
+            self._clock += 1
+            leaf = TreeNode(node, edge, tuple(names[at:count]), self._clock)
+            node.children[edge] = leaf
+            leaf.priority = priority
+            leaf.hit_count = int(count > inserted)
+            self.evictable += count - at
+            self._nodes += 1
+            node = leaf
+        if not node.children:
+            self._changed.add(node)
+        return at, node
+
+    def _split(self, node: TreeNode, pages: int) -> TreeNode:
+        """Put the first pages of a node into a new one above it; whoever holds the node holds the lower part."""
+        parent, names = node.parent, node.names
+        assert parent is not None
+        self._clock += 1
+        upper = TreeNode(parent, node.edge, names[:pages], self._clock)
+        upper.lock_ref, upper.hit_count, upper.priority = node.lock_ref, node.hit_count, node.priority
+        parent.children[node.edge] = upper
+        node.parent, node.edge, node.names = upper, names[pages], names[pages:]
+        upper.children[node.edge] = node
+        self._nodes += 1
+        if not node.children:
+            self._changed.add(node)
+        return upper
+
+    # -------------------------------------------------------------------------------------------------- locks
+
+    def lock(self, node: TreeNode) -> int:
+        """Protect a node and all above it from eviction.
+
+        Returns:
+            Pages that became protected.
+
+        Raises:
+            ValueError: the node is no part of the tree any more.
+        """
+        gained = 0
+        at: TreeNode | None = node
+        while at is not self.root:
+            if at is None:  # what was counted up on the way is no part of the tree either
+                raise ValueError("inc_lock_ref: the node is no part of the tree any more; match its tokens again")
+            if not at.lock_ref:
+                gained += len(at.names)
+            at.lock_ref += 1
+            at = at.parent
+        self.evictable -= gained
+        self.protected += gained
+        return gained
+
+    def unlock(self, node: TreeNode) -> int:
+        """Release one lock.
+
+        Returns:
+            Pages that became evictable.
+
+        Raises:
+            ValueError: the node is not locked, or no part of the tree any more.
+        """
+        if node is not self.root and not node.lock_ref:
+            raise ValueError("dec_lock_ref: the node is not locked")
+        freed = 0
+        at: TreeNode | None = node
+        while at is not self.root:
+            if at is None:
+                raise ValueError("dec_lock_ref: the node is no part of the tree any more; a reset dropped it")
+            at.lock_ref -= 1
+            if not at.lock_ref:
+                freed += len(at.names)
+            at = at.parent
+        if freed and not node.lock_ref:
+            self._changed.add(node)
+        self.evictable += freed
+        self.protected -= freed
+        return freed
+
+    def unlocked(self, node: TreeNode) -> int:
+        """Pages that `lock` would protect."""
+        pages = 0
+        at: TreeNode | None = node
+        while at is not None and not at.lock_ref:
+            pages += len(at.names)
+            at = at.parent
+        return pages
+
+    # ----------------------------------------------------------------------------------------------- eviction
+
+    def evict(self, pages: int) -> list[TreeNode]:
+        """Evict whole leaves until so many pages are freed, or none may be evicted; a parent left without children joins.
+
+        Returns:
+            The nodes, in order.
+        """
+        self._queue_changed()
+        heap, root, key_of = self._heap, self.root, self._key
+        evicted: list[TreeNode] = []
+        freed = 0
+        while freed < pages and heap:
+            key, node = heappop(heap)
+            if key != node.queued:
+                continue
+            node.queued = None
+            parent = node.parent
+            if parent is None or node.children or node.lock_ref:
+                continue
+            del parent.children[node.edge]
+            node.parent = None
+            freed += len(node.names)
+            evicted.append(node)
+            if not parent.children and not parent.lock_ref and parent is not root:
+                key = key_of(parent)
+                if key != parent.queued:
+                    parent.queued = key
+                    heappush(heap, (key, parent))
+        self.evictable -= freed
+        self._nodes -= len(evicted)
+        return evicted
+
+    def _queue_changed(self) -> None:
+        heap, key_of = self._heap, self._key
+        for node in self._changed:
+            if node.parent is None or node.children or node.lock_ref:
+                continue
+            key = key_of(node)
+            if key != node.queued:
+                node.queued = key
+                heappush(heap, (key, node))
+        self._changed.clear()
+        if len(heap) > 2 * self._nodes + 64:  # most are passed over, and would wait below for ever (mru)
+            heap[:] = [entry for entry in heap if entry[0] == entry[1].queued and entry[1].parent is not None]
+            heapify(heap)
+
+    def order(self) -> Iterator[TreeNode]:
+        """Yield the nodes that are not locked, in the order of eviction."""
+        key_of = self._key
+        heap = [(key_of(node), node) for node in self.nodes() if not node.children and not node.lock_ref]
+        heapify(heap)
+        left: dict[TreeNode, int] = {}
+        while heap:
+            _, node = heappop(heap)
+            yield node
+            parent = node.parent
+            assert parent is not None
+            if parent is self.root or parent.lock_ref:
+                continue
+            left[parent] = left.get(parent, len(parent.children)) - 1
+            if not left[parent]:
+                heappush(heap, (key_of(parent), parent))
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """Yield all nodes but the root, a parent before its children."""
+        waiting = [*self.root.children.values()][::-1]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += [*node.children.values()][::-1]
+
+
+def _shared(run: Sequence[int], names: Sequence[int], at: int, count: int) -> int:
+    """Count the pages that a run shares with the names from `at` to `count`."""
+    most = min(len(run), count - at)
+    if run[most - 1] == names[at + most - 1]:
+        return most
+    return bisect_left(range(most), True, key=lambda i: run[i] != names[at + i])

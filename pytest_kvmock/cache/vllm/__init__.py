@@ -1,0 +1,1 @@
+"""vLLM's block manager, by release."""

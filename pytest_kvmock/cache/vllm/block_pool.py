@@ -1,0 +1,409 @@
+"""vLLM's block manager: `KVCacheManager` over `BlockPool`, by release.
+
+One subject: the life of a physical block, from the free queue to a request and back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from logging import DEBUG
+from random import Random
+from typing import TYPE_CHECKING, ClassVar
+from uuid import UUID
+
+from pytest_kvmock.cache.base import LOG, RequestLevel, trace
+from pytest_kvmock.cache.hashed import HashedTokens
+from pytest_kvmock.cache.vllm.hashes import ExtraKeys, VllmHasher, vllm_version
+from pytest_kvmock.events import Cleared, StorageTier, Stored
+from pytest_kvmock.tokens import Prompt, TokenIds
+
+if TYPE_CHECKING:
+    from pytest_kvmock.moves import Block
+    from pytest_kvmock.sinks import Sink
+
+# Theory of operation
+#
+# All blocks that no request holds stand in one queue, hashed or not, and a new block is whatever stands at its head. A
+# hashed block keeps its hash there, so that a lookup may hit it, until it is taken. A request's blocks go to the end
+# of the queue tail first, so that a chain is taken from its tail.
+#
+# A block is hashed by the request that has computed its last token, whether or not another block has that hash: what
+# requests compute at the same time, or again (the last token always is), is there in copies. A lookup hits the one
+# that was cached first. Nothing is looked up while blocks are filled.
+
+
+class PoolRequest:
+    """One request, and the blocks that it holds. `BlockPoolManager.new_request` makes one.
+
+    Attributes:
+        tokens: its tokens and their hashes; it grows as tokens are generated.
+        block_ids: the physical blocks that it holds, in order.
+        num_computed_tokens: how many of its tokens have their KV in these blocks.
+        num_cached_blocks: how many of these blocks, from the first, are hashed.
+        skip_reading_prefix_cache: it computes everything itself, as requests for prompt logprobs do.
+    """
+
+    __slots__ = (
+        "_found",
+        "block_ids",
+        "num_cached_blocks",
+        "num_computed_tokens",
+        "skip_reading_prefix_cache",
+        "tokens",
+    )
+
+    def __init__(self, tokens: HashedTokens, *, skip_reading_prefix_cache: bool = False) -> None:
+        self.tokens = tokens
+        self._found: tuple[int, int, list[int]] | None = None  # the manager's: when, for how many tokens, which blocks
+        self.block_ids: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_cached_blocks = 0
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
+
+    def __len__(self) -> int:
+        return self.tokens.num_tokens
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Names of its complete blocks, and a UUID for each that has none: the number of the physical block.
+
+        That is 0, vLLM's null block, while the request holds no blocks.
+        """
+        names = self.tokens.names
+        held = self.block_ids or [0] * -(-len(self) // self.tokens.block_size)
+        return [*names, *(UUID(int=block_id) for block_id in held[len(names) :])]
+
+
+class BlockPoolManager(RequestLevel):
+    """Blocks of one vLLM engine: looked up, allocated, cached, freed and evicted as its `KVCacheManager` does.
+
+    Blocks are numbered from 1; block 0 is vLLM's null block, which nobody gets, and comes on top of `num_blocks`.
+
+    Args:
+        num_blocks: capacity in usable blocks, at least 1.
+        block_size: tokens a block, at least 1.
+        dp_rank: data-parallel rank that events name.
+        sink: where events are published; None: nowhere, and no event id is consumed.
+        backend: its name.
+        version: release of vLLM (`hashes.VERSIONS`).
+        hash_algorithm: how blocks are named (`hashes.ALGORITHMS`).
+        hash_seed: seed of the hashes, as PYTHONHASHSEED; None as where it is not set.
+        enable_caching: False: no block is hashed, so that none is reused.
+
+    Raises:
+        ValueError: an argument is not what it must be.
+
+    Attributes:
+        version: what is particular to its release.
+        hasher: names the blocks of its requests.
+        enable_caching: as given.
+    """
+
+    takes: ClassVar[str] = "new_request, get_computed_blocks, allocate_slots, free, reset_prefix_cache"
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        dp_rank: int = 0,
+        sink: Sink | None = None,
+        backend: str = "vllm",
+        version: str = "0.33.0",
+        hash_algorithm: str = "sha256_cbor",
+        hash_seed: str | None = "0",
+        enable_caching: bool = True,
+    ) -> None:
+        super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
+        self.version = vllm_version(version)
+        self.hasher = VllmHasher(version, hash_algorithm, hash_seed)
+        if not isinstance(enable_caching, bool):
+            raise ValueError(f"enable_caching must be True or False, got {enable_caching!r}")  # noqa: TRY004 - one error
+        self.enable_caching = enable_caching
+        self._hashing = (version, hash_algorithm, hash_seed)
+        self._free = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        # By the number of the block; the null block is never in use.
+        self._refs = [0] * (num_blocks + 1)
+        self._names: list[int | None] = [None] * (num_blocks + 1)
+        # By name, the block that was cached first; and the others, in the order in which they were cached.
+        self._cached: dict[int, int] = {}
+        self._copies: dict[int, list[int]] = {}
+        self._references = 0
+        self._changes = 0  # grows whenever what a lookup finds may change
+        self._rng = Random(0)  # noqa: S311 - mock data
+
+    # ------------------------------------------------------------------------------------------------- queries
+
+    @property
+    def num_active_blocks(self) -> int:
+        """Physical blocks in use."""
+        return self.max_capacity - len(self._free)
+
+    @property
+    def num_active_block_refs(self) -> int:
+        """References to blocks in use."""
+        return self._references
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Physical blocks that nobody uses, cached or not: the length of the queue."""
+        return len(self._free)
+
+    @property
+    def num_inactive_blocks(self) -> int:
+        """Cached blocks that nobody uses; every copy counts. Walks the queue."""
+        return len(self.inactive_blocks())
+
+    @property
+    def active_blocks(self) -> dict[Block, int]:
+        """References to each block in use, those to copies together; one without a hash has its number as UUID."""
+        out: dict[Block, int] = {}
+        for block_id, refs in enumerate(self._refs):
+            if refs:
+                name = self._names[block_id]
+                block: Block = UUID(int=block_id) if name is None else name
+                out[block] = out.get(block, 0) + refs
+        return out
+
+    def references(self, block: Block) -> int:
+        """References to one block now, all copies together; 0 for what is not in use."""
+        if isinstance(block, UUID):
+            known = block.int <= self.max_capacity and self._names[block.int] is None
+            return self._refs[block.int] if known else 0
+        first = self._cached.get(block)
+        if first is None:
+            return 0
+        return sum(self._refs[block_id] for block_id in (first, *self._copies.get(block, ())))
+
+    def inactive_blocks(self) -> list[int]:
+        """Cached blocks that nobody uses, in the order in which they would be evicted."""
+        names = self._names
+        return [name for block_id in self._free if (name := names[block_id]) is not None]
+
+    def resident(self, tier: StorageTier = StorageTier.DEVICE) -> list[int]:
+        """Names of what is cached in a tier, in use or not; copies repeated."""
+        return [name for name in self._names if name is not None] if tier == StorageTier.DEVICE else []
+
+    @property
+    def free_queue(self) -> list[int]:
+        """Numbers of the blocks that nobody uses, in the order in which they would be taken."""
+        return list(self._free)
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def new_request(
+        self,
+        prompt: Prompt | TokenIds,
+        *,
+        rng: Random | None = None,
+        keys: ExtraKeys | None = None,
+        skip_reading_prefix_cache: bool = False,
+    ) -> PoolRequest:
+        """A request of this engine, without a block yet.
+
+        Args:
+            prompt: tokens, or hashes.
+            rng: source of the names of generated blocks where the prompt has hashes only.
+            keys: what is hashed beside its tokens.
+            skip_reading_prefix_cache: as `PoolRequest`.
+
+        Raises:
+            ValueError: the prompt is empty, its hashes do not fit the block size, or it has hashes and extra keys.
+            ImportError: it has extra keys, which need cbor2 here.
+        """
+        prompt = Prompt.of(prompt)
+        hasher: VllmHasher | None = self.hasher
+        if not self.enable_caching:
+            hasher = None
+        elif keys is not None:
+            if prompt.tokens is None:
+                raise ValueError("a prompt of hashes has no tokens to hash extra keys (LoRA, multimodal, salt) with")
+            hasher = VllmHasher(*self._hashing, keys)
+        tokens = HashedTokens(prompt, self.block_size, hasher, rng or self._rng)
+        return PoolRequest(tokens, skip_reading_prefix_cache=skip_reading_prefix_cache)
+
+    def get_computed_blocks(self, request: PoolRequest) -> list[int]:
+        """The cached blocks that a request without blocks could start with. Changes nothing.
+
+        The last token is computed whatever is cached, as its output is needed: so of a request that is whole blocks
+        the last one is not among them (vLLM: `max_cache_hit_length = request.num_tokens - 1`).
+
+        Returns:
+            Their numbers, in order. Asked again, it looks again only if anything was cached or evicted since.
+        """
+        found, num_tokens = request._found, request.tokens.num_tokens  # noqa: SLF001 - one family
+        if found is not None and found[0] == self._changes and found[1] == num_tokens:
+            return found[2].copy()
+        hits: list[int] = []
+        if self.enable_caching and not request.skip_reading_prefix_cache:
+            names, most = request.tokens.names, (num_tokens - 1) // self.block_size
+            append = hits.append
+            for block_id in map(self._cached.get, names if len(names) <= most else names[:most]):
+                if block_id is None:
+                    break
+                append(block_id)
+        request._found = self._changes, num_tokens, hits  # noqa: SLF001 - as above
+        return hits.copy()
+
+    def missing_blocks(self, request: PoolRequest, num_tokens: int, new_computed_blocks: Sequence[int] = ()) -> int:
+        """Count the free blocks that a request needs for its first `num_tokens`. Changes nothing.
+
+        Args:
+            request: what is asked for.
+            num_tokens: tokens from its first.
+            new_computed_blocks: what `get_computed_blocks` found; those that nobody uses count too, as they are taken
+                from the queue.
+        """
+        size = self.block_size
+        missing = (num_tokens + size - 1) // size - len(new_computed_blocks) - len(request.block_ids)
+        if new_computed_blocks:
+            missing += list(map(self._refs.__getitem__, new_computed_blocks)).count(0)
+        return missing
+
+    def allocate_slots(
+        self, request: PoolRequest, num_new_tokens: int, new_computed_blocks: Sequence[int] = ()
+    ) -> list[int] | None:
+        """Get blocks for tokens that are computed in this step, and cache the blocks that they fill.
+
+        Args:
+            request: whose tokens.
+            num_new_tokens: how many, after those that are computed, the hits included.
+            new_computed_blocks: what `get_computed_blocks` found just before, for a request without blocks.
+
+        Returns:
+            The numbers of the new blocks; None where there are too few, then nothing has changed.
+
+        Raises:
+            ValueError: no tokens, more than the request has, or hits for a request that has blocks.
+        """
+        held, size, refs, free = request.block_ids, self.block_size, self._refs, self._free
+        if new_computed_blocks and held:
+            raise ValueError(f"new_computed_blocks are for a request without blocks; this one has {len(held)}")
+        computed = request.num_computed_tokens + len(new_computed_blocks) * size
+        upto = computed + num_new_tokens
+        if num_new_tokens < 1 or upto > request.tokens.num_tokens:
+            raise ValueError(
+                f"num_new_tokens must be at least 1, and at most the {len(request) - computed} tokens of the request "
+                f"that are not computed; got {num_new_tokens!r}"
+            )
+        if self.missing_blocks(request, upto, new_computed_blocks) > len(free):
+            return None
+        # Touched before others are taken, so that they are not taken themselves.
+        for block_id in new_computed_blocks:
+            before = refs[block_id]
+            if not before:
+                del free[block_id]
+            refs[block_id] = before + 1
+        held += new_computed_blocks
+        request.num_cached_blocks += len(new_computed_blocks)
+        count = (upto + size - 1) // size - len(held)
+        self._references += len(new_computed_blocks) + count
+        taken: list[int] = []
+        evicted: list[int] = []
+        if count:
+            popitem = free.popitem
+            taken = [popitem(last=False)[0] for _ in range(count)]
+            evicted = self._evict(taken)
+            for block_id in taken:
+                refs[block_id] = 1
+            held += taken
+        request.num_computed_tokens = upto
+        start, end = request.num_cached_blocks, upto // size
+        stored = end > start and self.enable_caching
+        if stored:
+            self._cache_full_blocks(request, start, end)
+        if (stored or evicted) and LOG.isEnabledFor(DEBUG):
+            trace(self, request.tokens.names[start:end] if stored else (), evicted)
+        return taken
+
+    def _evict(self, taken: list[int]) -> list[int]:
+        """Drop the hashes of these blocks, and publish one Removed a block, as vLLM does."""
+        names, cached, copies = self._names, self._cached, self._copies
+        evicted: list[int] = []
+        for block_id in taken:
+            name = names[block_id]
+            if name is None:
+                continue
+            names[block_id] = None
+            evicted.append(name)
+            if name not in copies:
+                del cached[name]
+                continue
+            others = copies[name]
+            if cached[name] == block_id:
+                cached[name] = others.pop(0)
+            else:
+                others.remove(block_id)
+            if not others:
+                del copies[name]
+        if evicted:
+            self._changes += 1
+            self._publisher.publish_removed(evicted)
+        return evicted
+
+    def _cache_full_blocks(self, request: PoolRequest, start: int, end: int) -> None:
+        """Hash a request's blocks from `start` to `end`, and publish them in one event."""
+        tokens, names, cached = request.tokens, self._names, self._cached
+        new, ids = tokens.names[start:end], request.block_ids[start:end]
+        for block_id, name in zip(ids, new, strict=True):
+            names[block_id] = name
+        if cached.keys().isdisjoint(new):
+            cached.update(zip(new, ids, strict=True))
+        else:
+            for block_id, name in zip(ids, new, strict=True):
+                if name in cached:
+                    self._copies.setdefault(name, []).append(block_id)
+                else:
+                    cached[name] = block_id
+        request.num_cached_blocks = end
+        self._changes += 1
+        publisher = self._publisher
+        if publisher.sink is not None:
+            # The parent is that of the names: it is cached, perhaps in another block than the one that is held.
+            parent = tokens.names[start - 1] if start else None
+            data = Stored(parent, tuple(new), tuple(tokens.local_hashes[start:end]))
+            publisher.publish(data, tokens.block_tokens(start, end))
+
+    def free(self, request: PoolRequest) -> None:
+        """Free all blocks of a request, tail first. Nothing happens for one that has none."""
+        held, refs, free = request.block_ids, self._refs, self._free
+        hashed = request.num_cached_blocks
+        self._references -= len(held)
+        if len(held) > hashed:  # no other request has these
+            unhashed = held[hashed:]
+            for block_id in unhashed:
+                refs[block_id] = 0
+            if self.version.prepends_unhashed:
+                for block_id in unhashed:
+                    free[block_id] = None
+                    free.move_to_end(block_id, last=False)
+            else:
+                for block_id in reversed(unhashed):
+                    free[block_id] = None
+            held = held[:hashed]
+        for block_id in reversed(held):
+            left = refs[block_id] - 1
+            refs[block_id] = left
+            if not left:
+                free[block_id] = None
+        request.block_ids = []
+        request.num_computed_tokens = request.num_cached_blocks = 0
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all that is cached, and publish a Cleared; False, and nothing happens, while a block is in use.
+
+        The queue keeps its order.
+        """
+        if len(self._free) < self.max_capacity:
+            return False
+        self._names = [None] * len(self._names)
+        self._cached.clear()
+        self._copies.clear()
+        self._changes += 1
+        self._publisher.publish(Cleared())
+        return True
+
+    def clear(self) -> bool:
+        """Reset the prefix cache; see `reset_prefix_cache`."""
+        return self.reset_prefix_cache()

@@ -1,0 +1,259 @@
+"""How vLLM names blocks, by release: a digest of parent, tokens and extra keys, of which it publishes the last 64 bits."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from pytest_kvmock.checks import did_you_mean
+
+# Theory of operation
+#
+# A block is hashed as the triple (digest of the block before, tokens, extra keys or None), either pickled or as
+# canonical CBOR (RFC 8949 4.2.1). A root has NONE_HASH before it: the hash of a seed, which is the text of
+# PYTHONHASHSEED. Triples without extra keys, which are nearly all, are written as CBOR here; cbor2 does the others.
+
+
+@dataclass(frozen=True, slots=True)
+class VllmVersion:
+    """What is particular to one release of vLLM, as far as its block pool and its hashes show it.
+
+    Attributes:
+        name: the release.
+        prepends_unhashed: freed blocks without a hash go to the front of the free queue, and are used again first; else
+            to its end, before the hashed ones of the same request.
+        tagged_keys: what is hashed beside tokens is tagged with its kind: `("cache_salt", salt)`, and not `salt`.
+        fixed_seed: seed of the SHA-256 hashes where none is set; None: it is another in each process.
+    """
+
+    name: str
+    prepends_unhashed: bool
+    tagged_keys: bool
+    fixed_seed: str | None
+
+
+VERSIONS: Final = MappingProxyType(
+    {
+        version.name: version
+        for version in (
+            VllmVersion("0.33.0", prepends_unhashed=True, tagged_keys=True, fixed_seed="vllm-none-hash"),
+            VllmVersion("0.28.0", prepends_unhashed=True, tagged_keys=False, fixed_seed=None),
+            VllmVersion("0.24.0", prepends_unhashed=True, tagged_keys=False, fixed_seed=None),
+            VllmVersion("0.23.0", prepends_unhashed=False, tagged_keys=False, fixed_seed=None),
+            VllmVersion("0.19.1", prepends_unhashed=False, tagged_keys=False, fixed_seed=None),
+        )
+    }
+)
+"""The releases that are known, newest first. 0.33.0 and 0.19.1 were recorded; the others were read."""
+
+
+def vllm_version(name: str) -> VllmVersion:
+    """Return the release of this name.
+
+    Raises:
+        ValueError: it is not known; the known ones are listed.
+    """
+    if isinstance(name, str) and name in VERSIONS:
+        return VERSIONS[name]
+    raise ValueError(f"unknown vLLM version {name!r}; known: {', '.join(VERSIONS)}")
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+_FUNCTIONS: Final = MappingProxyType({"sha256": _sha256, "xxhash": xxh3_128_digest})
+ALGORITHMS: Final = tuple(f"{function}{form}" for function in _FUNCTIONS for form in ("", "_cbor"))
+"""What vLLM calls them (`--prefix-caching-hash-algo`)."""
+
+
+class MultimodalItem(NamedTuple):
+    """A multimodal item in a prompt, such as an image.
+
+    Attributes:
+        identifier: what vLLM calls it; the hash of its content.
+        offset: position of its first token in the prompt.
+        length: how many tokens stand for it.
+    """
+
+    identifier: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKeys:
+    """The keys of one request that are hashed beside its tokens.
+
+    Attributes:
+        lora_name: the adapter; None for none.
+        lora_path: where it lies; hashed where keys are tagged.
+        multimodal: in the order of their offsets.
+        cache_salt: None for none; hashed in block 0 alone, from where the chain carries it on.
+    """
+
+    lora_name: str | None = None
+    lora_path: str = ""
+    multimodal: tuple[MultimodalItem, ...] = ()
+    cache_salt: str | None = None
+
+    def of_block(self, position: int, block_size: int, *, tagged: bool) -> tuple[Any, ...] | None:
+        """The keys of one block, in vLLM's order; None where it has none.
+
+        Args:
+            position: how many blocks stand before it.
+            block_size: tokens a block.
+            tagged: as `VllmVersion.tagged_keys`.
+        """
+        keys: list[Any] = []
+        if self.lora_name is not None:
+            keys.append(("lora", self.lora_name, self.lora_path) if tagged else self.lora_name)
+        start = position * block_size
+        for identifier, offset, length in self.multimodal:
+            if offset < start + block_size and offset + length > start:
+                # From the block's first token: below 0 where it began in a block before.
+                keys.append(("mm", identifier, offset - start) if tagged else (identifier, offset - start))
+        if self.cache_salt is not None and not position:
+            keys.append(("cache_salt", self.cache_salt) if tagged else self.cache_salt)
+        return tuple(keys) or None
+
+
+class VllmHasher:
+    """Names blocks as vLLM does; a `BlockHasher`.
+
+    Args:
+        version: release of vLLM.
+        algorithm: one of `ALGORITHMS`.
+        seed: as PYTHONHASHSEED, a string; None as where it is not set.
+        keys: what the request has hashed beside its tokens; None: nothing.
+
+    Raises:
+        ValueError: the version or the algorithm is not known, or there is no seed where the release has none of its own.
+        ImportError: there are extra keys, and cbor2, which the algorithm needs for them, is not installed.
+
+    Attributes:
+        none_hash: what stands before a root.
+    """
+
+    __slots__ = ("_begins", "_digest", "_dump", "_given", "_hash", "_keys", "_tagged", "none_hash")
+
+    signed: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        version: str = "0.33.0",
+        algorithm: str = "sha256_cbor",
+        seed: str | None = "0",
+        keys: ExtraKeys | None = None,
+    ) -> None:
+        if algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"hash_algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}"
+                f"{did_you_mean(algorithm, ALGORITHMS)}"
+            )
+        release = vllm_version(version)
+        function, _, form = algorithm.partition("_")
+        if seed is None:
+            seed = release.fixed_seed if function == "sha256" else None
+            if seed is None:
+                raise ValueError(
+                    f"hash_seed is missing: without one, vLLM {version} has other {algorithm} hashes in each process; "
+                    "give a string, as PYTHONHASHSEED"
+                )
+        elif not isinstance(seed, str) or not seed:
+            raise ValueError(f"hash_seed must be a string, as PYTHONHASHSEED is, or None; got {seed!r}")
+        self._digest: Callable[[bytes], bytes] = _FUNCTIONS[function]
+        self._tagged = release.tagged_keys
+        self._keys = keys
+        # How a triple is written; None for the plain one in CBOR.
+        self._dump: Callable[[object], bytes] | None = _pickled
+        if form:
+            text = seed.encode()
+            self.none_hash = self._digest(_head(_TEXT, len(text)) + text)
+            self._dump = None if keys is None else _canonical_cbor()
+        else:
+            self.none_hash = self._digest(_pickled(seed))
+        # The head of the triple, and that of the digest in it: a digest is as long as NONE_HASH.
+        self._begins = _head(_ARRAY, 3) + _head(_BYTES, len(self.none_hash))
+        self._given = (algorithm, self.none_hash, self._tagged and keys is not None, keys)
+        self._hash = hash(self._given)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VllmHasher) and self._given == other._given
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:
+        """Digest complete blocks; see `BlockHasher.digests`."""
+        before = self.none_hash if parent is None else parent
+        digest, out = self._digest, []
+        ends = range(block_size, len(tokens) + 1, block_size)
+        if self._dump is not None:
+            for place, end in enumerate(ends, position):
+                keys = None if self._keys is None else self._keys.of_block(place, block_size, tagged=self._tagged)
+                before = digest(self._dump((before, tuple(tokens[end - block_size : end]), keys)))
+                out.append(before)
+            return out
+        begins, head, encoded = self._begins, _head(_ARRAY, block_size), _TOKENS.__getitem__
+        for end in ends:
+            block = b"".join(map(encoded, tokens[end - block_size : end]))
+            before = digest(begins + before + head + block + _NULL)
+            out.append(before)
+        return out
+
+    @staticmethod
+    def name(digest: bytes) -> int:
+        """The last 64 bits of a digest, unsigned."""
+        return int.from_bytes(digest[-8:], "big")
+
+
+def _pickled(value: object) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+# ------------------------------------------------------------------------------------------------- canonical CBOR
+
+_UNSIGNED, _BYTES, _TEXT, _ARRAY = 0, 2, 3, 4  # major types
+_NULL: Final = b"\xf6"
+
+
+def _head(major: int, value: int) -> bytes:
+    """Major type and argument, in the fewest bytes."""
+    first = major << 5
+    if value < 24:
+        return bytes((first | value,))
+    size = next(size for size in (1, 2, 4, 8) if value < 256**size)
+    return bytes((first | 23 + size.bit_length(),)) + value.to_bytes(size, "big")
+
+
+class _Tokens(dict[int, bytes]):
+    """Token ids as CBOR; those of any vocabulary are kept."""
+
+    _KEPT: Final = 2**18
+
+    def __missing__(self, token: int) -> bytes:
+        encoded = _head(_UNSIGNED, token)
+        if token < self._KEPT:
+            self[token] = encoded
+        return encoded
+
+
+_TOKENS: Final = _Tokens()
+
+
+def _canonical_cbor() -> Callable[[object], bytes]:
+    try:
+        from cbor2 import dumps
+    except ImportError:
+        raise ImportError(
+            "hashing blocks with LoRA, multimodal items or a salt by a _cbor algorithm needs cbor2: "
+            "install pytest-kvmock[cbor], or choose hash_algorithm sha256 or xxhash"
+        ) from None
+    return lambda value: dumps(value, canonical=True)

@@ -1,0 +1,86 @@
+"""The protocol of drivers, which connect a worker to a block manager, and the traits of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+from pytest_kvmock.tokens import Prompt
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Traits of an engine: what a test may expect of its workers where engines differ.
+
+    Attributes:
+        recomputes_last_token: the last token of a prompt is computed though it is cached, so of a prompt that is whole
+            blocks, all cached, the last one is not reused.
+        stores_when: when a block that output fills is published: "next_token", once the next token opens another;
+            "full", when its last token is computed; "finish", when the request finishes.
+        copies: the same block may be cached, and published, several times.
+        removed_first: what a step evicts is published before what it stores; else after.
+        cleared_first: its first event is a Cleared.
+        chunks: it takes blocks chunk by chunk where a profile has a `chunk`; else for the whole prompt at once.
+    """
+
+    recomputes_last_token: bool = False
+    stores_when: Literal["next_token", "full", "finish"] = "next_token"
+    copies: bool = False
+    removed_first: bool = False
+    cleared_first: bool = False
+    chunks: bool = True
+
+
+class Driver(Protocol):
+    """Brings the requests of a worker to a block manager of one kind.
+
+    What `open` returns is the driver's own: it has `blocks` (in order; a partial one is a UUID) and a length (tokens of
+    prompt and output so far).
+    """
+
+    @property
+    def manager(self) -> KvManager:
+        """The block manager that takes its requests."""
+
+    @property
+    def traits(self) -> Traits:
+        """The traits of its engine."""
+
+    def lookup(self, prompt: Prompt) -> int:
+        """Count the tokens of the prompt that are cached now. Changes nothing, recency included."""
+
+    def open(self, prompt: Prompt) -> Any:
+        """Open a request, without a block yet; what it returns is passed to the calls below."""
+
+    def cached(self, request: Any) -> int:
+        """Tokens of the request's prompt that are cached now."""
+
+    def blocks_needed(self, request: Any) -> tuple[int, int]:
+        """Return how many blocks the whole request needs that nobody holds (at most), and how many nobody holds."""
+
+    def admit(self, request: Any, upto: int) -> None:
+        """Allocate blocks for the first `upto` tokens; they fit, as was checked before."""
+
+    def plan(self, request: Any, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return the same as `blocks_needed`, of decode steps, one a token. Changes nothing."""
+
+    def extend(self, request: Any, tokens: Sequence[int]) -> None:
+        """Decode, one step a token; they fit, as was checked before."""
+
+    def release(self, request: Any) -> None:
+        """Free the blocks of a request that is done."""
+
+    def preempt(self, request: Any) -> None:
+        """Free the request's blocks, and keep what it has generated."""
+
+    def clear(self) -> bool:
+        """Drop all that is cached; False, and nothing changed, while a block is in use."""
+
+
+MakeDriver: TypeAlias = Callable[["KvManager", bool, Random], Driver]
+"""Makes the driver of a manager: called with it, whether prefix caching is on, and the source of random numbers."""

@@ -1,0 +1,91 @@
+"""Factories of the managers and drivers of the built-in backends. Each engine is imported when its first one is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.engine.driver import Driver
+    from pytest_kvmock.hygiene.content import Chain
+
+
+def lineage(**sizes: Any) -> KvManager:
+    """Make a `LogicalManager` that evicts leaves first."""
+    from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
+    from pytest_kvmock.cache.dynamo.logical import LogicalManager
+
+    return LogicalManager(backend="lineage", eviction=LineagePolicy(), **sizes)
+
+
+def lru(**sizes: Any) -> KvManager:
+    """Make a `LogicalManager` that evicts the least recently used block."""
+    from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+    from pytest_kvmock.cache.dynamo.logical import LogicalManager
+
+    return LogicalManager(backend="lru", eviction=LruPolicy(), **sizes)
+
+
+def multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
+    """Make a `LogicalManager` that evicts by frequency."""
+    from pytest_kvmock.cache.dynamo.eviction.multi_lru import MultiLruPolicy
+    from pytest_kvmock.cache.dynamo.logical import LogicalManager
+
+    policy = MultiLruPolicy(num_blocks)
+    return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
+
+
+def hash_cache(**sizes: Any) -> KvManager:
+    """Make a `HashCacheManager`."""
+    from pytest_kvmock.cache.dynamo.hash_cache import HashCacheManager
+
+    return HashCacheManager(**sizes)
+
+
+def whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    """Make the driver of a `HashCacheManager`."""
+    from pytest_kvmock.engine.move_driver import WholeMoveDriver
+
+    return WholeMoveDriver(manager, prefix_caching, rng)
+
+
+def vllm(**options: Any) -> KvManager:
+    """Make a `BlockPoolManager`."""
+    from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
+
+    return BlockPoolManager(**options)
+
+
+def vllm_0_19(**options: Any) -> KvManager:
+    """Make a `BlockPoolManager` of vLLM 0.19.1."""
+    return vllm(backend="vllm_0_19", version="0.19.1", **options)
+
+
+def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    """Make the driver of a `BlockPoolManager`."""
+    from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
+
+    return BlockPoolDriver(manager, prefix_caching, rng)
+
+
+def hash_chain(manager: Any) -> Chain:
+    """Make the rule of block hashes for the stream of a manager that has a hasher."""
+    from pytest_kvmock.cache.hashed import HashChain
+
+    return HashChain(manager.hasher)
+
+
+def sglang(**options: Any) -> KvManager:
+    """Make a `RadixCacheManager`."""
+    from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
+
+    return RadixCacheManager(**options)
+
+
+def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    """Make the driver of a `RadixCacheManager`."""
+    from pytest_kvmock.engine.radix_driver import RadixDriver
+
+    return RadixDriver(manager, prefix_caching, rng)

@@ -1,0 +1,74 @@
+"""Positional lineage hashes (PLH): 128 bits of position, parent and own fragment, on which block managers key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+MAX_POSITION: Final = 2**24 - 1
+"""The last position that a lineage hash can name."""
+
+# Layout A of dynamo-tokens (1.2.1 and before), from the most significant bit: mode (2 bits), position, parent
+# fragment, own fragment. The mode is chosen by position, and decides how wide the fragments are. An own fragment is
+# cut to the width that the *next* position has for its parent, so that a child's parent fragment always equals its
+# parent's own, across the borders at 256 and 65,536 too.
+
+_FRAGMENT_BITS: Final = (59, 55, 51)  # by mode; the position has 8, 16 and 24 bits
+_MASK59: Final = 2**59 - 1
+
+
+def _mode(position: int) -> int:
+    return 0 if position < 2**8 else 1 if position < 2**16 else 2
+
+
+def lineage_hash(current: int, parent: int | None, position: int) -> int:
+    """Positional lineage hash of a block, as a plain 128-bit integer.
+
+    Args:
+        current: the block's sequence hash, u64.
+        parent: sequence hash of the block before it; None for a root.
+        position: how many blocks stand before it, from 0 to 2**24 - 1.
+
+    Raises:
+        ValueError: the position is out of range.
+    """
+    if 0 <= position < 255:  # nearly every block, and no border near
+        return (position << 118) | (((parent or 0) & _MASK59) << 59) | (current & _MASK59)
+    if not 0 <= position <= MAX_POSITION:
+        raise ValueError(f"position must be from 0 to {MAX_POSITION}, got {position}")
+    mode = _mode(position)
+    bits = _FRAGMENT_BITS[mode]
+    own_bits = _FRAGMENT_BITS[_mode(position + 1)]
+    own = current & ((1 << own_bits) - 1)
+    above = (parent or 0) & ((1 << bits) - 1)
+    return (mode << 126) | (position << (2 * bits)) | (above << bits) | own
+
+
+def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None, start: int = 0) -> list[int]:
+    """Lineage hashes of consecutive blocks, of which the first stands at position `start` after block `parent`."""
+    above = [parent, *sequence_hashes[:-1]]
+    end = start + len(sequence_hashes)
+    if start >= 0 and end <= 255:  # as in lineage_hash, without the call
+        rows = zip(range(start, end), above, sequence_hashes, strict=False)
+        return [
+            (position << 118) | (((before or 0) & _MASK59) << 59) | (current & _MASK59)
+            for position, before, current in rows
+        ]
+    return list(map(lineage_hash, sequence_hashes, above, range(start, end)))
+
+
+def lineage_position(plh: int) -> int:
+    """Position of the block in its sequence, from 0."""
+    bits = _FRAGMENT_BITS[plh >> 126]
+    return (plh >> (2 * bits)) & ((1 << (126 - 2 * bits)) - 1)
+
+
+def lineage_fragment(plh: int) -> int:
+    """The low bits of the block's own sequence hash that the lineage hash keeps."""
+    return plh & ((1 << _FRAGMENT_BITS[plh >> 126]) - 1)
+
+
+def lineage_parent_fragment(plh: int) -> int:
+    """The low bits of the parent's sequence hash that the lineage hash keeps; 0 for a root."""
+    bits = _FRAGMENT_BITS[plh >> 126]
+    return (plh >> bits) & ((1 << bits) - 1)

@@ -1,0 +1,157 @@
+"""The state of one test: its harness, its policy, and the problems that were counted so far.
+
+It is loaded with the first test that uses a fixture of this plugin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+from pytest_kvmock.plugin.matrix import Placeholder, resolve_placeholder
+from pytest_kvmock.plugin.options import known_backends
+from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_profile
+from pytest_kvmock.plugin.settings import SETTINGS
+
+if TYPE_CHECKING:
+    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.harness import RouterHarness
+    from pytest_kvmock.hygiene.problem import Problem
+
+
+class Case:
+    """One test: its harness, and what broken rules do to it.
+
+    Kept in the item's stash from set-up to the end of teardown, where the hooks find it (`verdict.py`).
+
+    Attributes:
+        item: the test.
+        harness: its world.
+        policy: what broken rules do.
+        backend: the backend, once a fixture needed one.
+        passed: the call phase ended without a failure.
+        failed_before: failures of the session when it ended.
+        errors: event errors that counted so far.
+        warnings: event warnings so far, by rule, but for those of `engine_warnings`.
+        engine_warnings: those of what a faithful engine does by itself, by rule.
+    """
+
+    __slots__ = (
+        "backend",
+        "engine_warnings",
+        "errors",
+        "failed_before",
+        "harness",
+        "item",
+        "passed",
+        "policy",
+        "warnings",
+    )
+
+    def __init__(self, item: pytest.Item, harness: RouterHarness, policy: Policy) -> None:
+        self.item = item
+        self.harness = harness
+        self.policy = policy
+        harness.events.warnings_fail = policy.event_warnings == "fail"
+        self.backend: str | None = None
+        self.passed = False
+        self.failed_before = 0
+        self.errors = 0
+        self.warnings: dict[str, int] = {}
+        self.engine_warnings: dict[str, int] = {}
+
+    def count(self, errors: Sequence[Problem], warnings: Sequence[Problem]) -> None:
+        """Count what was found since the last look."""
+        self.errors += len(errors)
+        for warning in warnings:
+            counts = self.engine_warnings if self.harness.is_engines_own(warning) else self.warnings
+            counts[warning.rule] = counts.get(warning.rule, 0) + 1
+
+    def with_backend(self, value: object) -> RouterHarness:
+        """Return the harness, with engines of this backend."""
+        if self.backend is None:
+            name = backend_name(self.item, value)
+            try:
+                self.harness.use_backend(name)  # it checks, too, that its managers are of this name
+            except ValueError as error:
+                why = str(error)
+                # What begins so is about the backend; the rest is its own refusal, nearly always of a block size.
+                if not why.startswith("backend ") and re.search("block.size", why):
+                    why += f" ({_block_size_place(self.item)})"
+                fail_in_one_line(self.item, f"backend {name}: {why}")
+            self.backend = name
+        return self.harness
+
+
+def backend_name(item: pytest.Item, value: object) -> str:
+    """The backend that `kv_backend` names in a test."""
+    name = resolve_placeholder(item) if isinstance(value, Placeholder) else value
+    known = known_backends()
+    if not isinstance(name, str) or name not in known:
+        from pytest_kvmock.checks import did_you_mean
+
+        hint = did_you_mean(name, known, f"known: {', '.join(known)}")
+        pytest.fail(f"kvmock: kv_backend is {name!r}{hint}", pytrace=False)
+    return name
+
+
+def _block_size_place(item: pytest.Item) -> str:
+    """Return the source of a test's block size, the one field that a backend may refuse."""
+    from pytest_kvmock.plugin.markers import show_mark
+
+    for key in ("block_size", "profile"):  # a single field is laid over a profile, wherever it stands
+        for mark in item.iter_markers("kvmock"):
+            if mark.kwargs.get(key) is not None:
+                return show_mark(mark)
+    return "block_size is from kv_base_profile, or ini kvmock_block_size"
+
+
+def fail_in_one_line(item: pytest.Item, message: str) -> NoReturn:
+    """Fail with one line; with --full-trace, show where the error that is being handled came from."""
+    if not item.config.getoption("fulltrace", False):
+        raise pytest.fail.Exception(f"kvmock: {message}", pytrace=False) from None
+    raise  # noqa: PLE0704 - called where an error is handled
+
+
+def let_waive(item: pytest.Item, harness: RouterHarness) -> None:
+    """Have the hook `pytest_kvmock_event_error` waive problems of a test, where a plugin implements it."""
+    if item.config.hook.pytest_kvmock_event_error.get_hookimpls():  # what is of this item only is asked for below
+        harness.events.waive = partial(_waives, item)
+
+
+def _waives(item: pytest.Item, problem: Problem) -> bool:
+    """Ask the hooks whether this problem may pass; those of the conftests that are about the test."""
+    __tracebackhide__ = True
+    try:
+        answer = item.ihook.pytest_kvmock_event_error(item=item, problem=problem)
+    except pytest.exit.Exception:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported in one line
+        from pytest_kvmock.plugin.registry import raised_in
+
+        hooks = item.ihook.pytest_kvmock_event_error.get_hookimpls()
+        fail_in_one_line(item, raised_in(item.config, "pytest_kvmock_event_error", hooks, error))
+    if answer is not None and not isinstance(answer, bool):
+        pytest.fail(
+            f"kvmock: pytest_kvmock_event_error returned {answer!r:.80}; allowed: True, False or None", pytrace=False
+        )
+    return answer is True
+
+
+def effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
+    """Return the profile of a test: the base, under its markers, under the command line."""
+    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.plugin.markers import check_markers
+
+    if not isinstance(base, EngineProfile):
+        pytest.fail(f"kvmock: kv_base_profile must return an EngineProfile, got {base!r}", pytrace=False)
+    try:
+        check_markers(item)  # collection checked them, but for TestCase methods and for markers that came later
+        settings = item.config.stash[SETTINGS]
+        return resolve_profile(base, marker_values(item), settings.command_line, settings.profiles)
+    except ValueError as error:
+        fail_in_one_line(item, str(error))

@@ -1,0 +1,156 @@
+"""A seeded generator of traces of the Mooncake form."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import TypeAlias
+
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.tokens import check_block_size
+from pytest_kvmock.traces.mooncake import MOONCAKE_BLOCK_SIZE, TraceRequest
+
+Range: TypeAlias = tuple[int, int]
+"""Lowest and highest value of a uniform draw, both included."""
+
+
+def synthetic_trace(
+    requests: int,
+    *,
+    seed: int = 0,
+    block_size: int = MOONCAKE_BLOCK_SIZE,
+    groups: int = 8,
+    prefix_blocks: Range = (1, 4),
+    turns: Range = (1, 3),
+    input_tokens: Range = (100, 4_000),
+    output_tokens: Range = (50, 600),
+    interval_ms: int = 1_000,
+    delay_ms: Range = (1_000, 30_000),
+) -> Iterator[TraceRequest]:
+    """Make up a trace of the Mooncake form: conversations of several turns, which begin with one of a few prefixes.
+
+    Each session begins with the prefix of its group (a system prompt, say). A turn's prompt is all that came before in
+    the session, outputs included, and the new input. Sessions overlap; the trace is in the order of arrival.
+
+    What holds of the published traces holds here: an id has exactly one parent and no second place, ids are dense from
+    0 in the order of their first appearance, timestamps never go back. With the defaults about half of all block
+    references name a block that an earlier request had, and a prompt has 4,900 tokens or 10 ids on average.
+
+    The same arguments give the same trace on any Python and platform: all is drawn from `Random(seed).random()`, the
+    one method whose sequence Python guarantees. Memory grows with the sessions that are open, not with the trace.
+
+    Args:
+        requests: how many requests, at least 1. More of them continue the same trace.
+        seed: of the generator, from 0.
+        block_size: tokens for each hash id.
+        groups: number of shared prefixes. The first ones are the most popular: half of the sessions take one of the
+            first quarter.
+        prefix_blocks: blocks in a group's prefix, drawn once a group; (0, 0) for no shared prefix.
+        turns: turns of a session, at least 1.
+        input_tokens: new tokens that a turn adds to its prompt, at least 1.
+        output_tokens: tokens that a turn generates.
+        interval_ms: mean time from the start of one session to the next, milliseconds.
+        delay_ms: time from a turn to the next one of its session, milliseconds. Generation counts as instant: the
+            timestamp of a later turn is that of the one before, plus its delay.
+
+    Returns:
+        An iterator over the requests.
+
+    Raises:
+        TypeError: an argument is not an integer, or not a pair of them.
+        ValueError: an argument is too small, or the first of a pair larger than the second.
+    """
+    _check_int("requests", requests, 1, "requests")
+    _check_int("seed", seed, 0, "of the generator")
+    check_block_size(block_size)
+    _check_int("groups", groups, 1, "shared prefixes")
+    _check_int("interval_ms", interval_ms, 0, "milliseconds")
+    _check_range("prefix_blocks", prefix_blocks, 0, "blocks")
+    _check_range("turns", turns, 1, "turns a session")
+    _check_range("input_tokens", input_tokens, 1, "tokens")
+    _check_range("output_tokens", output_tokens, 0, "tokens")
+    _check_range("delay_ms", delay_ms, 0, "milliseconds")
+    workload = _Workload(
+        Random(seed),  # noqa: S311 - a workload, not a secret
+        block_size, groups, prefix_blocks, turns, input_tokens, output_tokens, interval_ms, delay_ms,
+    )  # fmt: skip
+    return workload.requests(requests)
+
+
+@dataclass(slots=True)
+class _Session:
+    name: str
+    blocks: list[int]  # ids of the complete blocks so far that a request has named
+    length: int  # tokens so far: prefix, inputs and outputs
+    turns_left: int
+    delay: int | None = None
+
+
+@dataclass(slots=True)
+class _Workload:
+    rng: Random
+    block_size: int
+    groups: int
+    prefix_blocks: Range
+    turns: Range
+    input_tokens: Range
+    output_tokens: Range
+    interval_ms: int
+    delay_ms: Range
+    next_id: int = 0
+
+    def requests(self, count: int) -> Iterator[TraceRequest]:
+        prefix_lengths = [self._draw(self.prefix_blocks) for _ in range(self.groups)]
+        prefixes: list[list[int]] = [[] for _ in range(self.groups)]  # ids, from the group's first request on
+        waiting: list[tuple[int, int, _Session]] = []  # (arrival, session number, session): next turns
+        started = 0
+        next_start = 0
+        for _ in range(count):
+            if waiting and waiting[0][0] <= next_start:
+                now, number, session = heapq.heappop(waiting)
+            else:
+                now, number = next_start, started
+                group = int(self.groups * self.rng.random() ** 2)
+                prefix = prefixes[group]
+                prefix.extend(self._new_ids(prefix_lengths[group] - len(prefix)))
+                length = prefix_lengths[group] * self.block_size
+                session = _Session(f"session_{number}", list(prefix), length, self._draw(self.turns))
+                started += 1
+                next_start += self._draw((0, 2 * self.interval_ms))
+            yield self._turn(session, now)
+            if session.turns_left:
+                session.delay = self._draw(self.delay_ms)
+                heapq.heappush(waiting, (now + session.delay, number, session))
+
+    def _turn(self, session: _Session, now: int) -> TraceRequest:
+        input_length = session.length + self._draw(self.input_tokens)
+        output_length = self._draw(self.output_tokens)
+        session.blocks.extend(self._new_ids(input_length // self.block_size - len(session.blocks)))
+        tail = self._new_ids(1) if input_length % self.block_size else ()
+        session.length = input_length + output_length
+        session.turns_left -= 1
+        delay = None if session.delay is None else float(session.delay)
+        ids = (*session.blocks, *tail)
+        return TraceRequest(float(now), input_length, output_length, ids, session.name, delay)
+
+    def _new_ids(self, count: int) -> range:
+        first, self.next_id = self.next_id, self.next_id + count
+        return range(first, self.next_id)
+
+    def _draw(self, bounds: Range) -> int:
+        low, high = bounds
+        return low + int(self.rng.random() * (high - low + 1))
+
+
+def _check_int(name: str, value: object, least: int, unit: str) -> None:
+    check_integer(name, value, least, f" ({unit})", wrong_type=TypeError)
+
+
+def _check_range(name: str, value: object, least: int, unit: str) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError(f"{name} must be a pair of integers (lowest, highest; {unit}), got {value!r}")
+    low, high = value
+    _check_int(f"the lowest of {name}", low, least, unit)
+    _check_int(f"the highest of {name}", high, low, unit)

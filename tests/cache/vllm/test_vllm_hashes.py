@@ -1,0 +1,175 @@
+"""Block hashes of vLLM: those that its own functions gave, and what is refused."""
+
+import builtins
+
+import pytest
+
+from pytest_kvmock.cache.hashed import HashChain, HashedTokens
+from pytest_kvmock.cache.vllm.hashes import ALGORITHMS, VERSIONS, ExtraKeys, MultimodalItem, VllmHasher
+from pytest_kvmock.events import Stored
+from pytest_kvmock.tokens import Prompt
+
+ONE = (MultimodalItem("img-1", 2, 4),)
+KEYS = {
+    "plain": None,
+    "salt": ExtraKeys(cache_salt="salt1"),
+    "lora": ExtraKeys("adapter-a", "/adapters/a"),
+    "mm in block 0, over block 1": ExtraKeys(multimodal=ONE),
+    "two mm": ExtraKeys(multimodal=(MultimodalItem("img-1", 1, 2), MultimodalItem("img-2", 5, 3))),
+    "all": ExtraKeys("adapter-a", "/adapters/a", ONE, "salt1"),
+}
+
+
+def tuples(value):
+    """As hashed: JSON has lists."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+
+def test_hashes_are_those_of_the_real_ones_with_every_algorithm_seed_and_key(recording):
+    checked = 0
+    for run in recording("vllm_block_hashes_extra.json.gz"):
+        for case in run["cases"]:
+            where = (run["vllm"], run["seed"], case["algorithm"], case["case"])
+            keys = KEYS[case["case"]]
+            hasher = VllmHasher(run["vllm"], case["algorithm"], run["seed"], keys)
+            digests = hasher.digests(run["tokens"], run["block_size"], 0, None)
+            assert case["none_hash"] == hasher.none_hash.hex(), where
+            assert case["hashes"] == [digest.hex() for digest in digests], where
+            tagged = VERSIONS[run["vllm"]].tagged_keys
+            found = [keys and keys.of_block(i, run["block_size"], tagged=tagged) for i in range(3)]
+            assert [tuples(key) for key in case["extra_keys"]] == found, where
+            checked += 1
+    assert 60 == checked
+
+
+@pytest.mark.parametrize("seed", ["0", "42"])
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_what_is_published_is_the_last_64_bits(recording, algorithm, seed):
+    known = recording("vllm_block_hashes.json")[f"{algorithm}|seed={seed}"]
+    hasher = VllmHasher("0.33.0", algorithm, seed)
+    first, second = hasher.digests(range(1, 9), 4, 0, None)
+    assert (known["none"], known["h0"], known["h1"]) == (hasher.none_hash.hex(), first.hex(), second.hex())
+    assert (known["h0_u64"], known["h1_u64"]) == (hasher.name(first), hasher.name(second))
+    for version, name in (("0.33.0", "h0_salt_tagged_0_33"), ("0.19.1", "h0_salt_untagged_old")):
+        salted = VllmHasher(version, algorithm, seed, KEYS["salt"])
+        assert known[name] == salted.digests(range(1, 5), 4, 0, None)[0].hex()
+
+
+TOKENS = (0, 23, 24, 255, 256, 65535, 65536, 2**18, 2**32 - 1)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash_cbor"])
+@pytest.mark.parametrize("block_size", [1, 3, 9, 23, 24, 256])
+def test_plain_blocks_are_written_as_cbor2_writes_them(algorithm, block_size):
+    cbor2 = pytest.importorskip("cbor2")
+    hasher = VllmHasher(algorithm=algorithm)
+    tokens = (TOKENS * 30)[:block_size]
+    parent = hasher.none_hash
+    for digest in hasher.digests(tokens * 2, block_size, 0, None):
+        parent = hasher._digest(cbor2.dumps((parent, tokens, None), canonical=True))
+        assert parent == digest
+    assert hasher.none_hash == hasher._digest(cbor2.dumps("0", canonical=True))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("keys", [None, KEYS["lora"]], ids=["plain", "lora"])
+def test_a_chain_that_goes_on_is_the_chain_at_once(algorithm, keys):
+    hasher = VllmHasher(algorithm=algorithm, keys=keys)
+    whole = hasher.digests(range(16), 4, 0, None)
+    assert whole[2:] == hasher.digests(range(8, 17), 4, 2, whole[1])
+
+
+@pytest.mark.parametrize("seed", [None, "7"])
+def test_a_request_that_grows_has_the_names_of_its_tokens(seed):
+    hasher = VllmHasher(seed=seed)
+    grown = HashedTokens(Prompt(range(3)), 4, hasher, None)
+    prompt = Prompt(range(5))
+    also = HashedTokens(prompt, 4, hasher, None)
+    for token in range(3, 21):
+        grown.append(token)
+    also.extend(range(5, 21))
+    whole = HashedTokens(Prompt(range(21)), 4, hasher, None)
+    assert whole.names == grown.names == also.names
+    assert whole.local_hashes == grown.local_hashes == also.local_hashes
+    assert 1 == len(HashedTokens(prompt, 4, hasher, None).names)  # the prompt's own have not grown
+
+
+def test_a_hasher_is_equal_to_one_that_names_alike():
+    assert VllmHasher() == VllmHasher("0.19.1")  # plain blocks have the same names in all releases
+    assert hash(VllmHasher()) == hash(VllmHasher("0.19.1"))
+    different = [
+        VllmHasher(),
+        VllmHasher(algorithm="sha256"),
+        VllmHasher(algorithm="xxhash"),
+        VllmHasher(seed="1"),
+        VllmHasher(seed=None),
+        VllmHasher(keys=KEYS["salt"]),
+        VllmHasher("0.19.1", keys=KEYS["salt"]),
+        VllmHasher(keys=ExtraKeys(cache_salt="salt2")),
+    ]
+    assert len(different) == len(set(different))
+    assert VllmHasher() != "sha256_cbor"
+
+
+def test_the_chain_of_a_stream_finds_a_name_that_is_not_that_of_its_tokens():
+    hasher = VllmHasher()
+    tokens = HashedTokens(Prompt(range(12)), 4, hasher, None)
+    chain = HashChain(hasher)
+    first = Stored(None, tokens.names[:1], tokens.local_hashes[:1])
+    rest = Stored(tokens.names[0], tokens.names[1:], tokens.local_hashes[1:])
+    assert tokens.names[:1] == chain.expected(first, tokens.block_tokens(0, 1), 4)
+    assert tokens.names[1:] == chain.expected(rest, tokens.block_tokens(1, 3), 4)
+    assert tokens.names[:1] != chain.expected(first, [(0, 1, 2, 4)], 4)
+    assert None is HashChain(hasher).expected(rest, tokens.block_tokens(1, 3), 4)  # nobody knows what it is chained to
+    assert None is chain.expected(rest, (), 4)
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"version": "0.12"}, "unknown vLLM version '0.12'; known: 0.33.0, 0.28.0, 0.24.0, 0.23.0, 0.19.1"),
+        ({"version": 33}, "unknown vLLM version 33; known: "),
+        (
+            {"algorithm": "md5"},
+            "hash_algorithm must be one of sha256, sha256_cbor, xxhash, xxhash_cbor, got 'md5'",
+        ),
+        ({"algorithm": None}, "hash_algorithm must be one of .*, got None"),
+        ({"seed": 0}, "hash_seed must be a string, as PYTHONHASHSEED is, or None; got 0"),
+        ({"seed": ""}, "hash_seed must be a string, as PYTHONHASHSEED is, or None; got ''"),
+        (
+            {"seed": None, "algorithm": "xxhash"},
+            "hash_seed is missing: without one, vLLM 0.33.0 has other xxhash hashes",
+        ),
+        ({"seed": None, "version": "0.28.0"}, "hash_seed is missing: .* in each process; give a string"),
+        ({"seed": None, "version": "0.19.1", "algorithm": "xxhash_cbor"}, "hash_seed is missing: .* other xxhash_cbor"),
+    ],
+)
+def test_what_it_cannot_name_by_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        VllmHasher(**arguments)
+
+
+def test_without_cbor2_only_extra_keys_are_refused_and_only_by_the_cbor_algorithms(monkeypatch):
+    real = builtins.__import__
+
+    def no_cbor2(name, *rest):
+        if name == "cbor2":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", no_cbor2)
+    for algorithm in ALGORITHMS:
+        assert VllmHasher(algorithm=algorithm).digests(range(4), 4, 0, None)
+        if not algorithm.endswith("_cbor"):
+            assert VllmHasher(algorithm=algorithm, keys=KEYS["all"]).digests(range(4), 4, 0, None)
+            continue
+        with pytest.raises(ImportError, match=r"needs cbor2: install pytest-kvmock\[cbor\], or choose hash_algorithm"):
+            VllmHasher(algorithm=algorithm, keys=KEYS["all"])
+
+
+def test_a_multimodal_item_is_hashed_in_the_blocks_that_it_lies_in_and_no_other():
+    keys = ExtraKeys(multimodal=(MultimodalItem("img", 4, 4),))
+    assert [None, (("img", 0),), None] == [keys.of_block(place, 4, tagged=False) for place in range(3)]

@@ -1,0 +1,132 @@
+"""The shape of the house: no imports in a circle, modules of one subject, names that are told apart."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest_kvmock
+from pytest_kvmock import EvictionPolicy
+
+HOME = Path(pytest_kvmock.__file__).parent
+MODULES = {
+    ".".join(("pytest_kvmock", *path.relative_to(HOME).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(HOME.rglob("*.py"))
+}
+
+MOST_LINES = 400
+MOST_OF_ONE_SUBJECT = 600
+LEAST_LINES = 60
+
+SHORT_ON_PURPOSE = {
+    "hookspecs",  # it is given to pluggy whole, and where authors of other plugins look first
+}
+
+TOLD_APART_BY_FOLDERS = {
+    "events",  # values that travel; in reduce, cutting down a stream of them
+    "hashes",  # vLLM's and SGLang's
+    "index",  # the router's; in testing, the contract of one
+    "manager",  # the protocol of block managers; in testing, the contract of one
+    "program",  # what is played; in reduce, the one that is cut down
+    "recovery",  # between worker and router; in harness, the test's hold on it
+    "report",  # of problems; in plugin, of a run of pytest
+    "text",  # of problems; in reduce, of reproductions
+    "worker",  # an engine; in harness, one that is watched; in testing, the contract of one
+}
+
+
+def imported(path, name):
+    """The modules of the package that one module imports, wherever in it: at its top, in a function, for types only."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parts, *([node.module] if node.module else [])])
+            for alias in node.names:  # `from room import module` is an import of the module
+                yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base
+
+
+GRAPH = {
+    # The root knows all rooms by name, and loads each when somebody asks for it.
+    name: {each for each in imported(path, name) if each in MODULES and each != name} - {"pytest_kvmock"}
+    for name, path in MODULES.items()
+    if name != "pytest_kvmock"
+}
+
+
+def cycles(graph):
+    """Sets of modules each of which reaches all others of its set (Tarjan's strongly connected components)."""
+    number, low, stack, found = {}, {}, [], []
+
+    def visit(name):
+        number[name] = low[name] = len(number)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in number:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], number[other])
+        if low[name] == number[name]:
+            component = set()
+            while name not in component:
+                component.add(stack.pop())
+            found.append(component)
+
+    for name in sorted(graph):
+        if name not in number:
+            visit(name)
+    return sorted((component for component in found if len(component) > 1), key=sorted)
+
+
+def lines_of(name):
+    return len(MODULES[name].read_text(encoding="utf-8").splitlines())
+
+
+def docstring_of(name):
+    return ast.get_docstring(ast.parse(MODULES[name].read_text(encoding="utf-8"))) or ""
+
+
+def is_a_reexport(name):
+    """Whether a module has imports, and the list of what they bring, and nothing else."""
+    body = ast.parse(MODULES[name].read_text(encoding="utf-8")).body
+    return all(isinstance(each, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr) for each in body)
+
+
+def test_a_circle_is_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert [{"a", "b", "c"}, {"d", "e"}] == cycles(graph)
+
+
+def test_imports_in_functions_and_for_types_count():
+    assert "pytest_kvmock.cache.dynamo.logical" in GRAPH["pytest_kvmock.makers"]  # in a function
+    assert "pytest_kvmock.engine.driver" in GRAPH["pytest_kvmock.makers"]  # for types
+    assert "pytest_kvmock.plugin.hookspecs" in GRAPH["pytest_kvmock.plugin.hooks"]  # a module from its package
+
+
+def test_no_imports_run_in_a_circle():
+    assert [] == cycles(GRAPH)
+
+
+def test_a_long_module_says_which_its_one_subject_is():
+    long = {name: lines for name in MODULES if (lines := lines_of(name)) > MOST_LINES}
+    assert {} == {name: lines for name, lines in long.items() if lines > MOST_OF_ONE_SUBJECT}
+    assert [] == [name for name in long if "One subject: " not in docstring_of(name)]
+
+
+def test_a_short_module_is_joined_to_its_subject():
+    short = {name for name in MODULES if lines_of(name) < LEAST_LINES and not is_a_reexport(name)}
+    rest = {name for name in short if MODULES[name].stem not in {"__init__", *SHORT_ON_PURPOSE}}
+    assert set() == rest
+
+
+def test_two_modules_of_one_name_are_told_apart_by_their_folders():
+    names = Counter(path.stem for path in MODULES.values() if path.stem != "__init__")
+    assert set() == {name for name, count in names.items() if count > 1} - TOLD_APART_BY_FOLDERS
+
+
+def test_a_policy_that_users_derive_has_five_methods():
+    public = [name for name in dir(EvictionPolicy) if not name.startswith("_")]
+    assert ["clear", "evict", "insert", "order", "remove"] == sorted(EvictionPolicy.__abstractmethods__) == public
