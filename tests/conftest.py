@@ -1,5 +1,6 @@
 """What several test files need."""
 
+import gc
 import gzip
 import json
 import os
@@ -14,6 +15,13 @@ settings.register_profile(
     "kvmock", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
 )
 settings.load_profile("kvmock")
+
+
+def pytest_collection_finish():
+    """What is collected lives until the end: the garbage collector need not look through it a hundred times."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

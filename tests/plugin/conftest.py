@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import textwrap
 import warnings
+from functools import partial
+from importlib import metadata
 
+import forked_workers
 import pytest
 
 # pytester unloads what a nested run loads; what is loaded here stays, so that a class is the same one in every run.
@@ -32,19 +35,33 @@ TWICE = Stored(None, (2,), (2,))    # after GOOD: a duplicate, which is a warnin
 
 
 class ShortInterrupt:
-    """An error of collection interrupts the run, which pytest writes out frame by frame: the last says enough."""
+    """An error of collection interrupts the run. pytest shows its last line; it need not read the source of each frame."""
 
     @staticmethod
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(excinfo):
         excinfo.traceback = excinfo.traceback[-1:]
+        excinfo.getrepr = partial(excinfo.getrepr, style="native")
+
+
+@pytest.fixture(scope="session")
+def installed():
+    """The distributions that are installed, whose metadata is parsed once and not in every run."""
+    found = list(metadata.distributions())
+    for distribution in found:
+        read = {name: getattr(distribution, name) for name in ("metadata", "entry_points")}
+        distribution.__class__ = type("Read", (type(distribution),), read)
+    return found
 
 
 @pytest.fixture
-def nested(pytester, monkeypatch):
+def nested(pytester, monkeypatch, installed):
     """Write a test module and run it: `nested(source, *args, plugins=(), files={}, subprocess=False)`."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
+    monkeypatch.setattr(metadata, "distributions", lambda: installed)
+    if forked_workers.POSSIBLE:
+        monkeypatch.setattr("execnet.gateway_io.Popen2IOMaster", forked_workers.ForkedIO)
 
     def run(source="", *args, plugins=(), files=None, subprocess=False):
         for name, text in (files or {}).items():
