@@ -212,6 +212,34 @@ class History:
         return runs
 
 
+class Links:
+    """Which blocks a stream has stored after which, by local hash; it reads as much of its history as there is.
+
+    A worker names its blocks as it likes, so that a chain of local hashes is looked up here for each worker.
+    """
+
+    __slots__ = ("_after", "_read")
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int | None, int], set[int]] = {}
+        self._read = 0
+
+    def read(self, events: Sequence[RouterEvent]) -> None:
+        """Take the events of the stream, which has more of them than the last time."""
+        for event in events[self._read :]:
+            data = event.event.data
+            if isinstance(data, Stored):
+                parent = data.parent_hash
+                for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+                    self._after.setdefault((parent, local), set()).add(block)
+                    parent = block
+        self._read = len(events)
+
+    def after(self, parents: set[int | None], local: int) -> set[int]:
+        """The blocks with this local hash that were stored after one of these; None is the root."""
+        return {block for parent in parents for block in self._after.get((parent, local), ())}
+
+
 def _stored(event: RouterEvent) -> Stored:
     """The data of an event that is known to be a Stored."""
     data = event.event.data

@@ -7,41 +7,10 @@ stands under a removed block, as Dynamo's does, another finds it again when the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from pytest_kvmock.events import Stored
+from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.tokens import sequence_hashes
-
-if TYPE_CHECKING:
-    from pytest_kvmock.hygiene.stream import Stream
-
-
-class Links:
-    """Which blocks a stream has stored after which, by local hash; it reads as much of its history as there is.
-
-    A worker names its blocks as it likes, so that a chain of local hashes is looked up here for each worker.
-    """
-
-    __slots__ = ("_after", "_read")
-
-    def __init__(self) -> None:
-        self._after: dict[tuple[int | None, int], set[int]] = {}
-        self._read = 0
-
-    def read(self, stream: Stream) -> None:
-        """Take what the stream has said since the last time."""
-        for event in stream.events[self._read :]:
-            data = event.event.data
-            if isinstance(data, Stored):
-                parent = data.parent_hash
-                for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
-                    self._after.setdefault((parent, local), set()).add(block)
-                    parent = block
-        self._read = len(stream.events)
-
-    def after(self, parents: set[int | None], local: int) -> set[int]:
-        """The blocks with this local hash that were stored after one of these; None is the root."""
-        return {block for parent in parents for block in self._after.get((parent, local), ())}
 
 
 class Orphaned(NamedTuple):
@@ -90,7 +59,7 @@ def stored_as(stream: Stream, local_hashes: tuple[int, ...]) -> set[int]:
 def _stored(stream: Stream, local_hashes: tuple[int, ...]) -> list[set[int]]:
     """The blocks that the stream has stored for each place of a chain, from the root on."""
     links = stream.links
-    links.read(stream)
+    links.read(stream.events)
     out: list[set[int]] = []
     parents: set[int | None] = {None}
     for local in local_hashes:

@@ -12,8 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 from pytest_kvmock.events import RouterEvent, StorageTier, Stored, StreamKey, block_text
 from pytest_kvmock.hygiene.content import Chain, DynamoChain
-from pytest_kvmock.hygiene.history import History
-from pytest_kvmock.hygiene.orphans import Links
+from pytest_kvmock.hygiene.history import History, Links
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.text import event_name, worker_text
 
