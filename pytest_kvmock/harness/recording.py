@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from pytest_kvmock.engine.worker import Request
+from pytest_kvmock.engine.worker import KvWorker, Request
 from pytest_kvmock.programs.operations import Decode, Finish, Operation, Preempt, Prefill, Resume
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from pytest_kvmock.events import RouterEvent
-    from pytest_kvmock.harness.worker import HarnessWorker
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.tokens import Prompt
 
@@ -97,7 +96,7 @@ class Recording:
 class RecordedRequest(Request):
     """A request that notes what is asked of it."""
 
-    def __init__(self, worker: HarnessWorker, prompt: Prompt, recording: Recording) -> None:
+    def __init__(self, worker: KvWorker, prompt: Prompt, recording: Recording) -> None:
         super().__init__(worker, prompt)
         self._recording = recording
         recording.requests += 1
