@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from pytest_kvmock.engine.worker import Request
+from pytest_kvmock.engine.worker import KvWorker, Request
 from pytest_kvmock.programs.operations import Decode, Finish, Operation, Preempt, Prefill, Resume
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Operations, done on the workers of a harness.
 
-This is the one place that says what an operation is. It raises whatever a worker raises, and returns the answer: which
-errors are no failure is for its callers to decide, who derive from it or catch them.
+What an operation does is written here and nowhere else. It raises whatever a worker raises, and returns the answer:
+which errors are no failure is for its callers to decide, who derive from it or catch them.
 """
 
 from __future__ import annotations

@@ -156,28 +156,28 @@ class Decode(OnRequest):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Finish(OnRequest):
-    """Let a request's blocks go."""
+    """Finish a request: its blocks are freed, and stay cached."""
 
     kind = "finish"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Preempt(OnRequest):
-    """Let a request's blocks go, and keep what it has generated."""
+    """Preempt a request: its blocks are freed, and it keeps what it has generated."""
 
     kind = "preempt"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Resume(OnRequest):
-    """Give a preempted request blocks again."""
+    """Resume a preempted request: it gets blocks again."""
 
     kind = "resume"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Clear(Operation):
-    """Have a worker drop what is cached; nothing happens while it has requests."""
+    """Clear a worker: it drops what is cached. While it has requests, nothing happens."""
 
     kind = "clear"
 
@@ -216,7 +216,7 @@ class Restart(Operation):
     Attributes:
         worker: which worker.
         rank: which of its ranks.
-        announced: whether the router is told.
+        announced: whether the router is told of it, as by a discovery service.
     """
 
     kind = "restart"
@@ -228,7 +228,7 @@ class Restart(Operation):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RemoveWorker(Operation):
-    """Have the router forget a worker, with all its ranks."""
+    """Remove a worker from the router, with all its ranks."""
 
     kind = "remove_worker"
 

@@ -1,7 +1,7 @@
 """Cutting a failure down: the fewest events, or requests, that break the same rule, as a value and as a test to paste.
 
 kv = RouterHarness(...)          # or the fixture kv_router
-...                              # traffic that goes wrong
+...                              # traffic that fails
 print(reproduce(kv).as_test())
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
 
 WORK: Final = 500_000
-"""How many steps a search replays at most, unless it is told otherwise."""
+"""How many steps a search replays at most, by default."""
 
 MOST_LINES: Final = 200
 """A test of more lines is none that anybody reads."""
@@ -59,7 +59,7 @@ def reproduce(
     The harness stays as it is; all replays have worlds of their own. An index under test is made anew for each: by its
     `new()`, where it has one, else by its class, called with nothing or with what of the profile its parameters are
     named after. An async one is awaited in event loops of a thread of its own (asyncio); where it does not come back,
-    the search ends soon after `expired` says so.
+    the search ends soon after `expired` returns True.
 
     Args:
         kv: the harness.
@@ -70,7 +70,7 @@ def reproduce(
         expired: asked before each step; True ends the search with what it has by then.
 
     Raises:
-        NotReduced: nothing smaller breaks the rule again; the message is one line that says why.
+        NotReduced: nothing smaller breaks the rule again; the message is one line with the reason.
         ValueError: an unknown level or rule.
     """
     if level not in (None, "events", "requests"):
@@ -141,7 +141,7 @@ def _ways(whole: Reproduction, *, bursts: bool) -> Iterator[Reproduction]:
 def _whole(kv: RouterHarness, problem: Problem) -> tuple[Reproduction, MakeIndex | None]:
     """The failing test as a program without steps, and how an index like its own is made."""
     if problem.rule in _OF_NO_STREAM:
-        raise NotReduced(f"{problem.rule} is not about what a stream says")
+        raise NotReduced(f"{problem.rule} is not about the events of a stream")
     make_index = None
     if problem.rule in _OF_AN_INDEX:
         if kv.asks_recovery:
@@ -173,10 +173,10 @@ def _whole(kv: RouterHarness, problem: Problem) -> tuple[Reproduction, MakeIndex
 
 
 def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
-    """The levels at which to try it, the one that says most first.
+    """The levels at which to try it, the most telling first.
 
-    An index hears events, so events are what shows its fault, unless it is asked by tokens, which few events show well.
-    What an engine does wrong, requests show; what is said by hand, or lost on the way, events.
+    An index is given events, so events show its fault, unless it is asked by tokens, which few events show well. What an
+    engine does wrong, requests show; what is published by hand, or lost, events.
     """
     operations = kv.recording.operations
     if not operations:
@@ -192,7 +192,7 @@ def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
 
 
 def _by_hand(arrival: Arrival) -> bool:
-    """Whether it was not said for a request."""
+    """Whether it was not published for a request."""
     return not isinstance(arrival, Forgotten) and not arrival[1] and not isinstance(arrival[0].event.data, Cleared)
 
 
@@ -288,7 +288,7 @@ def _held(arrivals: list[Arrival], key: StreamKey) -> list[Arrival]:
 
 
 def _around(kv: RouterHarness, problem: Problem) -> list[int]:
-    """Numbers of events around which it may have gone wrong: where it shows, and the last that names its block."""
+    """Numbers of events around which the cause may be: where it shows, and the last that names its block."""
     places = [] if problem.event is None else [problem.position]
     position = -1
     named = None
@@ -308,7 +308,7 @@ def _around(kv: RouterHarness, problem: Problem) -> list[int]:
 
 
 def _finished(found: Reproduction, replayer: Replayer) -> Reproduction:
-    """The program with what it says of itself."""
+    """The program with its figures, and the rules that it breaks besides."""
     replays = replayer.budget.replays
     replayer.budget = Budget(WORK)  # once or twice more, at whatever cost: it is short
     if found.as_test().count("\n") > MOST_LINES or not (

@@ -1,4 +1,4 @@
-"""What a smaller stream has to break: a problem, told apart from others of its rule."""
+"""The problem that a smaller stream has to show again, kept apart from others of its rule."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Breach:
         rule: the rule.
         is_error: whether it counts as an error.
         worker: (worker_id, dp_rank) that it is about.
-        block: the block that tells; None where it names none, or where blocks change their names.
-        story: what was known, without its numbers: a block that was removed is not one that was never stored.
-        right: what would have been right, where only that tells; else None.
+        block: the block that it is about; None where it names none, or where blocks change their names.
+        story: what was observed, without its numbers: a block that was removed is not one that was never stored.
+        right: what would have been right, where nothing else keeps two of them apart; else None.
     """
 
     rule: str
@@ -37,15 +37,15 @@ class Breach:
     right: str | None = None
 
     def __repr__(self) -> str:
-        said = {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        said["block"] = block_text(self.block)
-        return f"Breach({', '.join(f'{name}={text}' for name, text in said.items())})"
+        fields = {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        fields["block"] = block_text(self.block)
+        return f"Breach({', '.join(f'{name}={text}' for name, text in fields.items())})"
 
     @classmethod
     def of(cls, problem: Problem) -> Breach:
         """What a problem is about."""
         worker = (problem.worker_id, problem.dp_rank)
-        # A wrong hash is judged by nothing but its event: only what would have been right tells two of them apart.
+        # A wrong hash is judged by nothing but its event: only what would have been right keeps two of them apart.
         right = problem.right if problem.rule == "wrong_hash" else None
         return cls(problem.rule, problem.is_error, worker, problem.block, story_of(problem), right)
 
@@ -74,10 +74,10 @@ _PLAIN: Final = (
 
 
 def story_of(problem: Problem) -> str:
-    """What was known, with numbers and counts made alike.
+    """What was observed, with numbers and counts made alike.
 
-    In a replay nothing is lost on its way: what did not arrive, the worker leaves out. The parent that the hash of a
-    block fits is told by what would have been right.
+    In a replay nothing is lost: what did not arrive, the worker leaves out. The parent that the hash of a block fits is
+    in `Problem.right`.
     """
     text = without_restarts(problem.known).partition(FITS)[0]
     if (

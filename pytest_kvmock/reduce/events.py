@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #
 # A part of a stream must not break rules that the whole did not. So what is cut is mended: ids are counted anew (with
 # the jumps that the whole had, where ids matter), and where a block is left out its child hangs below its parent, and what is not held is not removed. A
-# wrong hash alone cannot be mended so, since its parent is what it is judged by: there, blocks go from the front and
+# wrong hash alone cannot be mended so, since its parent is what it is judged by: there, blocks are cut from the front and
 # the back of an event, and the block that is first then becomes a root whose local hash is its own.
 #
 # Nearly always the events that name the block of the problem, or one of its ancestors, are enough; they are tried first
@@ -53,11 +53,11 @@ class EventCutter:
 
     Args:
         whole: the failing test as a program without steps: breach, backend, profile, workers, index.
-        arrivals: what the router heard, up to the event that shows the problem.
+        arrivals: what the router received, up to the event that shows the problem.
         replayer: replays programs.
-        kinds: what a sink must be like that says what a worker, or sink, has said.
+        kinds: what a sink must be like that publishes what a worker, or sink, has published.
         sinks: the worker ids of sinks.
-        later: what the router heard after that event, where that may be why it went wrong.
+        later: what the router received after that event, where the cause may be there.
 
     Attributes:
         best: the smallest program so far that breaks the rule; None before the first.
@@ -135,7 +135,7 @@ class EventCutter:
                 kept = [piece.only(line) for piece in among]
                 yield [piece for piece in kept if piece.blocks or not names_blocks(piece)]
         if self._whole.sync != "auto" or self._whole.aflush is not None:
-            # What is compared late may go wrong for want of room: by the events before the last that names the block.
+            # What is compared late may fail for want of room: by the events before the last that names the block.
             end = next((n for n in range(len(own), 0, -1) if block in own[n - 1].blocks), len(own))
             for size in _WINDOWS:
                 yield own[max(0, end - size) : end]
@@ -163,7 +163,7 @@ class EventCutter:
         return frozenset(line)
 
     def _minimal(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """Leave out events, then blocks everywhere, then blocks here and there, until nothing more can go."""
+        """Leave out events, then blocks everywhere, then blocks here and there, until nothing more can be left out."""
         before = -1
         while before != (before := sum(1 + len(piece.blocks) for piece in pieces)):
             pieces = minimal(pieces, self._attempt)
@@ -232,7 +232,7 @@ class EventCutter:
         """Events that may be what counts: none, or the last one or two of a block.
 
         Args:
-            pieces: what the router heard of the worker and rank.
+            pieces: what the router received of the worker and rank.
             upto: how many of them were there when the problem showed.
         """
         block = self._whole.breach.block

@@ -42,7 +42,7 @@ class Mender:
             self.forget(key)
             return data
         keep = range(len(data.block_hashes)) if places is None else places
-        # A block before the first that is kept is its parent, unless it is gone too.
+        # A block before the first that is kept is its parent, unless that was cut too.
         parent = data.block_hashes[keep[0] - 1] if keep and keep[0] else data.parent_hash
         part = _part(data, self._nearest(key, parent, held), keep)
         held.update(part.block_hashes)
@@ -63,7 +63,7 @@ class Roots(Mender):
     """Leaves hashes as they are: what has lost its parent becomes a root with a local hash like its own."""
 
     def mend(self, key: StreamKey, data: EventData, places: tuple[int, ...] | None) -> EventData | None:
-        """What is left of an event of that stream; None where it cannot be said."""
+        """What is left of an event of that stream; None where there is no such event."""
         if not isinstance(data, Stored):
             return super().mend(key, data, places)
         held = self._held.setdefault(key, set())

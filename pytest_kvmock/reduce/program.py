@@ -34,8 +34,8 @@ _PUBLIC: Final = (
 """What a test imports of what it names."""
 
 
-class NotReduced(Exception):  # noqa: N818 - it says why, and nobody has to catch it by the word Error
-    """Nothing smaller was found. The message is one line that says why."""
+class NotReduced(Exception):  # noqa: N818 - its message is a reason, no error
+    """Nothing smaller was found. The message is one line with the reason."""
 
 
 class SinkKind(NamedTuple):
@@ -59,13 +59,13 @@ class Reproduction:
         steps: what to do, in order.
         workers: workers that must be made: (worker_id, dp_rank) and their backend, None for `backend`. Others exist, or
             need not.
-        sinks: the sinks that speak; the first is worker 2**16.
+        sinks: the sinks that publish; the first is worker 2**16.
         with_index: whether the index under test takes part.
         sync: when it is compared; see `RouterHarness`.
         index_semantics: what a Cleared empties; likewise.
         aflush: when the test awaits `aflush()`: after "every" step, or at the "end"; None where no async index takes part.
         with_ids: whether the ids of the events matter; if not, they count from 0.
-        allow: rules that it breaks besides, and that the test let pass.
+        allow: rules that it breaks besides, and that the test allowed.
         cut_from: how many events, or requests, the failing test had.
         replays: how many replays it took.
         complete: whether nothing more can be left out; False: the search ended at its limit.
@@ -126,7 +126,7 @@ class Reproduction:
 
 
 def _test_text(program: Reproduction, name: str, awaited_by: str | None) -> str:
-    """The text of a test that does what a program says, and fails for the same rule."""
+    """The text of a test that does the same, and fails for the same rule."""
     size = program.profile.block_size
     body = [*_world(program)]
     after_each = "await kv.aflush()" if program.aflush == "every" else None
@@ -167,7 +167,7 @@ def _harness(program: Reproduction) -> str:
     named = "" if fields else "backend="
     spec = known_backends().get(program.backend)
     judged_otherwise = spec is not None and (spec.residency == "counted" or not spec.prefix_closed)
-    if program.level == "requests" or (judged_otherwise and len(program.sinks) < len(_speakers(program))):
+    if program.level == "requests" or (judged_otherwise and len(program.sinks) < len(_publishers(program))):
         arguments.append(f'{named}"{program.backend}"')
     if program.with_index:
         arguments.append("index=kv_index")
@@ -180,7 +180,7 @@ def _harness(program: Reproduction) -> str:
     return ", ".join(arguments)
 
 
-def _speakers(program: Reproduction) -> set[int]:
+def _publishers(program: Reproduction) -> set[int]:
     return {event.worker_id for event in program.events}
 
 
@@ -197,10 +197,10 @@ def _world(program: Reproduction) -> Iterator[str]:
         own = [event for event in program.events if event.worker_id == FIRST_SINK_WORKER + i]
         if not sink.chained and any(map(_is_chained, own)):  # it would be found out
             fields["chained"] = False
-        said = ", ".join(
+        arguments = ", ".join(
             f"{name}={_quoted(value) if isinstance(value, str) else value}" for name, value in fields.items()
         )
-        yield f"{sink_name(FIRST_SINK_WORKER + i, len(program.sinks))} = kv.make_sink({said})"
+        yield f"{sink_name(FIRST_SINK_WORKER + i, len(program.sinks))} = kv.make_sink({arguments})"
 
 
 def _is_chained(event: RouterEvent) -> bool:

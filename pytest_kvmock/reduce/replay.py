@@ -1,4 +1,4 @@
-"""Replaying steps in a fresh world, and looking whether they break the rule again."""
+"""Replay steps in a fresh world, and see whether they break the rule again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Replayer:
 
     Args:
         make_index: makes empty indexes of the kind under test; None: none takes part.
-        ignored: rules that the failing test let pass.
+        ignored: rules that the failing test allowed.
         budget: pays for every step.
         specs: backends that are known here only, by name.
 
@@ -133,19 +133,19 @@ class Replayer:
 
     def _steps(self, kv: RouterHarness, program: Reproduction, *, strict: bool) -> Iterator[None]:
         """Do one step after the other."""
-        return self._hear(kv, program) if program.level == "events" else self._operate(kv, program, strict=strict)
+        return self._receive(kv, program) if program.level == "events" else self._operate(kv, program, strict=strict)
 
-    def _hear(self, kv: RouterHarness, program: Reproduction) -> Iterator[None]:
-        spend, hear = self.budget.spend, kv.publisher.publish
+    def _receive(self, kv: RouterHarness, program: Reproduction) -> Iterator[None]:
+        spend, receive = self.budget.spend, kv.publisher.publish
         chained = {FIRST_SINK_WORKER + i for i, sink in enumerate(program.sinks) if sink.chained}
-        # Some engines have spoken by now (SGLang's begins with a Cleared); what is told from here on comes after.
+        # Some engines have published by now (SGLang's begins with a Cleared); what is replayed comes after.
         begun = {} if program.with_ids else {key: count for key, count in kv.publisher.next_ids.items() if count}
         for step in program.steps:
             spend()
             if isinstance(step, RouterEvent):
                 if begun and (first := begun.get((step.worker_id, step.event.dp_rank))):
                     step = replace(step, event=replace(step.event, event_id=step.event.event_id + first))  # noqa: PLW2901 - the same step, with another id
-                hear(step, chained=step.worker_id in chained)
+                receive(step, chained=step.worker_id in chained)
             elif isinstance(step, Forgotten):
                 if step.first_id is None:
                     kv.remove_worker(step.worker_id)
@@ -207,8 +207,8 @@ class MakeIndex:
                 if not hasattr(self._profile, parameter.name):
                     raise NotReduced(_no_second(self._kind, f"its class needs {parameter.name!r}"))
                 given[parameter.name] = getattr(self._profile, parameter.name)
-        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        self._call = f"{self._kind.__name__}({said})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        self._call = f"{self._kind.__name__}({arguments})"
         return partial(self._kind, **given)
 
     def __call__(self) -> Any:
@@ -234,7 +234,7 @@ class MakeIndex:
         except Spent:
             raise NotReduced(_no_second(self._kind, "it took longer than the limit")) from None
         except Exception as error:
-            if self._has_new:  # that of a base class perhaps, which does not know how this one is made
+            if self._has_new:  # that of a base class perhaps, which makes another one
                 with suppress(Exception):
                     self._make = self._by_class()
                     self._try(budget)
@@ -267,7 +267,7 @@ def in_a_thread(search: Callable[[Callable[[], bool]], T], expired: Callable[[],
     """Search in a thread of its own: the caller's may run an event loop already.
 
     Args:
-        search: called with what says when to end.
+        search: called with a function that returns True when it is to end.
         expired: whether to end; None: never.
 
     Raises:

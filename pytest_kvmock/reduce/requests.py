@@ -35,7 +35,7 @@ class RequestCutter:
     Args:
         whole: the failing test as a program without steps: breach, backend, profile, workers, index.
         recorded: what was asked of the workers, in order.
-        around: numbers of events where it may have gone wrong, the likeliest first.
+        around: numbers of events where the cause may be, the likeliest first.
         replayer: replays programs.
 
     Attributes:
@@ -90,7 +90,7 @@ class RequestCutter:
         program = self._now.replace(**fields)
         if operations is not None:
             program = program.replace(steps=tuple(operations))
-        # What raises must be gone in the end, and it goes by itself: it has done nothing, or it is the fault.
+        # Nothing may raise in the end. What raises is cut by itself: it has done nothing, or it is the fault.
         if not program.steps or not self._replayer.breaks(program):
             return False
         self._now = program

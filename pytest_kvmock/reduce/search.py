@@ -1,7 +1,7 @@
 """The search for a smaller thing that fails: removal of halves, quarters, ... and then one by one.
 
 After Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input" (ddmin), by complements alone. It reads
-no clock: how far it may go is counted in replayed steps, and a caller with a clock passes a callable.
+no clock: its limit is counted in replayed steps, and a caller with a clock passes a callable.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Budget:
 
 
 def minimal(items: Sequence[T], attempt: Callable[[Sequence[T]], bool]) -> Sequence[T]:
-    """Remove what can go, from the end to the start, until no single item can.
+    """Remove what can be removed, from the end to the start, until no single item can.
 
     Args:
         items: what fails now.

@@ -46,19 +46,19 @@ def event_lines(steps: Iterable[object], *, sinks: int, with_ids: bool, after_ea
                     yield f"for block in {_blocks(run)}:"
                     yield f"    {name}({_ANY_BLOCK})"
                 else:
-                    yield f"{name}({_said(run[0], with_ids=with_ids)})"
+                    yield f"{name}({_call(run[0], with_ids=with_ids)})"
             continue
         worker_id, rank = where
         at = "".join([f", worker_id={worker_id}" * bool(worker_id), f", dp_rank={rank}" * bool(rank)])
-        said = [
+        texts = [
             f"*({_ANY_BLOCK} for block in {_blocks(run)})" if len(run) > 1 else _applied(run[0], with_ids=with_ids)
             for run in _alike(events, with_ids=with_ids)
         ]
         if len(events) == 1:
-            yield f"kv.apply({said[0]}{at})"
+            yield f"kv.apply({texts[0]}{at})"
         else:
             yield "kv.apply(["
-            yield from (f"    {text}," for text in said)
+            yield from (f"    {text}," for text in texts)
             yield f"]{at})"
 
 
@@ -79,7 +79,7 @@ def _alike(events: Sequence[RouterEvent], *, with_ids: bool) -> Iterator[Sequenc
 
 
 def _is_plain(event: RouterEvent, block: int) -> bool:
-    """Whether an event says nothing but that a root block is stored, in a sink on its first rank."""
+    """Whether an event is a stored root block and nothing else, in a sink on its first rank."""
     rank = event.event.dp_rank if event.worker_id >= FIRST_SINK_WORKER else 0
     plain = (Stored(None, (block,), (block,)), StorageTier.DEVICE, None, 0)
     return plain == (event.event.data, event.storage_tier, event.token_ids, rank)
@@ -112,8 +112,8 @@ def _forgotten(step: Forgotten) -> str:
     return f"kv.worker({step.worker_id}{rank}).restart(announced=True)"
 
 
-def _said(step: RouterEvent, *, with_ids: bool) -> str:
-    """What a sink is called with."""
+def _call(step: RouterEvent, *, with_ids: bool) -> str:
+    """The arguments that a sink is called with."""
     text = _data(step.event.data)
     if with_ids or step.event.dp_rank:
         text = _with_id(step, text)
@@ -125,7 +125,7 @@ def _said(step: RouterEvent, *, with_ids: bool) -> str:
 
 
 def _applied(step: RouterEvent, *, with_ids: bool) -> str:
-    """What `apply` is called with."""
+    """The arguments that `apply` is called with."""
     text = _data(step.event.data)
     beside = step.storage_tier is not StorageTier.DEVICE or step.token_ids is not None
     if not with_ids and not beside:

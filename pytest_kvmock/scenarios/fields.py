@@ -17,7 +17,7 @@ MOST_TOKENS: Final = 1_000_000
 """How many tokens a range or a count may have: a few characters must not fill the memory."""
 
 MOST_SINKS: Final = 256
-"""How many sinks of one's own may speak; their ids are from 2**16 on."""
+"""How many sinks of one's own there may be; their ids are from 2**16 on."""
 
 _RANGE: Final = re.compile(r"(0|[1-9][0-9]{0,19})\.\.(0|[1-9][0-9]{0,19})")
 
@@ -132,7 +132,7 @@ def read_residency(node: Node) -> Residency:
 
 
 def read_true(node: Node) -> bool:
-    """`true`, where there is nothing else to say."""
+    """`true`, the only value that is allowed."""
     if node.value is not True:
         raise node.wrong_type("true")
     return True

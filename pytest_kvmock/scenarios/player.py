@@ -43,11 +43,11 @@ REFUSALS: Final = (OutOfBlocks, RequestError, ValueError, TypeError)
 
 
 FIRST: Final = (0, 0)
-"""The worker that a step is about which does not say so."""
+"""The worker that a step is about by default."""
 
 
 _OF_A_SINK: Final = ("num_blocks", "residency", "prefix_closed")
-"""Keys of an event that say how its sink is made."""
+"""Keys of an event that are arguments of its sink."""
 
 
 class ScenarioFailure(AssertionError):  # noqa: N818 - the file is no error, what came of it is
@@ -63,16 +63,16 @@ class ScenarioFailure(AssertionError):  # noqa: N818 - the file is no error, wha
 
 
 def play(harness: RouterHarness, scenario: Scenario, *, allow: Collection[str] = (), errors_fail: bool = True) -> None:
-    """Do what a scenario says, on a harness of your own, with an index of your own perhaps.
+    """Play a scenario on a harness of your own, with an index of your own perhaps.
 
     Args:
         harness: on what. It must be fresh, and have the fields of `Scenario.profile`.
-        scenario: what to do.
+        scenario: what to play.
         allow: rules that may be broken without consequence, besides those of the scenario.
         errors_fail: an event error that a step does not expect fails there; else it is left to whoever judges the harness.
 
     Raises:
-        ValueError: the harness has another profile than the scenario says, or no index where it needs one.
+        ValueError: the harness has another profile than the scenario, or no index where it needs one.
         ScenarioFailure: something that it expects is not so, a step was refused, or an event error came that it does
             not expect.
     """
@@ -132,11 +132,11 @@ class _Player:
         try:
             answer = getattr(self, f"_do_{step.action}")(**step.given)
         except REFUSALS as error:
-            said = f"{type(error).__name__}: {error}"
+            refusal = f"{type(error).__name__}: {error}"
             if refused is None:
-                raise ScenarioFailure(step.place, f"{step.action} was refused: {said}") from None
-            if refused.value not in said:
-                raise ScenarioFailure(refused.place, f"expect refused {refused.value!r}: got {said!r}") from None
+                raise ScenarioFailure(step.place, f"{step.action} was refused: {refusal}") from None
+            if refused.value not in refusal:
+                raise ScenarioFailure(refused.place, f"expect refused {refused.value!r}: got {refusal!r}") from None
             return None
         if refused is not None:
             raise ScenarioFailure(refused.place, f"expect refused {refused.value!r}: it was not")
@@ -152,7 +152,7 @@ class _Player:
         if expected is None:
             errors = [problem for problem in new if problem.is_error]
             if self._errors_fail and (errors := events.unwaived(errors)):
-                errors[0].expected_by = Expectation(events, errors[0].rule, 1)  # it is told here, and once
+                errors[0].expected_by = Expectation(events, errors[0].rule, 1)  # it is reported here, and once
                 raise ScenarioFailure(step.place, f"{errors[0].rule}\n\n{problem_text(errors[0])}")
             return
         have = [problem.rule for problem in new]
@@ -224,12 +224,12 @@ class _Player:
         self._worker(worker)
         return self._interpreter.do(Serve(*self._asked(prompt), *worker, "hashes" in prompt, output_tokens))
 
-    def _asked(self, said: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...] | int | None]:
+    def _asked(self, given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...] | int | None]:
         """The blocks and the tail of a prompt as it is written."""
-        if "tokens" in said:
-            return (), tuple(_expanded(said["tokens"]))
-        hashes = tuple(_expanded(said["hashes"]))
-        length = said.get("num_tokens")
+        if "tokens" in given:
+            return (), tuple(_expanded(given["tokens"]))
+        hashes = tuple(_expanded(given["hashes"]))
+        length = given.get("num_tokens")
         return hashes, None if length is None else length - len(hashes) * self._harness.profile.block_size
 
     def _do_decode(self, request: str, count: int = 1, tokens: Any = None) -> None:
@@ -331,11 +331,11 @@ def _expanded(numbers: Numbers) -> list[int]:
     return [*chain.from_iterable(numbers)]
 
 
-def _prompt(said: Mapping[str, Any]) -> Prompt:
+def _prompt(given: Mapping[str, Any]) -> Prompt:
     """A prompt as it is written; `num_tokens` is a number already."""
-    if "tokens" in said:
-        return Prompt(_expanded(said["tokens"]))
-    return Prompt(hashes=_expanded(said["hashes"]), num_tokens=said.get("num_tokens"))
+    if "tokens" in given:
+        return Prompt(_expanded(given["tokens"]))
+    return Prompt(hashes=_expanded(given["hashes"]), num_tokens=given.get("num_tokens"))
 
 
 def _sorted(blocks: Any) -> list[Any]:
@@ -343,15 +343,15 @@ def _sorted(blocks: Any) -> list[Any]:
 
 
 def _as_expected(event: RouterEvent, like: Mapping[str, Any]) -> Any:
-    """An event as the file would have it, with as much of it as `like` says."""
+    """An event as the file would have it, with the fields that `like` has."""
     data = event.event.data
     if isinstance(data, Cleared):
-        said: dict[str, Any] = {"cleared": True}
+        fields: dict[str, Any] = {"cleared": True}
     else:
         kind = type(data).__name__.lower()
-        said = {kind: len(data.block_hashes) if isinstance(like.get(kind), int) else list(data.block_hashes)}
+        fields = {kind: len(data.block_hashes) if isinstance(like.get(kind), int) else list(data.block_hashes)}
         if isinstance(data, Stored) and ("parent" in like or not like):
-            said["parent"] = data.parent_hash
+            fields["parent"] = data.parent_hash
     if "worker" in like:
-        said["worker"] = event.worker_id, event.event.dp_rank
-    return said
+        fields["worker"] = event.worker_id, event.event.dp_rank
+    return fields

@@ -42,7 +42,7 @@ def load_scenarios(path: Path | str, name: str | None = None) -> list[Scenario]:
         Its scenarios, in the order of the file.
 
     Raises:
-        YamlError: it cannot be read, or says what no scenario says. The message has file, line and column.
+        YamlError: it cannot be read, or has what no scenario has. The message has file, line and column.
     """
     path = Path(path)
     document = read_yaml(path, name)
@@ -55,18 +55,18 @@ def load_scenarios(path: Path | str, name: str | None = None) -> list[Scenario]:
         only = path.name.removesuffix(".kv.yaml")
         given = {only: (document, {"steps": common["steps"]})}
     scenarios = []
-    for title, (node, said) in given.items():
-        own_base, own_fields = said.get("profile", (None, {}))
+    for title, (node, own) in given.items():
+        own_base, own_fields = own.get("profile", (None, {}))
         scenarios.append(
             Scenario(
                 title,
                 node.place,
-                tuple(said["steps"]),
+                tuple(own["steps"]),
                 own_base or base,
                 own_fields if own_base else {**fields, **own_fields},
-                said.get("backends", common.get("backends")),
-                (*common.get("allow", ()), *said.get("allow", ())),
-                said.get("needs_index", common.get("needs_index", False)),
+                own.get("backends", common.get("backends")),
+                (*common.get("allow", ()), *own.get("allow", ())),
+                own.get("needs_index", common.get("needs_index", False)),
                 node.keys.get("backends", document.keys.get("backends")),
             )
         )
@@ -294,26 +294,26 @@ _EXPECTATIONS: Final[Mapping[str, Reader]] = {
 
 
 def _expectations(node: Node) -> tuple[WorkerName | None, dict[str, Expected]]:
-    said = node.fields({**_EXPECTATIONS, "worker": read_worker})
-    worker = said.pop("worker", None)
-    if not said:
+    fields = node.fields({**_EXPECTATIONS, "worker": read_worker})
+    worker = fields.pop("worker", None)
+    if not fields:
         raise node.error(f"nothing is expected; known: {', '.join(_EXPECTATIONS)}")
-    return worker, {key: Expected(node.keys[key], value) for key, value in said.items()}
+    return worker, {key: Expected(node.keys[key], value) for key, value in fields.items()}
 
 
 def _step(node: Node) -> Step:
-    said = node.fields({**_ACTIONS, "expect": _expectations})
-    worker, expected = said.pop("expect", (None, {}))
-    if len(said) > 1:
-        raise node.error(f"one step does one thing, not {' and '.join(said)}")
-    if not said:
+    fields = node.fields({**_ACTIONS, "expect": _expectations})
+    worker, expected = fields.pop("expect", (None, {}))
+    if len(fields) > 1:
+        raise node.error(f"one step does one thing, not {' and '.join(fields)}")
+    if not fields:
         if not expected:
             raise node.error(f"a step does something, or expects something; known: {', '.join(_ACTIONS)}, expect")
         for key in ("allocated", "refused", "cached_tokens"):
             if key in expected:
                 raise node.value["expect"].key_error(key, f"{key!r} is expected of a step that does something")
         return Step(node.place, expected=expected, worker=worker)
-    ((action, given),) = said.items()
+    ((action, given),) = fields.items()
     if "allocated" in expected and action != "use":
         raise node.value["expect"].key_error("allocated", "'allocated' is what a use answers")
     if "cached_tokens" in expected and action not in ("prefill", "resume", "serve"):

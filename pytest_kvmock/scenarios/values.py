@@ -1,4 +1,4 @@
-"""What a scenario file says, as values."""
+"""The contents of a scenario file, as values."""
 
 from __future__ import annotations
 

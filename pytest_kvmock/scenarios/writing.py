@@ -56,7 +56,7 @@ def scenario_text(program: Reproduction, name: str) -> str:
     size = program.profile.block_size
     done = _events(program) if program.level == "events" else (_operation(step, size) for step in program.operations)
     steps = [*_world(program), *done]
-    if not program.breach.is_error:  # else a warning is let pass
+    if not program.breach.is_error:  # else a warning passes
         steps[-1]["expect"] = {"problems": []}
     document["scenarios"] = {name: {"steps": steps}}
     # Leaves in one line each, blocks otherwise.
@@ -90,31 +90,31 @@ def _events(program: Reproduction) -> Iterator[dict[str, Any]]:
 
 def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
     data = event.event.data
-    said: dict[str, Any]
+    written: dict[str, Any]
     if isinstance(data, Cleared):
-        said = {"cleared": True}
+        written = {"cleared": True}
     elif isinstance(data, Stored):
-        said = {"stored": list(data.block_hashes)}
+        written = {"stored": list(data.block_hashes)}
         if data.parent_hash is not None:
-            said["parent"] = data.parent_hash
+            written["parent"] = data.parent_hash
         if data.tokens_hashes != data.block_hashes:
-            said["local_hashes"] = list(data.tokens_hashes)
+            written["local_hashes"] = list(data.tokens_hashes)
     else:
-        said = {"removed": list(data.block_hashes)}
-    said |= _of((event.worker_id, event.event.dp_rank))
+        written = {"removed": list(data.block_hashes)}
+    written |= _of((event.worker_id, event.event.dp_rank))
     if program.with_ids:
-        said["id"] = event.event.event_id
+        written["id"] = event.event.event_id
     if event.storage_tier is not StorageTier.DEVICE:
-        said["tier"] = event.storage_tier.name.lower()
+        written["tier"] = event.storage_tier.name.lower()
     if event.token_ids is not None:
-        said["token_ids"] = [_numbers(ids) for ids in event.token_ids]
+        written["token_ids"] = [_numbers(ids) for ids in event.token_ids]
     if event.worker_id >= FIRST_SINK_WORKER:
         sink = program.sinks[event.worker_id - FIRST_SINK_WORKER]
-        said |= {"chained": True} if sink.chained else {}
-        said |= {} if sink.num_blocks is None else {"num_blocks": sink.num_blocks}
-        said |= {"residency": sink.residency} if sink.residency != "unique" else {}
-        said |= {} if sink.prefix_closed else {"prefix_closed": False}
-    return said
+        written |= {"chained": True} if sink.chained else {}
+        written |= {} if sink.num_blocks is None else {"num_blocks": sink.num_blocks}
+        written |= {"residency": sink.residency} if sink.residency != "unique" else {}
+        written |= {} if sink.prefix_closed else {"prefix_closed": False}
+    return written
 
 
 def _operation(step: Operation, size: int) -> dict[str, Any]:

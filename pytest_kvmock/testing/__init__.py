@@ -57,7 +57,7 @@ __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
 # Before any of them is imported. Their asserts have messages of their own; pytest adds the values.
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{home}" for home in ("eviction", "index", "manager", "moved", "slots", "worker", "world"))
+    *(f"{__name__}.{home}" for home in ("eviction", "index", "manager", "manager_checks", "slots", "worker", "world"))
 )
 
 

@@ -120,7 +120,7 @@ class Draft:
 
 
 MOST_BURSTS: Final = 2
-"""Bursts of a program of any traffic: one that fills the caches, and one whose events say what of that goes."""
+"""Bursts of a program of any traffic: one that fills the caches, and one whose events show what of that is evicted."""
 
 
 def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:

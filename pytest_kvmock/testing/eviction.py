@@ -45,7 +45,7 @@ class EvictionContract:
         __tracebackhide__ = True
         return Slots(self._new())
 
-    # ------------------------------------------------------------------------------------------- what can go
+    # ------------------------------------------------------------------------------------------- what can be evicted
 
     def test_a_new_policy_has_nothing_to_evict(self) -> None:
         """It begins empty."""
@@ -68,7 +68,7 @@ class EvictionContract:
         slots.expect_evicted([], 1)
         slots.expect_evictable([])
 
-    def test_no_more_go_than_are_asked_for(self) -> None:
+    def test_no_more_are_evicted_than_are_asked_for(self) -> None:
         """The count of evict is a limit, and it may be 0."""
         slots = self._start()
         slots.free(slots.roots(4))
@@ -76,7 +76,7 @@ class EvictionContract:
             evicted = slots.policy.evict(asked)
             assert asked == len(evicted), f"evict({asked}) of blocks enough gave {len(evicted)} blocks"
 
-    def test_all_go_when_more_are_asked_for(self) -> None:
+    def test_all_are_evicted_when_more_are_asked_for(self) -> None:
         """A short supply is given whole."""
         slots = self._start()
         slots.free(slots.roots(3))
@@ -112,21 +112,23 @@ class EvictionContract:
         slots.free([first, second])
         slots.expect_evicted([1, 2], 2)
 
-    def test_a_chain_goes_whole(self) -> None:
-        """Every block of a chain can go; a child before its parent, where the policy says so."""
+    def test_a_chain_is_evicted_whole(self) -> None:
+        """Every block of a chain can be evicted; a child before its parent, where `prefix_closed` says so."""
         slots = self._start()
         slots.free(slots.chain(6)[::-1])
-        gone = [name for _ in range(6) for name in slot_names(slots.policy.evict(1))]
-        assert [1, 2, 3, 4, 5, 6] == sorted(gone), f"of a freed chain of the blocks 1 to 6 there went {gone}"
+        evicted = [name for _ in range(6) for name in slot_names(slots.policy.evict(1))]
+        assert [1, 2, 3, 4, 5, 6] == sorted(evicted), (
+            f"of a freed chain of the blocks 1 to 6 these were evicted: {evicted}"
+        )
         if self.prefix_closed:
-            assert [6, 5, 4, 3, 2, 1] == gone, (
-                f"prefix_closed: the chain 1 to 6, freed tail first, went in the order {gone}; expected tail first"
+            assert [6, 5, 4, 3, 2, 1] == evicted, (
+                f"prefix_closed: the chain 1 to 6, freed tail first, was evicted in the order {evicted}; expected tail first"
             )
 
     # ------------------------------------------------------------------------------------- in which order
 
-    def test_order_foretells_evictions(self) -> None:
-        """What order() lists first goes first."""
+    def test_order_lists_evictions_in_order(self) -> None:
+        """What order() lists first is evicted first."""
         slots = self._start()
         chain, roots = slots.chain(4), slots.roots(4)
         for freed in (chain[::-1], roots):
@@ -134,32 +136,32 @@ class EvictionContract:
         slots.hold(roots[1:3])
         slots.free(roots[1:3])
         expected = slot_names(slots.policy.order())
-        gone = [name for _ in range(8) for name in slot_names(slots.policy.evict(1))]
-        assert expected == gone, f"order() said {expected}; evicted one by one they went {gone}"
+        evicted = [name for _ in range(8) for name in slot_names(slots.policy.evict(1))]
+        assert expected == evicted, f"order() gave {expected}; evicted one by one they came in the order {evicted}"
 
     def test_order_changes_nothing(self) -> None:
-        """Looking is free: with and without it the same blocks go."""
+        """With and without a look the same blocks are evicted."""
         looked, blind = self._start(), self._start()
         for slots in (looked, blind):
             slots.free(slots.chain(4)[::-1])
             slots.free(slots.roots(4))
         once, twice = slot_names(looked.policy.order()), slot_names(looked.policy.order())
-        assert once == twice, f"order() said {once}, and then {twice}"
+        assert once == twice, f"order() gave {once}, and then {twice}"
         expected = slot_names(blind.policy.evict(8))
-        gone = slot_names(looked.policy.evict(8))
-        assert expected == gone, f"evict(8) gave {expected}, but {gone} where order() was asked before"
+        evicted = slot_names(looked.policy.evict(8))
+        assert expected == evicted, f"evict(8) gave {expected}, but {evicted} where order() was asked before"
 
-    def test_many_go_as_one_by_one(self) -> None:
+    def test_many_are_evicted_as_one_by_one(self) -> None:
         """evict(n) is n times evict(1)."""
         bulk, single = self._start(), self._start()
         for slots in (bulk, single):
             slots.free(slots.chain(5)[::-1])
             slots.free(slots.roots(5))
-        gone = slot_names(bulk.policy.evict(7))
+        evicted = slot_names(bulk.policy.evict(7))
         expected = [name for _ in range(7) for name in slot_names(single.policy.evict(1))]
-        assert expected == gone, f"evicted one by one there went {expected}; evict(7) gave {gone}"
+        assert expected == evicted, f"evicted one by one they were {expected}; evict(7) gave {evicted}"
 
-    def test_blocks_freed_one_by_one_go_as_those_freed_together(self) -> None:
+    def test_blocks_freed_one_by_one_are_evicted_as_those_freed_together(self) -> None:
         """_insert_one(slot) is insert((slot,)), and that n times is insert of n."""
         together, single, one = self._start(), self._start(), self._start()
         freed = [slots.chain(4)[::-1] + slots.roots(2) for slots in (together, single, one)]
@@ -170,8 +172,10 @@ class EvictionContract:
             one.policy._insert_one(slot)
         expected = slot_names(together.policy.evict(6))
         for how, slots in (("insert, one at a time,", single), ("_insert_one", one)):
-            gone = slot_names(slots.policy.evict(6))
-            assert expected == gone, f"freed by one insert there went {expected}; freed by {how} there went {gone}"
+            evicted = slot_names(slots.policy.evict(6))
+            assert expected == evicted, (
+                f"freed by one insert, evict(6) gave {expected}; freed by {how} it gave {evicted}"
+            )
 
     def test_the_same_life_gives_the_same_evictions(self) -> None:
         """Nothing random decides, and no address of an object."""
@@ -191,7 +195,7 @@ class EvictionContract:
         slots.free(evicted[::-1])
         slots.expect_evicted([4, 5, 6], 4)
 
-    def test_many_are_registered_after_many_have_gone(self) -> None:
+    def test_many_are_registered_after_many_were_evicted(self) -> None:
         """The new blocks of one Use: one evict, then one register."""
         slots = self._start()
         kept = slots.chain(2)
@@ -263,20 +267,20 @@ class EvictionContract:
         policy = slots.policy
         slots.free(slots.chain(4)[::-1])
         unknown = lineage_hash(999, 998, 2)
-        assert policy._find(unknown) is None, f"find of a hash that nobody has gave {policy._find(unknown)}"
-        assert 0 == policy._collisions, f"collisions is {policy._collisions} where each block has a place of its own"
+        assert policy.find(unknown) is None, f"find of an unknown hash gave {policy.find(unknown)}"
+        assert 0 == policy.collisions, f"collisions is {policy.collisions} where each block has a place of its own"
         active = slots.chain(2)
         assert policy._first_refused(active) is None, (
             f"refused gave {policy._first_refused(active)}, which can be inserted"
         )
 
     def test_no_block_is_lost_or_doubled_in_a_long_life(self) -> None:
-        """Requests come and go; what can go is what nobody holds, and all of that."""
+        """Requests come and finish; what can be evicted is what none of them holds, and all of that."""
         for seed in range(5):
             Life(self._start(), self.capacity, seed=seed).live(300)
 
-    def test_a_manager_with_it_says_what_it_does(self) -> None:
-        """A block manager and a router that hears it stay in sync in any traffic."""
+    def test_a_manager_with_it_publishes_what_it_does(self) -> None:
+        """A block manager and a router stay in sync in any traffic."""
         for seed in range(3):
             play(self._manager_world(), random_traffic(seed, 80, most_blocks=self.capacity // 3))
 

@@ -14,8 +14,8 @@ from pytest_kvmock.events import StorageTier
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.harness.under_test import IndexUnderTest
 from pytest_kvmock.testing.drafts import Player, random_traffic
+from pytest_kvmock.testing.index_driver import IndexDriver, prompt_of
 from pytest_kvmock.testing.subject import call_with, check_backends, refuse
-from pytest_kvmock.testing.told import ToldIndex, prompt_of
 
 _PAIRS: Final = 10_000
 """Pairs of store and remove over which `size()` must stay bounded."""
@@ -96,7 +96,7 @@ class IndexContract:
             self.run(harness.aflush())
         harness.events.check()
 
-    def _start(self) -> ToldIndex:
+    def _start(self) -> IndexDriver:
         __tracebackhide__ = True
         if self.index_semantics not in (None, "e1"):
             refuse(self, f"index_semantics must be None or 'e1', got {self.index_semantics!r:.80}")
@@ -109,11 +109,11 @@ class IndexContract:
             wrong = str(error)
         if wrong is not None:
             refuse(self, f"make_index gave {index!r:.80}: {wrong}")
-        return ToldIndex(under_test, self.block_size, self.run)
+        return IndexDriver(under_test, self.block_size, self.run)
 
     # ------------------------------------------------------------------------------------------------ stored
 
-    def test_a_new_index_knows_nobody(self) -> None:
+    def test_a_new_index_is_empty(self) -> None:
         """It answers, and nothing."""
         index = self._start()
         index.expect("abc", {})
@@ -125,7 +125,7 @@ class IndexContract:
         index.store("abcd")
         index.expect("abcd", {0: 4})
 
-    def test_a_shorter_prompt_is_found_as_far_as_it_goes(self) -> None:
+    def test_a_shorter_prompt_is_found_up_to_its_end(self) -> None:
         """No more blocks than were asked for."""
         index = self._start()
         index.store("abcd")
@@ -199,8 +199,8 @@ class IndexContract:
 
     # -------------------------------------------------------------------------------------- several workers
 
-    def test_workers_are_told_apart(self) -> None:
-        """Each has what it said that it has."""
+    def test_workers_are_kept_apart(self) -> None:
+        """Each has what its own events stored."""
         index = self._start()
         index.store("abcd", 0)
         index.store("ab", 1)
@@ -222,7 +222,7 @@ class IndexContract:
             index.store(letters, worker)
         index.expect("abcdef", {0: 1, 1: 6, 2: 3, 3: 2})
 
-    def test_ranks_of_a_worker_are_told_apart(self) -> None:
+    def test_ranks_of_a_worker_are_kept_apart(self) -> None:
         """An index that answers by worker alone answers the most of its ranks."""
         index = self._start()
         index.store("abcd", 0, rank=1)
@@ -243,7 +243,7 @@ class IndexContract:
         index.remove("abcd")
         index.expect("abcd", {0: 3})
 
-    def test_all_blocks_of_a_removed_event_go(self) -> None:
+    def test_all_blocks_of_a_removed_event_are_removed(self) -> None:
         """Not the first of them alone."""
         index = self._start()
         index.store("abcd")
@@ -316,7 +316,7 @@ class IndexContract:
                     harness.worker(0).serve(prompt_of(letter, self.block_size))
                     self._check(harness)
 
-    # ----------------------------------------------------------------------------------- cleared, and gone
+    # ----------------------------------------------------------------------------------- cleared, and removed
 
     def test_a_cleared_worker_has_nothing(self) -> None:
         """The others keep what they have."""
@@ -339,7 +339,7 @@ class IndexContract:
         index.expect("abcd", {0: 4})
 
     def test_clearing_a_worker_that_has_nothing_is_no_error(self) -> None:
-        """Engines say so whenever they are asked to."""
+        """Engines publish a Cleared whenever they are asked to clear."""
         index = self._start()
         index.clear(0)
         index.store("ab", 1)
@@ -357,7 +357,7 @@ class IndexContract:
         left = {(0, 1): 3} if ranks == (0, 1) and self.index_semantics is None else {}
         index.expect("abcd", {(1, 0): 2, **left})
 
-    def test_a_worker_that_is_gone_takes_all_its_ranks(self) -> None:
+    def test_a_removed_worker_loses_all_its_ranks(self) -> None:
         """Not rank 0 alone."""
         index = self._start()
         if index.index.remove_worker is None:
@@ -365,17 +365,17 @@ class IndexContract:
         for rank in (0, 1, 2) if self.tells_ranks_apart else (2,):
             index.store("abcd", rank=rank)
         index.store("ab", 1)
-        index.gone(0)
+        index.remove_worker(0)
         index.expect("abcd", {1: 2})
 
-    def test_a_worker_that_is_gone_has_nothing(self) -> None:
-        """Where the index can be told (`remove_worker`); it may come back."""
+    def test_a_removed_worker_has_nothing(self) -> None:
+        """Where the index has `remove_worker`; the worker may come back."""
         index = self._start()
         if index.index.remove_worker is None:
             return
         index.store("abcd", 0)
         index.store("abc", 1)
-        index.gone(0)
+        index.remove_worker(0)
         index.expect("abcd", {1: 3})
         index.store("ab", 0)
         index.expect("abcd", {0: 2, 1: 3})

@@ -115,12 +115,12 @@ class KvStateMachine(RuleBasedStateMachine):
 
     @rule(request=consumes(request))
     def finish(self, request: str) -> None:
-        """Let its blocks go."""
+        """Free its blocks."""
         self._do(Finish(request))
 
     @rule(request=request)
     def preempt(self, request: str) -> None:
-        """Let its blocks go, and keep what it has generated."""
+        """Free its blocks, and keep what it has generated."""
         self._do(Preempt(request))
 
     @rule(request=request)
@@ -140,7 +140,7 @@ class KvStateMachine(RuleBasedStateMachine):
         self.harness.events.check()
 
     def teardown(self) -> None:
-        """Judge what is known only at the end."""
+        """Judge what shows only at the end."""
         __tracebackhide__ = True
         self.harness.judge()
         self.harness.events.check()

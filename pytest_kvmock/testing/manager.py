@@ -15,16 +15,16 @@ from pytest_kvmock.events import value_text
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.moves import Deref, MoveError, Promote, Use
 from pytest_kvmock.sinks import CapturingSink, Sink
-from pytest_kvmock.testing.moved import (
+from pytest_kvmock.testing.manager_checks import (
     MoveTraffic,
     RaisingSink,
     expect_counts,
+    expect_published,
     expect_references,
     expect_resident,
-    expect_said,
     expect_served,
     expect_unchanged,
-    said_by,
+    published_rows,
     state_of,
 )
 from pytest_kvmock.testing.subject import OverBackend, refuse
@@ -36,7 +36,7 @@ OTHER_PARTIAL = UUID(int=2, version=4)
 class ManagerContract(OverBackend):
     """Tests that hold for every block manager that takes moves.
 
-    A subclass says which one::
+    A subclass names it::
 
         class TestMine(ManagerContract):
             backend = "lru"
@@ -45,7 +45,7 @@ class ManagerContract(OverBackend):
             def make_manager(self, num_blocks, block_size, sink):
                 return OtherManager(num_blocks, block_size, publish=sink.publish)
 
-    What it publishes is judged by all rules, and compared with what it says is resident.
+    What it publishes is judged by all rules, and compared with its `resident()`.
 
     Attributes:
         semantics: "e0" for a manager that is forgiving as that of dynamo-mocker 1.0.2 is: lists of a Use may differ in
@@ -67,21 +67,21 @@ class ManagerContract(OverBackend):
     # -------------------------------------------------------------------------------------- used and freed
 
     def test_a_new_manager_is_empty(self) -> None:
-        """All that it shows is nothing, and it has said nothing."""
+        """It holds nothing, and has published nothing."""
         manager, events = self._start(8)
         assert (8, self.block_size) == (manager.max_capacity, manager.block_size), (
-            f"made with 8 blocks of {self.block_size} tokens, it says {manager.max_capacity} of {manager.block_size}"
+            f"made with 8 blocks of {self.block_size} tokens, it has {manager.max_capacity} of {manager.block_size}"
         )
         expect_counts(manager, active=0, references=0, inactive=0)
         expect_resident(manager, [])
-        expect_said(events, [], "it was made")
+        expect_published(events, [], "it was made")
 
     def test_used_blocks_are_stored_in_order_under_one_another(self) -> None:
         """A Use of unknown blocks stores each under the one before it."""
         manager, events = self._start()
         expect_served(manager, [1, 2, 3], 3)
         expect_counts(manager, active=3, references=3, inactive=0)
-        expect_said(events, [("Stored", 1, None), ("Stored", 2, 1), ("Stored", 3, 2)], "use([1, 2, 3])")
+        expect_published(events, [("Stored", 1, None), ("Stored", 2, 1), ("Stored", 3, 2)], "use([1, 2, 3])")
         events.check()
 
     def test_blocks_are_stored_under_the_parent_that_is_named(self) -> None:
@@ -90,7 +90,7 @@ class ManagerContract(OverBackend):
         manager.use([1])
         events.take()
         manager.use([2, 3], parent=1)
-        expect_said(events, [("Stored", 2, 1), ("Stored", 3, 2)], "use([2, 3], parent=1)")
+        expect_published(events, [("Stored", 2, 1), ("Stored", 3, 2)], "use([2, 3], parent=1)")
         events.check()
 
     def test_what_follows_cached_blocks_is_stored_under_the_last_of_them(self) -> None:
@@ -99,31 +99,31 @@ class ManagerContract(OverBackend):
         manager.use([1, 2])
         events.take()
         expect_served(manager, [1, 2, 3], 3)
-        expect_said(events, [("Stored", 3, 2)], "use([1, 2, 3]), 1 and 2 being cached")
+        expect_published(events, [("Stored", 3, 2)], "use([1, 2, 3]), 1 and 2 being cached")
         events.check()
 
     def test_a_block_in_use_gets_one_more_reference(self) -> None:
-        """And nobody is told."""
+        """And there is no event."""
         manager, events = self._start()
         manager.use([1, 2])
         events.take()
         expect_served(manager, [1, 2], 2)
         expect_counts(manager, active=2, references=4, inactive=0)
         expect_references(manager, {1: 2, 2: 2})
-        expect_said(events, [], "use([1, 2]) while both were in use")
+        expect_published(events, [], "use([1, 2]) while both were in use")
 
     def test_a_freed_block_stays_cached(self) -> None:
-        """It is inactive, and nobody is told."""
+        """It is inactive, and there is no event."""
         manager, events = self._start()
         manager.use([1, 2, 3])
         events.take()
         manager.deref(3, 2, 1)
         expect_counts(manager, active=0, references=0, inactive=3)
         expect_resident(manager, [1, 2, 3])
-        expect_said(events, [], "deref(3, 2, 1)")
+        expect_published(events, [], "deref(3, 2, 1)")
         events.check()
 
-    def test_a_block_is_in_use_until_its_last_reference_goes(self) -> None:
+    def test_a_block_is_in_use_until_its_last_reference_is_freed(self) -> None:
         """References are counted."""
         manager, events = self._start()
         manager.use([1])
@@ -135,7 +135,7 @@ class ManagerContract(OverBackend):
         expect_counts(manager, active=0, references=0, inactive=1)
         events.check()
 
-    def test_a_cached_block_is_used_again_without_a_word(self) -> None:
+    def test_a_cached_block_is_used_again_without_an_event(self) -> None:
         """Reuse is no event."""
         manager, events = self._start()
         manager.use([1, 2])
@@ -143,24 +143,24 @@ class ManagerContract(OverBackend):
         events.take()
         expect_served(manager, [1, 2], 2)
         expect_counts(manager, active=2, references=2, inactive=0)
-        expect_said(events, [], "use([1, 2]) while both were cached")
+        expect_published(events, [], "use([1, 2]) while both were cached")
         events.check()
 
     # ---------------------------------------------------------------------------------------------- evicted
 
     def test_a_full_manager_evicts_as_many_as_it_needs(self) -> None:
-        """And says which ones."""
+        """And publishes which ones."""
         manager, events = self._start(8)
         for root in (1, 11):
             manager.use(range(root, root + 4))
             manager.deref(range(root + 3, root - 1, -1))
         events.take()
         expect_served(manager, [21, 22, 23], 3)
-        gone = [row[1] for row in said_by(events) if row[0] == "Removed"]
-        assert 3 == len(set(gone)), (
-            f"3 blocks were needed of a full manager, and the Removed events name {value_text(gone)}"
+        removed = [row[1] for row in published_rows(events) if row[0] == "Removed"]
+        assert 3 == len(set(removed)), (
+            f"3 blocks were needed of a full manager, and the Removed events name {value_text(removed)}"
         )
-        expect_resident(manager, {1, 2, 3, 4, 11, 12, 13, 14, 21, 22, 23} - set(gone))
+        expect_resident(manager, {1, 2, 3, 4, 11, 12, 13, 14, 21, 22, 23} - set(removed))
         expect_counts(manager, active=3, references=3, inactive=5)
         events.check()
 
@@ -174,13 +174,13 @@ class ManagerContract(OverBackend):
         assert served in allowed, f"use of 4 blocks with room for 2 answered {served!r}; expected one of {allowed}"
         taken = 2 if self.semantics == "e0" else served
         expect_references(manager, dict.fromkeys([*range(1, 7), *range(11, 11 + taken)], 1))
-        gone = [row for row in said_by(events) if row[0] == "Removed"]
-        assert [] == gone, f"every block was in use, and there were {value_text(gone)}"
+        removed = [row for row in published_rows(events) if row[0] == "Removed"]
+        assert [] == removed, f"every block was in use, and there were {value_text(removed)}"
         if self.semantics != "e0":
             events.check()
 
-    def test_inactive_blocks_go_in_the_order_in_which_they_are_listed(self) -> None:
-        """What `inactive_blocks()` foretells."""
+    def test_inactive_blocks_are_evicted_in_the_order_in_which_they_are_listed(self) -> None:
+        """The order that `inactive_blocks()` lists."""
         manager, events = self._start(8)
         for root in (1, 11):
             manager.use(range(root, root + 4))
@@ -189,13 +189,13 @@ class ManagerContract(OverBackend):
         events.take()
         for block in range(21, 29):
             manager.use([block])
-        gone = [row[1] for row in said_by(events) if row[0] == "Removed"]
-        assert expected == gone, (
-            f"inactive_blocks() said {value_text(expected)}; the Removed events name {value_text(gone)}"
+        removed = [row[1] for row in published_rows(events) if row[0] == "Removed"]
+        assert expected == removed, (
+            f"inactive_blocks() listed {value_text(expected)}; the Removed events name {value_text(removed)}"
         )
         events.check()
 
-    def test_what_is_used_again_does_not_go(self) -> None:
+    def test_what_is_used_again_is_not_evicted(self) -> None:
         """Blocks in use are not on the list."""
         manager, events = self._start(8)
         manager.use([1, 2, 3, 4])
@@ -212,7 +212,7 @@ class ManagerContract(OverBackend):
     # -------------------------------------------------------------------------------------- partial blocks
 
     def test_a_partial_block_takes_room_and_is_no_event(self) -> None:
-        """Nobody can share it, so nobody is told."""
+        """Nobody can share it, so there is no event."""
         manager, events = self._start()
         manager.use([1])
         events.take()
@@ -220,19 +220,21 @@ class ManagerContract(OverBackend):
         expect_counts(manager, active=2, references=3, inactive=0)
         expect_references(manager, {1: 2, PARTIAL: 1})
         expect_resident(manager, [1])
-        expect_said(events, [], "use([1, partial])")
+        expect_published(events, [], "use([1, partial])")
 
-    def test_a_partial_block_that_is_let_go_is_gone(self) -> None:
-        """It is not cached; in e0 it takes room until it is evicted, without a word."""
+    def test_a_freed_partial_block_is_not_cached(self) -> None:
+        """It is not cached; in e0 it takes room until it is evicted, without an event."""
         manager, events = self._start()
         manager.use([PARTIAL])
         manager.deref(PARTIAL)
         expect_counts(manager, active=0, references=0, inactive=int(self.semantics == "e0"))
         expect_references(manager, {})
         expect_resident(manager, [])
-        expect_said(events, [], "a partial block was used and let go")
+        expect_published(events, [], "a partial block was used and freed")
         expect_served(manager, range(1, 9), 8)
-        expect_said(events, [("Stored", 1, None), *(("Stored", n, n - 1) for n in range(2, 9))], "use(range(1, 9))")
+        expect_published(
+            events, [("Stored", 1, None), *(("Stored", n, n - 1) for n in range(2, 9))], "use(range(1, 9))"
+        )
         events.check()
 
     def test_a_partial_block_becomes_a_full_one(self) -> None:
@@ -243,7 +245,7 @@ class ManagerContract(OverBackend):
         manager.promote(PARTIAL, 2, parent=1)
         expect_references(manager, {1: 1, 2: 1})
         expect_counts(manager, active=2, references=2, inactive=0)
-        expect_said(events, [("Stored", 2, 1)], "promote(partial, 2, parent=1)")
+        expect_published(events, [("Stored", 2, 1)], "promote(partial, 2, parent=1)")
         events.check()
 
     def test_a_partial_block_that_becomes_one_in_use_gives_its_room_back(self) -> None:
@@ -255,7 +257,7 @@ class ManagerContract(OverBackend):
         manager.promote(PARTIAL, 2, parent=1)
         expect_references(manager, {1: 2, 2: 2})
         expect_counts(manager, active=2, references=4, inactive=0)
-        expect_said(events, [], "promote to a block in use")
+        expect_published(events, [], "promote to a block in use")
         events.check()
 
     def test_a_partial_block_that_becomes_a_cached_one_gives_its_room_back(self) -> None:
@@ -268,12 +270,12 @@ class ManagerContract(OverBackend):
         manager.promote(PARTIAL, 2, parent=1)
         expect_references(manager, {1: 1, 2: 1})
         expect_counts(manager, active=2, references=2, inactive=0)
-        expect_said(events, [], "promote to a cached block")
+        expect_published(events, [], "promote to a cached block")
         events.check()
 
     # ------------------------------------------------------------------------------------ clear, and looks
 
-    def test_clear_drops_all_and_says_so(self) -> None:
+    def test_clear_drops_all_and_publishes_a_cleared(self) -> None:
         """One Cleared."""
         manager, events = self._start()
         manager.use([1, 2])
@@ -282,13 +284,13 @@ class ManagerContract(OverBackend):
         assert manager.clear(), "clear() of a manager that nobody uses was refused"
         expect_counts(manager, active=0, references=0, inactive=0)
         expect_resident(manager, [])
-        expect_said(events, [("Cleared",)], "clear()")
+        expect_published(events, [("Cleared",)], "clear()")
         expect_served(manager, [1, 2], 2)
-        expect_said(events, [("Stored", 1, None), ("Stored", 2, 1)], "use([1, 2]) after a clear()")
+        expect_published(events, [("Stored", 1, None), ("Stored", 2, 1)], "use([1, 2]) after a clear()")
         events.check()
 
     def test_clear_does_nothing_while_a_block_is_in_use(self) -> None:
-        """Not even a word."""
+        """And there is no event."""
         for held in (1, PARTIAL):
             manager, events = self._start()
             manager.use([1, 2])
@@ -298,7 +300,7 @@ class ManagerContract(OverBackend):
             before = state_of(manager)
             assert not manager.clear(), f"clear() answered True while {value_text(held)} was in use"
             expect_unchanged(manager, before, "a clear() that was refused")
-            expect_said(events, [], "a clear() that was refused")
+            expect_published(events, [], "a clear() that was refused")
 
     def test_looking_changes_nothing(self) -> None:
         """No question moves a block, nor its turn to be evicted."""
@@ -314,7 +316,7 @@ class ManagerContract(OverBackend):
             for block in (*before["inactive_blocks"][::-1], 1, 99, PARTIAL):  # in their own order it would not show
                 manager.references(block)
             expect_unchanged(manager, before, "questions alone")
-        expect_said(events, [], "questions alone")
+        expect_published(events, [], "questions alone")
 
     def test_prefill_cost_counts_what_is_cached(self) -> None:
         """New and cached tokens make the whole prompt."""
@@ -351,39 +353,39 @@ class ManagerContract(OverBackend):
 
     def test_an_id_that_is_taken_is_used_up(self) -> None:
         """`take_event_id` is for who publishes in the manager's name."""
-        heard = CapturingSink()
-        manager = self._make(heard)
+        sink = CapturingSink()
+        manager = self._make(sink)
         taken = manager.take_event_id()
         manager.use([1])
-        ids = [event.event_id for event in heard.events]
+        ids = [event.event_id for event in sink.events]
         assert (0, 1) == (taken, ids[0]), f"take_event_id() gave {taken}, and then the events had {ids}"
 
     def test_token_ids_travel_with_the_event(self) -> None:
         """A block's tokens beside its hash."""
-        heard = CapturingSink()
-        manager = self._make(heard)
+        sink = CapturingSink()
+        manager = self._make(sink)
         tokens = [[1] * manager.block_size, [2] * manager.block_size]
         manager.use([1, 2], token_ids=tokens)
-        said = [list(block) for event in heard.router_events for block in event.token_ids or ()]
-        assert tokens == said, f"blocks with the tokens {tokens} were stored; the events came with {said}"
+        published = [list(block) for event in sink.router_events for block in event.token_ids or ()]
+        assert tokens == published, f"blocks with the tokens {tokens} were stored; the events had {published}"
 
     def test_a_sink_that_raises_does_not_stop_it(self) -> None:
-        """The engine goes on; the event's id is used up."""
+        """The engine continues; the event's id is used up."""
         manager = self._make(RaisingSink())
         expect_served(manager, [1, 2], 2)
         expect_resident(manager, [1, 2])
-        heard = CapturingSink()
-        manager.sink = heard
+        sink = CapturingSink()
+        manager.sink = sink
         manager.use([3])
-        ids = [event.event_id for event in heard.events]
+        ids = [event.event_id for event in sink.events]
         assert ids and ids[0] > 0, f"after an event that its sink refused, the next ids were {ids}; expected 1 or more"
 
     def test_without_a_sink_no_event_id_is_used_up(self) -> None:
-        """Nobody hears, so nothing is said."""
+        """Without a sink there is no event."""
         manager = self._make(None)
         expect_served(manager, [1, 2], 2)
         expect_counts(manager, active=2, references=2, inactive=0)
-        assert 0 == manager.take_event_id(), "event ids were used up while nobody listened"
+        assert 0 == manager.take_event_id(), "event ids were used up without a sink"
 
     def test_two_managers_share_nothing(self) -> None:
         """Each has blocks of its own."""
@@ -401,7 +403,7 @@ class ManagerContract(OverBackend):
     # ------------------------------------------------------------------------------------ what is refused
 
     def test_a_deref_of_what_is_not_held_is_refused_and_changes_nothing(self) -> None:
-        """Unknown, inactive, or held less often than it says; full or partial. In e0 that much of it does nothing."""
+        """Unknown, inactive, or held less often than the Deref frees; full or partial. In e0 that much of it does nothing."""
         for blocks in ([9], [2], [1, 1], [OTHER_PARTIAL], [PARTIAL, PARTIAL]):
             if self.semantics == "e0":
                 self._expect_silence(Deref(blocks))
@@ -435,7 +437,7 @@ class ManagerContract(OverBackend):
         self._expect_refused("a move")
 
     def _expect_silence(self, move: Deref) -> None:
-        """What of it is held goes, and the rest is passed over."""
+        """What of it is held is freed, and the rest is passed over."""
         __tracebackhide__ = True
         manager, events = self._start()
         manager.use([1, 2, PARTIAL])
@@ -445,7 +447,7 @@ class ManagerContract(OverBackend):
         manager.process(move)
         expect_references(manager, held)
         expect_resident(manager, [1, 2])
-        expect_said(events, [], f"{move}")
+        expect_published(events, [], f"{move}")
 
     def _expect_refused(self, move: Any, do: Callable[[KvManager], Any] | None = None) -> None:
         __tracebackhide__ = True
@@ -461,12 +463,12 @@ class ManagerContract(OverBackend):
         else:
             raise AssertionError(f"{move} breaks a rule, and was taken: {answer!r}; expected a MoveError")
         expect_unchanged(manager, before, f"{move}, which was refused,")
-        expect_said(events, [], f"{move}, which was refused,")
+        expect_published(events, [], f"{move}, which was refused,")
 
     # --------------------------------------------------------------------------------------- in any traffic
 
     def test_every_block_is_somewhere_in_any_traffic(self) -> None:
-        """Counts add up, and events say what is there, after each move."""
+        """After each move counts add up, and the events agree with what is resident."""
         for seed in range(5):
             manager, events = self._start(8)
             traffic = MoveTraffic(manager, seed, fitting=self.semantics == "e0")

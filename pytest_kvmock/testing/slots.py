@@ -77,13 +77,13 @@ class Slots:
         """These blocks can be evicted, and no others."""
         __tracebackhide__ = True
         order = slot_names(self.policy.order())
-        assert names == sorted(order), f"order() is {order}; the blocks that nobody holds are {names}"
+        assert names == sorted(order), f"order() is {order}; the blocks that no request holds are {names}"
 
     def expect_evicted(self, names: list[int], count: int) -> None:
         """Evict so many; it is these, in any order."""
         __tracebackhide__ = True
-        gone = slot_names(self.policy.evict(count))
-        assert names == sorted(gone), f"evict({count}) gave {gone}; expected {names}, in any order"
+        evicted = slot_names(self.policy.evict(count))
+        assert names == sorted(evicted), f"evict({count}) gave {evicted}; expected {names}, in any order"
 
 
 class Life:
@@ -104,7 +104,11 @@ class Life:
         self._evicted: list[int] = []
 
     def live(self, steps: int) -> list[int]:
-        """Let requests come and go; what was evicted, in order."""
+        """Have requests come and finish.
+
+        Returns:
+            What was evicted, in order.
+        """
         for _ in range(steps):
             if self._requests and self._rng.random() < 0.5:
                 self._finish(self._requests.pop(self._rng.randrange(len(self._requests))))
@@ -130,12 +134,14 @@ class Life:
         fresh: list[Slot] = []
         if short > 0:
             fresh = list(policy.evict(short))
-            gone = slot_names(fresh)
-            self._evicted += gone
-            can_go = sorted(name for name, slot in self._cached.items() if not slot.refs)
-            assert len(set(gone)) == short, f"evict({short}) gave {gone}, where {can_go} could go"
-            assert set(gone) <= set(can_go), f"evict({short}) gave {gone}, where only {can_go} could go"
-            for name in gone:
+            evicted = slot_names(fresh)
+            self._evicted += evicted
+            evictable = sorted(name for name, slot in self._cached.items() if not slot.refs)
+            assert len(set(evicted)) == short, f"evict({short}) gave {evicted}, where {evictable} could be evicted"
+            assert set(evicted) <= set(evictable), (
+                f"evict({short}) gave {evicted}, where only {evictable} could be evicted"
+            )
+            for name in evicted:
                 del self._cached[name]
         fresh += [Slot() for _ in range(new - len(fresh))]
         if fresh:
@@ -144,7 +150,7 @@ class Life:
         self._requests.append(before + fresh)
 
     def _path(self, slot: Slot) -> list[Slot]:
-        """The blocks from the root to this one; none where one of them has gone."""
+        """The blocks from the root to this one; none where one of them was evicted."""
         path = [slot]
         while (above := self._slots.parents[path[0].name]) is not None:
             parent = self._cached.get(above)

@@ -1,4 +1,4 @@
-"""What a contract is applied to: that it is what it says, and how a world is made of it."""
+"""The subject of a contract: checks that it is of the right kind, and a world made of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def refuse(contract: object, why: str) -> NoReturn:
-    """Fail the test, in one line: a contract is applied to something that is not what it says."""
+    """Fail the test, in one line: a contract is applied to something of another kind."""
     __tracebackhide__ = True
     pytest.fail(f"{type(contract).__name__}: {why}", pytrace=False)
 
@@ -84,7 +84,7 @@ def call_with(contract: object, make: Callable[..., T], made_by: str, argument: 
 def _parameters(make: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(make).parameters.values())
-    except ValueError:  # a class of C does not say what it takes
+    except ValueError:  # a class of C has no signature
         return []
 
 
@@ -96,7 +96,7 @@ class OverBackend:
     Attributes:
         backend: name of a backend, or a `BackendSpec`.
         block_size: tokens a block in the contract's worlds.
-        prefix_closed: for a `make_manager`: as in `BackendSpec`, which says it for a `backend`.
+        prefix_closed: for a `make_manager`: as in `BackendSpec`; of a `backend` it is that of its spec.
         residency: likewise.
     """
 
@@ -111,7 +111,7 @@ class OverBackend:
         Args:
             num_blocks: capacity in blocks.
             block_size: tokens a block.
-            sink: who hears its events; None for nobody.
+            sink: gets its events; None for no sink.
         """
         __tracebackhide__ = True
         refuse(

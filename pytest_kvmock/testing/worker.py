@@ -18,13 +18,13 @@ from pytest_kvmock.tokens import Prompt
 class WorkerContract(OverBackend):
     """Tests that hold for every backend, seen through a `KvWorker`: it thinks in requests, not in moves.
 
-    A subclass says which one::
+    A subclass names it::
 
         class TestMine(WorkerContract):
             backend = "lru"
 
-    A router hears the worker, and after each call its events are judged and compared with what the engine holds. Where
-    engines differ by nature, the worker says what it does (`KvWorker.traits`), and that is tested too.
+    After each call the events of the worker are judged, and compared with what the engine holds. Where engines differ by
+    nature, `KvWorker.traits` has what it does, and that is tested too.
     """
 
     def _start(self, num_blocks: int = 16, **fields: Any) -> World:
@@ -41,7 +41,7 @@ class WorkerContract(OverBackend):
         assert [] == world.worker.requests, f"a new worker has the requests {world.worker.requests}"
         expected = [Cleared] if world.worker.traits.cleared_first else []
         assert expected == world.kinds(), (
-            f"a new worker has said {list(world.harness.events)}; "
+            f"a new worker has published {list(world.harness.events)}; "
             f"its traits.cleared_first is {world.worker.traits.cleared_first}"
         )
 
@@ -77,7 +77,7 @@ class WorkerContract(OverBackend):
         served = world.do(world.worker.serve, prompt)
         assert expected == served.cached_tokens, f"served again, it found {served.cached_tokens} tokens, not {expected}"
 
-    def test_a_request_says_what_was_cached_when_it_came(self) -> None:
+    def test_a_request_has_the_tokens_that_were_cached_when_it_came(self) -> None:
         """As a look just before it did."""
         world = self._start()
         first = world.harness.prompt(2)
@@ -107,7 +107,7 @@ class WorkerContract(OverBackend):
         found = world.do(world.worker.cached_tokens, prompt)
         assert 3 * self.block_size == found, f"of a served prompt of 3 block hashes {found} tokens are cached"
         assert {0: 3} == world.harness.overlap(prompt), (
-            f"the router knows {world.harness.overlap(prompt)}, not {{0: 3}}"
+            f"the router found {world.harness.overlap(prompt)}; expected {{0: 3}}"
         )
 
     def test_serve_answers_what_was_cached_and_what_became_so(self) -> None:
@@ -158,19 +158,19 @@ class WorkerContract(OverBackend):
             filled = Prompt((*(prompt.tokens or ()), output[0]))
             request = world.do(world.worker.prefill, prompt)
             steps = [output[:1], output[1:2]] if further else [output[:1]]
-            said = {}
+            found = {}
             for number, tokens in enumerate(steps):
                 world.do(request.decode, tokens)
-                said["the next token" if number else "its last token"] = world.knows(filled)
+                found["the next token" if number else "its last token"] = world.finds(filled)
             world.do(request.finish)
-            said["the request's end"] = world.knows(filled)
+            found["the request's end"] = world.finds(filled)
             expected = {
-                "full": dict.fromkeys(said, True),
-                "next_token": {**dict.fromkeys(said, further), "its last token": False},
-                "finish": {**dict.fromkeys(said, False), "the request's end": True},
+                "full": dict.fromkeys(found, True),
+                "next_token": {**dict.fromkeys(found, further), "its last token": False},
+                "finish": {**dict.fromkeys(found, False), "the request's end": True},
             }.get(when)
-            assert expected == said, (
-                f"output filled a block; whether the router knew it after each step: {said}; "
+            assert expected == found, (
+                f"output filled a block; whether the router found it after each step: {found}; "
                 f"expected {expected}, as its traits.stores_when is {when!r}"
             )
 
@@ -182,11 +182,11 @@ class WorkerContract(OverBackend):
         world.do(world.worker.serve, world.harness.prompt(3))
         kinds = world.kinds()
         assert {Stored, Removed} == set(kinds), (
-            f"3 blocks were served in a cache of 4 with 3 others; it said {list(world.harness.events)}"
+            f"3 blocks were served in a cache of 4 with 3 others; it published {list(world.harness.events)}"
         )
         expected = world.worker.traits.removed_first
         assert expected == (kinds[0] is Removed), (
-            f"it said {list(world.harness.events)}; its traits.removed_first is {expected}"
+            f"it published {list(world.harness.events)}; its traits.removed_first is {expected}"
         )
 
     def test_a_block_is_cached_several_times_where_the_traits_say_so(self) -> None:
@@ -229,8 +229,8 @@ class WorkerContract(OverBackend):
         active = world.worker.manager.num_active_blocks
         assert active <= 6, f"two requests share 4 blocks and have 1 of their own each; {active} blocks are in use"
 
-    def test_a_finished_request_lets_its_blocks_go(self) -> None:
-        """They stay cached, and nobody is told that they are idle."""
+    def test_a_finished_request_frees_its_blocks(self) -> None:
+        """They stay cached, and there is no event."""
         world = self._start()
         request = world.do(world.worker.prefill, world.harness.prompt(3, tail=1))
         assert world.worker.manager.num_active_blocks >= 4, (
@@ -279,7 +279,7 @@ class WorkerContract(OverBackend):
         world.expect_state(before, "a clear() that was refused")
 
     def test_clear_drops_all_that_is_cached(self) -> None:
-        """And the router knows."""
+        """And the router finds nothing more."""
         world = self._start()
         prompt = world.harness.prompt(3)
         world.do(world.worker.serve, prompt)
@@ -331,7 +331,7 @@ class WorkerContract(OverBackend):
         world.do(request.decode, self.block_size)
         world.do(request.finish)
 
-    def test_output_that_does_not_fit_lets_the_prompt_go(self) -> None:
+    def test_output_that_does_not_fit_frees_the_prompt(self) -> None:
         """`serve` leaves no request behind."""
         world = self._start(8)
         world.expect_refused(OutOfBlocks, world.worker.serve, world.harness.prompt(4), 8 * self.block_size)
@@ -350,7 +350,7 @@ class WorkerContract(OverBackend):
         other = world.do(world.worker.prefill, world.harness.prompt(5))
         assert "running" == other.status, f"a request that was just admitted is {other.status}"
 
-    def test_a_resumed_request_goes_on_with_its_tokens(self) -> None:
+    def test_a_resumed_request_continues_with_its_tokens(self) -> None:
         """What it generated is not lost."""
         world = self._start()
         prompt = world.harness.prompt(2)
@@ -378,32 +378,32 @@ class WorkerContract(OverBackend):
         world.do(request.resume)
         assert "running" == request.status, f"a request that was resumed is {request.status}"
 
-    # -------------------------------------------------------------------------------- what the router hears
+    # -------------------------------------------------------------------------------- what the router finds
 
     def test_the_router_learns_what_is_cached(self) -> None:
         """As much as the worker itself finds, also when some was evicted."""
         world = self._start(8)
         prompt = world.harness.prompt(4)
         world.do(world.worker.serve, prompt)
-        known = world.harness.overlap(prompt)
-        assert {0: 4} == known, f"4 blocks were served by worker 0; the router knows {known}"
+        found = world.harness.overlap(prompt)
+        assert {0: 4} == found, f"4 blocks were served by worker 0; the router found {found}"
         for _ in range(4):
             world.do(world.worker.serve, world.harness.prompt(2))
             cached = world.do(world.worker.cached_tokens, world.harness.prompt(0, after=prompt, tail=1))
             expected = {0: cached // self.block_size} if cached else {}
-            known = world.harness.overlap(prompt)
-            assert expected == known, f"the worker finds {cached} tokens of a prompt; the router knows {known}"
+            found = world.harness.overlap(prompt)
+            assert expected == found, f"the worker finds {cached} tokens of a prompt; the router found {found}"
 
     def test_workers_share_nothing(self) -> None:
-        """And the router tells them apart."""
+        """And the router keeps them apart."""
         world = self._start(workers=2)
         prompt = world.harness.prompt(3)
         world.do(world.worker.serve, prompt)
         other = world.harness.worker(1)
         assert 0 == other.cached_tokens(prompt), f"worker 0 served; worker 1 finds {other.cached_tokens(prompt)} tokens"
         world.do(other.serve, _other_from(prompt, self.block_size))
-        known = world.harness.overlap(prompt)
-        assert {0: 3, 1: 1} == known, f"worker 0 has 3 blocks of a prompt and worker 1 one; the router knows {known}"
+        found = world.harness.overlap(prompt)
+        assert {0: 3, 1: 1} == found, f"worker 0 has 3 blocks of a prompt and worker 1 one; the router found {found}"
 
     def test_a_restart_begins_anew(self) -> None:
         """Requests are lost, nothing is cached, and event ids count from 0."""
@@ -419,7 +419,7 @@ class WorkerContract(OverBackend):
         ids = [entry.event.event.event_id for entry in world.harness.events]
         assert list(range(len(ids))) == ids and ids, f"after a restart the event ids are {ids}"
 
-    def test_without_prefix_caching_nothing_is_said_or_found(self) -> None:
+    def test_without_prefix_caching_nothing_is_published_or_found(self) -> None:
         """Each request is by itself."""
         world = self._start(prefix_caching=False)
         prompt = world.harness.prompt(3)
@@ -427,7 +427,7 @@ class WorkerContract(OverBackend):
             world.do(world.worker.serve, prompt, self.block_size + 1)
             found = world.do(world.worker.cached_tokens, prompt)
             assert 0 == found, f"without prefix caching {found} tokens are cached"
-        assert 0 == world.harness.events.total, f"without prefix caching it said {list(world.harness.events)}"
+        assert 0 == world.harness.events.total, f"without prefix caching it published {list(world.harness.events)}"
 
     def test_the_same_requests_give_the_same_events(self) -> None:
         """Nothing random decides but the seed."""

@@ -1,4 +1,4 @@
-"""A worker under contract in its world: calls, what is heard of them, and what it shows."""
+"""A worker under contract in its world: calls, the events that come of them, and what it holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class World:
-    """A harness whose worker 0 is under contract; what it says is checked after each call."""
+    """A harness whose worker 0 is under contract; its events are checked after each call."""
 
     def __init__(self, harness: RouterHarness) -> None:
         self.harness = harness
@@ -41,15 +41,15 @@ class World:
             self.do(player.do, step)
 
     def kinds(self) -> list[type[EventData]]:
-        """The kinds of the events heard since the log was cleared, in order."""
+        """The kinds of the events since the log was cleared, in order."""
         return [type(entry.event.event.data) for entry in self.harness.events]
 
-    def knows(self, prompt: Prompt) -> bool:
-        """Whether the router knows all whole blocks of a prompt to be on the worker."""
+    def finds(self, prompt: Prompt) -> bool:
+        """Whether the router finds all whole blocks of a prompt on the worker."""
         return len(prompt.block_hashes(self.harness.profile.block_size)) == self.harness.overlap(prompt).get(0, 0)
 
     def state(self) -> dict[str, Any]:
-        """What the worker shows, and what was heard of it."""
+        """What the worker holds, and how many events there were."""
         worker = self.worker
         manager = worker.manager
         return {

@@ -23,7 +23,7 @@ from pytest_kvmock.hygiene.report import problems_text
 from pytest_kvmock.moves import Deref, Promote, Use
 from pytest_kvmock.reduce import Breach, Reproduction
 from pytest_kvmock.router.index import BlockNotFound
-from pytest_kvmock.testing.moved import expect_references
+from pytest_kvmock.testing.manager_checks import expect_references
 
 SEVERAL = 14
 """More problems than are told in full, and more than are named one by one."""

@@ -32,8 +32,8 @@ def test_a_broken_promise_is_one_failed_test_that_says_which_and_shows_no_frame_
     result.stdout.fnmatch_lines(
         [
             ">       index.expect(*abcd*, {1: 3})",
-            "E       AssertionError: asked for abcd: expected {1: 3}, the index answered {(1, 0): 3, (0, 0): 4}",
-            "E *it was told, in this order:",
+            "E       AssertionError: looked up abcd: expected {1: 3}, the index answered {(1, 0): 3, (0, 0): 4}",
+            "E *the index was given, in this order:",
             "E * worker 0 stored abcd",
             "E * worker 0 stored xy",
             "E * worker 1 stored abc",

@@ -676,8 +676,8 @@ def test_what_is_expected_is_not_reproduced():
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        ("sink_failure", "sink_failure is not about what a stream says"),
-        ("not_flushed", "not_flushed is not about what a stream says"),
+        ("sink_failure", "sink_failure is not about the events of a stream"),
+        ("not_flushed", "not_flushed is not about the events of a stream"),
     ],
 )
 def test_some_rules_are_about_no_stream(rule, why):

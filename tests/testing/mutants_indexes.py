@@ -50,7 +50,7 @@ def with_data(event, data):
 
 
 @INDEXES.breaks(
-    "test_a_new_index_knows_nobody",
+    "test_a_new_index_is_empty",
     "test_a_longer_prompt_is_found_as_far_as_it_is_held",
     "test_another_prompt_is_not_found",
 )
@@ -70,7 +70,7 @@ class KeepsTheFirstBlockOfAnEvent(Radix):
             super().apply(event)
 
 
-@INDEXES.breaks("test_a_shorter_prompt_is_found_as_far_as_it_goes", "test_a_prompt_that_parts_is_found_up_to_there")
+@INDEXES.breaks("test_a_shorter_prompt_is_found_up_to_its_end", "test_a_prompt_that_parts_is_found_up_to_there")
 class CountsAllThatAWorkerHas(Radix):
     class Subject(Tree):
         def find_matches(self, local_hashes):
@@ -136,7 +136,7 @@ class GivesUpAfterAHundredBlocks(Radix):
 
 
 @INDEXES.breaks(
-    "test_workers_are_told_apart",
+    "test_workers_are_kept_apart",
     "test_a_prompt_is_found_on_all_workers_beside_one_that_has_more",
     "test_a_removed_block_stays_with_other_workers",
 )
@@ -154,7 +154,7 @@ class KnowsWorkersByOneByte(Radix):
             super().apply(RouterEvent(event.worker_id % 256, event.event))
 
 
-@INDEXES.breaks("test_ranks_of_a_worker_are_told_apart", "test_it_follows_live_traffic")
+@INDEXES.breaks("test_ranks_of_a_worker_are_kept_apart", "test_it_follows_live_traffic")
 class TakesAllRanksForOne(Radix):
     class Subject(Tree):
         def apply(self, event):
@@ -173,7 +173,7 @@ class IgnoresRemoved(Radix):
                 super().apply(event)
 
 
-@INDEXES.breaks("test_all_blocks_of_a_removed_event_go")
+@INDEXES.breaks("test_all_blocks_of_a_removed_event_are_removed")
 class RemovesTheFirstBlockOfAnEvent(Radix):
     class Subject(Tree):
         def apply(self, event):
@@ -261,7 +261,7 @@ class StumblesOverAnEmptyWorker(Radix):
             super().apply(event)
 
 
-@INDEXES.breaks("test_a_worker_that_is_gone_has_nothing")
+@INDEXES.breaks("test_a_removed_worker_has_nothing")
 class IsNotToldThatAWorkerIsGone(Radix):
     class Subject(Tree):
         def remove_worker(self, worker_id):
@@ -306,7 +306,7 @@ class ClearsOneRankOfAnOlderDynamo(Radix):
         pass
 
 
-@INDEXES.breaks("test_a_worker_that_is_gone_takes_all_its_ranks")
+@INDEXES.breaks("test_a_removed_worker_loses_all_its_ranks")
 class ForgetsRankZeroAlone(Radix):
     class Subject(Tree):
         def remove_worker(self, worker_id):

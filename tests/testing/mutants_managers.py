@@ -43,7 +43,7 @@ class ForgetsRemoved(Lru):
                     super().publish(data, *beside)
 
 
-@MANAGERS.breaks("test_inactive_blocks_go_in_the_order_in_which_they_are_listed")
+@MANAGERS.breaks("test_inactive_blocks_are_evicted_in_the_order_in_which_they_are_listed")
 class ListsBackwards(Lru):
     class Subject(Spoilt):
         def inactive_blocks(self):
@@ -77,7 +77,7 @@ class CountsInTwos(Lru):
 
 
 @MANAGERS.breaks(
-    "test_a_cached_block_is_used_again_without_a_word",
+    "test_a_cached_block_is_used_again_without_an_event",
     "test_a_block_in_use_gets_one_more_reference",
 )
 class StoresWhatIsReused(Lru):
@@ -98,7 +98,7 @@ class CountsBlocksForReferences(Lru):
             return self.num_active_blocks
 
 
-@MANAGERS.breaks("test_a_block_is_in_use_until_its_last_reference_goes")
+@MANAGERS.breaks("test_a_block_is_in_use_until_its_last_reference_is_freed")
 class LetsGoOfAllReferences(Lru):
     class Subject(Spoilt):
         def _deref(self, blocks):
@@ -133,14 +133,14 @@ class AnswersWhatItWasAsked(Lru):
             return len(move.blocks)
 
 
-@MANAGERS.breaks("test_what_is_used_again_does_not_go", "test_every_block_is_somewhere_in_any_traffic")
+@MANAGERS.breaks("test_what_is_used_again_is_not_evicted", "test_every_block_is_somewhere_in_any_traffic")
 class ListsWhatIsInUseToo(Lru):
     class Subject(Spoilt):
         def inactive_blocks(self):
             return list(self.resident())
 
 
-@MANAGERS.breaks("test_a_partial_block_that_is_let_go_is_gone")
+@MANAGERS.breaks("test_a_freed_partial_block_is_not_cached")
 class KeepsPartialBlocks(Lru):
     class Subject(Spoilt):
         def _deref(self, blocks):
@@ -161,7 +161,7 @@ class StoresWhatIsPromotedAgain(Lru):
             return 1
 
 
-@MANAGERS.breaks("test_clear_drops_all_and_says_so")
+@MANAGERS.breaks("test_clear_drops_all_and_publishes_a_cleared")
 class ClearsWithoutAWord(Lru):
     class Subject(Spoilt):
         class Says(Publisher):
@@ -271,7 +271,7 @@ class MakesARootOfWhatHasAnUnknownParent(Lru):
 
 @MANAGERS.breaks(
     "test_blocks_in_use_are_never_evicted",
-    "test_a_partial_block_that_is_let_go_is_gone",
+    "test_a_freed_partial_block_is_not_cached",
     "test_a_deref_of_what_is_not_held_is_refused_and_changes_nothing",
     ends_in=(MoveError,),
 )

@@ -26,7 +26,7 @@ class Lru(EvictionContract):
     "test_a_block_freed_again_is_evicted_once",
     "test_nothing_is_left_after_a_clear",
     "test_no_block_is_lost_or_doubled_in_a_long_life",
-    "test_a_manager_with_it_says_what_it_does",
+    "test_a_manager_with_it_publishes_what_it_does",
     ends_in=(RuntimeError,),
 )
 class ForgetsThatABlockIsReused(Lru):
@@ -78,14 +78,14 @@ class IsOneForAll(Lru):
         return self.only
 
 
-@POLICIES.breaks("test_a_freed_block_is_evicted_once", "test_all_go_when_more_are_asked_for")
+@POLICIES.breaks("test_a_freed_block_is_evicted_once", "test_all_are_evicted_when_more_are_asked_for")
 class KeepsWhatItEvicts(Lru):
     class Subject(LruPolicy):
         def evict(self, count):
             return self.order()[:count]
 
 
-@POLICIES.breaks("test_no_more_go_than_are_asked_for")
+@POLICIES.breaks("test_no_more_are_evicted_than_are_asked_for")
 class GivesOneWhenAskedForNone(Lru):
     class Subject(LruPolicy):
         def evict(self, count):
@@ -93,9 +93,9 @@ class GivesOneWhenAskedForNone(Lru):
 
 
 @POLICIES.breaks(
-    "test_all_go_when_more_are_asked_for",
-    "test_many_go_as_one_by_one",
-    "test_many_are_registered_after_many_have_gone",
+    "test_all_are_evicted_when_more_are_asked_for",
+    "test_many_are_evicted_as_one_by_one",
+    "test_many_are_registered_after_many_were_evicted",
     "test_a_slot_may_be_registered_anew",
     "test_a_cleared_policy_can_be_used",
 )
@@ -105,7 +105,7 @@ class GivesOneAtMost(Lru):
             return super().evict(min(count, 1))
 
 
-@POLICIES.breaks("test_order_foretells_evictions")
+@POLICIES.breaks("test_order_lists_evictions_in_order")
 class ForetellsBackwards(Lru):
     class Subject(LruPolicy):
         def order(self):
@@ -122,7 +122,8 @@ class TurnsWhenLookedAt(Lru):
 
 
 @POLICIES.breaks(
-    "test_blocks_freed_one_by_one_go_as_those_freed_together", "test_no_block_is_lost_or_doubled_in_a_long_life"
+    "test_blocks_freed_one_by_one_are_evicted_as_those_freed_together",
+    "test_no_block_is_lost_or_doubled_in_a_long_life",
 )
 class ForgetsWhatIsFreedAlone(Lru):
     class Subject(LruPolicy):
@@ -161,7 +162,7 @@ class WritesIntoSlots(Lru):
             return gone
 
 
-@POLICIES.breaks("test_a_chain_goes_whole")
+@POLICIES.breaks("test_a_chain_is_evicted_whole")
 class TakesTheRootFirst(Lru):
     class Subject(LruPolicy):
         def evict(self, count):

@@ -42,7 +42,7 @@ class Lru(WorkerContract):
 @WORKERS.breaks(
     "test_a_new_worker_has_nothing",
     "test_a_prompt_is_cached_as_far_as_it_agrees",
-    "test_without_prefix_caching_nothing_is_said_or_found",
+    "test_without_prefix_caching_nothing_is_published_or_found",
 )
 class FindsEveryPrompt(Lru):
     class Subject(MoveDriver):
@@ -71,7 +71,8 @@ class NeverReusesAWholePrompt(Lru):
 
 
 @WORKERS.breaks(
-    "test_a_request_says_what_was_cached_when_it_came", "test_serve_answers_what_was_cached_and_what_became_so"
+    "test_a_request_has_the_tokens_that_were_cached_when_it_came",
+    "test_serve_answers_what_was_cached_and_what_became_so",
 )
 class SaysThatNothingWasCached(Lru):
     class Subject(MoveDriver):
@@ -79,7 +80,9 @@ class SaysThatNothingWasCached(Lru):
             return 0
 
 
-@WORKERS.breaks("test_what_was_decoded_is_a_prefix_of_the_next_turn", "test_a_resumed_request_goes_on_with_its_tokens")
+@WORKERS.breaks(
+    "test_what_was_decoded_is_a_prefix_of_the_next_turn", "test_a_resumed_request_continues_with_its_tokens"
+)
 class ForgetsWhatItGenerates(Lru):
     class Subject(MoveDriver):
         def extend(self, request, token):
@@ -113,9 +116,9 @@ class SharesNothing(Lru):
 
 
 @WORKERS.breaks(
-    "test_a_finished_request_lets_its_blocks_go",
+    "test_a_finished_request_frees_its_blocks",
     "test_a_request_finishes_when_its_with_block_is_left",
-    "test_output_that_does_not_fit_lets_the_prompt_go",
+    "test_output_that_does_not_fit_frees_the_prompt",
     "test_a_preempted_request_gives_its_room_back",
     "test_any_traffic_stays_in_sync_at_every_step",
 )
@@ -144,7 +147,7 @@ class AdmitsWhatDoesNotFit(Lru):
 
 @WORKERS.breaks(
     "test_a_decode_that_does_not_fit_generates_nothing",
-    "test_output_that_does_not_fit_lets_the_prompt_go",
+    "test_output_that_does_not_fit_frees_the_prompt",
     ends_in=(MoveError,),
 )
 class DecodesWhatDoesNotFit(Lru):

@@ -1,4 +1,4 @@
-"""An index under contract: it is told what engines say, in prompts of letters, and asked."""
+"""Drives an index under contract: events and look-ups, in prompts of letters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def prompt_of(letters: str, block_size: int, tail: int = 0) -> Prompt:
     return Prompt([*(ord(letter) for letter in letters for _ in range(block_size)), *[0] * tail])
 
 
-class ToldIndex:
-    """Tells an index of blocks, asks it, and remembers what it was told, for the messages.
+class IndexDriver:
+    """Gives an index events, looks prompts up in it, and keeps the last events for the messages.
 
     A block is named by the letters from the root to it: "abc" is block c below b below a. Hashes are Dynamo's, and the
     tokens travel beside the events.
@@ -33,7 +33,7 @@ class ToldIndex:
         self._size = block_size
         self._wait = wait
         self._ids: dict[tuple[int, int], int] = {}
-        self._told: list[str] = []
+        self._applied: list[str] = []
 
     def store(
         self,
@@ -44,25 +44,25 @@ class ToldIndex:
         rank: int = 0,
         tier: StorageTier = StorageTier.DEVICE,
     ) -> None:
-        """Tell of a Stored: the blocks of these letters, after those of `after`."""
+        """Apply a Stored: the blocks of these letters, after those of `after`."""
         prompt = prompt_of(after + letters, self._size)
         start = len(after)
         local, blocks = prompt.block_hashes(self._size), prompt.sequence_hashes(self._size)
         tokens = [[ord(letter)] * self._size for letter in letters]
         data = Stored(blocks[start - 1] if start else None, tuple(blocks[start:]), tuple(local[start:]))
         what = f"stored {letters}" + (f" after {after}" if after else "")
-        self._tell(worker, rank, data, what, tokens, tier=tier)
+        self._apply(worker, rank, data, what, tokens, tier=tier)
 
     def remove(self, *chains: str, worker: int = 0, rank: int = 0, tier: StorageTier = StorageTier.DEVICE) -> None:
-        """Tell of a Removed: the last block of each chain."""
+        """Apply a Removed: the last block of each chain."""
         blocks = tuple(self._last(chain) for chain in chains)
-        self._tell(worker, rank, Removed(blocks), f"removed the last block of {', '.join(chains)}", tier=tier)
+        self._apply(worker, rank, Removed(blocks), f"removed the last block of {', '.join(chains)}", tier=tier)
 
     def _last(self, chain: str) -> int:
         return prompt_of(chain, self._size).sequence_hashes(self._size)[-1]
 
     def publish(self, steps: Iterable[tuple[str, str]]) -> None:
-        """Publish many events of worker 0, without a flush and a question in between.
+        """Publish many events of worker 0, without a flush or a look-up in between.
 
         Args:
             steps: "store" with the letters of a chain, or "remove" with the chain whose last block is removed.
@@ -81,7 +81,7 @@ class ToldIndex:
             event_id = self._ids.get((0, 0), 0)
             self._ids[0, 0] = event_id + 1
             events.append(RouterEvent(0, KvCacheEvent(event_id, data), token_ids=tokens))
-        self._told.append(f"worker 0 published {len(events):,} events, without a flush in between")
+        self._applied.append(f"worker 0 published {len(events):,} events, without a flush in between")
 
         async def apply_all() -> None:
             for event in events:
@@ -120,16 +120,16 @@ class ToldIndex:
             self._do(self.index.flush)
 
     def clear(self, worker: int = 0, *, rank: int = 0) -> None:
-        """Tell of a Cleared."""
-        self._tell(worker, rank, Cleared(), "cleared all")
+        """Apply a Cleared."""
+        self._apply(worker, rank, Cleared(), "cleared all")
 
-    def gone(self, worker: int) -> None:
-        """Tell that a worker is gone, where the index can be told."""
+    def remove_worker(self, worker: int) -> None:
+        """Remove a worker, where the index has `remove_worker`."""
         if self.index.remove_worker is not None:
             self._do(self.index.remove_worker, worker)
-            self._told.append(f"worker {worker} is gone")
+            self._applied.append(f"worker {worker} removed")
 
-    def _tell(
+    def _apply(
         self,
         worker: int,
         rank: int,
@@ -144,7 +144,7 @@ class ToldIndex:
         self._ids[worker, rank] = event_id + 1
         event = RouterEvent(worker, KvCacheEvent(event_id, data, rank), tier, tokens)
         where = "" if tier is StorageTier.DEVICE else f" in {tier.value}"
-        self._told.append(f"worker {worker}{f' rank {rank}' if rank else ''} {what}{where}")
+        self._applied.append(f"worker {worker}{f' rank {rank}' if rank else ''} {what}{where}")
         try:
             self._do(self.index.apply, event)
         except Exception as error:
@@ -158,7 +158,7 @@ class ToldIndex:
         tail: int = 0,
         any_rank: bool = False,
     ) -> None:
-        """Ask for a prompt of these letters, and compare the answer.
+        """Look up a prompt of these letters, and compare the answer.
 
         Args:
             letters: the blocks.
@@ -172,11 +172,11 @@ class ToldIndex:
         if any_rank:
             answer = {key[0] if isinstance(key, tuple) else key: blocks for key, blocks in answer.items()}
         assert agree(answer, due), (
-            f"asked for {letters[:40] or 'an empty prompt'}: expected {expected}, the index answered {answer}\n{self._story()}"
+            f"looked up {letters[:40] or 'an empty prompt'}: expected {expected}, the index answered {answer}\n{self._story()}"
         )
 
     def ask(self, letters: str, *, tail: int = 0) -> Scores | WorkerScores:
-        """What the index answers for a prompt of these letters, zeros dropped."""
+        """The answer of the index for a prompt of these letters, zeros dropped."""
         __tracebackhide__ = True
         under_test = self.index
         prompt = prompt_of(letters, self._size, tail)
@@ -197,7 +197,7 @@ class ToldIndex:
         return self._wait(answer) if isawaitable(answer) else answer
 
     def _story(self) -> str:
-        """What it was told: the last of it."""
-        shown = [line if len(line) <= 100 else line[:97] + "..." for line in self._told[-12:]]
-        more = [f"  ... {len(self._told) - 12} events before"] if len(self._told) > 12 else []
-        return "\n".join(["it was told, in this order:", *more, *(f"  {line}" for line in shown)])
+        """The events that the index was given: the last of them."""
+        shown = [line if len(line) <= 100 else line[:97] + "..." for line in self._applied[-12:]]
+        more = [f"  ... {len(self._applied) - 12} events before"] if len(self._applied) > 12 else []
+        return "\n".join(["the index was given, in this order:", *more, *(f"  {line}" for line in shown)])

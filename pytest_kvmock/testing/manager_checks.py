@@ -1,4 +1,4 @@
-"""A block manager under contract: moves to drive it with, and what is said where it shows something else."""
+"""Checks of a block manager under contract, and moves to drive it with."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RaisingSink:
 
 
 class MoveTraffic:
-    """Requests that use chains of a small tree, promote, and let go tail first, as schedulers do.
+    """Requests that use chains of a small tree, promote, and free their blocks tail first, as schedulers do.
 
     Args:
         manager: under contract.
         seed: which traffic.
-        fitting: it looks before it moves: a Use is made only if it fits, and a partial block that is let go is destroyed.
+        fitting: it looks before it moves: a Use is made only if it fits, and a partial block that is freed is destroyed.
     """
 
     def __init__(self, manager: KvManager, seed: int, *, fitting: bool = False) -> None:
@@ -96,7 +96,7 @@ def _path_to(block: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------- messages
 
 
-def said_by(events: EventLog) -> list[tuple[Any, ...]]:
+def published_rows(events: EventLog) -> list[tuple[Any, ...]]:
     """The events, a row a block: kind, block, and a Stored's parent."""
     rows: list[tuple[Any, ...]] = []
     for entry in events:
@@ -111,13 +111,13 @@ def said_by(events: EventLog) -> list[tuple[Any, ...]]:
     return rows
 
 
-def expect_said(events: EventLog, expected: Sequence[tuple[Any, ...]], after: str) -> None:
+def expect_published(events: EventLog, expected: Sequence[tuple[Any, ...]], after: str) -> None:
     """Compare the events since the last time, a row a block; they are taken."""
     __tracebackhide__ = True
-    said = said_by(events)
+    published = published_rows(events)
     events.take()
-    got, due = (value_text(rows) if rows else "nothing" for rows in (said, list(expected)))
-    assert list(expected) == said, f"after {after} it said {got}; expected {due}"
+    got, due = (value_text(rows) if rows else "nothing" for rows in (published, list(expected)))
+    assert list(expected) == published, f"after {after} it published {got}; expected {due}"
 
 
 def expect_served(manager: KvManager, blocks: Sequence[Block], expected: int) -> None:
@@ -146,7 +146,7 @@ def expect_references(manager: KvManager, expected: dict[Block, int]) -> None:
     assert expected == held, f"active_blocks is {value_text(held)}; expected {value_text(expected)}"
     for block, count in expected.items():
         assert count == manager.references(block), (
-            f"references({value_text(block)}) is {manager.references(block)}; active_blocks says {count}"
+            f"references({value_text(block)}) is {manager.references(block)}; active_blocks has {count}"
         )
 
 
