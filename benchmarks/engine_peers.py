@@ -45,7 +45,7 @@ class Vllm:
 
     Attributes:
         name: what it is.
-        backend: ours that follows it.
+        backend: ours that models it.
     """
 
     def __init__(self):
@@ -109,7 +109,7 @@ class Sglang:
 
     Attributes:
         name: what it is.
-        backend: ours that follows it.
+        backend: ours that models it.
     """
 
     backend = "sglang"

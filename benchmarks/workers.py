@@ -107,7 +107,7 @@ def beside(real):
 
 
 def beside_real_engines():
-    """Each real manager that is installed, and the worker that follows it: they must say the same."""
+    """Each real manager that is installed, and the worker that models it: they must publish the same."""
     missing = []
     for real in (Vllm, Sglang):
         try:

@@ -1,4 +1,4 @@
-"""A router that comes late knows no parent of what it hears; it drops the blocks, and asks nobody for the rest."""
+"""A router that joins late has no parent of what it receives; it drops the blocks, and asks nobody for the rest."""
 
 import pytest
 from sound_index import HashIndex

@@ -13,7 +13,7 @@ class RadixCache:
             shared = sum(mine == theirs for mine, theirs in zip(node, blocks, strict=True))
             if shared:
                 self.nodes[i : i + 1] = [node[:shared], node[shared:]]
-                self.publish(Removed(tuple(node[shared:])))  # the node is gone; its blocks are not
+                self.publish(Removed(tuple(node[shared:])))  # the node was split; its blocks are not
                 parent, new = blocks[shared - 1], blocks[shared:]
                 break
         self.nodes.append(new)

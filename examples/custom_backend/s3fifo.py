@@ -2,7 +2,7 @@
 
 "FIFO queues are all you need for cache eviction" (Yang, Zhang, Qiu, Yue, Rashmi; SOSP 2023). New blocks wait in a small
 queue, a tenth of the cache; most are never asked for again and leave from there. What was used more than once while it
-waited goes on to the main queue. Names of what the small queue let go are kept as ghosts for a while: a block that comes
+waited moves to the main queue. Names of what the small queue evicted are kept as ghosts for a while: a block that comes
 back in that time goes to the main queue at once.
 
 The paper's cache holds objects that nobody holds on to. Here a block may be in use when its turn comes: it cannot go
@@ -17,14 +17,14 @@ MOST_USES = 3  # two bits a block
 
 
 class Block:
-    """What the policy knows of one cached block."""
+    """The state of one cached block in the policy."""
 
     __slots__ = ("idle", "queue", "slot", "uses", "waits")
 
     def __init__(self, slot, queue):
         self.slot = slot
         self.queue = queue
-        self.waits = False  # in that queue: from when it was let go for the first time
+        self.waits = False  # in that queue: from when it was freed for the first time
         self.uses = 0
         self.idle = False  # nobody holds it
 
@@ -57,9 +57,9 @@ class S3FifoPolicy(EvictionPolicy):
 
     def clear(self):
         """Forget everything."""
-        self.blocks = {}  # by slot, from when each was let go for the first time
+        self.blocks = {}  # by slot, from when each was freed for the first time
         self.small, self.main = Queue(), Queue()
-        self.ghosts = {}  # names of blocks that the small queue let go, oldest first
+        self.ghosts = {}  # names of blocks that the small queue evicted, oldest first
 
     # ------------------------------------------------------------------------ what happens to blocks
 
@@ -87,10 +87,10 @@ class S3FifoPolicy(EvictionPolicy):
             block.queue.idle -= 1
             block.uses = min(block.uses + 1, MOST_USES)
 
-    # ----------------------------------------------------------------------------------- who goes next
+    # ----------------------------------------------------------------------------------- what is evicted next
 
     def evict(self, count):
-        """Choose the next blocks to go; fewer when no more can."""
+        """Choose the next blocks to evict; fewer when no more can be."""
         gone = []
         while len(gone) < count and (self.small.idle or self.main.idle):
             from_small = self.small.idle and (len(self.small.blocks) >= self.small_size or not self.main.idle)
@@ -121,7 +121,7 @@ class S3FifoPolicy(EvictionPolicy):
         return None
 
     def order(self):
-        """All blocks that nobody holds, in the order in which they would go: played through on a copy."""
+        """Return all blocks that nobody holds, in the order of eviction: played through on a copy."""
         twin = S3FifoPolicy(self.small_size + self.main_size)
         for queue, copies in ((self.small, twin.small), (self.main, twin.main)):
             for block in queue.blocks:
@@ -131,7 +131,7 @@ class S3FifoPolicy(EvictionPolicy):
         return twin.evict(self.small.idle + self.main.idle)
 
 
-# A prompt's first block may go before its later ones, so prefix_closed is False. And it is not in the default matrix,
+# A prompt's first block may be evicted before its later ones, so prefix_closed is False. It is not in the default matrix,
 # because this project has other tests, which are not about it; most projects leave in_matrix=False out.
 S3FIFO = BackendSpec.of_policy(
     "s3fifo", S3FifoPolicy, models="S3-FIFO, SOSP 2023", prefix_closed=False, in_matrix=False

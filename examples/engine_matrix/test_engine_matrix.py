@@ -2,7 +2,7 @@
 
     pytest examples/engine_matrix
 
-The marker names the engines; the tests are the same for all. `kv_worker.traits` says where engines differ by nature.
+The marker names the engines; the tests are the same for all. `kv_worker.traits` has where engines differ by nature.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """A small KV-aware router: it sends a prompt to the worker that has most of it cached and is not too busy.
 
 It is what `test_prefix_router.py` tests. Its index hashes by itself and never looks at how the engines hash: a block's
-key is BLAKE2b of the key before it and of the block's content. What the content is, a subclass says: the token ids that
+key is BLAKE2b of the key before it and of the block's content. A subclass defines what the content is: the token ids that
 travel with the events (`TokenIndex`), or the local hashes in them (`HashIndex`), for request traces without tokens.
 
 The cost of a worker is that of Dynamo's router: the blocks it would have to prefill, weighted, and the blocks that its
@@ -59,7 +59,7 @@ class PrefixIndex:
             self._forget(worker)
 
     def remove_worker(self, worker: int) -> None:
-        """The worker is gone, or begins anew."""
+        """Forget a worker that was removed or restarted."""
         self._forget(worker)
         self._next_id.pop(worker, None)
 
@@ -83,7 +83,7 @@ class PrefixIndex:
         keys = self._keys.setdefault(worker, {})
         parent = ROOT if data.parent_hash is None else keys.get(data.parent_hash)
         if parent is None:
-            return  # its Stored was lost: nobody can say where these blocks belong
+            return  # its Stored was lost: where these blocks belong is unknown
         for block, key in zip(data.block_hashes, chain(parent, contents), strict=True):
             keys[block] = key
             self._owners.setdefault(key, set()).add(worker)

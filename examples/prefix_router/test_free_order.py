@@ -1,6 +1,6 @@
 """What a backend evicts when blocks are freed root first.
 
-Schedulers free a request's blocks tail first, and then `lineage` and `lru` say the same, event for event. A manager
+Schedulers free a request's blocks tail first, and then `lineage` and `lru` publish the same, event for event. A manager
 that is driven by hand may free them in any order. `lineage` evicts leaves only, so that what stays cached is a prefix;
 `lru` evicts what was freed first, here the head, and the rest is of no use to a router. So does `multi_lru` among blocks
 that were seen equally seldom.

@@ -58,7 +58,7 @@ def test_an_eviction_reaches_the_router(router, kv_router, kv_events, kv_prompt)
 
     worker.serve(new)
 
-    assert [*stored[:0:-1]] == kv_events.removed_blocks  # the tail goes first
+    assert [*stored[:0:-1]] == kv_events.removed_blocks  # the tail is evicted first
     assert {0: 1} == kv_router.overlap(old)
     assert {0: 3} == kv_router.overlap(new)
 

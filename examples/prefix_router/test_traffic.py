@@ -4,9 +4,9 @@
 
     pytest examples --kv-trace mooncake_conversation_trace.jsonl
 
-A trace has one hash for each 512 tokens and no tokens, so the router's index goes by local hashes here.
+A trace has one hash for each 512 tokens and no tokens, so the router's index is keyed by local hashes here.
 
-In such traffic the backends `lineage` and `lru` say the same: requests free their blocks tail first. `multi_lru` keeps
+In such traffic the backends `lineage` and `lru` publish the same: requests free their blocks tail first. `multi_lru` keeps
 what was seen often. `test_free_order.py` shows where the first two part.
 
 `multi_lru` links some blocks wrongly (`wrong_hash`) and says of some that they are gone while it holds them

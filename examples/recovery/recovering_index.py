@@ -1,6 +1,6 @@
 """A small router index that asks its workers for events that it missed.
 
-Which events to apply, and when to ask, says a `RouterCursor`. Whom it asks is a function: `kv_recovery` in the tests, a
+A `RouterCursor` decides which events to apply, and when to ask. Whom it asks is a function: `kv_recovery` in the tests, a
 request to the worker elsewhere. `Dynamo7072` and `KeepsWhatItHad` are the same index with a bug each.
 """
 
@@ -39,14 +39,14 @@ class RecoveringIndex:
             self._take(key, step)
 
     def _take(self, key: tuple[int, int], step: RecoveryStep) -> None:
-        if step.replace:  # a dump is all that there is: what it does not have is gone
+        if step.replace:  # a dump is all that there is: what it does not have is dropped
             self._tree.remove_worker_dp_rank(*key)
         for event in step.apply:
             with suppress(KvEventError):
                 self._tree.apply(event)
 
     def remove_worker(self, worker_id: int) -> None:
-        """The worker is gone, or begins anew: its next event is the first."""
+        """Forget a worker that was removed or restarted: its next event is the first."""
         self._tree.remove_worker(worker_id)
         self._cursor.forget(worker_id)
 

@@ -129,7 +129,7 @@ def test_dynamo_7072_shows_in_the_number_of_questions(
 def test_a_dump_that_is_added_to_what_was_there_shows_as_drift(evict_in_silence, kv_router):
     old = evict_in_silence()
 
-    assert {0: 2} == kv_router.overlap(old)  # it is gone
+    assert {0: 2} == kv_router.overlap(old)  # it was dropped
     with pytest.raises(KvEventsError, match="index_drift") as drift:
         kv_router.assert_in_sync()
     print(drift.value)
