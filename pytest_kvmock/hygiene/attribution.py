@@ -128,7 +128,7 @@ class Attribution:
             )
             return
         twin = next((other for other in real if _same(problem, other)), None)
-        if twin is not None and key not in self.mismatched:
+        if twin is not None and key not in self.mismatched and not self._stands_by_fault(problem, twin):
             self._twins[twin] = problem
             if problem.cause is not None and problem.cause.fault is not None:
                 problem.stand()
@@ -143,6 +143,12 @@ class Attribution:
         cause = problem.cause
         if cause is not None and cause.excused and not problem.excused:  # one that a router need not survive
             problem.stand()
+
+    def _stands_by_fault(self, problem: Problem, twin: Problem) -> bool:
+        """Whether a problem would be listed under an engine's own warning, had a fault not kept that from being found."""
+        warning = twin.cause
+        is_hidden = warning is not None and not warning.is_error and warning not in self._twins
+        return is_hidden and problem.cause is None
 
     def _attribute(self, problem: Problem, key: StreamKey, arriving: Injection | None) -> Injection | None:
         """The injection that a problem came of; see `Injections` where neither ids nor the event itself tell."""

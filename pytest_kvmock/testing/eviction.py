@@ -267,8 +267,8 @@ class EvictionContract:
         policy = slots.policy
         slots.free(slots.chain(4)[::-1])
         unknown = lineage_hash(999, 998, 2)
-        assert policy.find(unknown) is None, f"find of an unknown hash gave {policy.find(unknown)}"
-        assert 0 == policy.collisions, f"collisions is {policy.collisions} where each block has a place of its own"
+        assert policy._find(unknown) is None, f"find of an unknown hash gave {policy._find(unknown)}"
+        assert 0 == policy._collisions, f"collisions is {policy._collisions} where each block has a place of its own"
         active = slots.chain(2)
         assert policy._first_refused(active) is None, (
             f"refused gave {policy._first_refused(active)}, which can be inserted"

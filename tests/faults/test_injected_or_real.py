@@ -2,7 +2,7 @@
 
 import pytest
 from fault_worlds import PROFILE, Traffic
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pytest_kvmock import RadixIndex, RouterHarness
@@ -43,6 +43,8 @@ def own(kv):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(seed=st.integers(0, 2**32), rates=rates, with_index=st.booleans(), flushed=st.booleans())
+@example(seed=4366, rates={"lose": 0.02}, with_index=False, flushed=True)  # multi_lru's own warning
+@example(seed=4366, rates={"lose": 0.1}, with_index=False, flushed=True)  # it is hidden by a fault
 def test_every_problem_of_a_faithful_engine_is_injected(backend, seed, rates, with_index, flushed):
     traffic = Traffic(backend, seed, router_of(backend) if with_index else None, faults=rates)
     for _ in range(20):

@@ -368,3 +368,16 @@ def test_an_index_that_was_given_other_hashes_names_the_event_that_it_was_given(
     world.say(Stored(None, (large,), (1,)), chain(3), Stored(None, (large + 1,), (2,)), chain(4))
     drifts = {p.blocks[0]: p.fault.event_id for p in world.kv.events.problems if p.rule == "index_drift"}
     assert {large: 0, large + 1: 2} == drifts
+
+
+def test_what_would_follow_from_a_warning_of_the_engine_comes_of_the_fault_that_hides_the_warning():
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink(prefix_closed=False)
+    sink.compare(lambda: [1])
+    sink(Stored(None, (1,), (1,)))
+    kv.faults.lose(1)
+    sink(Stored(None, (1,), (1,)))  # evicted and stored again in one go: the engine has it, and removes it after that
+    sink(Removed((1,)))
+    kv.flush()
+    drift = next(problem for problem in kv.events.problems if problem.rule == "engine_drift")
+    assert "lose, event 1 of worker 65536" == str(drift.fault)
