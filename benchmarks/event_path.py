@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest_kvmock
@@ -42,10 +43,11 @@ class Uncounted:
         self._index.remove_worker(worker_id)
 
 
-def path_of_one_event(arm: Callable = lambda harness: None, **options) -> list[tuple[str, str]]:
+def path_of_one_event(arm: Callable | None = None, **options) -> list[tuple[str, str]]:
     """File and function of each call for a Stored that continues a chain of four blocks."""
     harness = RouterHarness(**options)
-    arm(harness)
+    if arm is not None:
+        arm(harness)
     worker, prompt = harness.worker(0), harness.prompt(4)
     worker.serve(prompt)
     worker.serve(harness.prompt(4, after=prompt))
@@ -60,7 +62,7 @@ def path_of_one_event(arm: Callable = lambda harness: None, **options) -> list[t
         if kind == "call" and HOME in file.parents and not frame.f_code.co_name.startswith("<"):
             calls.append((file.relative_to(HOME).as_posix(), frame.f_code.co_name))
 
-    publish = worker._recorder.publish  # where the manager publishes
+    publish = worker._recorder.publish  # noqa: SLF001 - where the manager publishes
     sys.setprofile(note)
     try:
         publish(event)
@@ -84,7 +86,7 @@ def main() -> None:
         made = {key: value() if key in ("index", "recovery") else value for key, value in options.items()}
         calls = path_of_one_event(**made)
         files = [file for file, _ in calls]
-        changes = sum(one != other for one, other in zip(files, files[1:], strict=False))
+        changes = sum(one != other for one, other in pairwise(files))
         print(f"{name:<30} {len(calls):4} calls, {len(set(files)):3} files, {changes:3} changes of file")
         if "-v" in sys.argv:
             for file, function in calls:
