@@ -23,7 +23,7 @@ class MyEngine:
         local = block_hashes(tokens, 16)
         blocks = sequence_hashes(local)
         hits = sum(block in self.cached for block in blocks)
-        for block in reversed(blocks):  # so that the tail of a prompt is evicted before its head
+        for block in reversed(blocks):  # so that the tail of a prompt goes before its head
             self.cached.pop(block, None)
             self.cached[block] = None
         while len(self.cached) > self.num_blocks:
