@@ -21,7 +21,6 @@ def pytest_collection_finish():
     """What is collected lives until the end: the garbage collector need not look through it a hundred times."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

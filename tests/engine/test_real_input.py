@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -29,9 +30,10 @@ def new_worker(backend, num_blocks, *, chunk=None, sink=None):
     return KvWorker(make_manager, chunk=chunk, sink=sink, rng=Random(0), driver=BACKENDS[backend].driver)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def read_trace(traces_dir):
-    return lambda name: read_mooncake(traces_dir / f"mooncake_{name}_trace.jsonl")
+    """The requests of a trace, read once for all runs."""
+    return cache(lambda name: list(read_mooncake(traces_dir / f"mooncake_{name}_trace.jsonl")))
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +94,31 @@ def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(
     assert (1, 54) == (chain.index(stored.block_hashes[0]), chain.index(stored.parent_hash))
 
 
-# One request at a time: every id of the trace is a whole block, and one token more stands after them.
+@pytest.fixture(scope="module")
+def prompts(read_trace):
+    """One for each request of a trace, hashed once for all runs: each id is a whole block, one token stands after."""
+
+    def read(name):
+        each = (request.hash_ids for request in read_trace(name))
+        return [Prompt(hashes=ids, num_tokens=len(ids) * MOONCAKE_BLOCK_SIZE + 1) for ids in each]
+
+    return cache(read)
+
+
+# One request at a time.
 @pytest.mark.parametrize("run", range(4))
 @pytest.mark.parametrize(("backend", "version"), [("vllm", "0.33.0"), ("vllm_0_19", "0.19.1")])
-def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_real_one(read_trace, recording, backend, version, run):
+def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_real_one(prompts, recording, backend, version, run):
     recorded = recording(f"vllm_{version}_mooncake.json")[run]
     heard = Totals()
     worker = new_worker(backend, recorded["usable_blocks"], sink=heard)
     requests = hits = asked = skipped = 0
-    for request in read_trace(recorded["trace"]):
+    for prompt in prompts(recorded["trace"]):
         requests += 1
-        blocks = len(request.hash_ids)
+        blocks = prompt.num_tokens // MOONCAKE_BLOCK_SIZE
         if blocks >= recorded["usable_blocks"]:
             skipped += 1
             continue
-        prompt = Prompt(hashes=request.hash_ids, num_tokens=blocks * MOONCAKE_BLOCK_SIZE + 1)
         hits += worker.serve(prompt).cached_tokens // MOONCAKE_BLOCK_SIZE
         asked += blocks
     found = {
