@@ -64,12 +64,15 @@ async def arun(findings: Findings) -> list[Problem]:
 
 def raised_at(error: Exception) -> str:
     """Where a call has raised, for a message: the last line of the user's own."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename) not in _CALLERS]
-    return f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else ""
+    frames = traceback.walk_tb(error.__traceback__)  # without the lines of source, which cost more than the rest
+    own = [(frame.f_code, line) for frame, line in frames if frame.f_code.co_filename not in _CALLERS]
+    if not own:
+        return ""
+    code, line = own[-1]
+    return f" ({Path(code.co_filename).name}:{line} in {code.co_name})"
 
 
-_CALLERS: Final = (Path(__file__), Path(__file__).with_name("index_comparison.py"))
+_CALLERS: Final = (__file__, str(Path(__file__).with_name("index_comparison.py")))
 """Whose frames are not the user's."""
 
 
