@@ -1,0 +1,160 @@
+"""Reference tables of the documentation are those of the code.
+
+Those under a mark `<!-- table: NAME -->` are made here, and `KVMOCK_WRITE_DOCS=1` writes them; of the others the names
+and defaults are compared.
+"""
+
+import ast
+import inspect
+import os
+import re
+import tomllib
+from dataclasses import asdict
+
+import pytest
+from pages import PAGES, ROOT
+
+import pytest_kvmock
+from pytest_kvmock import RouterHarness, plugin, testing
+from pytest_kvmock.backends import BACKENDS, EngineProfile
+from pytest_kvmock.faults.kinds import FAULTS
+from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock.plugin import hookspecs
+from pytest_kvmock.plugin.markers import KVMOCK_KEYS
+from pytest_kvmock.plugin.options import LISTS, OPTIONS
+from pytest_kvmock.plugin.precedence import Policy
+
+REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.items() if "docs/reference/" in name}
+
+
+def table(*rows):
+    """A table in Markdown; the first row is its head."""
+    head, *body = ["| " + " | ".join(cells) + " |" for cells in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"
+
+
+def code(text):
+    return "`" + text.replace("|", r"\|") + "`" if text else ""
+
+
+def made(name):
+    if name == "rules":
+        return table(
+            ("rule", "kind", "broken when"),
+            *((f"[`{rule.name}`](#{rule.name})", rule.kind_text, rule.broken_when) for rule in RULES.values()),
+        )
+    if name == "faults":
+        return table(
+            ("fault", "what it does", "at random"),
+            *((code(kind.name), kind.does, "yes" if kind.has_rate else "") for kind in FAULTS.values()),
+        )
+    assert name == "options", name
+    return table(
+        ("option", "ini", "meaning"),
+        *(
+            (code(f"{option.flag} {option.metavar}".strip()), code(option.ini), option.help.replace("|", r"\|"))
+            for option in OPTIONS
+        ),
+        *((code(flag), "", what) for flag, what in LISTS.items()),
+    )
+
+
+TABLES = [(page, name) for page in PAGES.values() for name in page.tables()]
+
+
+@pytest.mark.parametrize(("page", "name"), TABLES, ids=[f"{page}-{name}" for page, name in TABLES])
+def test_a_table_is_made_of_the_code(page, name):
+    if os.environ.get("KVMOCK_WRITE_DOCS"):
+        page.write_tables(made)
+    assert page.tables()[name] == made(name)
+
+
+def test_the_made_tables_are_all_there():
+    assert ["faults", "options", "rules"] == sorted(name for _, name in TABLES)
+
+
+def first_cells(text):
+    """What stands in code in the first column of tables."""
+    return re.findall(r"^\| `([^`]*)`", text, re.MULTILINE)
+
+
+def test_every_rule_has_an_example_that_breaks_it():
+    page = REFERENCE["rules.md"]
+    assert list(RULES) == re.findall(r"^### (\w+)$", page.text, re.MULTILINE)
+    for rule in RULES:
+        assert f"def test_{rule}(" in page.section(rule), rule
+        assert rule in page.section(rule).partition(f"def test_{rule}(")[2], rule
+
+
+def test_the_hooks_are_those_of_the_code():
+    hooks = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("pytest_")}
+    expected = [f"{name}({', '.join(inspect.signature(hook).parameters)})" for name, hook in hooks.items()]
+    assert expected == first_cells(REFERENCE["hooks.md"].text)
+
+
+def test_every_fixture_is_listed():
+    public = [name for name in plugin.__all__ if re.match(r"(make_)?kv_", name)]
+    assert sorted(public) == sorted(first_cells(REFERENCE["fixtures.md"].text))
+
+
+def test_every_key_of_the_marker_is_listed_with_its_default():
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| `?([^`|]*?)`? \|$", REFERENCE["markers.md"].text, re.MULTILINE))
+    assert set(KVMOCK_KEYS) == set(rows)
+    profile, policy = EngineProfile(), Policy()
+    defaults = {key: getattr(profile, key) for key in KVMOCK_KEYS if hasattr(profile, key)}
+    defaults |= {"event_errors": policy.event_errors, "event_warnings": policy.event_warnings}
+    defaults |= {
+        "allow": tuple(policy.allow),
+        "sync": "auto",
+        "index_semantics": None,
+        "profile": None,
+        "faults": {},
+        "survive": (),
+    }
+    assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
+
+
+def test_the_table_of_traits_is_true():
+    """Of each engine, as a worker of it says."""
+    table = REFERENCE["engines.md"].text.partition("| `kv_worker.traits` |")[2].partition("\n\n")[0].splitlines()
+    columns = [re.findall(r"`(\w+)`", cell) for cell in table[0].split("|")[:-1]]
+    assert sorted(BACKENDS) == sorted(name for names in columns for name in names)
+    shown = {name: {} for name in BACKENDS}
+    for line in table[2:]:
+        trait, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for names, cell in zip(columns, cells, strict=True):
+            for name in names:
+                shown[name][re.match(r"`(\w+)`", trait)[1]] = cell.strip('"')
+    for name, traits in shown.items():
+        worker = RouterHarness(backend=name).worker(0)
+        assert {field: str(value) for field, value in asdict(worker.traits).items()} == traits, name
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/engines.md"])
+def test_the_table_of_engines_has_all_of_them(page):
+    table = PAGES[page].text.partition("| backend | engine |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    shown = {name: row for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert list(BACKENDS) == list(shown)
+    for name, (_, engine, default) in shown.items():
+        assert BACKENDS[name].follows.startswith(engine.partition(",")[0].partition(";")[0]), name
+        assert ("yes" if BACKENDS[name].in_matrix else "no") == default, name
+
+
+def test_the_rooms_are_the_layers_of_the_import_contract():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = [sorted(re.split(r"\W+", layer)) for layer in contracts[0]["layers"]]
+    rows = re.findall(r"^\| (`.*?) \|.*\| (.*) \|$", PAGES["docs/design.md"].section("The rooms"), re.MULTILINE)
+    assert layers[::-1] == [sorted(re.findall(r"`(\w+)`", rooms)) for rooms, _ in rows]
+    files = [name for _, cell in rows for name in re.findall(r"`([\w/]+\.py)`", cell)]
+    assert [] == [name for name in files if not (ROOT / "pytest_kvmock" / name).exists()]
+
+
+def test_every_public_name_is_in_the_api_reference():
+    api = "".join(page.text for name, page in REFERENCE.items() if name.startswith("api/"))
+    listed = re.findall(r"^::: ([\w.]+)$", api, re.MULTILINE)
+    for module in (pytest_kvmock, testing):
+        names = {f"{module.__name__}.{name}" for name in module.__all__ if not name.startswith("__")}
+        assert set() == names - set(listed), module.__name__
