@@ -34,7 +34,8 @@ def table(*rows):
 
 
 def code(text):
-    return "`" + text.replace("|", r"\|") + "`" if text else ""
+    """Text as code in a cell; GitHub and MkDocs agree on a bar in it only where it is written so."""
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`" if text else ""
 
 
 def made(name):
