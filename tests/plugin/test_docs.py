@@ -1,9 +1,11 @@
 """Documentation is run: README and the pages of docs/. What `pages.py` says of marks is what this file holds."""
 
+import itertools
 import os
 import re
 import shlex
 import tomllib
+from fnmatch import fnmatch
 
 import pytest
 from hypothesis import settings
@@ -140,6 +142,19 @@ def test_files_that_are_named_exist():
     for page in PAGES.values():
         for name in re.findall(r"`((?:examples|tests|benchmarks|docs|\.ci)/[\w/.-]*)`", page.text):
             assert (ROOT / name).exists(), (page, name)
+
+
+def test_every_recording_is_explained():
+    table = PAGES["CONTRIBUTING.md"].section("How a recording is made")
+    named = []
+    for pattern in re.findall(r"`([\w.*{},]+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))):
+        choices = [part.split(",") for part in re.findall(r"\{(.*?)\}", pattern)]
+        for chosen in itertools.product(*choices):
+            parts = iter(chosen)
+            named.append(re.sub(r"\{.*?\}", lambda _, parts=parts: next(parts), pattern))
+    files = [path.name.partition(".json")[0] for path in (ROOT / "tests/data").iterdir()]
+    assert [] == [file for file in files if not any(fnmatch(file, pattern) for pattern in named)]
+    assert [] == [pattern for pattern in named if not any(fnmatch(file, pattern) for file in files)]
 
 
 def test_links_lead_somewhere():
