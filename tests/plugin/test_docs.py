@@ -12,7 +12,6 @@ from hypothesis import settings
 from pages import PAGES, ROOT, heading_id, printed
 
 from pytest_kvmock import testing
-from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.plugin.options import LISTS, OPTIONS
 
 WRITE = bool(os.environ.get("KVMOCK_WRITE_DOCS"))
@@ -194,29 +193,12 @@ def test_the_indexes_are_those_of_the_examples():
         assert methods[0] in where.text, (file, where)
 
 
-OVER_ALL = """
-
-from pytest_kvmock import BACKENDS
-from pytest_kvmock.testing import IndexContract
-
-class TestIt(IndexContract):
-    backends = tuple(BACKENDS)
-
-    def make_index(self, block_size):
-        return {index}
-"""
-
-
-@pytest.mark.parametrize(
-    "index", ["HashIndex(self.traits.copies)", "TokenIndex(block_size, self.traits.copies)"], ids=["hashes", "tokens"]
-)
-def test_an_index_that_is_copied_keeps_the_contract_over_all_backends(page_run, index):
-    blocks = PAGES["docs/how-to/own-index.md"].of("python")
-    (block,) = [block for block in blocks if f"class {index.partition('(')[0]}:" in block.text]
-
-    result = page_run({"test_it.py": block.text + OVER_ALL.format(index=index)}, "-k", "TestIt")
-
-    result.assert_outcomes(
-        passed=sum(name.startswith("test_") for name in dir(testing.IndexContract)),
-        deselected=sum(spec.in_matrix for spec in BACKENDS.values()),
-    )
+@pytest.mark.parametrize("kind", ["Hash", "Token"])
+def test_an_index_that_is_copied_keeps_the_contract_over_all_backends(kind):
+    """The examples, whose code it is, run the contract."""
+    (example,) = [
+        text
+        for path in (ROOT / "examples/own_index").glob("test_*.py")
+        if f"class {kind}Index:" in (text := path.read_text(encoding="utf-8"))
+    ]
+    assert f"class Test{kind}Index(IndexContract):\n    backends = tuple(BACKENDS)\n" in example
