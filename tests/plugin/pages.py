@@ -123,18 +123,20 @@ class Page:
 
     def write_blocks(self, texts: dict[Block, str]) -> None:
         """Replace the texts of some blocks."""
+        text = self.text
         for block in sorted(texts, key=lambda block: block.number, reverse=True):
             start, end = self.blocks[block.number].span
-            self.text = self.text[:start] + texts[block] + self.text[end:]
-        self._write()
+            text = text[:start] + texts[block] + text[end:]
+        self.write(text)
 
     def write_tables(self, make: Callable[[str], str]) -> None:
         """Replace all tables that are made from the code."""
-        self.text = _TABLE.sub(lambda found: found[0].replace(found[2], make(found[1])), self.text)
-        self._write()
+        self.write(_TABLE.sub(lambda found: found[0].replace(found[2], make(found[1])), self.text))
 
-    def _write(self) -> None:
-        self.path.write_text(self.text, encoding="utf-8")
+    def write(self, text: str) -> None:
+        """Write the page anew."""
+        self.text = text
+        self.path.write_text(text, encoding="utf-8")
         self.__dict__.pop("blocks", None)
 
 

@@ -142,15 +142,48 @@ def test_the_table_of_engines_has_all_of_them(page):
         assert ("yes" if BACKENDS[name].in_matrix else "no") == default, name
 
 
-def test_the_rooms_are_the_layers_of_the_import_contract():
+ROOM = re.compile(r"^\| `(\w+)` \| (.*) \| (.*) \| `(\S+)` \|$", re.MULTILINE)
+DESIGN = PAGES["docs/design.md"]
+PACKAGE = ROOT / "pytest_kvmock"
+
+
+def imported_by(room):
+    """The rooms that the modules of a room import, anywhere in them."""
+    found = set()
+    for path in (PACKAGE / room).rglob("*.py") if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "pytest_kvmock":
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pytest_kvmock."):
+                found.add(node.module.split(".")[1])
+    return found - {room}
+
+
+def test_the_rooms_are_those_of_the_import_contract_in_its_order():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
-    layers = [sorted(re.split(r"\W+", layer)) for layer in contracts[0]["layers"]]
-    rows = re.findall(r"^\| (`.*?) \|.*\| (.*) \|$", PAGES["docs/design.md"].section("The rooms"), re.MULTILINE)
-    assert layers[::-1] == [sorted(re.findall(r"`(\w+)`", rooms)) for rooms, _ in rows]
-    files = [name for _, cell in rows for name in re.findall(r"`([\w/]+\.py)`", cell)]
-    assert [] == [name for name in files if not (ROOT / "pytest_kvmock" / name).exists()]
+    layers = [re.findall(r"\w+", layer) for layer in contracts[0]["layers"]][::-1]
+    rooms = [room for room, *_ in ROOM.findall(DESIGN.section("The rooms"))]
+    assert sorted(room for layer in layers for room in layer) == sorted(rooms)
+    level = {room: number for number, layer in enumerate(layers) for room in layer}
+    assert sorted(rooms, key=level.__getitem__) == rooms
+
+
+def test_what_a_room_imports_is_shown_and_what_is_read_first_exists():
+    rooms = [room for room, *_ in ROOM.findall(DESIGN.section("The rooms"))]
+
+    def row(found):
+        room, purpose, _, first = found.groups()
+        imports = imported_by(room)
+        return f"| `{room}` | {purpose} | {', '.join(f'`{each}`' for each in rooms if each in imports)} | `{first}` |"
+
+    text = ROOM.sub(row, DESIGN.text)
+    if os.environ.get("KVMOCK_WRITE_DOCS"):
+        DESIGN.write(text)
+    assert text == DESIGN.text
+    firsts = [first for *_, first in ROOM.findall(DESIGN.section("The rooms"))]
+    assert [] == [first for first in firsts if not (PACKAGE / first).exists()]
 
 
 def test_every_public_name_is_in_the_api_reference():
