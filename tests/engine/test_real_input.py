@@ -77,7 +77,7 @@ class StoredAndRemoved:
 
 
 # As the real manager was recorded (tests/cache/test_recordings.py has the digest of its whole stream): every id of the
-# trace is a whole block, one request at a time. README, "Holes under `multi_lru`", says how it comes to this.
+# trace is a whole block, one request at a time. docs/fidelity.md, "Holes under multi_lru", says how it comes to this.
 def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(read_trace):
     heard = StoredAndRemoved()
     worker = new_worker("multi_lru", 32_000, sink=heard)

@@ -193,7 +193,7 @@ def test_prompts_that_share_and_overlap_have_no_error_over_any_backend(make_kv, 
 
 
 def test_the_smallest_use_that_evicts_a_block_and_stores_it_again(make_kv):
-    """README's worked case: `b` is warm because it is reused while nobody holds it, and its parent `a` is not."""
+    """The worked case of docs/fidelity.md: `b` is warm because it is reused while nobody holds it, and its parent `a` is not."""
     kv = make_kv("multi_lru", RadixIndex(), num_blocks=3)
     worker, a, c, d = kv.worker(0), kv.prompt(1), kv.prompt(1), kv.prompt(1)
     a_b = kv.prompt(1, after=a)

@@ -1,15 +1,13 @@
-"""The engine of README, and the test that README teaches: a bug in one line is found, and is what is reported first."""
+"""The engine of the documentation, and the test that it teaches: a bug in one line is found, and is what is reported first."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/how-to/own-engine.md").read_text(encoding="utf-8")
 (EXAMPLE,) = (
-    text
-    for text in re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    if "class MyEngine:" in text
+    text for text in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE) if "class MyEngine:" in text
 )
 DEFAULT = EXAMPLE.replace("chained=True, ", "")
 SEEDS = range(4)

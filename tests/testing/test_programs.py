@@ -232,7 +232,7 @@ def test_a_burst_serves_prompts_of_a_block_and_flushes_the_index_once():
 
 
 def first_find(backend, index, seed_of_hypothesis, most=50):
-    """How many examples `traffic` draws, with README's sizes, until an index is found wrong; None: none of `most`."""
+    """How many examples `traffic` draws, with the sizes of docs/how-to/contracts.md, until an index is found wrong; None: none of `most`."""
     sizes = EngineProfile(block_size=4, num_blocks=8, workers=2)
     examples = []
 

@@ -65,7 +65,7 @@ OWN_FAULTS = {  # of the real manager; what follows from one is listed under it
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_users_sink_finds_in_a_recording_what_the_real_manager_does_wrong(recording, file):
-    """Compared after each step with what the manager holds, as README teaches; hashes are found out to be a chain."""
+    """Compared after each step with what the manager holds (docs/how-to/own-engine.md); hashes are found out to be a chain."""
     found = Counter()
     for program in recording(f"{file}.json.gz")["programs"]:
         player = Player(new_manager(program["backend"], program["capacity"], program["block_size"]))

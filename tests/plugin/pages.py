@@ -1,0 +1,164 @@
+"""Pages of documentation: their code blocks, what marks say of them, and the tables that are made from the code.
+
+A mark is an HTML comment on the line before a fenced block (an empty line may be between them):
+
+| mark | block |
+|---|---|
+| none, `python` | a module of tests that pass |
+| `file: NAME` | a file beside the page's tests: a conftest, an ini file, a scenario; `test_*.py` and `*.kv.yaml` are tests |
+| `fails: NAME` | a module with one test that fails, run by itself |
+| `output` | what pytest prints of the failure in the module before it, from the line with the test's name on |
+| `output: TITLE` | the section of that output with this title alone; `message`: what is before the first |
+| none, `console` | `$ pytest ARGUMENTS` in the page's directory, and what it prints |
+| none, `sh` | commands that a reader types: `pip install` of extras that exist, commands that CI runs |
+| `command: NAME` | in README: what CI runs as it stands there |
+| `drawing` | text that is no output |
+
+All tests of a page are one run. `KVMOCK_WRITE_DOCS=1 pytest tests/plugin/test_docs.py` writes outputs and tables anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+_BLOCK = re.compile(
+    r"^(?P<indent>[ ]*)(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>[^>]+))? -->\n\n?[ ]*)?```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+_TABLE = re.compile(r"^<!-- table: ([\w ]+) -->\n\n?((?:\|.*\n)+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block; `number` counts those of its page."""
+
+    number: int
+    line: int
+    mark: str
+    value: str
+    language: str
+    text: str
+    span: tuple[int, int]
+
+    @property
+    def kind(self) -> str:
+        """The mark, or the language where there is none."""
+        return self.mark or self.language
+
+    @property
+    def name(self) -> str:
+        """The file that a module of tests is written to."""
+        return self.value or f"test_line_{self.line}.py"
+
+    def tests(self) -> set[str]:
+        """Names of the tests and test classes that a Python block defines."""
+        defined = [node.name for node in ast.parse(self.text).body if hasattr(node, "name")]
+        return {name for name in defined if name.startswith(("test_", "Test"))}
+
+
+class Page:
+    """One Markdown file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.relative_to(ROOT).as_posix()
+        self.text = path.read_text(encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """All fenced blocks, in order."""
+        return [
+            Block(
+                number,
+                self.text.count("\n", 0, found.start("text")) + 1,
+                found["mark"] or "",
+                (found["value"] or "").strip(),
+                found["language"],
+                re.sub(rf"^{found['indent']}", "", found["text"], flags=re.MULTILINE),
+                found.span("text"),
+            )
+            for number, found in enumerate(_BLOCK.finditer(self.text))
+        ]
+
+    def of(self, *kinds: str) -> list[Block]:
+        """The blocks of some kinds."""
+        return [block for block in self.blocks if block.kind in kinds]
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files of the page's directory, its modules of tests among them."""
+        return {block.name: block.text for block in self.of("python", "file")}
+
+    def failures(self) -> Iterator[tuple[Block, list[Block]]]:
+        """Each module whose test fails, with the outputs after it."""
+        blocks = self.of("fails", "output")
+        for i, block in enumerate(blocks):
+            if block.kind == "fails":
+                outputs = []
+                for after in blocks[i + 1 :]:
+                    if after.kind == "fails":
+                        break
+                    outputs.append(after)
+                yield block, outputs
+
+    def tables(self) -> dict[str, str]:
+        """The tables that are made from the code, by name."""
+        return {found[1]: found[2] for found in _TABLE.finditer(self.text)}
+
+    def section(self, heading: str) -> str:
+        """The text under a heading of any level, up to the next of this level."""
+        found = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^\1 |\Z)", self.text, re.DOTALL | re.MULTILINE)
+        assert found is not None, f"{self} has no heading {heading!r}"
+        return found[2]
+
+    def write_blocks(self, texts: dict[Block, str]) -> None:
+        """Replace the texts of some blocks."""
+        text = self.text
+        for block in sorted(texts, key=lambda block: block.number, reverse=True):
+            start, end = self.blocks[block.number].span
+            text = text[:start] + texts[block] + text[end:]
+        self.write(text)
+
+    def write_tables(self, make: Callable[[str], str]) -> None:
+        """Replace all tables that are made from the code."""
+        self.write(_TABLE.sub(lambda found: found[0].replace(found[2], make(found[1])), self.text))
+
+    def write(self, text: str) -> None:
+        """Write the page anew."""
+        self.text = text
+        self.path.write_text(text, encoding="utf-8")
+        self.__dict__.pop("blocks", None)
+
+
+PAGES = {
+    page.name: page
+    for page in map(Page, [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))])
+}
+
+
+def printed(stdout: str, title: str = "") -> str:
+    """What a run printed of its one failure: all of it, or the section with a title."""
+    whole = re.search(r"^_+ \S+ _+\n.*?(?=^=+ short test summary)", stdout, re.DOTALL | re.MULTILINE)
+    assert whole is not None, stdout
+    if not title:
+        return whole[0]
+    begin = r"\A" if title == "message" else rf"^-+ {re.escape(title)} -+\n"
+    section = re.search(rf"{begin}.*?(?=^-+ .* -+\n|\Z)", whole[0], re.DOTALL | re.MULTILINE)
+    assert section is not None, whole[0]
+    return section[0]
+
+
+def heading_id(heading: str) -> str:
+    """The anchor of a heading, as GitHub and MkDocs make it of plain ones."""
+    plain = re.sub(r"[`*]", "", heading).lower()
+    return re.sub(r"[\s]", "-", re.sub(r"[^\w\s-]", "", plain).strip())

@@ -1,0 +1,212 @@
+"""Documentation is run: README and the pages of docs/. What `pages.py` says of marks is what this file holds."""
+
+import itertools
+import os
+import re
+import shlex
+import sys
+import tomllib
+from fnmatch import fnmatch
+
+import pytest
+from hypothesis import settings
+from pages import PAGES, ROOT, heading_id, printed
+
+from pytest_kvmock import testing
+from pytest_kvmock.plugin.options import LISTS, OPTIONS
+
+WRITE = bool(os.environ.get("KVMOCK_WRITE_DOCS"))
+README = PAGES["README.md"]
+
+settings.register_profile("kvmock_docs", settings.get_profile("kvmock"), max_examples=20)
+
+
+@pytest.fixture
+def page_run(nested, monkeypatch):
+    """Run pytest in a page's directory, as its reader would: `page_run(files, *args)`."""
+    monkeypatch.setenv("COLUMNS", "80")
+    settings.load_profile("kvmock_docs")
+
+    def run(files, *args):
+        for name in files:
+            if name.startswith("test_"):  # a test of ours may have that name
+                monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+        return nested("", *args, plugins=["anyio"], files=files)
+
+    yield run
+    settings.load_profile("kvmock")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES.values() if page.of("python")], ids=repr)
+def test_the_tests_of_a_page_pass(page_run, page):
+    result = page_run(page.files, "-v")
+
+    outcomes = result.parseoutcomes()
+    assert set() == {"failed", "errors", "error", "skipped", "xfailed"} & set(outcomes)
+    passed = set(re.findall(r"^(\S+?)::(\w+).* PASSED", result.stdout.str(), re.MULTILINE))
+    assert {(block.name, name) for block in page.of("python") for name in block.tests()} <= passed
+    assert {name for name in page.files if name.endswith(".kv.yaml")} <= {file for file, _ in passed}
+    for block in page.of("python"):
+        for name, contract in re.findall(r"^class (\w+)\((\w+Contract)\)", block.text, re.MULTILINE):
+            promises = sum(test.startswith("test_") for test in dir(getattr(testing, contract)))
+            assert promises <= result.stdout.str().count(f"{block.name}::{name}::"), name
+
+
+def test_every_python_block_defines_a_test():
+    assert [] == [(page, block.line) for page in PAGES.values() for block in page.of("python") if not block.tests()]
+
+
+FAILURES = [(page, *failure) for page in PAGES.values() for failure in page.failures()]
+
+
+@pytest.mark.parametrize(
+    ("page", "block", "outputs"), FAILURES, ids=[f"{page}:{block.line}" for page, block, _ in FAILURES]
+)
+def test_a_failure_is_what_pytest_prints(page_run, page, block, outputs):
+    result = page_run({**dict.fromkeys(page.files, ""), block.name: block.text}, "--kv-reduce=30", block.name)
+
+    result.assert_outcomes(failed=1)
+    said = {output: printed(result.stdout.str(), output.value) for output in outputs}
+    if WRITE:
+        page.write_blocks(said)
+    else:
+        assert said == {output: output.text for output in outputs}
+
+
+CONSOLES = [(page, block) for page in PAGES.values() for block in page.of("console")]
+SECONDS = re.compile(r"\b\d+\.\d+s\b")
+
+
+@pytest.mark.parametrize(("page", "block"), CONSOLES, ids=[f"{page}:{block.line}" for page, block in CONSOLES])
+def test_a_command_prints_what_is_shown(page_run, page, block):
+    for command in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        line, _, expected = command.partition("\n")
+        program, *args = shlex.split(line)
+        assert "pytest" == program
+
+        result = page_run(page.files, *args)
+
+        assert 0 == result.ret
+        assert SECONDS.sub("0.10s", expected.strip()) in SECONDS.sub("0.10s", result.stdout.str())
+
+
+# ------------------------------------------------------------------------------------------- what is not run here
+
+
+def test_every_block_has_a_mark_or_a_language_that_says_how_it_is_run():
+    kinds = {"python", "file", "fails", "output", "console", "sh", "command", "drawing"}
+    assert [] == [
+        (page, block.line, block.kind) for page in PAGES.values() for block in page.blocks if block.kind not in kinds
+    ]
+    fences = {page: len(re.findall(r"^ *```", page.text, re.MULTILINE)) for page in PAGES.values()}
+    assert {page: 2 * len(page.blocks) for page in PAGES.values()} == fences
+
+
+COMMANDS = (
+    r"cd pytest-kvmock",
+    r"python3\.11 -m venv \.venv",
+    r"(?:\.venv/bin/)?pip install (?:--quiet )?(?:-e )?'?[\w./-]*(?:\[(?P<extras>[\w,]+)\])?'?",
+    r"(?:\.venv/bin/)?pytest\b(?P<pytest>.*)",
+    r"(?:\.venv/bin/)?python (?P<file>[\w/]+\.py)(?P<arguments>.*)",
+    r"\.venv/bin/ruff check \. && \.venv/bin/ruff format \. && \.venv/bin/mypy && \.venv/bin/lint-imports",
+    r"(?:\.venv/bin/)?mkdocs (?:build --strict|serve)",
+    r"KVMOCK_WRITE_DOCS=1 \.venv/bin/pytest (?P<write>tests/[\w/.]+)",
+)
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+FLAGS = {option.flag for option in OPTIONS if option.flag} | set(LISTS)
+INI = {option.ini for option in OPTIONS if option.ini}
+
+
+def test_commands_name_what_there_is():
+    for page in PAGES.values():
+        for block in page.of("sh", "command"):
+            for line in filter(None, block.text.splitlines()):
+                command = line.partition("  #")[0].strip()
+                found = next((match for each in COMMANDS if (match := re.fullmatch(each, command))), None)
+                assert found is not None, (page, line)
+                groups = found.groupdict()
+                assert {*filter(None, (groups.get("extras") or "").split(","))} <= set(EXTRAS), line
+                assert all((ROOT / name).exists() for name in (groups.get("file"), groups.get("write")) if name), line
+                assert {*re.findall(r"(--kv[\w-]*)", groups.get("pytest") or "")} <= FLAGS, line
+                assert {*re.findall(r"-o (\w+)=", groups.get("pytest") or "")} <= INI, line
+
+
+def test_the_commands_of_readme_are_those_that_ci_runs():
+    ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert [block.value for block in README.of("command")] == ["main job", "tests"]
+    assert all(re.search(rf"readme '{block.value}'", ci) for block in README.of("command"))
+
+
+def test_the_first_test_has_ten_lines():
+    assert 10 == len(README.of("python")[0].text.strip().splitlines())
+
+
+def test_readme_is_read_in_five_minutes():
+    assert README.text.count("\n") <= 250
+
+
+def test_files_that_are_named_exist():
+    for page in PAGES.values():
+        for name in re.findall(r"`((?:examples|tests|benchmarks|docs|\.ci)/[\w/.-]*)`", page.text):
+            assert (ROOT / name).exists(), (page, name)
+
+
+def test_every_recording_is_explained():
+    table = PAGES["CONTRIBUTING.md"].section("How a recording is made")
+    named = []
+    for pattern in re.findall(r"`([\w.*{},]+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))):
+        choices = [part.split(",") for part in re.findall(r"\{(.*?)\}", pattern)]
+        for chosen in itertools.product(*choices):
+            parts = iter(chosen)
+            named.append(re.sub(r"\{.*?\}", lambda _, parts=parts: next(parts), pattern))
+    files = [path.name.partition(".json")[0] for path in (ROOT / "tests/data").iterdir()]
+    assert [] == [file for file in files if not any(fnmatch(file, pattern) for pattern in named)]
+    assert [] == [pattern for pattern in named if not any(fnmatch(file, pattern) for file in files)]
+
+
+def test_links_lead_somewhere():
+    anchors = {
+        page.path: {heading_id(heading) for heading in re.findall(r"^#+ (.*)$", page.text, re.MULTILINE)}
+        for page in PAGES.values()
+    }
+    for page in PAGES.values():
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.text):
+            name, _, anchor = target.partition("#")
+            if not name.startswith("http"):
+                path = (page.path.parent / name).resolve() if name else page.path
+                assert path.exists(), (page, target)
+                assert not anchor or anchor in anchors[path], (page, target)
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    named = re.findall(r": ([\w/-]+\.md)$", navigation, re.MULTILINE)
+    assert sorted(f"docs/{name}" for name in named) == sorted(name for name in PAGES if name.startswith("docs/"))
+
+
+# --------------------------------------------------------------------------------------- what is shown more than once
+
+
+def test_the_indexes_are_those_of_the_examples():
+    page = PAGES["docs/how-to/own-index.md"]
+    for file, where in (
+        ("test_index_by_hashes.py", page),
+        ("test_index_by_hashes.py", README),
+        ("test_index_by_tokens.py", page),
+        ("test_async_index.py", PAGES["docs/how-to/async.md"]),
+    ):
+        example = (ROOT / "examples/own_index" / file).read_text(encoding="utf-8")
+        methods = re.search(r"    def __init__.*?\n\n\n", example, re.DOTALL)
+        assert methods is not None
+        assert methods[0] in where.text, (file, where)
+
+
+@pytest.mark.parametrize("kind", ["Hash", "Token"])
+def test_an_index_that_is_copied_keeps_the_contract_over_all_backends(kind):
+    """The examples, whose code it is, run the contract."""
+    (example,) = [
+        text
+        for path in (ROOT / "examples/own_index").glob("test_*.py")
+        if f"class {kind}Index:" in (text := path.read_text(encoding="utf-8"))
+    ]
+    assert f"class Test{kind}Index(IndexContract):\n    backends = tuple(BACKENDS)\n" in example

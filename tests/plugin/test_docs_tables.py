@@ -1,0 +1,196 @@
+"""Reference tables of the documentation are those of the code.
+
+Those under a mark `<!-- table: NAME -->` are made here, and `KVMOCK_WRITE_DOCS=1` writes them; of the others the names
+and defaults are compared.
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import tomllib
+from dataclasses import asdict
+
+import pytest
+from pages import PAGES, ROOT
+
+from pytest_kvmock import RouterHarness, plugin
+from pytest_kvmock.backends import BACKENDS, EngineProfile
+from pytest_kvmock.faults.kinds import FAULTS
+from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock.plugin import hookspecs
+from pytest_kvmock.plugin.markers import KVMOCK_KEYS
+from pytest_kvmock.plugin.options import LISTS, OPTIONS
+from pytest_kvmock.plugin.precedence import Policy
+
+REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.items() if "docs/reference/" in name}
+
+
+def table(*rows):
+    """A table in Markdown; the first row is its head."""
+    head, *body = ["| " + " | ".join(cells) + " |" for cells in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"
+
+
+def code(text):
+    """Text as code in a cell; GitHub and MkDocs agree on a bar in it only where it is written so."""
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`" if text else ""
+
+
+def made(name):
+    if name == "rules":
+        return table(
+            ("rule", "kind", "broken when"),
+            *((f"[`{rule.name}`](#{rule.name})", rule.kind_text, rule.broken_when) for rule in RULES.values()),
+        )
+    if name == "faults":
+        return table(
+            ("fault", "what it does", "at random"),
+            *((code(kind.name), kind.does, "yes" if kind.has_rate else "") for kind in FAULTS.values()),
+        )
+    assert name == "options", name
+    return table(
+        ("option", "ini", "meaning"),
+        *(
+            (code(f"{option.flag} {option.metavar}".strip()), code(option.ini), option.help.replace("|", r"\|"))
+            for option in OPTIONS
+        ),
+        *((code(flag), "", what) for flag, what in LISTS.items()),
+    )
+
+
+TABLES = [(page, name) for page in PAGES.values() for name in page.tables()]
+
+
+@pytest.mark.parametrize(("page", "name"), TABLES, ids=[f"{page}-{name}" for page, name in TABLES])
+def test_a_table_is_made_of_the_code(page, name):
+    if os.environ.get("KVMOCK_WRITE_DOCS"):
+        page.write_tables(made)
+    assert page.tables()[name] == made(name)
+
+
+def test_the_made_tables_are_all_there():
+    assert ["faults", "options", "rules"] == sorted(name for _, name in TABLES)
+
+
+def first_cells(text):
+    """What stands in code in the first column of tables."""
+    return re.findall(r"^\| `([^`]*)`", text, re.MULTILINE)
+
+
+def test_every_rule_has_an_example_that_breaks_it():
+    page = REFERENCE["rules.md"]
+    assert list(RULES) == re.findall(r"^### (\w+)$", page.text, re.MULTILINE)
+    for rule in RULES:
+        assert f"def test_{rule}(" in page.section(rule), rule
+        assert rule in page.section(rule).partition(f"def test_{rule}(")[2], rule
+
+
+def test_the_hooks_are_those_of_the_code():
+    hooks = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("pytest_")}
+    expected = [f"{name}({', '.join(inspect.signature(hook).parameters)})" for name, hook in hooks.items()]
+    assert expected == first_cells(REFERENCE["hooks.md"].text)
+
+
+def test_every_fixture_is_listed():
+    public = [name for name in plugin.__all__ if re.match(r"(make_)?kv_", name)]
+    assert sorted(public) == sorted(first_cells(REFERENCE["fixtures.md"].text))
+
+
+def test_every_key_of_the_marker_is_listed_with_its_default():
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| `?([^`|]*?)`? \|$", REFERENCE["markers.md"].text, re.MULTILINE))
+    assert set(KVMOCK_KEYS) == set(rows)
+    profile, policy = EngineProfile(), Policy()
+    defaults = {key: getattr(profile, key) for key in KVMOCK_KEYS if hasattr(profile, key)}
+    defaults |= {"event_errors": policy.event_errors, "event_warnings": policy.event_warnings}
+    defaults |= {
+        "allow": tuple(policy.allow),
+        "sync": "auto",
+        "index_semantics": None,
+        "profile": None,
+        "faults": {},
+        "survive": (),
+    }
+    assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
+
+
+def test_the_table_of_traits_is_true():
+    """Of each engine, as a worker of it says."""
+    table = REFERENCE["engines.md"].text.partition("| `kv_worker.traits` |")[2].partition("\n\n")[0].splitlines()
+    columns = [re.findall(r"`(\w+)`", cell) for cell in table[0].split("|")[:-1]]
+    assert sorted(BACKENDS) == sorted(name for names in columns for name in names)
+    shown = {name: {} for name in BACKENDS}
+    for line in table[2:]:
+        trait, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for names, cell in zip(columns, cells, strict=True):
+            for name in names:
+                shown[name][re.match(r"`(\w+)`", trait)[1]] = cell.strip('"')
+    for name, traits in shown.items():
+        worker = RouterHarness(backend=name).worker(0)
+        assert {field: str(value) for field, value in asdict(worker.traits).items()} == traits, name
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/engines.md"])
+def test_the_table_of_engines_has_all_of_them(page):
+    table = PAGES[page].text.partition("| backend | engine |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    shown = {name: row for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert list(BACKENDS) == list(shown)
+    for name, (_, engine, default) in shown.items():
+        assert BACKENDS[name].follows.startswith(engine.partition(",")[0].partition(";")[0]), name
+        assert ("yes" if BACKENDS[name].in_matrix else "no") == default, name
+
+
+ROOM = re.compile(r"^\| `(\w+)` \| (.*) \| (.*) \| `(\S+)` \|$", re.MULTILINE)
+DESIGN = PAGES["docs/design.md"]
+PACKAGE = ROOT / "pytest_kvmock"
+
+
+def imported_by(room):
+    """The rooms that the modules of a room import, anywhere in them."""
+    found = set()
+    for path in (PACKAGE / room).rglob("*.py") if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "pytest_kvmock":
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pytest_kvmock."):
+                found.add(node.module.split(".")[1])
+    return found - {room}
+
+
+def test_the_rooms_are_those_of_the_import_contract_in_its_order():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = [re.findall(r"\w+", layer) for layer in contracts[0]["layers"]][::-1]
+    rooms = [room for room, *_ in ROOM.findall(DESIGN.section("The rooms"))]
+    assert sorted(room for layer in layers for room in layer) == sorted(rooms)
+    level = {room: number for number, layer in enumerate(layers) for room in layer}
+    assert sorted(rooms, key=level.__getitem__) == rooms
+
+
+def test_what_a_room_imports_is_shown_and_what_is_read_first_exists():
+    rooms = [room for room, *_ in ROOM.findall(DESIGN.section("The rooms"))]
+
+    def row(found):
+        room, purpose, _, first = found.groups()
+        imports = imported_by(room)
+        return f"| `{room}` | {purpose} | {', '.join(f'`{each}`' for each in rooms if each in imports)} | `{first}` |"
+
+    text = ROOM.sub(row, DESIGN.text)
+    if os.environ.get("KVMOCK_WRITE_DOCS"):
+        DESIGN.write(text)
+    assert text == DESIGN.text
+    firsts = [first for *_, first in ROOM.findall(DESIGN.section("The rooms"))]
+    assert [] == [first for first in firsts if not (PACKAGE / first).exists()]
+
+
+def test_every_public_name_is_in_the_api_reference():
+    """Those at the top, and those of each module of which a name is there."""
+    api = "".join(page.text for name, page in REFERENCE.items() if name.startswith("api/"))
+    listed = set(re.findall(r"^::: ([\w.]+)$", api, re.MULTILINE))
+    modules = {".".join(name.split(".")[:2]) for name in listed if name.count(".") == 2}
+    for module in map(importlib.import_module, ["pytest_kvmock", *sorted(modules)]):
+        public = [name for name in getattr(module, "__all__", ()) if not name.startswith("__")]
+        assert [] == [name for name in public if not {f"{module.__name__}.{name}", f"pytest_kvmock.{name}"} & listed]
