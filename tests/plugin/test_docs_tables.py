@@ -138,7 +138,7 @@ def test_the_table_of_engines_has_all_of_them(page):
     shown = {name: row for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     assert list(BACKENDS) == list(shown)
     for name, (_, engine, default) in shown.items():
-        assert BACKENDS[name].follows.startswith(engine.partition(",")[0].partition(";")[0]), name
+        assert BACKENDS[name].models.startswith(engine.partition(",")[0].partition(";")[0]), name
         assert ("yes" if BACKENDS[name].in_matrix else "no") == default, name
 
 
