@@ -48,7 +48,7 @@ class EvictionContract:
     # ------------------------------------------------------------------------------------------- what can be evicted
 
     def test_a_new_policy_has_nothing_to_evict(self) -> None:
-        """It begins empty."""
+        """A new policy has nothing to evict."""
         policy = self._new()
         assert [] == slot_names(policy.order()), f"order() of a new policy is {policy.order()}; expected nothing"
         evicted = policy.evict(1)
@@ -77,7 +77,7 @@ class EvictionContract:
             assert asked == len(evicted), f"evict({asked}) of blocks enough gave {len(evicted)} blocks"
 
     def test_all_are_evicted_when_more_are_asked_for(self) -> None:
-        """A short supply is given whole."""
+        """An evict of more than there are evicts all."""
         slots = self._start()
         slots.free(slots.roots(3))
         slots.expect_evicted([1, 2, 3], 5)
@@ -196,7 +196,7 @@ class EvictionContract:
         slots.expect_evicted([4, 5, 6], 4)
 
     def test_many_are_registered_after_many_were_evicted(self) -> None:
-        """The new blocks of one Use: one evict, then one register."""
+        """One evict, then one register, as for the new blocks of one Use."""
         slots = self._start()
         kept = slots.chain(2)
         slots.free(kept[::-1])
@@ -210,7 +210,7 @@ class EvictionContract:
         slots.expect_evicted([1, 2, *range(11, 19)], 16)
 
     def test_nothing_is_left_after_a_clear(self) -> None:
-        """Neither what was inactive nor what was registered."""
+        """A cleared policy has neither inactive nor registered blocks."""
         slots = self._start()
         chain = slots.chain(5)
         slots.free(chain[::-1])
@@ -220,7 +220,7 @@ class EvictionContract:
         slots.expect_evicted([], 5)
 
     def test_a_cleared_policy_can_be_used(self) -> None:
-        """The same slots, new blocks."""
+        """Slots of a cleared policy can be registered again."""
         slots = self._start()
         chain = slots.chain(5)
         slots.free(chain[::-1])

@@ -114,33 +114,33 @@ class IndexContract:
     # ------------------------------------------------------------------------------------------------ stored
 
     def test_a_new_index_is_empty(self) -> None:
-        """It answers, and nothing."""
+        """A new index answers every look-up with no worker."""
         index = self._start()
         index.expect("abc", {})
         index.expect("", {})
 
     def test_a_stored_prompt_is_found_whole(self) -> None:
-        """All its blocks."""
+        """A look-up of a stored prompt finds all its blocks."""
         index = self._start()
         index.store("abcd")
         index.expect("abcd", {0: 4})
 
     def test_a_shorter_prompt_is_found_up_to_its_end(self) -> None:
-        """No more blocks than were asked for."""
+        """A look-up finds no more blocks than its prompt has."""
         index = self._start()
         index.store("abcd")
         index.expect("ab", {0: 2})
         index.expect("", {})
 
     def test_a_longer_prompt_is_found_as_far_as_it_is_held(self) -> None:
-        """Whole blocks alone count."""
+        """A look-up counts whole blocks alone."""
         index = self._start()
         index.store("ab")
         index.expect("abxy", {0: 2})
         index.expect("ab", {0: 2}, tail=self.block_size - 1)
 
     def test_another_prompt_is_not_found(self) -> None:
-        """Nor one that differs in its first block."""
+        """A prompt that differs in its first block is not found."""
         index = self._start()
         index.store("abcd")
         index.expect("xyz", {})
@@ -180,7 +180,7 @@ class IndexContract:
             index.expect(letters, {0: blocks})
 
     def test_a_block_stored_twice_changes_nothing(self) -> None:
-        """Whoever says it once more."""
+        """A second Stored of the same block changes no answer."""
         index = self._start()
         index.store("abc")
         index.store("abc")
@@ -189,7 +189,7 @@ class IndexContract:
         index.expect("abcabc", {0: 3})
 
     def test_a_long_prompt_is_found_whole(self) -> None:
-        """Five hundred blocks, stored at once or in pieces."""
+        """A prompt of five hundred blocks is found, stored at once or in pieces."""
         index = self._start()
         letters = "".join(map(chr, range(1000, 1500)))
         index.store(letters)
@@ -209,7 +209,7 @@ class IndexContract:
         index.expect("xyz", {2: 2})
 
     def test_a_worker_may_have_any_number(self) -> None:
-        """They need not be small, nor come in order."""
+        """Worker ids need not be small, nor come in order."""
         index = self._start()
         for worker in (65536, 3, 2**40):
             index.store("ab", worker)
@@ -237,14 +237,14 @@ class IndexContract:
     # ----------------------------------------------------------------------------------------------- removed
 
     def test_a_removed_block_is_not_found(self) -> None:
-        """What stands before it is."""
+        """The blocks before a removed one are still found."""
         index = self._start()
         index.store("abcd")
         index.remove("abcd")
         index.expect("abcd", {0: 3})
 
     def test_all_blocks_of_a_removed_event_are_removed(self) -> None:
-        """Not the first of them alone."""
+        """A Removed removes every block that it names, not the first alone."""
         index = self._start()
         index.store("abcd")
         index.remove("abcd", "abc", "ab")
@@ -278,7 +278,7 @@ class IndexContract:
         index.expect("abc", {0: 3})
 
     def test_a_removed_block_can_be_stored_again(self) -> None:
-        """And is found again, with what comes after it."""
+        """A block that is stored again is found, with the blocks after it."""
         index = self._start()
         for _ in range(3):
             index.store("abcd")
@@ -297,7 +297,7 @@ class IndexContract:
         index.expect("abcd", {0: 4})
 
     def test_what_another_tier_alone_has_is_not_found(self) -> None:
-        """It would have to be loaded first."""
+        """A block of another tier does not count: it would have to be loaded first."""
         index = self._start()
         index.store("ab")
         index.store("cd", after="ab", tier=StorageTier.HOST_PINNED)
@@ -306,7 +306,7 @@ class IndexContract:
         index.expect("xy", {})
 
     def test_a_block_is_held_until_its_last_copy_is_removed(self) -> None:
-        """Where an engine of `backends` publishes copies: a prompt that is cached is served once more, then evicted."""
+        """A block with copies is found until each is removed, where an engine of `backends` publishes copies."""
         self._start()
         for spec in self._specs():
             if not spec.traits.copies:
@@ -329,7 +329,7 @@ class IndexContract:
         index.expect("xy", {})
 
     def test_a_cleared_worker_can_store_again(self) -> None:
-        """As if it were new."""
+        """A worker stores after a Cleared as a new one does."""
         index = self._start()
         index.store("abcd")
         index.clear()
@@ -347,7 +347,7 @@ class IndexContract:
         index.expect("ab", {1: 2})
 
     def test_a_cleared_rank_leaves_the_other_ranks(self) -> None:
-        """But with `index_semantics = "e1"`, where a Cleared is about all ranks of its worker."""
+        """A Cleared empties its own rank; with `index_semantics = "e1"` all ranks of its worker."""
         index = self._start()
         ranks = (0, 1) if self.tells_ranks_apart else (1,)
         for rank in ranks:
@@ -358,7 +358,7 @@ class IndexContract:
         index.expect("abcd", {(1, 0): 2, **left})
 
     def test_a_removed_worker_loses_all_its_ranks(self) -> None:
-        """Not rank 0 alone."""
+        """`remove_worker` removes every rank, not rank 0 alone."""
         index = self._start()
         if index.index.remove_worker is None:
             return
@@ -369,7 +369,7 @@ class IndexContract:
         index.expect("abcd", {1: 2})
 
     def test_a_removed_worker_has_nothing(self) -> None:
-        """Where the index has `remove_worker`; the worker may come back."""
+        """`remove_worker`, where the index has it, empties a worker, which may come back."""
         index = self._start()
         if index.index.remove_worker is None:
             return
@@ -383,7 +383,7 @@ class IndexContract:
     # -------------------------------------------------------------------------------------------- all the while
 
     def test_a_question_changes_nothing(self) -> None:
-        """Whatever is asked, and however often."""
+        """No look-up changes the answer of another."""
         index = self._start()
         index.store("abcd", 0)
         index.store("abx", 1)
@@ -393,7 +393,7 @@ class IndexContract:
             index.expect("abx", {0: 2, 1: 3})
 
     def test_two_indexes_share_nothing(self) -> None:
-        """Each test has one of its own."""
+        """Two indexes have no block in common."""
         first, second = self._start(), self._start()
         if first.index.index is second.index.index:
             refuse(self, "make_index gave the same object twice; each test needs an index of its own")
@@ -401,7 +401,7 @@ class IndexContract:
         second.expect("abc", {})
 
     def test_ten_thousand_events_may_come_before_a_flush(self) -> None:
-        """None of them is lost: the first is a Removed, the last a Stored, most of the others come in pairs."""
+        """Ten thousand events without a flush are all applied: a Removed first, a Stored last, pairs between."""
         index = self._start()
         index.store("abcd")
         index.expect("abcd", {0: 4})
@@ -418,7 +418,7 @@ class IndexContract:
             index.expect(letter, {})
 
     def test_it_does_not_grow_with_events(self) -> None:
-        """Where it has a `size()`: what is removed leaves nothing behind, over 10,000 blocks stored and removed."""
+        """`size()`, where the index has it, stays bounded over 10,000 blocks that are stored and removed."""
         index = self._start()
         sizes = []
         for first in range(0, _PAIRS, _PAIRS // 10):
@@ -434,7 +434,7 @@ class IndexContract:
         )
 
     def test_it_follows_live_traffic(self) -> None:
-        """Two engines of each of `backends` in any traffic; it answers as the reference index does."""
+        """The index answers as the reference index does, for two engines of each of `backends` in any traffic."""
         self._start()
         for spec in self._specs():
             # A counting filter before an "e1" index counts rank by rank, an index that counts by itself may not.

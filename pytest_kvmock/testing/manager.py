@@ -85,7 +85,7 @@ class ManagerContract(OverBackend):
         events.check()
 
     def test_blocks_are_stored_under_the_parent_that_is_named(self) -> None:
-        """The parent of the first block is the Use's."""
+        """The first block of a Use is stored under the Use's parent."""
         manager, events = self._start()
         manager.use([1])
         events.take()
@@ -94,7 +94,7 @@ class ManagerContract(OverBackend):
         events.check()
 
     def test_what_follows_cached_blocks_is_stored_under_the_last_of_them(self) -> None:
-        """Only what is new is stored."""
+        """Of a Use only the new blocks are stored."""
         manager, events = self._start()
         manager.use([1, 2])
         events.take()
@@ -103,7 +103,7 @@ class ManagerContract(OverBackend):
         events.check()
 
     def test_a_block_in_use_gets_one_more_reference(self) -> None:
-        """And there is no event."""
+        """A Use of blocks in use adds a reference each, without an event."""
         manager, events = self._start()
         manager.use([1, 2])
         events.take()
@@ -113,7 +113,7 @@ class ManagerContract(OverBackend):
         expect_published(events, [], "use([1, 2]) while both were in use")
 
     def test_a_freed_block_stays_cached(self) -> None:
-        """It is inactive, and there is no event."""
+        """A block that is freed is inactive and cached, and there is no event."""
         manager, events = self._start()
         manager.use([1, 2, 3])
         events.take()
@@ -124,7 +124,7 @@ class ManagerContract(OverBackend):
         events.check()
 
     def test_a_block_is_in_use_until_its_last_reference_is_freed(self) -> None:
-        """References are counted."""
+        """A block is in use as often as it was used and not freed."""
         manager, events = self._start()
         manager.use([1])
         manager.use([1])
@@ -136,7 +136,7 @@ class ManagerContract(OverBackend):
         events.check()
 
     def test_a_cached_block_is_used_again_without_an_event(self) -> None:
-        """Reuse is no event."""
+        """A Use of cached blocks publishes nothing."""
         manager, events = self._start()
         manager.use([1, 2])
         manager.deref(2, 1)
@@ -149,7 +149,7 @@ class ManagerContract(OverBackend):
     # ---------------------------------------------------------------------------------------------- evicted
 
     def test_a_full_manager_evicts_as_many_as_it_needs(self) -> None:
-        """And publishes which ones."""
+        """A full manager evicts as many blocks as a Use needs, and publishes which ones."""
         manager, events = self._start(8)
         for root in (1, 11):
             manager.use(range(root, root + 4))
@@ -180,7 +180,7 @@ class ManagerContract(OverBackend):
             events.check()
 
     def test_inactive_blocks_are_evicted_in_the_order_in_which_they_are_listed(self) -> None:
-        """The order that `inactive_blocks()` lists."""
+        """Blocks are evicted in the order of `inactive_blocks()`."""
         manager, events = self._start(8)
         for root in (1, 11):
             manager.use(range(root, root + 4))
@@ -212,7 +212,7 @@ class ManagerContract(OverBackend):
     # -------------------------------------------------------------------------------------- partial blocks
 
     def test_a_partial_block_takes_room_and_is_no_event(self) -> None:
-        """Nobody can share it, so there is no event."""
+        """A partial block takes room, and there is no event: nobody can share it."""
         manager, events = self._start()
         manager.use([1])
         events.take()
@@ -223,7 +223,7 @@ class ManagerContract(OverBackend):
         expect_published(events, [], "use([1, partial])")
 
     def test_a_freed_partial_block_is_not_cached(self) -> None:
-        """It is not cached; in e0 it takes room until it is evicted, without an event."""
+        """A partial block is not cached when it is freed; in e0 it takes room until it is evicted, without an event."""
         manager, events = self._start()
         manager.use([PARTIAL])
         manager.deref(PARTIAL)
@@ -249,7 +249,7 @@ class ManagerContract(OverBackend):
         events.check()
 
     def test_a_partial_block_that_becomes_one_in_use_gives_its_room_back(self) -> None:
-        """There is one copy, and it was stored before."""
+        """A Promote to a block in use frees the partial one, and stores nothing."""
         manager, events = self._start()
         manager.use([1, 2])
         manager.use([1, PARTIAL])
@@ -261,7 +261,7 @@ class ManagerContract(OverBackend):
         events.check()
 
     def test_a_partial_block_that_becomes_a_cached_one_gives_its_room_back(self) -> None:
-        """The cached block is used instead."""
+        """A Promote to a cached block frees the partial one, and uses the cached one."""
         manager, events = self._start()
         manager.use([1, 2])
         manager.deref(2, 1)
@@ -276,7 +276,7 @@ class ManagerContract(OverBackend):
     # ------------------------------------------------------------------------------------ clear, and looks
 
     def test_clear_drops_all_and_publishes_a_cleared(self) -> None:
-        """One Cleared."""
+        """A clear empties the manager, and publishes one Cleared."""
         manager, events = self._start()
         manager.use([1, 2])
         manager.deref(2, 1)
@@ -290,7 +290,7 @@ class ManagerContract(OverBackend):
         events.check()
 
     def test_clear_does_nothing_while_a_block_is_in_use(self) -> None:
-        """And there is no event."""
+        """`clear()` is False, without an event, while a block is in use."""
         for held in (1, PARTIAL):
             manager, events = self._start()
             manager.use([1, 2])
@@ -319,7 +319,7 @@ class ManagerContract(OverBackend):
         expect_published(events, [], "questions alone")
 
     def test_prefill_cost_counts_what_is_cached(self) -> None:
-        """New and cached tokens make the whole prompt."""
+        """`prefill_cost` splits a prompt into new and cached tokens."""
         manager, events = self._start()
         size = self.block_size
         sequence = ActiveSequence(range(3 * size + 1), 1, size)
@@ -339,7 +339,7 @@ class ManagerContract(OverBackend):
     # ---------------------------------------------------------------------------------- events and listeners
 
     def test_event_ids_count_from_0(self) -> None:
-        """One by one, whatever the event."""
+        """Event ids count from 0, one by one, whatever the event."""
         manager, events = self._start(4)
         for root in (1, 11, 21):
             manager.use([root, root + 1])
@@ -361,7 +361,7 @@ class ManagerContract(OverBackend):
         assert (0, 1) == (taken, ids[0]), f"take_event_id() gave {taken}, and then the events had {ids}"
 
     def test_token_ids_travel_with_the_event(self) -> None:
-        """A block's tokens beside its hash."""
+        """A Stored has the tokens of each block beside its hash."""
         sink = CapturingSink()
         manager = self._make(sink)
         tokens = [[1] * manager.block_size, [2] * manager.block_size]
@@ -370,7 +370,7 @@ class ManagerContract(OverBackend):
         assert tokens == published, f"blocks with the tokens {tokens} were stored; the events had {published}"
 
     def test_a_sink_that_raises_does_not_stop_it(self) -> None:
-        """The engine continues; the event's id is used up."""
+        """A manager continues when its sink raises; the event's id is used up."""
         manager = self._make(RaisingSink())
         expect_served(manager, [1, 2], 2)
         expect_resident(manager, [1, 2])
@@ -381,14 +381,14 @@ class ManagerContract(OverBackend):
         assert ids and ids[0] > 0, f"after an event that its sink refused, the next ids were {ids}; expected 1 or more"
 
     def test_without_a_sink_no_event_id_is_used_up(self) -> None:
-        """Without a sink there is no event."""
+        """A manager without a sink takes no event id."""
         manager = self._make(None)
         expect_served(manager, [1, 2], 2)
         expect_counts(manager, active=2, references=2, inactive=0)
         assert 0 == manager.take_event_id(), "event ids were used up without a sink"
 
     def test_two_managers_share_nothing(self) -> None:
-        """Each has blocks of its own."""
+        """Two managers have no block in common."""
         harness = self.make_harness(workers=2)
         one, other = (harness.worker(i).manager for i in (0, 1))
         if one is other:
@@ -403,7 +403,7 @@ class ManagerContract(OverBackend):
     # ------------------------------------------------------------------------------------ what is refused
 
     def test_a_deref_of_what_is_not_held_is_refused_and_changes_nothing(self) -> None:
-        """Unknown, inactive, or held less often than the Deref frees; full or partial. In e0 that much of it does nothing."""
+        """A Deref of blocks that are unknown, inactive, or held less often is refused; in e0 that much of it does nothing."""
         for blocks in ([9], [2], [1, 1], [OTHER_PARTIAL], [PARTIAL, PARTIAL]):
             if self.semantics == "e0":
                 self._expect_silence(Deref(blocks))
@@ -411,11 +411,11 @@ class ManagerContract(OverBackend):
                 self._expect_refused(Deref(blocks))
 
     def test_a_promote_of_no_partial_block_is_refused_and_changes_nothing(self) -> None:
-        """It is not there to become full."""
+        """A Promote of a block that is not partial, or not there, is refused."""
         self._expect_refused(Promote(OTHER_PARTIAL, 9, None, 9, 9))
 
     def test_a_use_that_is_not_well_formed_is_refused_and_changes_nothing(self) -> None:
-        """Lists that differ in length, a parent that is partial, what is no block."""
+        """A Use is refused whose lists differ in length, whose parent is partial, or that has no block."""
         self.spec()  # a block size that cannot be is refused
         tokens = [[1] * self.block_size]
         lengths = (Use([9], [9, 10], [9]), Use([9], [9], [9, 10]), Use([9], [9], [9], tokens * 2))
@@ -428,12 +428,12 @@ class ManagerContract(OverBackend):
             self._expect_refused(move)
 
     def test_an_unknown_parent_is_refused_and_changes_nothing(self) -> None:
-        """The short forms have nothing to hang a block under."""
+        """A short form with an unknown parent is refused."""
         self._expect_refused("use([9], parent=77)", lambda manager: manager.use([9], parent=77))
         self._expect_refused("promote(PARTIAL, 9, parent=77)", lambda manager: manager.promote(PARTIAL, 9, parent=77))
 
     def test_what_is_no_move_is_refused_and_changes_nothing(self) -> None:
-        """It is not guessed at."""
+        """Whatever is no move is refused."""
         self._expect_refused("a move")
 
     def _expect_silence(self, move: Deref) -> None:

@@ -34,7 +34,7 @@ class WorkerContract(OverBackend):
     # ------------------------------------------------------------------------------------- what is cached
 
     def test_a_new_worker_has_nothing(self) -> None:
-        """No request, no block, no event but the Cleared of an engine that begins with one."""
+        """A new worker has no request, no block, and no event but the Cleared of an engine that begins with one."""
         world = self._start()
         world.expect_cached(world.harness.prompt(3), 0)
         world.expect_idle(resident=0)
@@ -46,7 +46,7 @@ class WorkerContract(OverBackend):
         )
 
     def test_what_was_served_is_cached(self) -> None:
-        """The whole blocks of a prompt; what is not a whole block is not."""
+        """The whole blocks of a prompt are cached; a part of a block is not."""
         world = self._start()
         prompt = world.harness.prompt(3, tail=1)
         world.do(world.worker.serve, prompt)
@@ -54,7 +54,7 @@ class WorkerContract(OverBackend):
         world.expect_idle(resident=3)
 
     def test_a_prompt_is_cached_as_far_as_it_agrees(self) -> None:
-        """And no further, though later blocks may be alike."""
+        """A prompt is cached up to the first block that differs, though later blocks may be alike."""
         world = self._start()
         prompt = world.harness.prompt(4)
         world.do(world.worker.serve, prompt)
@@ -63,7 +63,7 @@ class WorkerContract(OverBackend):
         world.expect_cached(_other_from(prompt, 0), 0)
 
     def test_a_prompt_that_is_cached_whole_is_reused(self) -> None:
-        """All of it, or all but the block of its last token, where the engine computes that again."""
+        """A cached prompt is reused whole, or but for the block of its last token, where the engine computes that again."""
         world = self._start()
         prompt = world.harness.prompt(3)
         world.do(world.worker.serve, prompt)
@@ -78,7 +78,7 @@ class WorkerContract(OverBackend):
         assert expected == served.cached_tokens, f"served again, it found {served.cached_tokens} tokens, not {expected}"
 
     def test_a_request_has_the_tokens_that_were_cached_when_it_came(self) -> None:
-        """As a look just before it did."""
+        """`Request.cached_tokens` is what `KvWorker.cached_tokens` was just before."""
         world = self._start()
         first = world.harness.prompt(2)
         longer = world.harness.prompt(2, after=first, tail=1)
@@ -90,7 +90,7 @@ class WorkerContract(OverBackend):
         )
 
     def test_what_was_decoded_is_a_prefix_of_the_next_turn(self) -> None:
-        """The whole blocks of prompt and output."""
+        """The whole blocks of prompt and output are cached for the next turn."""
         world = self._start()
         prompt = world.harness.prompt(2)
         output = world.harness.prompt(2, tail=1).tokens or ()
@@ -100,7 +100,7 @@ class WorkerContract(OverBackend):
         world.expect_cached(Prompt((*(prompt.tokens or ()), *output)), 4)
 
     def test_a_prompt_of_hashes_is_served(self) -> None:
-        """As traces have them; no tokens travel with its events."""
+        """A prompt of hashes, as traces have them, is served; no tokens travel with its events."""
         world = self._start()
         prompt = Prompt(hashes=[11, 12, 13], num_tokens=3 * self.block_size + 1)
         world.do(world.worker.serve, prompt)
@@ -111,7 +111,7 @@ class WorkerContract(OverBackend):
         )
 
     def test_serve_answers_what_was_cached_and_what_became_so(self) -> None:
-        """Its answer's blocks are there."""
+        """`Served` has the cached tokens and the stored blocks."""
         world = self._start()
         first = world.harness.prompt(2)
         world.do(world.worker.serve, first)
@@ -123,7 +123,7 @@ class WorkerContract(OverBackend):
         )
 
     def test_a_look_touches_nothing(self) -> None:
-        """Neither blocks nor their turn to be evicted."""
+        """`cached_tokens` changes neither blocks nor their turn to be evicted."""
         world = self._start()
         first, second = world.harness.prompt(3), world.harness.prompt(3)
         for prompt in (first, second):
@@ -135,7 +135,7 @@ class WorkerContract(OverBackend):
         assert before == after, f"cached_tokens changed {before} to {after}"
 
     def test_chunks_make_no_difference_to_what_is_cached(self) -> None:
-        """Prefilled at once or in pieces."""
+        """A prompt that is prefilled in chunks is cached as one that is prefilled at once."""
         for chunk in (1, self.block_size - 1, 2 * self.block_size):
             world = self._start(chunk=chunk)
             prompt = world.harness.prompt(3, tail=1)
@@ -146,7 +146,7 @@ class WorkerContract(OverBackend):
     # ------------------------------------------------------------------------------- where engines differ
 
     def test_a_block_that_output_fills_is_published_when_the_traits_say(self) -> None:
-        """With its last token, with the one after that, or when the request finishes."""
+        """A block that fills up is published with its last token, with the next one, or when the request finishes."""
         for further in (
             False,
             True,
@@ -175,7 +175,7 @@ class WorkerContract(OverBackend):
             )
 
     def test_what_is_evicted_is_published_before_what_is_stored_or_after_it_as_the_traits_say(self) -> None:
-        """Of one request that needs the room."""
+        """Of a request that needs room, Removed comes before Stored or after it."""
         world = self._start(4)
         world.do(world.worker.serve, world.harness.prompt(3))
         world.harness.events.clear()
@@ -190,7 +190,7 @@ class WorkerContract(OverBackend):
         )
 
     def test_a_block_is_cached_several_times_where_the_traits_say_so(self) -> None:
-        """Two requests at once have the same prompt, of whole blocks, and generate the same."""
+        """Two requests at once that have the same tokens are cached once, or once each."""
         world = self._start()
         prompt = world.harness.prompt(2)
         output = world.harness.prompt(1, tail=1).tokens or ()
@@ -241,7 +241,7 @@ class WorkerContract(OverBackend):
         world.expect_idle(resident=3)
 
     def test_open_requests_are_listed(self) -> None:
-        """The oldest first, until they finish; a preempted one too."""
+        """Open requests are listed, the oldest first, preempted ones too."""
         world = self._start()
         first, second, third = (world.do(world.worker.prefill, world.harness.prompt(1)) for _ in range(3))
         world.do(second.preempt)
@@ -249,7 +249,7 @@ class WorkerContract(OverBackend):
         assert [second, third] == world.worker.requests, f"open are {world.worker.requests}; not {[second, third]}"
 
     def test_a_request_finishes_when_its_with_block_is_left(self) -> None:
-        """Also when it is left by an exception."""
+        """A request finishes with its `with` block, also when that is left by an exception."""
         world = self._start()
         with suppress(KeyError), world.do(world.worker.prefill, world.harness.prompt(2)) as request:
             raise KeyError
@@ -257,7 +257,7 @@ class WorkerContract(OverBackend):
         world.expect_idle(resident=2)
 
     def test_what_a_requests_state_does_not_allow_is_refused(self) -> None:
-        """With a RequestError, and nothing changes."""
+        """A call that the state does not allow raises RequestError and changes nothing."""
         world = self._start()
         running, preempted, finished = (world.do(world.worker.prefill, world.harness.prompt(1)) for _ in range(3))
         world.do(preempted.preempt)
@@ -269,7 +269,7 @@ class WorkerContract(OverBackend):
             world.expect_state(before, f"{call.__name__}() of a request whose state does not allow it")
 
     def test_a_worker_in_use_is_not_cleared(self) -> None:
-        """False, and no event."""
+        """`clear()` is False, without an event, while a request is open."""
         world = self._start()
         prompt = world.harness.prompt(2)
         world.do(world.worker.serve, prompt)
@@ -279,7 +279,7 @@ class WorkerContract(OverBackend):
         world.expect_state(before, "a clear() that was refused")
 
     def test_clear_drops_all_that_is_cached(self) -> None:
-        """And the router finds nothing more."""
+        """After a clear nothing is cached, and the router finds nothing."""
         world = self._start()
         prompt = world.harness.prompt(3)
         world.do(world.worker.serve, prompt)
@@ -292,7 +292,7 @@ class WorkerContract(OverBackend):
     # -------------------------------------------------------------------------------------- what does not fit
 
     def test_a_full_worker_makes_room(self) -> None:
-        """What was served last is there, and there is never more than fits."""
+        """A full worker evicts: what was served last is cached, and never more than fits."""
         world = self._start(8)
         for _ in range(8):
             prompt = world.harness.prompt(3)
@@ -302,7 +302,7 @@ class WorkerContract(OverBackend):
             assert resident <= 8, f"{resident} blocks are resident in a worker of 8"
 
     def test_what_is_in_use_is_not_evicted(self) -> None:
-        """However much is served beside it."""
+        """The blocks of an open request stay, however much is served beside it."""
         world = self._start()
         prompt = world.harness.prompt(6)
         request = world.do(world.worker.prefill, prompt)
@@ -312,7 +312,7 @@ class WorkerContract(OverBackend):
         world.do(request.finish)
 
     def test_a_prompt_that_does_not_fit_is_refused_and_changes_nothing(self) -> None:
-        """With OutOfBlocks, whether it could ever fit or only not now."""
+        """A prompt that does not fit raises OutOfBlocks, whether it could ever fit or only not now."""
         world = self._start()
         world.do(world.worker.serve, world.harness.prompt(2))
         world.do(world.worker.prefill, world.harness.prompt(8))
@@ -322,7 +322,7 @@ class WorkerContract(OverBackend):
             world.expect_state(before, f"a prefill of {blocks} blocks, which did not fit,")
 
     def test_a_decode_that_does_not_fit_generates_nothing(self) -> None:
-        """Not even the tokens that would have fitted."""
+        """A decode that does not fit generates no token at all."""
         world = self._start(8)
         request = world.do(world.worker.prefill, world.harness.prompt(4))
         before = world.state()
@@ -341,7 +341,7 @@ class WorkerContract(OverBackend):
     # ------------------------------------------------------------------------------------------- preempted
 
     def test_a_preempted_request_gives_its_room_back(self) -> None:
-        """Another one fits there."""
+        """The blocks of a preempted request are free for another one."""
         world = self._start(8)
         request = world.do(world.worker.prefill, world.harness.prompt(5))
         world.do(request.preempt)
@@ -351,7 +351,7 @@ class WorkerContract(OverBackend):
         assert "running" == other.status, f"a request that was just admitted is {other.status}"
 
     def test_a_resumed_request_continues_with_its_tokens(self) -> None:
-        """What it generated is not lost."""
+        """A resumed request has the tokens that it had generated."""
         world = self._start()
         prompt = world.harness.prompt(2)
         output = world.harness.prompt(2, tail=1).tokens or ()
@@ -366,7 +366,7 @@ class WorkerContract(OverBackend):
         world.expect_cached(Prompt((*(prompt.tokens or ()), *output)), 4)
 
     def test_a_resume_that_does_not_fit_leaves_it_preempted(self) -> None:
-        """It may be tried again."""
+        """A resume that does not fit raises OutOfBlocks, and may be tried again."""
         world = self._start(8)
         request = world.do(world.worker.prefill, world.harness.prompt(5))
         world.do(request.preempt)
@@ -381,7 +381,7 @@ class WorkerContract(OverBackend):
     # -------------------------------------------------------------------------------- what the router finds
 
     def test_the_router_learns_what_is_cached(self) -> None:
-        """As much as the worker itself finds, also when some was evicted."""
+        """The router finds as much as the worker itself, also when some was evicted."""
         world = self._start(8)
         prompt = world.harness.prompt(4)
         world.do(world.worker.serve, prompt)
@@ -395,7 +395,7 @@ class WorkerContract(OverBackend):
             assert expected == found, f"the worker finds {cached} tokens of a prompt; the router found {found}"
 
     def test_workers_share_nothing(self) -> None:
-        """And the router keeps them apart."""
+        """Two workers share no block, and the router keeps them apart."""
         world = self._start(workers=2)
         prompt = world.harness.prompt(3)
         world.do(world.worker.serve, prompt)
@@ -406,7 +406,7 @@ class WorkerContract(OverBackend):
         assert {0: 3, 1: 1} == found, f"worker 0 has 3 blocks of a prompt and worker 1 one; the router found {found}"
 
     def test_a_restart_begins_anew(self) -> None:
-        """Requests are lost, nothing is cached, and event ids count from 0."""
+        """A restarted worker has lost its requests and its cache, and its event ids count from 0."""
         world = self._start()
         prompt = world.harness.prompt(3)
         request = world.do(world.worker.prefill, prompt)
@@ -420,7 +420,7 @@ class WorkerContract(OverBackend):
         assert list(range(len(ids))) == ids and ids, f"after a restart the event ids are {ids}"
 
     def test_without_prefix_caching_nothing_is_published_or_found(self) -> None:
-        """Each request is by itself."""
+        """Without prefix caching nothing is published, and nothing is reused."""
         world = self._start(prefix_caching=False)
         prompt = world.harness.prompt(3)
         for _ in range(2):

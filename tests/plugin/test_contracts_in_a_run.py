@@ -40,7 +40,7 @@ def test_a_broken_promise_is_one_failed_test_that_says_which_and_shows_no_frame_
             "E * worker 0 cleared all",
         ]
     )
-    result.stdout.no_fnmatch_line("*told.py*")
+    result.stdout.no_fnmatch_line("*index_driver.py*")
 
 
 def test_what_is_not_what_it_says_is_one_line_a_test(nested):
