@@ -1,0 +1,74 @@
+"""Lookups in the events of one worker and rank."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.hygiene.history import History
+from pytest_kvmock.hygiene.log import EventLog
+
+
+def event(data, event_id=0, tokens=None):
+    return RouterEvent(0, KvCacheEvent(event_id, data), token_ids=tokens)
+
+
+def history_of(*events, block_size=2):
+    history = History(block_size)
+    history.events += events
+    return history
+
+
+def test_a_chain_is_read_with_its_local_hashes_and_tokens():
+    history = history_of(
+        event(Stored(None, (1, 2), (10, 20)), tokens=((0, 1), (2, 3))), event(Stored(2, (3,), (30,)), tokens=((4, 5),))
+    )
+    assert ((1, 2, 3), (10, 20, 30), (0, 1, 2, 3, 4, 5)) == history.read_chain(3, with_tokens=True)
+    assert ((1, 2), (10, 20), None) == history.read_chain(2)
+
+
+def test_a_chain_has_what_each_of_its_blocks_was_last_stored_with():
+    history = history_of(
+        event(Stored(None, (1, 2), (10, 20)), tokens=((0, 1), (2, 3))),
+        event(Stored(None, (1,), (11,)), tokens=((8, 9),)),
+    )
+    assert ((1, 2), (11, 20), (8, 9, 2, 3)) == history.read_chain(2, with_tokens=True)
+
+
+@pytest.mark.parametrize("tokens", [None, ((0, 1),), ((0, 1), (2,))], ids=["none", "too few", "not a whole block"])
+def test_a_chain_has_no_tokens_where_a_block_came_without(tokens):
+    history = history_of(event(Stored(None, (1, 2), (10, 20)), tokens=tokens))
+    assert ((1, 2), (10, 20), None) == history.read_chain(2, with_tokens=True)
+
+
+def test_what_is_added_is_found_at_the_next_lookup():
+    history = history_of(event(Stored(None, (1,), (1,))))
+    assert (0, False) == (history.stored_at[1], history.was_stored(2))
+    history.events += [event(Removed((1,))), event(Cleared()), event(Stored(None, (1, 2), (1, 2)))]
+    assert ({1: 3, 2: 3}, {1: 1}, [2]) == (history.stored_at, history.removed_at, history.cleared_at)
+    assert [2] == history.leaves()
+
+
+blocks = st.integers(1, 6)
+stored = st.builds(
+    lambda parent, names: Stored(parent, tuple(names), tuple(name * 10 for name in names)),
+    st.none() | blocks,
+    st.lists(blocks, min_size=1, max_size=4),
+)
+
+
+@given(st.lists(stored, min_size=1, max_size=8), st.data())
+def test_a_chain_read_at_once_is_that_read_block_by_block(events, data):
+    history = history_of(*(event(each, event_id) for event_id, each in enumerate(events)))
+    block = data.draw(st.sampled_from(sorted(history.stored_at)))
+    chain = history.chain(block)
+    assert (tuple(chain), tuple(map(history.local_hash, chain)), None) == history.read_chain(block, with_tokens=True)
+
+
+def test_a_log_finds_events_by_the_objects_themselves():
+    log = EventLog()
+    first, same_id = event(Stored(None, (1,), (1,)), 5), event(Stored(None, (1,), (1,)), 5)
+    for each in (first, same_id, first):
+        log.append(each)
+    assert [0, 2] == [entry.position for entry in log.find([first])]
+    assert [1, 2, -1] == log.positions([same_id, first, event(Cleared(), 5)])
