@@ -48,9 +48,9 @@ class _Findings:
             elif reaction == "warn":
                 self.reported += problems
         if self.errors and warnings:  # what came first is nearer to the cause, whatever its kind
-            order = {id(problem): i for i, problem in enumerate(case.harness.events.problems)}
+            order = {problem: i for i, problem in enumerate(case.harness.events.problems)}
             for problems in (self.fatal, self.reported):
-                problems.sort(key=lambda problem: order[id(problem)])
+                problems.sort(key=order.__getitem__)
 
     @property
     def is_failure(self) -> bool:

@@ -7,7 +7,6 @@ import warnings
 from functools import partial
 from importlib import metadata
 
-import forked_workers
 import pytest
 
 # pytester unloads what a nested run loads; what is loaded here stays, so that a class is the same one in every run.
@@ -60,8 +59,6 @@ def nested(pytester, monkeypatch, installed):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
     monkeypatch.setattr(metadata, "distributions", lambda: installed)
-    if forked_workers.POSSIBLE:
-        monkeypatch.setattr("execnet.gateway_io.Popen2IOMaster", forked_workers.ForkedIO)
 
     def run(source="", *args, plugins=(), files=None, subprocess=False):
         for name, text in (files or {}).items():
