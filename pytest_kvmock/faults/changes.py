@@ -114,12 +114,12 @@ def signed(event: RouterEvent) -> list[RouterEvent] | None:
     data = event.event.data
     if isinstance(data, Stored):
         parent = None if data.parent_hash is None else _i64(data.parent_hash)
-        said: Stored | Removed = replace(data, parent_hash=parent, block_hashes=tuple(map(_i64, data.block_hashes)))
+        arriving: Stored | Removed = replace(data, parent_hash=parent, block_hashes=tuple(map(_i64, data.block_hashes)))
     elif isinstance(data, Removed):
-        said = Removed(tuple(map(_i64, data.block_hashes)))
+        arriving = Removed(tuple(map(_i64, data.block_hashes)))
     else:
         return None
-    return None if said == data else [_with(event, said)]
+    return None if arriving == data else [_with(event, arriving)]
 
 
 def named(event: RouterEvent) -> set[int]:

@@ -41,7 +41,7 @@ class Fault:
     ) -> None:
         self.kind = kind
         self.left = n
-        self.struck = 0
+        self.injected = 0
         self.change = change
         self.late_by = late_by
         self._call = call
@@ -49,15 +49,15 @@ class Fault:
         self._end = end
 
     def __repr__(self) -> str:
-        return f"<{self._call}: {self.struck} struck>"
+        return f"<{self._call}: {self.injected} struck>"
 
-    def strike(self, event: RouterEvent) -> list[RouterEvent] | None:
+    def inject(self, event: RouterEvent) -> list[RouterEvent] | None:
         """What arrives in place of an event; None: it does not strike this one."""
         if self.left == 0 or not self._wants(event):
             return None
         arriving = self.change(event)
         if arriving is not None:
-            self.struck += 1
+            self.injected += 1
             if self.left is not None:
                 self.left -= 1
         return arriving
@@ -68,11 +68,11 @@ class Fault:
 
     def unmet(self) -> str | None:
         """What to say if it has not struck as often as it was to; None where it has."""
-        if self.left == 0 or (self.left is None and self.struck):
+        if self.left == 0 or (self.left is None and self.injected):
             return None
-        if not self.struck:
+        if not self.injected:
             return f"{self._call}: never struck"
-        return f"{self._call}: {self.struck} struck, {self.left} never did"
+        return f"{self._call}: {self.injected} struck, {self.left} never did"
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +101,7 @@ class RandomFault:
         self._rate = rate
         self._rng = rng
 
-    def strike(self, event: RouterEvent) -> list[RouterEvent] | None:
+    def inject(self, event: RouterEvent) -> list[RouterEvent] | None:
         """What arrives in place of an event; None: it does not strike this one."""
         return self.change(event) if self._rng.random() < self._rate else None
 

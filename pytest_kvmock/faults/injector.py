@@ -59,7 +59,7 @@ class FaultInjector:
         injection, deliveries = None, [sent]
         faults: tuple[Fault | RandomFault, ...] = (*self.armed, *self.random)
         for fault in faults:
-            arriving = fault.strike(event)
+            arriving = fault.inject(event)
             if arriving is not None:
                 injection = self._inject(fault, event, arriving)
                 if fault.late_by:
@@ -128,7 +128,7 @@ class FaultInjector:
     def filter_index_input(self, event: RouterEvent) -> tuple[Injection | None, RouterEvent]:
         """What a fault does to an event that has arrived, and what the index under test is given for it."""
         for fault in self.of_index_input:
-            given = fault.strike(event)
+            given = fault.inject(event)
             if given is not None:
                 return self.injection(fault.kind, _key(event), event), given[0]
         return None, event

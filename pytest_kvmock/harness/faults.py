@@ -364,23 +364,23 @@ class Faults:
         worker: WorkerKey | None,
         late_by: int = 0,
         of_index_input: bool = False,
-        **said: Any,
+        **arguments: Any,
     ) -> Fault:
-        """Arm a fault; `said` are the arguments to show beside n and worker, an event's kind among them."""
+        """Arm a fault; `arguments` are the arguments to show beside n and worker, an event's kind among them."""
         if n is not None:
             _check_count(name, "n", n)
-        only = said.get("kind")
+        only = arguments.get("kind")
         if only is not None and only not in KINDS:
             raise ValueError(f"kv_router.faults.{name}: {unknown_text('kind', only, KINDS)}")
         if worker is not None:
             self._streams(name, "worker", worker)
         worker_id, dp_rank = worker if isinstance(worker, tuple) else (worker, None)
-        said = {**said, "worker": worker}
+        arguments = {**arguments, "worker": worker}
         shown = [
             *([] if n is None else [str(n)]),
             *(
                 f"{key}={block_text(value) if key == 'parent' else repr(value)}"
-                for key, value in said.items()
+                for key, value in arguments.items()
                 if value is not None
             ),
         ]

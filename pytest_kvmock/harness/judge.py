@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_kvmock.events import RouterEvent, StreamKey
 from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import IndexComparison, QueuedEvent, Sync
-from pytest_kvmock.harness.recording import Forgotten, Recording
+from pytest_kvmock.harness.recording import Recording, WorkerRemoved
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, arun, run
 from pytest_kvmock.hygiene.delivery import Delivery, Published
 from pytest_kvmock.hygiene.drift import oldest_first
@@ -259,8 +259,8 @@ class Judge:
             ranks = [rank for _, rank in keys]
             calls = self.under_test.removal_calls(worker_id, ranks, whole=keys == of_worker)
             self._comparison.removed(keys, calls)
-        self._recording.arrive(Forgotten(worker_id, dp_rank, first_id))
-        self.log.forgotten(worker_id, dp_rank, keys)
+        self._recording.arrive(WorkerRemoved(worker_id, dp_rank, first_id))
+        self.log.worker_removed(worker_id, dp_rank, keys)
         for key in keys:
             self.reference.remove_worker_dp_rank(*key)
             self.ledger.restarted(key, first_id=first_id)

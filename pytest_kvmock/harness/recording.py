@@ -35,7 +35,7 @@ class Recorded(NamedTuple):
     at: int
 
 
-class Forgotten(NamedTuple):
+class WorkerRemoved(NamedTuple):
     """Among the events: the router was told that a worker begins anew.
 
     Attributes:
@@ -49,7 +49,7 @@ class Forgotten(NamedTuple):
     first_id: int | None
 
 
-Arrival: TypeAlias = "tuple[RouterEvent, bool] | Forgotten"
+Arrival: TypeAlias = "tuple[RouterEvent, bool] | WorkerRemoved"
 """An event as it arrived, and whether its hashes must be Dynamo's chain; or a worker that is forgotten."""
 
 
@@ -82,7 +82,7 @@ class Recording:
         """Note of events, by their positions in the log, that their hashes must be Dynamo's chain."""
         position = 0
         for i, arrival in enumerate(self.arrivals):
-            if not isinstance(arrival, Forgotten):
+            if not isinstance(arrival, WorkerRemoved):
                 if position in positions:
                     self.arrivals[i] = arrival[0], True
                 position += 1

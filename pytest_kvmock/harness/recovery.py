@@ -44,7 +44,7 @@ class Recovery:
         self.queries: list[WorkerQuery] = []
         self.answers: list[Answer] = []
         self._local: dict[StreamKey, LocalIndex] = {}
-        self._said = Ledger()
+        self._published = Ledger()
         # What the reference index of a stream is built of that is not prefix-closed: there, what is told again after
         # what came too early would leave other links than the same events in their order. And of one whose copies are
         # counted, as the reference counts none.
@@ -94,20 +94,22 @@ class Recovery:
                     f"there is no worker {worker_id!r:.80} rank {dp_rank!r:.80} to ask; known: {known or 'none'}"
                 )
             answer = (local or LocalIndex(self._ring)).get_events_in_id_range(start, end)
-            if isinstance(answer, TreeDump) and key in self._said.streams:
-                answer = self._with_copies(answer, self._said.streams[key])
+            if isinstance(answer, TreeDump) and key in self._published.streams:
+                answer = self._with_copies(answer, self._published.streams[key])
             self.queries.append(WorkerQuery(worker_id, start, end, dp_rank))
             self.answers.append(answer)
             if local is not None and isinstance(answer, (Events, TreeDump)):
-                is_dump, said = isinstance(answer, TreeDump), self._said.streams[key].copy()
+                is_dump, published = isinstance(answer, TreeDump), self._published.streams[key].copy()
                 next_id = 0 if local.newest is None else local.newest + 1
                 ids = range(0 if is_dump or start is None else start, next_id)
-                if self._is_plain(said):
-                    judge.pending_recoveries.append(RecoveryAnswer(said, ids, answer.events, is_dump))
+                if self._is_plain(published):
+                    judge.pending_recoveries.append(RecoveryAnswer(published, ids, answer.events, is_dump))
                 else:
                     if is_dump:
                         self._built[key] = list(answer.events)
-                    judge.pending_recoveries.append(RecoveryAnswer(said, ids, tuple(self._built[key]), replace=True))
+                    judge.pending_recoveries.append(
+                        RecoveryAnswer(published, ids, tuple(self._built[key]), replace=True)
+                    )
         if self._harness_lock.acquire(blocking=False):
             try:
                 judge.apply_pending_recoveries()
@@ -116,13 +118,13 @@ class Recovery:
         return answer
 
     @staticmethod
-    def _with_copies(dump: TreeDump, said: Stream) -> TreeDump:
+    def _with_copies(dump: TreeDump, published: Stream) -> TreeDump:
         """The dump, with a Stored for each further copy of a block: whoever asks has to count them too."""
         again: list[RouterEvent] = []
         for event in dump.events:
             data = event.event.data
             assert isinstance(data, Stored)  # of one block
-            more = said.copies.get(event.storage_tier, {}).get(data.block_hashes[0], 0)
+            more = published.copies.get(event.storage_tier, {}).get(data.block_hashes[0], 0)
             again += [event] * more
         events = [*dump.events, *again]
         numbered = (replace(one, event=replace(one.event, event_id=place)) for place, one in enumerate(events))
@@ -145,15 +147,15 @@ class Recovery:
         with self._lock:
             key = (event.worker_id, event.event.dp_rank)
             local = self._local.get(key) or self._begin(key)
-            self._said.observe(event, 0)
-            shown = self._said.uncounted(event)
+            self._published.observe(event, 0)
+            shown = self._published.uncounted(event)
             local.apply(event, shown)
-            if not self._is_plain(self._said.streams[key]):
+            if not self._is_plain(self._published.streams[key]):
                 self._built[key].append(shown)
 
     @staticmethod
-    def _is_plain(said: Stream) -> bool:
-        return said.prefix_closed and said.residency == "unique"
+    def _is_plain(published: Stream) -> bool:
+        return published.prefix_closed and published.residency == "unique"
 
     def restarted(self, key: StreamKey) -> None:
         """A worker and rank begins anew, and knows nothing of what was."""
@@ -163,10 +165,10 @@ class Recovery:
     def _begin(self, key: StreamKey) -> LocalIndex:
         assert self._judge is not None
         local = self._local[key] = LocalIndex(self._ring)
-        heard = self._judge.ledger.streams.get(key)
-        if heard is None:
-            heard = Stream(key, first_id=None)
-        heard.late.clear()  # its ids begin anew
-        self._said.streams[key] = heard.fresh()
+        arrived = self._judge.ledger.streams.get(key)
+        if arrived is None:
+            arrived = Stream(key, first_id=None)
+        arrived.late.clear()  # its ids begin anew
+        self._published.streams[key] = arrived.fresh()
         self._built[key] = []
         return local

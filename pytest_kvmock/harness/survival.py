@@ -169,7 +169,7 @@ class SurvivalOracle:
         if agree(answer, expected):
             return expected
         ranked = not answer or isinstance(next(iter(answer)), tuple)
-        said: Mapping[Any, int] = answer
+        given: Mapping[Any, int] = answer
         free = {*self.exempt, *(ignored or ())}
         behind: set[StreamKey] = set()
         if ignored is None:
@@ -181,7 +181,7 @@ class SurvivalOracle:
         out = dict(expected)
         for key in (*free, *behind):
             name = key if ranked else key[0]
-            got = said.get(name, 0)
+            got = given.get(name, 0)
             if key in behind and all(got != scores.get(name, 0) for scores in knowable):
                 continue
             for other in [key] if ranked else [k for k in out if k[0] == key[0]]:

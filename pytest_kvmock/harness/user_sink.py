@@ -122,29 +122,29 @@ class KvSink:
         with self._publisher.lock:  # from the next id on, or two threads would get one id
             if isinstance(event, (Stored, Removed, Cleared)):
                 event = KvCacheEvent(self._publisher.next_id(self.worker_id, 0), event)
-            said = RouterEvent(self.worker_id, event, storage_tier, token_ids)
-            if not is_event(said):
+            addressed = RouterEvent(self.worker_id, event, storage_tier, token_ids)
+            if not is_event(addressed):
                 raise TypeError(
                     f"a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
-            self._publisher.publish(said, chained=self._must_chain(said))
+            self._publisher.publish(addressed, chained=self._must_chain(addressed))
 
     __call__ = publish
 
-    def _must_chain(self, said: RouterEvent) -> bool:
-        """Whether the hashes of an event must be Dynamo's chain. Where nobody has said it, only of one that breaks it."""
+    def _must_chain(self, addressed: RouterEvent) -> bool:
+        """Whether the hashes of an event must be Dynamo's chain. Where nobody has addressed it, only of one that breaks it."""
         if self.chained is not None:
             return self.chained
-        data, chain = said.event.data, self._chain
+        data, chain = addressed.event.data, self._chain
         if not isinstance(data, Stored):
             return False
         was_found = chain.found
         is_broken = chain.is_broken_by(data)
         if not chain.found:
             if len(self._unjudged) < MOST_UNJUDGED:
-                self._unjudged.append(said)
+                self._unjudged.append(addressed)
         elif not was_found:
             self._judge_earlier(chain.is_broken_by)
         return is_broken

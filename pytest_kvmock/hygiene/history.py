@@ -45,9 +45,9 @@ class History:
         self.events: list[RouterEvent] = []
         self.anew: list[tuple[int, str]] = []
         self._parents_left = MOST_PARENTS
-        self._forget_index()
+        self._reset_index()
 
-    def _forget_index(self) -> None:
+    def _reset_index(self) -> None:
         """Read all events anew at the next lookup: they were exchanged."""
         self._read = 0
         self._last_stored: dict[int, int] = {}

@@ -114,7 +114,7 @@ class Ledger:
         """The worker said that it begins anew: nothing held, ids from `first_id` on."""
         stream = self.streams.get(key)
         if stream is not None:
-            stream.forget()
+            stream.clear()
             stream.begin_anew("removal" if first_id is None else "restart")
             stream.next_id, stream.last = first_id, None
             stream.holes.clear()
@@ -156,7 +156,7 @@ class Ledger:
         problems += found
         if isinstance(data, Cleared):
             stream.events.append(event)
-            stream.forget()
+            stream.clear()
         if cause is not None:  # after a repeat the event before it is still the one before
             stream.restored = restored
         stream.last = event
@@ -289,8 +289,8 @@ class Ledger:
         if most is None:
             return []
         count = stream.count(StorageTier.DEVICE)
-        said, stream.overfull = stream.overfull, count > most
-        if said or not stream.overfull:
+        reported, stream.overfull = stream.overfull, count > most
+        if reported or not stream.overfull:
             return []
         since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
         known = f"the events say that {count} blocks are held{since}"
@@ -401,19 +401,19 @@ class Ledger:
         stream.next_id = event_id + 1
         self._desync(stream, cause)
 
-    def recovered(self, said: Stream, ids: range) -> list[Problem]:
+    def recovered(self, published: Stream, ids: range) -> list[Problem]:
         """A worker and rank was asked for some event ids, up to the newest, and has told them: they have arrived.
 
         Args:
-            said: all that it has said, in the order in which it did.
+            published: all that it has published, in order.
             ids: what it was asked for.
 
         Returns:
             What led blocks removed_but_resident, or left them without their parent, among the events that had not arrived.
         """
-        stream = self.stream((said.worker_id, said.dp_rank))
+        stream = self.stream((published.worker_id, published.dp_rank))
         known = {*stream.removed_but_resident.values(), *stream.orphaned.values()}
-        stream.recover(said, ids)
+        stream.recover(published, ids)
         news: dict[Problem, Problem] = {}
         for table in (stream.removed_but_resident, stream.orphaned):
             for block, problem in table.items():
@@ -500,11 +500,11 @@ class Ledger:
         """
         stream = self.stream(key)
         problems = []
-        for differing, said, had in differences(stream, resident, tier):
+        for differing, right, had in differences(stream, resident, tier):
             fresh = [block for block in differing if block not in stream.drifted]
             stream.drifted.update(fresh)
             for part in self._parts(stream, fresh):
-                problem = self.drift_problem(stream, part, said, had)
+                problem = self.drift_problem(stream, part, right, had)
                 problem.position = position
                 problems.append(self.fold(stream, problem))
         unconfirmed = [problem for where, problem in stream.unconfirmed if where is tier and problem.cause is None]

@@ -155,7 +155,7 @@ class EventLog:
             what = "event ids go backwards, as after a restart that nobody announced"
             self.notes.append(WorkerNote(problem.position, *key, f"{worker_text(*key)}: {what}"))
 
-    def forgotten(self, worker_id: int, dp_rank: int | None, keys: Iterable[StreamKey]) -> None:
+    def worker_removed(self, worker_id: int, dp_rank: int | None, keys: Iterable[StreamKey]) -> None:
         """Note that the router was told to forget a worker.
 
         Args:

@@ -24,8 +24,8 @@ def problem_line(problem: Problem) -> str:
         return f"{problem.rule} ({who})"
     if (event.worker_id, event.event.dp_rank) == (problem.worker_id, problem.dp_rank):
         return f"{problem.rule} ({who}, event {event.event.event_id}{after_text(problem.restarts)})"
-    said_by = worker_text(event.worker_id, event.event.dp_rank)
-    return f"{problem.rule} ({who}, at event {event.event.event_id} of {said_by})"
+    published_by = worker_text(event.worker_id, event.event.dp_rank)
+    return f"{problem.rule} ({who}, at event {event.event.event_id} of {published_by})"
 
 
 def problem_text(problem: Problem) -> str:
@@ -66,14 +66,14 @@ def problems_text(problems: Sequence[Problem]) -> str:
     first = problem_line(problems[0])
     more = f", and {len(problems) - 1:,} more" if len(problems) > 1 else ""
     headline = f"{len(problems):,} KV event {what}{'s' * (len(problems) != 1)}: {first}{more}"
-    told = list(problems[:MOST_PROBLEMS])
+    shown = list(problems[:MOST_PROBLEMS])
     if len(problems) > MOST_PROBLEMS + MOST_LINES:
         by_rule: dict[str, Problem] = {}
         for problem in problems:
             by_rule.setdefault(problem.rule, problem)
-        told = list(by_rule.values())[:MOST_PROBLEMS]
-    parts = [headline, *map(problem_text, told)]
-    rest = [problem for problem in problems if all(problem is not other for other in told)]
+        shown = list(by_rule.values())[:MOST_PROBLEMS]
+    parts = [headline, *map(problem_text, shown)]
+    rest = [problem for problem in problems if all(problem is not other for other in shown)]
     if len(rest) > MOST_LINES:
         counts = Counter(problem.rule for problem in rest)
         parts.append(f"  and {len(rest):,} more: " + ", ".join(f"{count:,} {rule}" for rule, count in counts.items()))

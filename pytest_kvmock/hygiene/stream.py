@@ -252,7 +252,7 @@ class Stream(History):
             for block in blocks:
                 self.removed_but_resident.pop(block, None)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Nothing is held any more, and that is known."""
         device = list(self.device)
         self.emptied = tuple({device[0], device[len(device) // 2], device[-1]}) if device else ()
@@ -306,11 +306,11 @@ class Stream(History):
         copy.recover(self, range(0))
         return copy
 
-    def recover(self, said: Stream, ids: range) -> None:
-        """Hold what the worker has said of itself, now that it was asked for some ids.
+    def recover(self, published: Stream, ids: range) -> None:
+        """Hold what the worker has published, now that it was asked for some ids.
 
         Args:
-            said: all that it has said, in the order in which it did.
+            published: all that it has published, in order.
             ids: what it was asked for, up to the newest. The desync stays where an id before them is missing.
         """
         desync, removed_but_resident, orphaned, unconfirmed = (
@@ -319,28 +319,28 @@ class Stream(History):
             self.orphaned,
             self.unconfirmed,
         )
-        self.forget()
+        self.clear()
         self.unconfirmed = unconfirmed
-        for tier, held in said.tiers.items():
+        for tier, held in published.tiers.items():
             self.tiers.setdefault(tier, {}).update(held)
-        self.implied |= said.implied
-        self.forks = {block: set(children) for block, children in said.forks.items()}
-        self.unmarked |= said.unmarked
-        self.copies = {tier: dict(copies) for tier, copies in said.copies.items()}
-        self.restored, self.last = dict(said.restored), said.last
+        self.implied |= published.implied
+        self.forks = {block: set(children) for block, children in published.forks.items()}
+        self.unmarked |= published.unmarked
+        self.copies = {tier: dict(copies) for tier, copies in published.copies.items()}
+        self.restored, self.last = dict(published.restored), published.last
         self.removed_but_resident = {
-            block: removed_but_resident.get(block, problem) for block, problem in said.removed_but_resident.items()
+            block: removed_but_resident.get(block, problem) for block, problem in published.removed_but_resident.items()
         }
-        self.orphaned = {block: orphaned.get(block, problem) for block, problem in said.orphaned.items()}
-        self.events, self.emptied, self.anew = list(said.events), said.emptied, list(said.anew)
-        self._forget_index()
+        self.orphaned = {block: orphaned.get(block, problem) for block, problem in published.orphaned.items()}
+        self.events, self.emptied, self.anew = list(published.events), published.emptied, list(published.anew)
+        self._reset_index()
         self.links = Links()
         due = 0 if self.next_id is None else self.next_id
         missing = [*self.holes, range(due, ids.stop)]
         before = [range(hole.start, min(hole.stop, ids.start)) for hole in missing]
-        told = [range(max(hole.start, ids.start), hole.stop) for hole in missing]
+        answered = [range(max(hole.start, ids.start), hole.stop) for hole in missing]
         self.holes = [hole for hole in before if hole]
-        self.late += [part for part in told if part]
+        self.late += [part for part in answered if part]
         self.next_id = ids.stop
         self.desync = desync if self.holes else None
 

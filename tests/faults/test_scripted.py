@@ -248,7 +248,7 @@ def test_a_salted_worker_matches_no_prompt(kv):
     with kv.faults.salt(lora_name="adapter", worker=0) as salt:
         kv.worker(0).serve(asked)
         kv.worker(1).serve(asked)
-    assert 1 == salt.struck
+    assert 1 == salt.injected
     assert {1: 3} == kv.overlap(asked)
     assert {0: 3} == kv.overlap_for_hashes(block_hashes(asked.tokens, 4, lora_name="adapter"))
     assert [("wrong_hash", "salt"), ("engine_drift", "salt"), ("engine_drift", "salt")] == errors(kv)
@@ -335,7 +335,7 @@ def test_an_index_of_opaque_names_does_not_mind_signed_hashes():
     with kv.faults.signed() as fault:
         for _ in range(10):
             kv.worker(0).serve(kv.prompt(4))
-    assert fault.struck
+    assert fault.injected
     assert ([], [], []) == tuple(kv.judge())
 
 
@@ -376,7 +376,7 @@ def test_every_one_until_it_is_stopped(kv):
     kv.apply([one_block(1), one_block(2)])
     losing.stop()
     kv.apply(one_block(3))
-    assert ([2], 2, None) == (ids(kv), losing.struck, losing.left)
+    assert ([2], 2, None) == (ids(kv), losing.injected, losing.left)
 
 
 def test_a_fault_that_may_not_strike_an_event_waits_for_the_next(kv):

@@ -300,12 +300,12 @@ def test_two_drops_take_their_own_events(kv):
 def test_no_event_is_dropped_after_the_with_block(kv):
     with kv.faults.lose(None) as drop:
         kv.apply([one_block(1), one_block(2)])
-    assert 2 == drop.struck
+    assert 2 == drop.injected
     kv.apply(one_block(3))
     assert [2] == ids(kv.events)
     with kv.drop_next() as drop:
         kv.apply(one_block(4))
-    assert (0, 1) == (drop.left, drop.struck)
+    assert (0, 1) == (drop.left, drop.injected)
 
 
 def test_a_transport_may_lose_double_and_delay(kv):
