@@ -306,7 +306,7 @@ class Faults:
             book, lost = self._judge.book, self._judge.first_lost
             if book is not None and book.attribution.injections:
                 raise ValueError(
-                    f"kv_router.faults.survive: call it before the first fault strikes; "
+                    f"kv_router.faults.survive: call it before the first fault; "
                     f"injected already: {book.attribution.injections[0]}"
                 )
             if lost is not None:

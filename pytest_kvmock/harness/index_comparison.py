@@ -359,7 +359,7 @@ class IndexComparison:
             rank,
             f"{self._under_test.asked}() of your index ({self._under_test.name}) returned {got} for "
             f"{worker_text(worker, rank)} on a {len(shortest.local)}-block prefix (ends in {block_text(block)}); {story}",
-            _right(right, "the reference index says" if self.survival is None else "was published"),
+            _right(right, "the reference index returned" if self.survival is None else "was published"),
             queued.event if queued else None,
             queued.position if queued else position,
             (block,),
@@ -465,7 +465,7 @@ class IndexComparison:
             "index_failure",
             *key,
             known,
-            "an index takes every sound event, and answers every question",
+            "an index applies every valid event, and answers every query",
             event,
             queued.position if queued else position,
             fault=None
@@ -531,7 +531,9 @@ def _right(answers: range, as_what: str) -> str:
     least, most = answers.start, answers.stop - 1
     if least == most:
         return f"{_count(most)}, as {as_what}"
-    return f"{least} to {_count(most)}: between what the reference index says and what the events say is held"
+    return (
+        f"{least} to {_count(most)}: between what the reference index returned and what is held according to the events"
+    )
 
 
 def _count(blocks: int) -> str:

@@ -1,4 +1,4 @@
-"""Workers that a router can ask for events that it missed."""
+"""Recovery: what workers answer a router that asks for events that it missed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Recovery:
-    """What a router calls to ask a worker of a harness for events that it missed: `recovery(*query)`.
+    """The callable by which a router asks a worker of a harness for events that it missed: `recovery(*query)`.
 
     It answers as the worker would, from a `LocalIndex` of each worker and rank, which has all that was published,
-    whatever was lost on its way. The answer counts as arrived: what it tells is missing no more, and from there on the
+    whatever was lost on its way. The answer counts as arrived: its events are missing no more, and from there on the
     index under test is compared without excuse. The index is not given the answer; it has to apply it before its `apply`,
     or its `flush`, returns.
 
@@ -35,8 +35,8 @@ class Recovery:
         ValueError: no ring.
 
     Attributes:
-        queries: what was asked, in order.
-        answers: what was answered.
+        queries: the queries, in order.
+        answers: the answer to each.
     """
 
     def __init__(self, ring: int = RING) -> None:
@@ -45,8 +45,8 @@ class Recovery:
         self.answers: list[Answer] = []
         self._local: dict[StreamKey, LocalIndex] = {}
         self._published = Ledger()
-        # What the reference index of a stream is built of that is not prefix-closed: there, what is told again after
-        # what came too early would leave other links than the same events in their order. And of one whose copies are
+        # What the reference index of a stream is built of that is not prefix-closed: there, events that come again after
+        # others that came too early would leave other links than the same events in their order. And of one whose copies are
         # counted, as the reference counts none.
         self._built: dict[StreamKey, list[RouterEvent]] = {}
         self._judge: Judge | None = None
@@ -58,7 +58,7 @@ class Recovery:
 
     @property
     def ring(self) -> int:
-        """How many of its last events each worker and rank keeps. Made smaller, they forget the oldest."""
+        """How many of its last events each worker and rank keeps. Made smaller, the oldest are dropped."""
         return self._ring
 
     @ring.setter
@@ -74,16 +74,16 @@ class Recovery:
         Args:
             worker_id: which worker.
             start: the first event id that is wanted; None: a dump of all that the worker holds.
-            end: the last one; None: the newest. An answer goes on to the newest anyway.
+            end: the last one; None: the newest. An answer has all up to the newest anyway.
             dp_rank: which of its ranks.
 
         Raises:
             ValueError: there is no such worker, or an id is none.
-            RuntimeError: no harness has it.
+            RuntimeError: it belongs to no harness.
         """
         judge = self._judge
         if judge is None:
-            raise RuntimeError("nobody can be asked yet: the recovery belongs to no RouterHarness")
+            raise RuntimeError("there is no worker to ask yet: the recovery belongs to no RouterHarness")
         key = (worker_id, dp_rank)
         is_key = all(map(is_integer, key))
         with self._lock:
@@ -119,7 +119,7 @@ class Recovery:
 
     @staticmethod
     def _with_copies(dump: TreeDump, published: Stream) -> TreeDump:
-        """The dump, with a Stored for each further copy of a block: whoever asks has to count them too."""
+        """The dump, with a Stored for each further copy of a block: the router has to count them too."""
         again: list[RouterEvent] = []
         for event in dump.events:
             data = event.event.data
@@ -133,7 +133,7 @@ class Recovery:
     # --------------------------------------------------------------------------------------- of its harness
 
     def join(self, judge: Judge, lock: RLock) -> None:
-        """Belong to a harness.
+        """Bind the recovery to a harness.
 
         Raises:
             ValueError: it belongs to one.
@@ -143,7 +143,7 @@ class Recovery:
         self._judge, self._harness_lock = judge, lock
 
     def keep(self, event: RouterEvent) -> None:
-        """An event is published."""
+        """Record an event that a worker publishes."""
         with self._lock:
             key = (event.worker_id, event.event.dp_rank)
             local = self._local.get(key) or self._begin(key)
@@ -158,7 +158,7 @@ class Recovery:
         return published.prefix_closed and published.residency == "unique"
 
     def restarted(self, key: StreamKey) -> None:
-        """A worker and rank begins anew, and knows nothing of what was."""
+        """Begin anew with a worker and rank: what it published before is dropped."""
         with self._lock:
             self._begin(key)
 

@@ -149,9 +149,7 @@ class IndexUnderTest:
         if remove_rank is not None:
             return [(lambda rank: remove_rank(worker_id, rank), dp_rank) for dp_rank in ranks]
         need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
-        raise ValueError(
-            f"the index under test ({self.name}) cannot be told that worker {worker_id} is gone: it has no {need}"
-        )
+        raise ValueError(f"the index under test ({self.name}) cannot remove worker {worker_id}: it has no {need}")
 
     def answer(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
         """Flush it, and ask it for a prompt.
@@ -185,7 +183,7 @@ class IndexUnderTest:
         scores = getattr(answer, "scores", answer)
         if not isinstance(scores, Mapping):
             raise UnreadableAnswer(
-                f"{self.name} answered {answer!r:.120}; expected a mapping of worker_id or "
+                f"{self.name} returned {answer!r:.120}; expected a mapping of worker_id or "
                 "(worker_id, dp_rank) to a number of blocks, or an object with such a mapping in .scores"
             )
         out: dict[Any, int] = {}
@@ -195,7 +193,7 @@ class IndexUnderTest:
             is_count = isinstance(blocks, int) and blocks >= 0
             if not (is_pair or isinstance(key, int)) or not is_count or ranked not in (None, is_pair):
                 raise UnreadableAnswer(
-                    f"{self.name} answered the entry {key!r}: {blocks!r}; expected worker_id or "
+                    f"{self.name} returned the entry {key!r}: {blocks!r}; expected worker_id or "
                     "(worker_id, dp_rank), the same form in one answer, and a number of blocks"
                 )
             ranked = is_pair

@@ -187,5 +187,5 @@ class KvSink:
             TypeError: it cannot be called.
         """
         if not callable(resident):
-            raise TypeError(f"compare takes a callable that tells the resident block hashes, got {resident!r:.80}")
+            raise TypeError(f"compare takes a callable that returns the resident block hashes, got {resident!r:.80}")
         self._compare_with(self.worker_id, dp_rank, storage_tier, partial(self._looked_up, resident))

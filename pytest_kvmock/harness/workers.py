@@ -146,7 +146,7 @@ def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink:
     if manager.backend != spec.name:
         raise ValueError(
             f"backend {spec.name!r} made a manager that calls itself {manager.backend!r}; "
-            "a test would run on another backend than its id says"
+            "a test would run on another backend than its id names"
         )
     return manager
 

@@ -10,10 +10,10 @@ from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.hygiene.text import after_text, event_text, worker_text
 
 MOST_PROBLEMS = 3
-"""How many problems a failure message tells in full; the log has the rest."""
+"""How many problems a failure message shows in full; the log has the rest."""
 
 MOST_LINES = 10
-"""How many more it names one by one."""
+"""How many more problems it lists one by one."""
 
 
 def problem_line(problem: Problem) -> str:
@@ -29,7 +29,7 @@ def problem_line(problem: Problem) -> str:
 
 
 def problem_text(problem: Problem) -> str:
-    """A problem in full: the event, the worker, the block, what was known and what would have been right."""
+    """A problem in full: the event, the worker, the block, what was observed and what was expected."""
     lines = []
     if problem.event is not None:
         own = (problem.event.worker_id, problem.event.event.dp_rank) == (problem.worker_id, problem.dp_rank)
@@ -59,7 +59,7 @@ def problem_text(problem: Problem) -> str:
 def problems_text(problems: Sequence[Problem]) -> str:
     """A headline that stands by itself, the first problems in full, and how many more there are of which rule.
 
-    Of many problems, the first of each rule is told in full: what repeats a fault says nothing new.
+    Of many problems, the first of each rule is shown in full: repetitions of a fault add nothing new.
     """
     kinds = {"error" if problem.is_error else "warning" for problem in problems}
     what = kinds.pop() if len(kinds) == 1 else "problem"
@@ -83,7 +83,7 @@ def problems_text(problems: Sequence[Problem]) -> str:
 
 
 def expectation_text(rule: str, times: int, seen: int, events: int) -> str:
-    """What to say of an expectation that was not met."""
+    """The sentence for an expectation that was not met."""
     saw = "none" if seen == 0 else str(seen)
     return f"expected {times} {rule}, saw {saw} in {events} KV event{'s' * (events != 1)}"
 

@@ -283,7 +283,7 @@ def test_signed_hashes_are_salted_too_and_stay_signed():
 def test_blocks_without_tokens_cannot_be_salted(kv):
     kv.faults.salt(lora_name="adapter")
     kv.apply(one_block(1))
-    assert ["kv_router.faults.salt(lora_name='adapter'): never struck"] == kv.judge().unmet
+    assert ["kv_router.faults.salt(lora_name='adapter'): unused, no event matched"] == kv.judge().unmet
 
 
 @pytest.mark.parametrize("token_ids", [((-1, 0, 0, 0),), (("a", "b", "c", "d"),), ((1, 2, 3, 4), (5, 6, 7, 8))])
@@ -392,13 +392,13 @@ def test_faults_of_a_transport_come_after(kv):
     assert [1, 1] == ids(kv)
 
 
-# --------------------------------------------------------------------------------------------------- never struck
+# --------------------------------------------------------------------------------------------------- unused faults
 
 
 def test_a_fault_that_never_struck_is_said_once(kv):
     kv.faults.lose(3)
     kv.apply([one_block(1), one_block(2)])
-    assert ["kv_router.faults.lose(3): 2 struck, 1 never did"] == kv.judge().unmet
+    assert ["kv_router.faults.lose(3): 2 of 3 injected"] == kv.judge().unmet
     assert [] == kv.judge().unmet
     kv.apply(one_block(3))
     assert [2] == ids(kv)
@@ -406,7 +406,9 @@ def test_a_fault_that_never_struck_is_said_once(kv):
 
 def test_a_with_block_says_so_when_it_is_left(kv):
     with (
-        pytest.raises(KvEventsError, match=r"^kv_router\.faults\.lose\(2, kind='stored', worker=0\): never struck$"),
+        pytest.raises(
+            KvEventsError, match=r"^kv_router\.faults\.lose\(2, kind='stored', worker=0\): unused, no event "
+        ),
         kv.faults.lose(2, kind="stored", worker=0),
     ):
         pass
@@ -420,7 +422,7 @@ def test_a_with_block_that_raises_keeps_its_own_failure(kv):
 
 def test_every_one_must_be_one_at_least(kv):
     kv.faults.late_join()
-    assert ["kv_router.faults.late_join(): never struck"] == kv.judge().unmet
+    assert ["kv_router.faults.late_join(): unused, no event matched"] == kv.judge().unmet
 
 
 def test_a_fault_that_is_stopped_need_not_have_struck(kv):
@@ -429,7 +431,7 @@ def test_a_fault_that_is_stopped_need_not_have_struck(kv):
 
 
 def test_a_harness_by_itself_fails_for_it():
-    with pytest.raises(KvEventsError, match="never struck"), RouterHarness(PROFILE) as kv:
+    with pytest.raises(KvEventsError, match="unused, no event matched"), RouterHarness(PROFILE) as kv:
         kv.faults.double()
 
 
@@ -628,7 +630,10 @@ def test_a_sink_has_no_engine_to_restart(kv):
     ("rates", "message"),
     [
         ({"loose": 0.1}, r"unknown fault 'loose'; did you mean 'lose'\? known: lose, "),
-        ({"late_join": 0.1}, "late_join has no rate, it is scripted; those that have: lose, "),
+        (
+            {"late_join": 0.1},
+            r"`late_join` cannot strike at random; call `faults\.late_join\(\)`; allowed at random: lose, ",
+        ),
         ({"lose": 2}, "lose: got 2; allowed: a rate from 0 to 1"),
         ({"lose": float("nan")}, "lose: got nan; allowed: a rate from 0 to 1"),
         (["lose"], "got \\['lose'\\]; allowed: a mapping of faults to rates"),

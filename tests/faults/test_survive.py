@@ -342,7 +342,7 @@ def test_an_announced_restart_ends_what_was_hurt():
     [
         (["loose"], r"unknown fault 'loose'; did you mean 'lose'\? known: lose, double, reorder, "),
         ([7], r"unknown fault 7; known: lose"),
-        (["block_size"], r"block_size is nothing that a router can survive"),
+        (["block_size"], r"no router can survive `block_size`"),
     ],
 )
 def test_what_cannot_be_survived_is_refused(names, message):
@@ -470,7 +470,7 @@ def test_an_error_that_was_expected_before_stays_so():
     assert ([], [], []) == tuple(kv.judge())
 
 
-AFTER_A_FAULT = "kv_router.faults.survive: call it before the first fault strikes; injected already: "
+AFTER_A_FAULT = "kv_router.faults.survive: call it before the first fault; injected already: "
 
 
 @pytest.mark.parametrize(

@@ -456,7 +456,7 @@ def test_it_may_do_so_once(recovering):
     delay.let_go(*delay.held)
     store(kv, 4)
     known = [problem.known for problem in kv.events.problems if problem.rule == "event_id_gap"]
-    assert "event 2 had arrived: ids went backwards, as after a restart that nobody announced" == known[1]
+    assert "event 2 had arrived: ids went backwards, as after an unannounced restart" == known[1]
 
 
 def test_an_index_that_applies_it_again_drifts(recovering):

@@ -63,7 +63,7 @@ def test_any_answer_between_the_reference_and_what_is_held_is_right(make_kv, sto
     for index.blocks in range(least, 4):
         kv.assert_in_sync()
     for index.blocks in (least - 1, 4):
-        with pytest.raises(KvEventsError, match=f"{least} to 3 blocks: between what the reference index says and"):
+        with pytest.raises(KvEventsError, match=f"{least} to 3 blocks: between what the reference index returned and"):
             kv.assert_in_sync()
 
 
@@ -75,7 +75,7 @@ def test_where_a_backend_is_prefix_closed_the_reference_alone_is_right(make_kv):
     sink(Removed(CHAIN[2:]))
     index.blocks = 3
     (problem,) = kv.judge().errors
-    assert ("index_drift", "2 blocks, as the reference index says") == (problem.rule, problem.right)
+    assert ("index_drift", "2 blocks, as the reference index returned") == (problem.rule, problem.right)
 
 
 def test_a_chain_that_only_begins_within_another_has_no_run_of_its_blocks(make_kv, rules_of):

@@ -136,7 +136,8 @@ def test_what_is_right_goes_from_the_references_answer_to_what_is_held(by_rank):
     for blocks in (0, 3):
         index.told[1, 2] = {key: blocks}
         with pytest.raises(
-            KvEventsError, match="1 to 2 blocks: between what the reference index says and what the events say is held"
+            KvEventsError,
+            match="1 to 2 blocks: between what the reference index returned and what is held according to the events",
         ):
             kv.assert_in_sync()
 
@@ -157,7 +158,10 @@ def test_what_is_outside_of_it_is_listed_under_the_warning_and_says_why():
         f"find_matches() of your index (Scripted) returned 0 for worker {sink.worker_id} on a 2-block prefix (ends in "
         "2); block 2 was stored by event 0 and never removed; block 2 was left without its parent by event 1"
     ) == drift.known
-    assert "1 to 2 blocks: between what the reference index says and what the events say is held" == drift.right
+    assert (
+        "1 to 2 blocks: between what the reference index returned and what is held according to the events"
+        == drift.right
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +233,7 @@ def test_an_index_that_counts_more_than_is_held_has_no_excuse_where_nothing_is_o
     say(sink, *ORPHAN[:2], *more)
     index.told[1, 2] = {(sink.worker_id, 0): 1}
     (error,) = kv.judge().errors
-    assert ("index_drift", (2,), "0 blocks, as the reference index says") == (error.rule, error.blocks, error.right)
+    assert ("index_drift", (2,), "0 blocks, as the reference index returned") == (error.rule, error.blocks, error.right)
 
 
 def test_a_removed_of_an_inner_block_that_an_index_ignores_is_its_own_fault():
@@ -276,7 +280,7 @@ def test_each_rank_and_each_worker_has_orphans_of_its_own():
     right = {(sink.worker_id, 1): 1, (sink.worker_id, 0): 2, (other.worker_id, 0): 2}
     for key in [(sink.worker_id, 0), (other.worker_id, 0)]:
         index.told[1, 2] = right | {key: 1}
-        with pytest.raises(KvEventsError, match="2 blocks, as the reference index says"):
+        with pytest.raises(KvEventsError, match="2 blocks, as the reference index returned"):
             kv.assert_in_sync()
     index.told[1, 2] = right | {(sink.worker_id, 1): 2}
     kv.assert_in_sync()

@@ -778,7 +778,10 @@ def test_a_worker_holds_no_more_than_its_profile_has(make_kv, rules_of):
     kv.apply([one_block(number) for number in range(4)])
     kv.assert_no_event_warnings()
     (problem,) = kv.judge().errors
-    assert ("over_capacity", "the events say that 4 blocks are held after event 3") == (problem.rule, problem.known)
+    assert ("over_capacity", "according to the events, 4 blocks are held after event 3") == (
+        problem.rule,
+        problem.known,
+    )
 
 
 def test_stored_before_removed_is_no_breach_of_the_capacity(make_kv):

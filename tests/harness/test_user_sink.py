@@ -169,7 +169,7 @@ def test_ranks_and_tiers_are_compared_by_themselves(kv, sink):
 
 
 def test_what_cannot_be_called_cannot_be_compared(sink):
-    with pytest.raises(TypeError, match=r"compare takes a callable that tells the resident block hashes, got \[1\]"):
+    with pytest.raises(TypeError, match=r"compare takes a callable that returns the resident block hashes, got \[1\]"):
         sink.compare([1])
 
 
@@ -215,7 +215,7 @@ def test_a_callable_that_cannot_tell_what_is_resident_is_a_problem_and_loses_no_
     sink.compare(resident)
     sink(Removed((9,)))
     assert ["block_not_found", "engine_drift"] == [p.rule for p in kv.judge().errors]
-    assert "what is resident could not be told: " in kv.events.errors[1].known
+    assert "the resident blocks could not be read: " in kv.events.errors[1].known
     assert [] == kv.judge().errors
 
 

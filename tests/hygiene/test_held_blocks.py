@@ -86,7 +86,7 @@ def test_the_breach_names_no_block_and_says_how_many_are_held():
     stream = Stream(num_blocks=1)
     stream.say_all([stored(1, 2), stored(3)])
     (problem,) = stream.problems
-    assert ("the events say that 2 blocks are held after event 0", ()) == (problem.known, problem.blocks)
+    assert ("according to the events, 2 blocks are held after event 0", ()) == (problem.known, problem.blocks)
     assert ("the engine has 1 block; what it evicts is published as Removed", 1) == (problem.right, problem.event_id)
 
 
@@ -326,7 +326,7 @@ def test_the_child_and_its_parent_are_named():
     stream.say_all([stored(1, 2), stored(3, parent=1), Removed((1,))])
     (problem,) = stream.problems
     assert (
-        "block 2 was stored by event 0 and never removed, and its parent 1 is held no more; likewise 1 more"
+        "block 2 was stored by event 0 and never removed, and its parent 1 is no longer held; likewise 1 more"
         == problem.known
     )
 

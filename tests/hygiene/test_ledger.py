@@ -140,7 +140,7 @@ def test_ids_that_are_not_due_are_gaps(ids, gaps):
         (
             stored(1),
             stored(2),
-            "another event 0 had arrived: ids went backwards, as after a restart that nobody announced",
+            "another event 0 had arrived: ids went backwards, as after an unannounced restart",
         ),
     ],
     ids=["the same event", "another event"],

@@ -385,7 +385,7 @@ def test_hashes_read_alike_in_what_events_and_moves_show_of_themselves():
 def test_the_parent_that_a_fault_was_given_reads_as_in_the_log():
     kv = RouterHarness()
     fault = kv.faults.wrong_parent(parent=LARGE)
-    assert f"<kv_router.faults.wrong_parent(1, parent={TEXT}): 0 struck>" == repr(fault)
+    assert f"<kv_router.faults.wrong_parent(1, parent={TEXT}): 0 injected>" == repr(fault)
     fault.stop()
 
 
