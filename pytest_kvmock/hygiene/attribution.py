@@ -1,9 +1,9 @@
 """Which problems are the workers' own, and which came of faults that a test injected.
 
 Theory of operation. From the first fault on, a second ledger observes what workers publish, before anything happens to
-it. A problem that both ledgers find is real: it would have been found without the fault, and is never listed under one. What
-only the ledger of what arrived finds was injected. Which injection it came of is known by the ids that are missing, by
-the event that was changed, and else by the rule of `Injections`.
+it. A problem that both ledgers find is real: it would have been found without the fault, and is never listed under one.
+A problem that only the ledger of what arrived finds is a result of a fault. Which injection that is follows from the ids
+that are missing, from the event that was changed, and else from the rule of `Injections`.
 """
 
 from __future__ import annotations

@@ -437,8 +437,8 @@ class Ledger:
         if stream is None or stream.residency == "unique" or not isinstance(data, Removed):
             return event
         held = stream.held(event.storage_tier)
-        gone = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
-        return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(gone)))
+        removed = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
+        return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(removed)))
 
     def skipped(self, key: StreamKey, due: int | None, got: int) -> None:
         """Record that a worker published an event and left out ids before it: they will not arrive.
