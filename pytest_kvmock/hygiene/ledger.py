@@ -177,7 +177,7 @@ class Ledger:
             before = "another event" if got == due - 1 else "event"
             known = f"{before} {due - 1} had arrived: ids went backwards, as after an unannounced restart"
             stream.begin_anew("backwards")
-        problem = self._problem("event_id_gap", stream, known, f"event {due} was due", ())
+        problem = self._problem("event_id_gap", stream, known, f"event {due}", ())
         problem.event, problem.position = event, position
         problems.append(problem)
         if event == stream.last:  # a repeat of the event before: only its own consequences follow from it

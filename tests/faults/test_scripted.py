@@ -19,13 +19,13 @@ def one_block(number):
     return Stored(None, (number,), (number,))
 
 
-def heard(kv, worker_id=0):
+def arrived(kv, worker_id=0):
     """The events of a worker as they arrived: id and data."""
     return [(e.event.event.event_id, e.event.event.data) for e in kv.events if e.event.worker_id == worker_id]
 
 
 def ids(kv, worker_id=0):
-    return [event_id for event_id, _ in heard(kv, worker_id)]
+    return [event_id for event_id, _ in arrived(kv, worker_id)]
 
 
 def errors(kv):
@@ -124,7 +124,7 @@ def test_a_wrong_parent_is_one_that_nobody_stored_or_the_one_that_is_named(kv):
     kv.apply(one_block(1))
     kv.faults.wrong_parent(parent=1)
     kv.apply([Removed((1,)), one_block(2)])
-    (_, first), _, (_, second) = heard(kv)
+    (_, first), _, (_, second) = arrived(kv)
     assert first.parent_hash not in (None, 1)
     assert 1 == second.parent_hash
     assert [("parent_block_not_found", "wrong_parent")] * 2 == errors(kv)
@@ -133,7 +133,7 @@ def test_a_wrong_parent_is_one_that_nobody_stored_or_the_one_that_is_named(kv):
 def test_a_foreign_event_arrives_as_the_next_workers(kv):
     kv.faults.foreign(worker=1)
     kv.apply(one_block(1), worker_id=1)
-    assert ([(0, one_block(1))], []) == (heard(kv, 0), heard(kv, 1))
+    assert ([(0, one_block(1))], []) == (arrived(kv, 0), arrived(kv, 1))
     assert [("event_id_gap", "foreign")] == errors(kv)
     assert {(0, 0), (1, 0)} == kv.events.problems[0].fault.keys
 
@@ -165,8 +165,10 @@ def test_a_stored_is_its_own_parent(kv):
 
 def test_a_sink_raises_before_the_router(kv):
     before, after = [], []
-    for told, first in ((before, True), (after, False)):
-        sink = type("Sink", (), {"publish": lambda self, event, *_, told=told: told.append(event.event_id)})()
+    for published, first in ((before, True), (after, False)):
+        sink = type(
+            "Sink", (), {"publish": lambda self, event, *_, published=published: published.append(event.event_id)}
+        )()
         kv.add_sink(sink, before=first)
     kv.faults.sink_failure()
     kv.apply([one_block(1), one_block(2)])
@@ -175,11 +177,11 @@ def test_a_sink_raises_before_the_router(kv):
 
 
 def test_a_lost_event_is_lost_to_the_router_alone(kv):
-    told = []
-    kv.add_sink(type("Sink", (), {"publish": lambda self, event, *_: told.append(event.event_id)})())
+    published = []
+    kv.add_sink(type("Sink", (), {"publish": lambda self, event, *_: published.append(event.event_id)})())
     kv.faults.lose()
     kv.apply([one_block(1), one_block(2)])
-    assert ([1], [0, 1]) == (ids(kv), told)
+    assert ([1], [0, 1]) == (ids(kv), published)
 
 
 def test_the_first_event_of_a_worker_is_missing(kv):
@@ -239,7 +241,7 @@ def test_a_cleared_arrives_that_was_never_published(kv):
     kv.worker(1).serve(asked)
     kv.faults.clear(1)
     assert {0: 2} == kv.overlap(asked)
-    assert [(0, one_block(1)), (1, Cleared())][1] == heard(kv, 1)[1]
+    assert [(0, one_block(1)), (1, Cleared())][1] == arrived(kv, 1)[1]
     assert {("engine_drift", "clear")} == set(errors(kv))
 
 

@@ -168,7 +168,7 @@ def test_an_index_is_told_of_a_removed_worker(make_kv):
         for worker in (0, 1):
             kv.worker(worker).serve(asked)
         kv.remove_worker(0)
-        assert [0] == index.told
+        assert [0] == index.removals
         assert {1: 2} == kv.overlap(asked)
 
 
@@ -179,7 +179,7 @@ def test_an_index_is_told_of_an_announced_restart(make_kv):
         for worker in kv.workers.values():
             worker.serve(asked)
         kv.worker(0, 1).restart(announced=True)
-        assert [(0, 1)] == index.told
+        assert [(0, 1)] == index.removals
         assert {(0, 0): 2} == kv.overlap(asked)
         kv.worker(0, 1).serve(asked)
 
@@ -407,7 +407,7 @@ FAULTY = (ForgetsOneRemoved, IgnoresCleared, RemovesFromTheWrongWorker, MatchesB
 def test_each_wrong_index_is_found_in_traffic(make_kv, kind, sync):
     index = kind()
     if sync == "end" and kind is ForgetsOneRemoved:
-        index.forgets = 1000  # a later Removed of its parent hides a single one
+        index.skips = 1000  # a later Removed of its parent hides a single one
     kv = make_kv(index=index, sync=sync, workers=2)
     busy(kv)
     if kind is IgnoresCleared:
@@ -416,7 +416,7 @@ def test_each_wrong_index_is_found_in_traffic(make_kv, kind, sync):
     errors = kv.judge().errors
     assert errors
     assert {"index_drift", "index_failure"} >= {problem.rule for problem in errors}
-    if sync == "end" and kind is not RaisesOnce:  # what is raised is heard at once
+    if sync == "end" and kind is not RaisesOnce:  # an exception shows at once
         assert set() == before_the_end
     else:
         assert set() < before_the_end
