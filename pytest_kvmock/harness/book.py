@@ -1,6 +1,6 @@
 """The book of what would have arrived without faults: a ledger of what workers publish, from the first fault on.
 
-It serves two questions. Which problems came of an injected fault (`Attribution`)? And what should an index answer that
+It serves two questions. Which problems are results of an injected fault (`Attribution`)? And what should an index answer that
 survives faults (`SurvivalOracle`)? The second needs a history and a reference index too, which are kept where a test
 says that its router survives.
 

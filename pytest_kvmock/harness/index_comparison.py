@@ -310,7 +310,7 @@ class IndexComparison:
         self.survival.mark_recovered(key)
 
     def news(self, found: list[Problem], queued: QueuedEvent | None = None) -> list[Problem]:
-        """Those of `found` that were not reported before, each listed where it belongs."""
+        """Return the problems that were not reported before, each listed under its cause."""
         out = []
         warned, self._warned = self._warned, {}
         for problem in found:
@@ -393,7 +393,7 @@ class IndexComparison:
         if others:
             known = f"it never stored it, {worker_text(*others[0])} did"
             return block, known + early * (too_many and others[0][0] != key[0])
-        return block, f"nobody ever stored it{early}"
+        return block, f"no worker ever stored it{early}"
 
     def _orphan(
         self, answer: Scores | WorkerScores, key: StreamKey, chain: Chain

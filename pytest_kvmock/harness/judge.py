@@ -272,7 +272,7 @@ class Judge:
 
     @contextmanager
     def burst(self) -> Iterator[None]:
-        """See `RouterHarness.burst`."""
+        """Give the index events in a burst; see `RouterHarness.burst`."""
         comparison = self._comparison
         if comparison is None or self.is_async:
             yield
@@ -336,7 +336,7 @@ class Judge:
         return found
 
     def _oldest_first(self, drifts: list[Problem]) -> list[Problem]:
-        """See `drift.oldest_first`."""
+        """Sort drifts; see `drift.oldest_first`."""
         return oldest_first(drifts, self.ledger.streams, self.log)
 
     # ---------------------------------------------------------------------------------------------- verdict

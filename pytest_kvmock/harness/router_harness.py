@@ -475,7 +475,7 @@ class RouterHarness:
     # ---------------------------------------------------------------------------------------------- judging
 
     def ok_count(self, kind: str) -> int:
-        """How many events of a kind ("stored", "removed", "cleared") were sound."""
+        """How many events of a kind ("stored", "removed", "cleared") were valid."""
         return self.status_count(kind, "ok")
 
     def status_count(self, kind: str, status: str) -> int:

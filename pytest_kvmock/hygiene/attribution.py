@@ -1,4 +1,4 @@
-"""Which problems are the workers' own, and which came of faults that a test injected.
+"""Attribution: which problems are the workers' own, and which are results of faults that a test injected.
 
 Theory of operation. From the first fault on, a second ledger observes what workers publish, before anything happens to
 it. A problem that both ledgers find is real: it would have been found without the fault, and is never listed under one.
@@ -107,7 +107,7 @@ class Attribution:
     # ----------------------------------------------------------------------------------------- classifying
 
     def classify(self, problems: Iterable[Problem], real: Sequence[Problem], delivery: Delivery | None = None) -> None:
-        """Set the injected fault of each problem that came of one, and take real problems from under those.
+        """Set the injected fault of each problem that is a result of one, and take real problems from under those.
 
         Args:
             problems: what was found with what arrived, causes before what follows from them.
@@ -151,7 +151,7 @@ class Attribution:
         return is_hidden and problem.cause is None
 
     def _attribute(self, problem: Problem, key: StreamKey, arriving: Injection | None) -> Injection | None:
-        """The injection that a problem came of: by missing ids, by the event itself, or by the rule of `Injections`."""
+        """The injection that a problem is a result of: by missing ids, by the event itself, or by the rule of `Injections`."""
         if problem.rule == "event_id_gap" and (missing := self._next_missing(problem, key)) is not None:
             return missing
         if arriving is not None and key in arriving.keys:
@@ -165,7 +165,7 @@ class Attribution:
         return of_stream.first()
 
     def _attribute_input(self, problem: Problem, key: StreamKey) -> Injection | None:
-        """The change to the input of the index under test that a problem came of."""
+        """The change to the input of the index under test that a problem is a result of."""
         of_input = self._of_index_input.get(key)
         if of_input is None:
             return None
@@ -180,7 +180,7 @@ class Attribution:
         return next((stream.chain(block) for stream in streams if stream is not None and stream.was_stored(block)), [])
 
     def _next_missing(self, gap: Problem, key: StreamKey) -> Injection | None:
-        """The first injection that made a gap of ids, if ids are missing; one gap stands for them all."""
+        """The first injection that made a gap of ids, if ids are missing; one gap counts for them all."""
         waiting = self._missing.get(key, [])
         upto = gap.event_id
         passed = [one for one in waiting if upto is None or (one.event_id is not None and one.event_id < upto)]

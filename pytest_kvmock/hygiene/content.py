@@ -12,11 +12,11 @@ HAND_WRITTEN: Final = 2**16
 """Hashes below are numbers written by hand: a hash function hardly ever returns one."""
 
 MOST_PARENTS: Final = 2**18
-"""How many blocks of a stream are tried as the right parent of others, in all: a tenth of a second."""
+"""The most blocks of a stream that are tried as the right parent of others, in all: a tenth of a second."""
 
 
 class Chain(Protocol):
-    """How one engine names its blocks; it follows one stream, and may remember what it has seen."""
+    """The rule by which one engine names its blocks; an object belongs to one stream, and may have state."""
 
     def expected(self, data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int] | None:
         """The names that the blocks of a Stored should have; None where they cannot be computed.
@@ -233,7 +233,7 @@ def wrong_hash(
 
 
 FITS: Final = "; the hash fits "
-"""In the text of a wrong hash, before the parent that the hash fits."""
+"""Precedes, in the text of a wrong hash, the parent that the hash fits."""
 
 
 def _fits(known: str, parent: int | None) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The record of what faults did between worker and router, and which of it a problem came of."""
+"""The record of what faults did between worker and router, and which part of it a problem is a result of."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ class EventLog:
         return unmet
 
     def unexcused(self, problems: list[Problem]) -> list[Problem]:
-        """Those of `problems` that the test neither expects, within a `with` or for the whole test, nor allows."""
+        """Return the problems that the test neither expects, within a `with` or for the whole test, nor allows."""
         for expectation in reversed(self.within):
             expectation.mark()
         self.match_expectations()
@@ -309,7 +309,7 @@ class EventLog:
         return self.unwaived(wrong)
 
     def unwaived(self, problems: list[Problem]) -> list[Problem]:
-        """Those of `problems` that are not waived; `waive` is called once for each."""
+        """Return the problems that are not waived; `waive` is called once for each."""
         if self.waive is not None:
             for problem in problems:
                 if problem.waived is None:

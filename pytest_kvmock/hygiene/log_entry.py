@@ -63,7 +63,7 @@ class LogEntry:
 
 
 class WorkerNote(NamedTuple):
-    """What happened to a worker between two events: a line of the log that is no event.
+    """A line of the log that is no event: what happened to a worker between two events.
 
     Attributes:
         at: position of the event after it.
