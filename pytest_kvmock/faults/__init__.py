@@ -1,1 +1,1 @@
-"""Faults on purpose: events lost, doubled, late or changed on their way from workers to router."""
+"""Injected faults: events lost, doubled, late or changed between workers and router."""

@@ -1,4 +1,4 @@
-"""What becomes of an event that a fault strikes: pure functions of the event."""
+"""The changes that faults make to an event: pure functions of the event."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pytest_kvmock.tokens import block_hashes, sequence_hashes
 _U64 = 2**64 - 1
 
 Change: TypeAlias = Callable[[RouterEvent], list[RouterEvent] | None]
-"""What arrives in place of an event; None: the fault cannot strike this one."""
+"""Returns what arrives in place of an event; None where the fault does not apply to it."""
 
 
 def lost(event: RouterEvent) -> list[RouterEvent]:  # noqa: ARG001 - a Change
-    """Nothing arrives."""
+    """Drop the event."""
     return []
 
 
 def first_lost(event: RouterEvent) -> list[RouterEvent] | None:
-    """Nothing arrives, if it is the first event of its worker and rank."""
+    """Drop the event if it is the first of its worker and rank."""
     return None if event.event.event_id else []
 
 
 def doubled(event: RouterEvent) -> list[RouterEvent]:
-    """It arrives twice."""
+    """Deliver the event twice."""
     return [event, event]
 
 
 def wrong_parent(rng: Random, parent: int | None = None) -> Change:
-    """A Stored names this parent, or a block that nobody stored."""
+    """Make the change that gives a Stored this parent, or a block that was never stored."""
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
         data = event.event.data
@@ -44,7 +44,7 @@ def wrong_parent(rng: Random, parent: int | None = None) -> Change:
 
 
 def self_parent(event: RouterEvent) -> list[RouterEvent] | None:
-    """A Stored names its first block as the parent of that block."""
+    """Give a Stored its own first block as parent."""
     data = event.event.data
     if not isinstance(data, Stored) or not data.block_hashes:
         return None
@@ -52,7 +52,7 @@ def self_parent(event: RouterEvent) -> list[RouterEvent] | None:
 
 
 def unknown_removed(rng: Random) -> Change:
-    """A Removed names one more block, which nobody stored."""
+    """Make the change that adds to a Removed a block that was never stored."""
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
         data = event.event.data
@@ -64,7 +64,7 @@ def unknown_removed(rng: Random) -> Change:
 
 
 def foreign(receiver: Callable[[StreamKey], StreamKey | None]) -> Change:
-    """It arrives as another's, which `receiver` chooses by whose it is."""
+    """Make the change that moves an event to another worker and rank, which `receiver` chooses by those of the event."""
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
         to = receiver((event.worker_id, event.event.dp_rank))
@@ -76,7 +76,7 @@ def foreign(receiver: Callable[[StreamKey], StreamKey | None]) -> Change:
 
 
 def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) -> Change:
-    """Its hashes are those of tokens with a salt. Blocks that came without tokens, one list a block, stay as they are."""
+    """Make the change that hashes with a salt. Blocks that came without tokens, one list a block, stay as they are."""
     names: dict[tuple[StreamKey, int], int] = {}
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
@@ -96,7 +96,7 @@ def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) 
         try:
             local = block_hashes(flat, block_size, lora_name=lora_name, cache_namespace=cache_namespace)
         except (TypeError, ValueError):
-            return None  # what a user's own event calls tokens is none
+            return None  # the tokens of a user's own event are no tokens
         blocks = tuple(sequence_hashes(local, parent=None if parent is None else parent & _U64))
         if min(data.block_hashes, default=0) < 0:
             blocks = tuple(map(_i64, blocks))
@@ -107,19 +107,19 @@ def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) 
 
 
 def signed(event: RouterEvent) -> list[RouterEvent] | None:
-    """The engine's hashes are read as i64: those from 2**63 on are negative. Such an event is no sound `RouterEvent`.
+    """Read the hashes of blocks as i64: those from 2**63 on are negative. Such an event is no valid `RouterEvent`.
 
     Local hashes are the router's own, and stay.
     """
     data = event.event.data
     if isinstance(data, Stored):
         parent = None if data.parent_hash is None else _i64(data.parent_hash)
-        said: Stored | Removed = replace(data, parent_hash=parent, block_hashes=tuple(map(_i64, data.block_hashes)))
+        arriving: Stored | Removed = replace(data, parent_hash=parent, block_hashes=tuple(map(_i64, data.block_hashes)))
     elif isinstance(data, Removed):
-        said = Removed(tuple(map(_i64, data.block_hashes)))
+        arriving = Removed(tuple(map(_i64, data.block_hashes)))
     else:
         return None
-    return None if said == data else [_with(event, said)]
+    return None if arriving == data else [_with(event, arriving)]
 
 
 def named(event: RouterEvent) -> set[int]:

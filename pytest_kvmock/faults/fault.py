@@ -1,4 +1,4 @@
-"""One fault of a test: which events it strikes, and how many it has struck."""
+"""One fault of a test: the events that it applies to, and how often it was injected."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class Fault:
-    """A fault that waits for the events that it strikes. As a context manager it ends when it is left.
+    """A scripted fault, which is injected into the events that match it. As a context manager it ends on leaving.
 
-    Then, or at the end of the test, it is an error that it has not struck as often as it was to: the test would not be
-    about what it says. `stop` ends it before, and says nothing.
+    An unused fault fails the test: then, or at the end of the test, it is an error that it was injected less often than
+    asked for. `stop` ends it before, without that check.
 
     Attributes:
-        kind: its name: "lose", "double", ...
-        left: how many events it is to strike yet; None: every one.
-        struck: how many it has struck.
+        kind: the name of the fault: "lose", "double", ...
+        left: into how many more events it is to be injected; None: every one.
+        injected: into how many it was injected.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Fault:
     ) -> None:
         self.kind = kind
         self.left = n
-        self.struck = 0
+        self.injected = 0
         self.change = change
         self.late_by = late_by
         self._call = call
@@ -49,30 +49,30 @@ class Fault:
         self._end = end
 
     def __repr__(self) -> str:
-        return f"<{self._call}: {self.struck} struck>"
+        return f"<{self._call}: {self.injected} injected>"
 
-    def strike(self, event: RouterEvent) -> list[RouterEvent] | None:
-        """What arrives in place of an event; None: it does not strike this one."""
+    def inject(self, event: RouterEvent) -> list[RouterEvent] | None:
+        """Return what arrives in place of an event; None where the fault does not apply to it."""
         if self.left == 0 or not self._wants(event):
             return None
         arriving = self.change(event)
         if arriving is not None:
-            self.struck += 1
+            self.injected += 1
             if self.left is not None:
                 self.left -= 1
         return arriving
 
     def stop(self) -> None:
-        """Strike nothing more; whether it struck as often as it was to does not matter."""
+        """End the fault, whether or not it was injected as often as asked for."""
         self._end(self)
 
     def unmet(self) -> str | None:
-        """What to say if it has not struck as often as it was to; None where it has."""
-        if self.left == 0 or (self.left is None and self.struck):
+        """The message if the fault was injected less often than asked for; None where it was not."""
+        if self.left == 0 or (self.left is None and self.injected):
             return None
-        if not self.struck:
-            return f"{self._call}: never struck"
-        return f"{self._call}: {self.struck} struck, {self.left} never did"
+        if not self.injected:
+            return f"{self._call}: unused, no event matched"
+        return f"{self._call}: {self.injected} of {self.injected + (self.left or 0)} injected"
 
     def __enter__(self) -> Self:
         return self
@@ -88,10 +88,10 @@ class Fault:
 
 
 class RandomFault:
-    """A fault that strikes events at a rate, by a seed of its own: other faults change nothing about which.
+    """A fault that is injected at random, at a rate, by a seed of its own: other faults do not change into which events.
 
     Attributes:
-        kind: its name.
+        kind: the name of the fault.
     """
 
     def __init__(self, kind: str, rate: float, change: Change, rng: Random, *, late_by: int = 0) -> None:
@@ -101,8 +101,8 @@ class RandomFault:
         self._rate = rate
         self._rng = rng
 
-    def strike(self, event: RouterEvent) -> list[RouterEvent] | None:
-        """What arrives in place of an event; None: it does not strike this one."""
+    def inject(self, event: RouterEvent) -> list[RouterEvent] | None:
+        """Return what arrives in place of an event; None where the fault does not apply to it."""
         return self.change(event) if self._rng.random() < self._rate else None
 
 

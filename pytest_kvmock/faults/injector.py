@@ -1,7 +1,7 @@
-"""Where faults strike: between a worker that publishes and the judge that receives, and before the index under test.
+"""The injector of faults: between a worker that publishes and the judge that receives, and before the index under test.
 
-The injector is a pure stage: events go in, deliveries and a record of what was done come out. It keeps its faults and the
-events that they hold back, and knows nothing of what anybody holds.
+It is a pure stage: it takes events, and returns deliveries and a record of what a fault did. It keeps its faults and the
+events that they hold back, and has no record of held blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pytest_kvmock.hygiene.injection import Injection
 
 
 class _Held:
-    """A delivery that is held back, and after how many more events of its worker and rank it goes on."""
+    """A delivery that is held back, and after how many more events of its worker and rank it arrives."""
 
     __slots__ = ("delivery", "left")
 
@@ -25,11 +25,11 @@ class _Held:
 
 
 class FaultInjector:
-    """Lets faults strike what workers publish.
+    """Injects faults into what workers publish.
 
     Attributes:
         armed: scripted faults, in the order in which they were asked for.
-        random: faults at random; they strike what no scripted one wants.
+        random: faults at random; they get the events that no scripted one takes.
         of_index_input: faults that change only what the index under test is given.
         survived: the faults that the router must survive.
     """
@@ -45,13 +45,13 @@ class FaultInjector:
         return f"{len(self.armed) + len(self.of_index_input)} waiting, {len(self.random)} at random"
 
     def publish(self, sent: Delivery) -> tuple[Injection | None, list[Delivery]]:
-        """What becomes of an event that a worker publishes.
+        """Inject a fault into an event that a worker publishes, if one applies to it.
 
         Args:
             sent: the event, as it was published.
 
         Returns:
-            What a fault did to it, if one did; and what arrives now, in order: the event, once or more or not at all,
+            The record of the fault, if there was one; and what arrives now, in order: the event, once or more or not at all,
             then those that were held back until now.
         """
         event, own = sent.event, sent.key
@@ -59,7 +59,7 @@ class FaultInjector:
         injection, deliveries = None, [sent]
         faults: tuple[Fault | RandomFault, ...] = (*self.armed, *self.random)
         for fault in faults:
-            arriving = fault.strike(event)
+            arriving = fault.inject(event)
             if arriving is not None:
                 injection = self._inject(fault, event, arriving)
                 if fault.late_by:
@@ -99,12 +99,12 @@ class FaultInjector:
         late: bool = False,
         whole: bool = False,
     ) -> Injection:
-        """The record of what a fault did.
+        """Make the record of what a fault did.
 
         Args:
             kind: the fault's name.
-            own: whose stream it struck.
-            *events: the event that it struck, then what arrives in its place; none: it struck the worker itself.
+            own: the worker and rank of the stream that it changed.
+            *events: the event that it changed, then what arrives in its place; none: it acts on the worker itself.
             keys: every other stream that it changed.
             missing: see `Injection`.
             late: see `Injection`.
@@ -126,9 +126,9 @@ class FaultInjector:
         )
 
     def filter_index_input(self, event: RouterEvent) -> tuple[Injection | None, RouterEvent]:
-        """What a fault does to an event that has arrived, and what the index under test is given for it."""
+        """Return the record of a fault in the input of the index under test, if there was one, and what the index is given."""
         for fault in self.of_index_input:
-            given = fault.strike(event)
+            given = fault.inject(event)
             if given is not None:
                 return self.injection(fault.kind, _key(event), event), given[0]
         return None, event

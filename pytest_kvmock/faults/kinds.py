@@ -15,10 +15,10 @@ class FaultKind:
     """One way to break a stream.
 
     Attributes:
-        name: its name, as a method of `Faults`, in markers and in messages.
+        name: the name of the fault, as a method of `Faults`, in markers and in messages.
         does: what it does, in one sentence.
         has_rate: it can strike at random, at a rate.
-        can_be_survived: a router can do something about it.
+        can_be_survived: a router can recover from it.
     """
 
     name: str
@@ -35,14 +35,14 @@ FAULTS: Final[Mapping[str, FaultKind]] = MappingProxyType(
             FaultKind("double", "an event arrives twice"),
             FaultKind("reorder", "an event arrives after the next one of its worker and rank"),
             FaultKind("delay", "an event arrives after `by` more of its worker and rank (2); counted, not timed"),
-            FaultKind("wrong_parent", "a Stored names another parent: `parent`, or one that nobody stored"),
+            FaultKind("wrong_parent", "a Stored names another parent: `parent`, or one that was never stored"),
             FaultKind("foreign", "an event arrives as another worker's: that of `to`, or the next one's"),
-            FaultKind("unknown_removed", "a Removed also names a block that nobody stored"),
+            FaultKind("unknown_removed", "a Removed also names a block that was never stored"),
             FaultKind("self_parent", "a Stored names its first block as that block's own parent"),
             FaultKind("sink_failure", "a sink before the router raises, and the router never gets the event"),
             FaultKind("missing_first", "the first event of a worker does not arrive", has_rate=False),
-            FaultKind("late_join", "the router hears nothing until it is stopped", has_rate=False),
-            FaultKind("restart", "a worker begins anew, and nobody says so", has_rate=False),
+            FaultKind("late_join", "the router receives nothing until the fault is stopped", has_rate=False),
+            FaultKind("restart", "a worker restarts unannounced", has_rate=False),
             FaultKind("clear", "a Cleared of one worker and rank arrives that it never published", has_rate=False),
             FaultKind(
                 "salt", "a worker hashes with `lora_name` or `cache_namespace`, the router without", has_rate=False
@@ -61,7 +61,7 @@ FAULTS: Final[Mapping[str, FaultKind]] = MappingProxyType(
 
 
 def check_rates(value: object) -> dict[str, float]:
-    """Read rates: fault names, each with how often it strikes an event, from 0 to 1.
+    """Read the rates of faults at random: by name, how often each strikes an event, from 0 to 1.
 
     Raises:
         ValueError: it is no mapping, an unknown fault, one without a rate, or a rate out of range.
@@ -73,7 +73,9 @@ def check_rates(value: object) -> dict[str, float]:
     for name, rate in value.items():
         check_fault(name)
         if name not in random:
-            raise ValueError(f"{name} has no rate, it is scripted; those that have: {', '.join(random)}")
+            raise ValueError(
+                f"`{name}` cannot strike at random; call `faults.{name}()`; allowed at random: {', '.join(random)}"
+            )
         if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= 1:
             raise ValueError(f"{name}: got {rate!r}; allowed: a rate from 0 to 1")
         out[name] = float(rate)
@@ -84,7 +86,7 @@ def check_survived(value: object) -> tuple[str, ...]:
     """Read the names of faults that a router must survive.
 
     Raises:
-        ValueError: they are no names, an unknown fault, or one that no router can do anything about.
+        ValueError: they are no names, an unknown fault, or one that no router can survive.
     """
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Iterable) or isinstance(names, Mapping):
@@ -92,7 +94,7 @@ def check_survived(value: object) -> tuple[str, ...]:
     out = tuple(check_fault(name) for name in names)
     for name in out:
         if not FAULTS[name].can_be_survived:
-            raise ValueError(f"{name} is nothing that a router can survive")
+            raise ValueError(f"no router can survive `{name}`")
     return out
 
 
@@ -100,7 +102,7 @@ def check_fault(name: object) -> str:
     """Return `name` if a fault has it.
 
     Raises:
-        ValueError: none has; the known ones are listed.
+        ValueError: no fault has it; the message lists the faults.
     """
     if not isinstance(name, str) or name not in FAULTS:
         raise ValueError(unknown_text("fault", name, FAULTS))

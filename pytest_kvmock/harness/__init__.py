@@ -1,4 +1,4 @@
-"""The whole world of a test: workers, the ledger that judges what they say, and the index that routes by it."""
+"""The harness of a test: workers, the ledger that judges their events, and the index that is compared with the reference."""
 
 from pytest_kvmock.harness.judge import Verdict as Verdict
 from pytest_kvmock.harness.router_harness import RouterHarness as RouterHarness

@@ -1,21 +1,21 @@
 """The book of what would have arrived without faults: a ledger of what workers publish, from the first fault on.
 
-It serves two questions. Which problems came of an injected fault (`Attribution`)? And what should an index answer that
+It serves two questions. Which problems are results of an injected fault (`Attribution`)? And what should an index answer that
 survives faults (`SurvivalOracle`)? The second needs a history and a reference index too, which are kept where a test
 says that its router survives.
 
 `Recovery` keeps a book of its own, of what workers *published*: the two part where a real failure keeps an event from the
-router, at a restart that nobody announces, and when the router is told to forget a worker. Who begins anew when:
+router, at an unannounced restart, and when a worker is removed from the router. Which of them begins anew when:
 
 | what happens | ledger of what arrived | this book | recovery |
 |---|---|---|---|
 | a worker restarts, announced | anew | anew | anew |
-| a worker restarts, unannounced | goes on: ids go backwards | goes on: ids go backwards | anew |
-| the fault `restart` | goes on: ids go backwards | anew | anew |
-| `remove_worker` | anew, any id | anew, any id | goes on: the worker is still there |
-| the fault `clear` | emptied | goes on | goes on |
-| a sink before the router raises | goes on, the event is missing | goes on, the event is missing | has the event |
-| a fault loses or changes an event | goes on with what arrives | has the event as published | has the event |
+| a worker restarts, unannounced | continues: ids go backwards | continues: ids go backwards | anew |
+| the fault `restart` | continues: ids go backwards | anew | anew |
+| `remove_worker` | anew, any id | anew, any id | continues: the worker still exists |
+| the fault `clear` | emptied | continues | continues |
+| a sink before the router raises | continues, the event is missing | continues, the event is missing | has the event |
+| a fault loses or changes an event | continues with what arrives | has the event as published | has the event |
 
 Each ledger has hash chains of its own: a chain of hashes remembers its stream, and one that two ledgers share would find
 wrong hashes in a sound stream.
@@ -38,7 +38,7 @@ from pytest_kvmock.router.index import RadixIndex
 
 
 class Book:
-    """What workers published, beside what arrived.
+    """A record of what workers published, beside what arrived.
 
     Args:
         arrived: the ledger of what arrived; until now that is what was published.
@@ -46,7 +46,7 @@ class Book:
 
     Attributes:
         ledger: of what is published.
-        attribution: tells which problems came of which fault.
+        attribution: finds the fault of each problem that is a result of one.
         survival: what an index that survives faults should answer; None where no test asks for it.
     """
 
@@ -57,30 +57,30 @@ class Book:
         self._emptied: dict[Injection, Collection[int]] = {}
 
     def survive(self, reference: RadixIndex) -> SurvivalOracle:
-        """From here on keep what an index should answer that survives faults; `reference` has what arrived until now."""
+        """Keep from here on what an index should answer that survives faults; `reference` has what arrived until now."""
         if self.survival is None:
             self.survival = SurvivalOracle(self.ledger, reference)
         return self.survival
 
     def open(self, key: StreamKey, **about: Any) -> None:
-        """Begin with a worker and rank; the arguments are those of `Ledger.open`."""
+        """Open the stream of a worker and rank; the arguments are those of `Ledger.open`."""
         self.ledger.open(key, **about)
 
     # -------------------------------------------------------------------------------------- what is published
 
     def published(self, event: RouterEvent, position: int, *, chained: bool) -> Published:
-        """Enter an event that a worker publishes; `position` is the log's next."""
+        """Record an event that a worker publishes; `position` is the log's next."""
         problems = self.ledger.observe(event, position, chained=chained)
         return Published(event, problems, 0 if self.survival is None else self.survival.published(event))
 
     def lost_to_failure(self, problem: Problem, event: RouterEvent) -> None:
-        """A real failure has kept an event from the router; no router can know of it."""
+        """Record an event that a real failure kept from the router; no router can detect that."""
         twin = replace(problem, cause=None, folded=[])
         self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, twin)
         self.attribution.lost_to_failure(problem, twin)
 
     def begin_anew(self, key: StreamKey, *, first_id: int | None) -> None:
-        """A worker and rank begins anew, and the router is told."""
+        """Begin anew with a worker and rank: it restarts, announced, or the router removes it."""
         self.ledger.restarted(key, first_id=first_id)
         self.attribution.begin_anew(key)
         if self.survival is not None:
@@ -89,16 +89,16 @@ class Book:
     # ---------------------------------------------------------------------------------------- what faults do
 
     def injected(self, injection: Injection, event: RouterEvent | None, emptied: Collection[int]) -> None:
-        """Enter what a fault has done.
+        """Record what a fault did.
 
         Args:
             injection: what it did.
-            event: the event that it struck, as published; None where it struck none that was.
+            event: the event that it changed, as published; None where it changed none that was published.
             emptied: the blocks that were held until it emptied the cache.
         """
         if emptied:
             self._emptied[injection] = emptied
-        if injection.event_id is None:  # a restart that nobody announces
+        if injection.event_id is None:  # an unannounced restart
             key = (injection.worker_id, injection.dp_rank)
             self.ledger.restarted(key, first_id=0)
             if self.survival is not None:
@@ -110,7 +110,7 @@ class Book:
     # ------------------------------------------------------------------------------------------ what arrives
 
     def receiving(self, delivery: Delivery) -> None:
-        """An event arrives: what was lost before it shows, and what was held back is no longer missing."""
+        """Record an event that arrives: what was lost before it shows, and what was held back is no longer missing."""
         injection = delivery.injection
         if injection is not None and injection.late:
             emptied = self._emptied.get(injection, ())
@@ -121,17 +121,17 @@ class Book:
             self.survival.received(delivery.key, delivery.published)
 
     def received(self, delivery: Delivery) -> None:
-        """An event has arrived and was judged: a Cleared ends what was done before it."""
+        """Record an event that arrived and was judged: a Cleared ends what faults did before it."""
         if isinstance(delivery.event.event.data, Cleared):
             self.attribution.cleared(delivery.key, delivery.injection)
 
     def recovered(self, key: StreamKey, ids: range) -> None:
-        """The router has asked a worker and rank for these event ids, and has all from there on."""
+        """Record that the router has asked a worker and rank for these event ids, and has every event from there on."""
         self.attribution.recovered(key, ids)
         if self.survival is not None:
             self.survival.recovered(key, ids)
 
     def left_behind(self, key: StreamKey) -> Sequence[Problem]:
-        """What the worker itself has left resident after a Removed, or without its parent, whoever was given the events."""
+        """Problems of blocks that the worker itself left resident after a Removed, or without their parent."""
         stream = self.ledger.streams.get(key)
         return [] if stream is None else [*stream.removed_but_resident.values(), *stream.orphaned.values()]

@@ -1,7 +1,7 @@
-"""Chains to ask an index for: those whose answers an event changes, and some that must match nothing.
+"""Chains to look up in an index: those whose answers an event changes, and some that must match nothing.
 
-They come from the history of the stream, not from what is resident: a stale block stands on no resident chain, and a
-comparison of those at the end alone would miss every Removed that an index forgot.
+They come from the history of the stream, not from what is resident: a stale block is on no resident chain, and a
+comparison of those at the end alone would miss every Removed that an index did not apply.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pytest_kvmock.tokens import sequence_hashes
 
 
 class Chain(NamedTuple):
-    """A chain to ask for: local hashes and block hashes from the first to the last, and the tokens where known.
+    """A chain to look up: local hashes and block hashes from the first to the last, and the tokens where known.
 
-    Of a negative query, which must match nothing, the block hashes only tell which chain it was made from.
+    Of a negative query, which must match nothing, the block hashes only show which chain it was made from.
     """
 
     local: tuple[int, ...]
@@ -29,18 +29,18 @@ class Chain(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        """Tokens a block; 0 where they are not known."""
+        """Tokens a block; 0 where there are none."""
         return len(self.tokens) // len(self.local) if self.tokens and self.local else 0
 
     def part(self, start: int, stop: int) -> Chain:
-        """Its blocks from `start` up to `stop`."""
+        """The part of the chain from block `start` up to `stop`."""
         size = self.block_size
         tokens = None if self.tokens is None else self.tokens[start * size : stop * size]
         return Chain(self.local[start:stop], self.blocks[start:stop], tokens, self.negative)
 
 
 class Chains:
-    """Makes the chains to ask for.
+    """Makes the chains to look up.
 
     Args:
         rng: picks foreign blocks.
@@ -107,10 +107,10 @@ class Chains:
 
 
 def leading_run(stream: Stream, chain: Chain) -> int:
-    """How many leading blocks of a chain the events say are held, a parent that is only implied counted.
+    """How many leading blocks of a chain are held according to the events, a parent that is only implied counted.
 
-    The chain's block hashes are those of its history, which a wrong link leads removed_but_resident (in a circle even, where the run
-    ends), and a negative query has none of its own: so the hashes that its local hashes make are looked for too.
+    The chain's block hashes are those of its history, in which a wrong link may lead anywhere (in a circle even, where
+    the run ends), and a negative query has none of its own: so the hashes that its local hashes make are looked up too.
     """
     ways = (sequence_hashes(chain.local),) if chain.negative else (chain.blocks, sequence_hashes(chain.local))
     most = 0
@@ -125,5 +125,5 @@ def leading_run(stream: Stream, chain: Chain) -> int:
 
 
 def orphaned_in(stream: Stream, chain: Chain) -> Orphaned | None:
-    """What a stream holds of a chain that has an orphan; None where it has none."""
+    """The orphans of a chain in a stream; None where it has none."""
     return orphaned(stream, chain.local, () if chain.negative else chain.blocks) if stream.orphaned else None

@@ -1,4 +1,4 @@
-"""Stream against engine: what do the events say is held, and what does the engine hold?"""
+"""Comparison of stream and engine: the blocks held according to the events, and those that the engine holds."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from pytest_kvmock.hygiene.drift import differences, oldest_first
 from pytest_kvmock.hygiene.problem import Problem
 
 Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]
-"""Who can tell what is resident: worker and rank, tier, and a callable that answers block hashes."""
+"""Sources of resident blocks: worker and rank, tier, and a callable that returns block hashes."""
 
 
 class EngineComparison:
     """Compares, at each flush, ids with what was published, held blocks with capacities, and the stream with the engines.
 
     Args:
-        judge: what arrived; problems are noted there.
+        judge: has what arrived; problems are reported there.
     """
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
-        self._mute: set[StreamKey] = set()  # whose callable has failed to tell what is resident
+        self._mute: set[StreamKey] = set()  # those whose callable has raised
 
     def compare_with(
         self, worker_id: int, dp_rank: int, storage_tier: StorageTier, resident: Callable[[], Iterable[int]]
     ) -> None:
-        """From here on compare the stream of a worker, rank and tier with what a callable says is resident."""
+        """Compare from here on the stream of a worker, rank and tier with the resident blocks that a callable returns."""
         self._resident[(worker_id, dp_rank), storage_tier] = resident
 
     def remove(self, keys: Iterable[StreamKey]) -> None:
-        """Compare these workers and ranks with nothing more."""
+        """Stop comparing these workers and ranks with callables."""
         for key in keys:
             for tier in StorageTier:
                 self._resident.pop((key, tier), None)
 
     def _residents(self, workers: Iterable[KvWorker]) -> Residents:
-        """Who can tell what is resident: callables, and workers.
+        """The sources of resident blocks: callables, and workers.
 
         A worker that has never published, and holds nothing, is only a name for events made by hand.
         """
@@ -54,7 +54,7 @@ class EngineComparison:
         ]
 
     def flush(self, next_ids: Mapping[StreamKey, int], workers: Iterable[KvWorker]) -> None:
-        """Compare what can be compared by now, and note what is new.
+        """Compare what can be compared by now, and report what is new.
 
         Args:
             next_ids: the id after the last one that was published, by worker and rank.
@@ -78,24 +78,24 @@ class EngineComparison:
         judge.log.note(oldest_first(drift, ledger.streams, judge.log))
 
     def _resident_blocks(self, key: StreamKey, resident: Callable[[], Iterable[int]]) -> list[int] | None:
-        """What a callable says is resident; None, and a problem noted once, where it cannot say."""
+        """The resident blocks that a callable returns; None, and a problem reported once, where it raises."""
         try:
             blocks = list(resident())
             check_block_hashes(blocks)
         except Exception as error:  # noqa: BLE001 - a user's callable; what else was found must not be lost
             if key not in self._mute:
                 self._mute.add(key)
-                known = f"what is resident could not be told: {type(error).__name__}: {error}"
-                right = "a callable given to compare answers the block hashes that are resident"
+                known = f"the resident blocks could not be read: {type(error).__name__}: {error}"
+                right = "the callable given to compare returns the resident block hashes"
                 self._judge.log.note([Problem("engine_drift", *key, known, right, position=self._judge.log.total - 1)])
             return None
         return blocks
 
     def differences(self, workers: Iterable[KvWorker]) -> list[Problem]:
-        """Where stream and engines differ now, reported before or not; nothing is noted."""
+        """Return where stream and engines differ now, reported before or not; nothing is added to the log."""
         judge = self._judge
         survives = judge.book is not None and judge.book.survival is not None
-        ledger = judge.book.ledger if judge.book is not None and survives else judge.ledger  # what is survived is none
+        ledger = judge.book.ledger if judge.book is not None and survives else judge.ledger  # without what is survived
         found = []
         for key, tier, resident in self._residents(workers):
             stream = ledger.streams[key]

@@ -1,6 +1,6 @@
-"""Faults on purpose, as a test asks for them.
+"""The faults that a test injects (`kv_router.faults`).
 
-One subject, one class: a method for each fault, with its arguments and errors. What a fault does to an event stands in
+One subject, one class: a method for each fault, with its arguments and errors. What a fault does to an event is in
 `pytest_kvmock.faults`.
 """
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from pytest_kvmock.faults.changes import Change
 
 LATE_BY = 2
-"""After how many more events of its worker and rank a delayed event arrives, unless the test says otherwise."""
+"""After how many more events of its worker and rank a delayed event arrives, by default."""
 
 
 class Faults:
-    """What a test breaks on purpose between workers and router (`kv_router.faults`).
+    """Injects faults between workers and router (`kv_router.faults`).
 
-    Most faults strike the next `n` events that their filters let pass; `n=None` is every one until the fault is
-    stopped. Each returns a `Fault`, which is a context manager too. An event is struck by one fault at most: by the one
-    that was asked for first, and by one at random if no other wants it.
+    Most faults apply to the next `n` events that match their filters; `n=None` is every one until the fault is stopped.
+    Each method returns a `Fault`, which is a context manager too. One fault at most applies to an event: the one that
+    was asked for first, and one at random if no other applies.
 
-    What is wrong only because of a fault is marked so (`Problem.fault`), and fails the test as anything else does,
-    unless the test expects it, allows the rule, or says that its router must survive such faults.
+    A problem that is a result of a fault is marked so (`Problem.fault`), and fails the test as any other, unless the
+    test expects it, allows the rule, or requires that its router survives such faults (`survive`).
 
     Args:
         profile: the router's.
-        workers: whose events are struck.
-        publisher: where faults strike.
-        judge: told of what is done to workers.
+        workers: the workers whose events are changed.
+        publisher: where faults are injected.
+        judge: records what faults do.
         seed: of what is random.
     """
 
@@ -65,7 +65,7 @@ class Faults:
     # ------------------------------------------------------------------------------------------ of the events
 
     def lose(self, n: int | None = 1, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
-        """Events do not arrive.
+        """Lose events: they do not arrive.
 
         Args:
             n: how many; None: every one until it is stopped.
@@ -78,17 +78,17 @@ class Faults:
         return self._script("lose", changes.lost, n, kind=kind, worker=worker)
 
     def double(self, n: int | None = 1, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
-        """Events arrive twice, one right after the other. Arguments and errors: see `lose`."""
+        """Deliver events twice, one right after the other. Arguments and errors: see `lose`."""
         return self._script("double", changes.doubled, n, kind=kind, worker=worker)
 
     def reorder(self, n: int | None = 1, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
-        """Events arrive after the next one of their worker and rank. Arguments and errors: see `lose`."""
+        """Deliver events after the next one of their worker and rank. Arguments and errors: see `lose`."""
         return self._script("reorder", changes.lost, n, kind=kind, worker=worker, late_by=1)
 
     def delay(
         self, n: int | None = 1, *, by: int = LATE_BY, kind: str | None = None, worker: WorkerKey | None = None
     ) -> Fault:
-        """Events arrive late: after `by` more of their worker and rank. Without so many they never do.
+        """Deliver events late: after `by` more of their worker and rank. Without so many they never arrive.
 
         The other arguments, and the errors: see `lose`.
         """
@@ -96,7 +96,7 @@ class Faults:
         return self._script("delay", changes.lost, n, kind=kind, worker=worker, late_by=by, by=by)
 
     def wrong_parent(self, n: int | None = 1, *, parent: int | None = None, worker: WorkerKey | None = None) -> Fault:
-        """Stored events name this parent, or a block that nobody stored. Other arguments and errors: see `lose`."""
+        """Give Stored events this parent, or a block that was never stored. Other arguments and errors: see `lose`."""
         if parent is not None and (not is_integer(parent) or not 0 <= parent < 2**64):
             raise ValueError(
                 f"kv_router.faults.wrong_parent: parent must be a hash from 0 to 2**64 - 1, got {block_text(parent)}"
@@ -112,7 +112,7 @@ class Faults:
         kind: str | None = None,
         worker: WorkerKey | None = None,
     ) -> Fault:
-        """Events arrive as another's, and not as those of their worker.
+        """Deliver events as those of another worker, and not as those of their own.
 
         With a `to` of the same worker and another rank, an event has the wrong scope: a Cleared of one rank empties
         another.
@@ -136,29 +136,29 @@ class Faults:
         return self._script("foreign", change, n, kind=kind, worker=worker, to=to)
 
     def unknown_removed(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
-        """Removed events also name a block that nobody stored. Arguments and errors: see `lose`."""
+        """Add to Removed events a block that was never stored. Arguments and errors: see `lose`."""
         return self._script("unknown_removed", changes.unknown_removed(self._rng), n, worker=worker)
 
     def self_parent(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
-        """Stored events name their first block as that block's own parent. Arguments and errors: see `lose`."""
+        """Give Stored events their own first block as parent. Arguments and errors: see `lose`."""
         return self._script("self_parent", changes.self_parent, n, worker=worker)
 
     def sink_failure(self, n: int | None = 1, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
-        """A sink between worker and router raises: the router never gets the event. Arguments and errors: see `lose`."""
+        """Raise in a sink between worker and router: the router never gets the event. Arguments and errors: see `lose`."""
         return self._script("sink_failure", changes.lost, n, kind=kind, worker=worker)
 
     def missing_first(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
-        """The first event of a worker and rank, the one with id 0, does not arrive; of the next `n` that begin.
+        """Lose the first event, the one with id 0, of the next `n` workers and ranks that begin.
 
         Arguments and errors: see `lose`.
         """
         return self._script("missing_first", changes.first_lost, n, worker=worker)
 
     def late_join(self, *, worker: WorkerKey | None = None) -> Fault:
-        """The router is not there yet: it hears nothing until this is stopped, or the `with` block is left.
+        """Lose every event until this is stopped, or the `with` block is left: the router joins late.
 
         Args:
-            worker: it does not hear this worker, or this (worker, rank); none at all if None.
+            worker: only events of this worker, or of this (worker, rank); of all if None.
 
         Raises:
             ValueError: a worker that does not exist.
@@ -172,7 +172,7 @@ class Faults:
         cache_namespace: str | None = None,
         worker: WorkerKey | None = None,
     ) -> Fault:
-        """Workers hash with a salt and the router does not: no prompt of the router matches what they store.
+        """Hash with a salt in workers and without in the router: no prompt of the router matches what they store.
 
         Events are changed on their way: the hashes become those that a salted engine publishes for the tokens that
         travel with the event. Events without tokens stay as they are.
@@ -194,12 +194,12 @@ class Faults:
         return self._script("salt", change, None, worker=worker, lora_name=lora_name, cache_namespace=cache_namespace)
 
     def signed(self, n: int | None = None, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
-        """The index under test is given the hashes of blocks as a reader of i64 sees them: from 2**63 on, negative.
+        """Give the index under test the hashes of blocks as i64: those from 2**63 on are negative.
 
-        A hash in an event is a u64, so this cannot travel: what arrives is sound, and so is what the log shows; only
-        what `apply` of the index gets is changed. An index that takes all hashes for opaque names does not mind,
-        unless some of its events come signed and others do not (`n`, or `kind`). Local hashes are the router's own and
-        stay. An event whose hashes are all below 2**63 is not struck.
+        A hash in an event is a u64, so this cannot travel: what arrives is valid, and so is what the log shows; only
+        what `apply` of the index gets is changed. An index that treats hashes as opaque names is not affected, unless
+        some of its events come signed and others do not (`n`, or `kind`). Local hashes are the router's own and stay.
+        The fault does not apply to an event whose hashes are all below 2**63.
 
         Args:
             n: how many events; every one by default.
@@ -218,7 +218,7 @@ class Faults:
     # ----------------------------------------------------------------------------------------- of the workers
 
     def restart(self, worker: WorkerKey = 0) -> None:
-        """A worker begins anew, as after a crash, and nobody says so: it is empty, and its event ids begin with 0.
+        """Restart a worker unannounced, as after a crash: it is empty, and its event ids begin with 0.
 
         Args:
             worker: which, all its ranks; or which (worker, rank).
@@ -235,7 +235,7 @@ class Faults:
                 one.restart()
 
     def clear(self, worker: WorkerKey = 0) -> None:
-        """A Cleared of a worker and rank arrives that it never published: the router believes it empty.
+        """Deliver a Cleared of a worker and rank that it never published: the router drops its blocks.
 
         Args:
             worker: which, all its ranks; or which (worker, rank).
@@ -253,10 +253,10 @@ class Faults:
                 self._publisher.deliver(Delivery(event, injection=injection))
 
     def block_size(self, size: int, *, worker: int | None = None) -> KvWorker:
-        """One more worker, which has blocks of another size than the router.
+        """Make one more worker, which has blocks of another size than the router.
 
-        The events say so themselves, by the tokens that travel with them; the router goes on to ask with the block size
-        of the profile.
+        Its events show that, by the tokens that travel with them; the router still looks up with the block size of the
+        profile.
 
         Args:
             size: its tokens a block.
@@ -282,20 +282,20 @@ class Faults:
     # ---------------------------------------------------------------------------------------------- the test
 
     def survive(self, *names: str) -> None:
-        """Say which faults the router must survive.
+        """Require that the router survives these faults.
 
-        What comes of them in the stream is no failure of the test. But an index under test must be right in spite of
-        them: at each flush and at the end its answers are compared with what was *published*, as far as a router can
-        know of it. Until it has recovered from a fault, what it answers for that worker and rank is not compared after
-        each event; and once another fault has struck them, not at all.
+        Their results in the stream do not fail the test. But an index under test must be right in spite of them: at each
+        flush and at the end its answers are compared with what was *published*, as far as a router can detect it. Until
+        it has recovered from a fault, its answers for that worker and rank are not compared after each event; and once
+        another fault has changed their stream, not at all.
 
         Events may have been published before, if all of them arrived as they were.
 
         Args:
-            *names: of faults; those named before stay.
+            *names: names of faults, added to those of earlier calls.
 
         Raises:
-            ValueError: an unknown fault, one that no router can survive, or a fault has struck already, or a sink has
+            ValueError: an unknown fault, one that no router can survive; or a fault was injected already, or a sink has
                 kept an event from the router.
         """
         try:
@@ -306,7 +306,7 @@ class Faults:
             book, lost = self._judge.book, self._judge.first_lost
             if book is not None and book.attribution.injections:
                 raise ValueError(
-                    f"kv_router.faults.survive: call it before the first fault strikes; "
+                    f"kv_router.faults.survive: call it before the first fault; "
                     f"injected already: {book.attribution.injections[0]}"
                 )
             if lost is not None:
@@ -321,10 +321,10 @@ class Faults:
                 self._judge.survive()
 
     def at_random(self, rates: Mapping[str, float]) -> None:
-        """Have faults strike at random, by the seed of the harness and its name.
+        """Inject faults at random, by the seed of the harness and its name.
 
         Args:
-            rates: how often each strikes an event that it can strike, from 0 to 1, by its name.
+            rates: by name, how often each strikes an event that it applies to, from 0 to 1.
 
         Raises:
             ValueError: see `check_rates`.
@@ -347,7 +347,7 @@ class Faults:
             self._begin()
 
     def unmet(self) -> list[str]:
-        """A sentence for each scripted fault that has not struck as often as it was to; they are stopped and forgotten."""
+        """Stop all scripted faults; return a sentence for each that was injected less often than asked for."""
         unmet = [sentence for fault in self._scripted if (sentence := fault.unmet()) is not None]
         for fault in list(self._scripted):
             fault.stop()
@@ -364,23 +364,23 @@ class Faults:
         worker: WorkerKey | None,
         late_by: int = 0,
         of_index_input: bool = False,
-        **said: Any,
+        **arguments: Any,
     ) -> Fault:
-        """Arm a fault; `said` are the arguments to show beside n and worker, an event's kind among them."""
+        """Arm a fault; `arguments` are those to show beside n and worker, an event's kind among them."""
         if n is not None:
             _check_count(name, "n", n)
-        only = said.get("kind")
+        only = arguments.get("kind")
         if only is not None and only not in KINDS:
             raise ValueError(f"kv_router.faults.{name}: {unknown_text('kind', only, KINDS)}")
         if worker is not None:
             self._streams(name, "worker", worker)
         worker_id, dp_rank = worker if isinstance(worker, tuple) else (worker, None)
-        said = {**said, "worker": worker}
+        arguments = {**arguments, "worker": worker}
         shown = [
             *([] if n is None else [str(n)]),
             *(
                 f"{key}={block_text(value) if key == 'parent' else repr(value)}"
-                for key, value in said.items()
+                for key, value in arguments.items()
                 if value is not None
             ),
         ]
@@ -438,7 +438,7 @@ class Faults:
         return next((key for key in ranks if key[1] == own[1]), ranks[0])
 
     def _begin(self) -> None:
-        """From here on faults may strike."""
+        """Inject faults from here on."""
         self._publisher.use_injector(self._injector)
 
 

@@ -1,13 +1,13 @@
-"""Index against reference: after each event, what does the index under test answer, and what should it?
+"""Comparison of the index under test with the reference index: after each event, at a flush and at the end.
 
-One subject: the life of a question, from the event that raises it to the problem that its answer shows.
+One subject: a query, from the event that causes it to the problem that its answer shows.
 
-Where a backend is not prefix-closed the reference itself can be wrong: it loses the children of a block that goes
-before them, and believes an engine that links a block to its own descendant. There, any answer between the reference's
-and the leading run of blocks that the events say are held is right. So it is for chains through a block that an engine
-has left without its parent (`orphaned_child`); and what an index answers outside of that is listed under the warning. But
-where both are the same, an index that answers more has counted what is not held, or is behind a hole: no orphan excuses
-that.
+Where a backend is not prefix-closed the reference itself can be wrong: it loses the children of a block that is removed
+before them, and applies the event of an engine that links a block to its own descendant. There, any answer between that
+of the reference and the leading run of blocks that are held according to the events is right. The same holds for chains
+through a block that an engine has left without its parent (`orphaned_child`); an answer outside of that is listed under
+the warning. But where both are the same, an index that returns more has counted what is not held, or is behind a hole: no
+orphan excuses that.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class QueuedEvent(NamedTuple):
         position: its number in the log.
         problems: what the ledger found wrong with it.
         refused: the reference index raised on it.
-        given: what the index is given, where a fault changes its input.
+        given: the event that the index is given, where a fault changes its input.
         orphaned: the blocks that its worker and rank holds without their parents, each with the warning.
     """
 
@@ -72,32 +72,32 @@ class QueuedEvent(NamedTuple):
 
     @property
     def key(self) -> StreamKey:
-        """Whose it is."""
+        """The worker and rank of the event."""
         return self.event.worker_id, self.event.event.dp_rank
 
 
 class QueuedRemoval(NamedTuple):
-    """A removal that the index under test has not been told of yet: these workers and ranks begin anew."""
+    """A removal that the index under test has not been given yet: these workers and ranks begin anew."""
 
     keys: Sequence[StreamKey]
     calls: Sequence[Call]
 
 
 class IndexComparison:
-    """Asks an index under test what the reference is asked, and reports where they differ.
+    """Looks up the same chains in the index under test and in the reference, and reports differences.
 
     Args:
         under_test: the user's index.
         reference: the reference index; it has every event before the index under test.
-        ledger: whose history the chains come from.
+        ledger: has the history that the chains come from.
         rng: picks foreign blocks, and events in long tests.
-        sync: after every event, after some of many, after a burst of events, or at the end alone.
-        after_flush: has ledger and reference take what the index got when it asked a worker.
+        sync: when to compare: after every event, after some of many, after a burst of events, or at the end alone.
+        after_flush: applies to ledger and reference what the index got when it asked a worker.
 
     Attributes:
         waiting: what the index has not been given yet: an async one's events, until it is flushed.
         survival: in place of ledger and reference, where the index must survive faults.
-        in_burst: whether the index is given events without a flush and a question in between, until `end_burst`.
+        in_burst: whether the index is given events without a flush and a lookup in between, until `end_burst`.
     """
 
     def __init__(
@@ -121,28 +121,30 @@ class IndexComparison:
         self._after_flush = after_flush
         self._catching_up = False
         self.in_burst = sync == "burst" and not under_test.is_async
-        self._unasked: list[tuple[QueuedEvent, bool]] = []  # given to the index; what they changed is still to be asked
+        self._unasked: list[
+            tuple[QueuedEvent, bool]
+        ] = []  # given to the index; what they changed is still to be looked up
         self._naming: list[tuple[Desync, tuple[int, ...]]] = []
         self._desyncs: dict[StreamKey, Desync] = {}
         self._recovered: dict[StreamKey, int] = {}
         self._reported: set[tuple[int, int, int]] = set()
-        self._warned: dict[Problem, Problem] = {}  # of problems that are no news yet, which warning they follow from
+        self._warned: dict[Problem, Problem] = {}  # of problems not reported yet, the warning that they follow from
 
     # ---------------------------------------------------------------------------------------------- events
 
     def survive(self, survival: SurvivalOracle) -> None:
-        """From here on compare with what an index should answer that survives faults."""
+        """Compare from here on with what an index should answer that survives faults."""
         self.survival, self._reference, self._ledger = survival, survival.reference, survival.ledger
 
     def queue(self, event: QueuedEvent) -> None:
-        """Queue an event that ledger and reference have taken."""
+        """Queue an event that was applied to ledger and reference."""
         self.waiting.append(event)
 
     def catch_up(self) -> Findings:
-        """Give the index what is waiting, in order; then compare with where the reference is now.
+        """Give the index what is waiting, in order; then compare it with the reference.
 
         Raises:
-            RuntimeError: that is under way already, in another task: events would arrive out of order.
+            RuntimeError: another task is doing that already: events would arrive out of order.
         """
         if self._catching_up:
             raise RuntimeError("aflush() is under way already; await one at a time")
@@ -153,7 +155,7 @@ class IndexComparison:
             self._catching_up = False
 
     def end_burst(self) -> Findings:
-        """Flush the index, and ask what the events of the burst have changed; nothing to do where there were none."""
+        """Flush the index, and look up what the events of the burst have changed; nothing to do where there were none."""
         return self._compare() if self._unasked or self._naming else _nothing()
 
     def _catch_up(self) -> Findings:
@@ -194,7 +196,7 @@ class IndexComparison:
         return found
 
     def _compare(self) -> Findings:
-        """Ask what the events have changed that the index was given."""
+        """Look up what the events have changed that the index was given."""
         found: list[Problem] = []
         questions, self._unasked = self._unasked, []
         naming, self._naming = self._naming, []
@@ -211,16 +213,16 @@ class IndexComparison:
                 differences = yield from self._differences(chain, queued.key, queued)
                 found += self.news(differences, queued)
                 if any(problem.rule == "index_failure" for problem in differences):
-                    break  # it would fail the other questions too
+                    break  # it would fail the other lookups too
         for desync, blocks in naming:  # last, so that an event's own names do not count for itself
             desync.resynced.update(blocks)
         return found
 
     def recovered(self, key: StreamKey, position: int) -> None:
-        """The index has asked a worker and rank, and knows what it missed: it has no excuse from here on.
+        """Record that the index has asked a worker and rank for what it missed: no desync excuses it from here on.
 
         Args:
-            key: whom it asked.
+            key: the worker and rank that it asked.
             position: number of the last event that had arrived.
         """
         self._recovered[key] = position
@@ -228,10 +230,10 @@ class IndexComparison:
         self._reported = {each for each in self._reported if each[:2] != key}
 
     def removed(self, keys: Sequence[StreamKey], calls: Sequence[Call]) -> None:
-        """Tell the index that some begin anew; an async one is told in its turn, after the events before.
+        """Remove workers and ranks from the index; from an async one in its turn, after the events before.
 
         Raises:
-            Exception: whatever the index raises when it is told.
+            Exception: whatever the index raises.
         """
         if self._under_test.is_async:
             self.waiting.append(QueuedRemoval(keys, calls))
@@ -253,7 +255,7 @@ class IndexComparison:
         return found
 
     def flush(self) -> Findings:
-        """Have the index catch up with itself, where it has a `flush`."""
+        """Flush the index, where it has a `flush`."""
         flush = self._under_test.flush
         found = []
         if flush is not None:
@@ -265,7 +267,7 @@ class IndexComparison:
         return found
 
     def everything(self, position: int) -> Findings:
-        """Compare all chains ever stored; for the end of a test. What is found may be known already: see `news`.
+        """Compare all chains ever stored; for the end of a test. What is found may have been reported: see `news`.
 
         Args:
             position: number of the last event.
@@ -276,7 +278,7 @@ class IndexComparison:
         return found
 
     def recheck(self, position: int) -> Findings:
-        """Compare all chains of the streams that faults have hurt, and that the index is to have right by now."""
+        """Compare all chains of the streams that faults affect, for which the index must be right by now."""
         found: list[Problem] = []
         for key in [] if self.survival is None else list(self.survival.affected):
             if key in self._ledger.streams:
@@ -295,20 +297,20 @@ class IndexComparison:
         return self.survival is not None and key in self.survival.affected
 
     def _look_for_recovery(self, key: StreamKey) -> Generator[Call, Any, None]:
-        """Look whether the index has recovered from what hurt a stream."""
+        """Look up whether the index has recovered from the faults that affect a stream."""
         assert self.survival is not None
         others = self.survival.affected.keys() - {key}
         for where, block in list(self.survival.affected[key]):
             try:
                 agrees = yield from self._agrees(self._chains.upto(self._ledger.streams[where], block), others)
-            except Exception:  # noqa: BLE001 - it has not; at the end it is asked again, and that is reported
+            except Exception:  # noqa: BLE001 - it has not; the lookup at the end reports it
                 return
             if not agrees:
                 return
         self.survival.mark_recovered(key)
 
     def news(self, found: list[Problem], queued: QueuedEvent | None = None) -> list[Problem]:
-        """Those of `found` that were not reported before, each listed where it belongs."""
+        """Return the problems that were not reported before, each listed under its cause."""
         out = []
         warned, self._warned = self._warned, {}
         for problem in found:
@@ -329,7 +331,7 @@ class IndexComparison:
     # --------------------------------------------------------------------------------------------- answers
 
     def _differences(self, chain: Chain, key: StreamKey, queued: QueuedEvent | None, position: int = -1) -> Findings:
-        """Ask for a chain; where the answer is not the reference's, find the shortest part of it that shows so."""
+        """Look up a chain; where the answer is not the reference's, find the shortest part of it that shows that."""
         ignored = None if queued is None or self.survival is None else self.survival.affected.keys()
         try:
             if (yield from self._agrees(chain, ignored)):
@@ -343,14 +345,14 @@ class IndexComparison:
             return [self._failure(self._under_test.asked, error, key, queued, position)]
         wrong = self._wrong(answer, shortest, ignored)
         if wrong is None:
-            return []  # an index that changes its mind between two questions: the next question shows it again
+            return []  # an index whose answers differ between two lookups: the next lookup shows it again
         worker, rank, got, right = wrong
         block, story = self._story((worker, rank), shortest, too_many=got >= right.stop)
         if queued is not None and queued.key == (worker, rank) and self._left_a_copy(queued.event, block):
             story += "; this Removed took one copy of it, and the engine has another"
         orphan, warning = self._orphan(answer, (worker, rank), shortest)
         if len(right) == 1 and got >= right.stop:
-            warning = None  # more than anybody holds there: what an orphan leaves open is no excuse for that
+            warning = None  # more than is held there: an orphan is no excuse for that
         if warning is not None:
             story += f"; block {block_text(orphan)} was left without its parent by event {warning.event_id}"
         problem = Problem(
@@ -359,7 +361,7 @@ class IndexComparison:
             rank,
             f"{self._under_test.asked}() of your index ({self._under_test.name}) returned {got} for "
             f"{worker_text(worker, rank)} on a {len(shortest.local)}-block prefix (ends in {block_text(block)}); {story}",
-            _right(right, "the reference index says" if self.survival is None else "was published"),
+            _right(right, "the reference index returned" if self.survival is None else "was published"),
             queued.event if queued else None,
             queued.position if queued else position,
             (block,),
@@ -370,28 +372,28 @@ class IndexComparison:
         return [problem]
 
     def _story(self, key: StreamKey, chain: Chain, *, too_many: bool) -> tuple[int, str]:
-        """The last block of a chain, as the worker and rank has named it if it has, and what the events say of it.
+        """The last block of a chain, by the name that the worker and rank has for it, and its history.
 
         Args:
             key: the worker and rank of which the answer is wrong.
-            chain: what was asked.
+            chain: the chain that was looked up.
             too_many: the answer is too high: the index may have had blocks before the first event.
         """
         early = "; was the index empty at the start?"
         streams, block = self._ledger.streams, chain.blocks[-1]
         own = streams.get(key)
         if own is not None:
-            if chain.negative:  # without its first block, it may be another chain that somebody has stored
+            if chain.negative:  # without its first block, it may be another chain that was stored
                 named = stored_as(own, chain.local)
                 block = min(named) if named else block
             if own.was_stored(block):
                 return block, own.history(block)
         others = [other for other, stream in streams.items() if other != key and stream.was_stored(block)]
-        others.sort(key=lambda other: other[0] != key[0])  # another rank of the worker tells most
+        others.sort(key=lambda other: other[0] != key[0])  # another rank of the worker first
         if others:
             known = f"it never stored it, {worker_text(*others[0])} did"
             return block, known + early * (too_many and others[0][0] != key[0])
-        return block, f"nobody ever stored it{early}"
+        return block, f"no worker ever stored it{early}"
 
     def _orphan(
         self, answer: Scores | WorkerScores, key: StreamKey, chain: Chain
@@ -401,7 +403,7 @@ class IndexComparison:
         Args:
             answer: of the index; where it is by worker alone, each rank of the worker counts.
             key: the worker and rank of which it is wrong.
-            chain: what was asked.
+            chain: the chain that was looked up.
         """
         ranked = not answer or isinstance(next(iter(answer)), tuple)
         others = [] if ranked else [other for other in self._ledger.streams if other[0] == key[0] and other != key]
@@ -431,7 +433,7 @@ class IndexComparison:
     def _wrong(
         self, answer: Scores | WorkerScores, chain: Chain, ignored: Collection[StreamKey] | None
     ) -> tuple[int, int, int, range] | None:
-        """The first worker for which an answer is wrong: (worker_id, dp_rank, blocks answered, what would be right)."""
+        """The first worker for which an answer is wrong: (worker_id, dp_rank, blocks returned, blocks expected)."""
         if self.survival is None:
             expected = self._reference.find_matches(chain.local).scores
         else:
@@ -457,7 +459,7 @@ class IndexComparison:
     def _failure(
         self, what: str, error: Exception, key: StreamKey, queued: QueuedEvent | None = None, position: int = -1
     ) -> Problem:
-        """The index under test raised, or answered what cannot be read."""
+        """The index_failure of an index that raised, or returned what cannot be read."""
         event = queued.event if queued else None
         unreadable = isinstance(error, UnreadableAnswer)
         known = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}{raised_at(error)}"
@@ -465,7 +467,7 @@ class IndexComparison:
             "index_failure",
             *key,
             known,
-            "an index takes every sound event, and answers every question",
+            "an index applies every valid event, and answers every query",
             event,
             queued.position if queued else position,
             fault=None
@@ -474,7 +476,7 @@ class IndexComparison:
         )
         warning = None if queued is None or what != "apply" else self._of_an_orphan(queued)
         self._fold(problem, queued, warning)
-        if warning is None or problem.cause is not warning:  # of other chains it has no excuse
+        if warning is None or problem.cause is not warning:  # for other chains there is no excuse
             self._desyncs[key] = Desync(problem.cause or problem)
         return problem
 
@@ -510,7 +512,7 @@ class IndexComparison:
             problem.fault = None  # that of its cause
 
     def _faults(self, queued: QueuedEvent) -> list[Problem]:
-        """What is wrong with an event, but for what its index has mended by a recovery."""
+        """The problems of an event, without those that its index has repaired by a recovery."""
         if queued.position > self._recovered.get(queued.key, -1):
             return queued.problems
         return [p for p in queued.problems if p.rule != "event_id_gap" and p.cause is None]
@@ -531,7 +533,9 @@ def _right(answers: range, as_what: str) -> str:
     least, most = answers.start, answers.stop - 1
     if least == most:
         return f"{_count(most)}, as {as_what}"
-    return f"{least} to {_count(most)}: between what the reference index says and what the events say is held"
+    return (
+        f"{least} to {_count(most)}: between what the reference index returned and what is held according to the events"
+    )
 
 
 def _count(blocks: int) -> str:

@@ -1,7 +1,7 @@
-"""The judge: receives every event that arrives, and notes in the log what is wrong with it.
+"""The judge: receives every event that arrives, and records in the log what is wrong with it.
 
-An event goes to the ledger, to the reference index and to the index under test, in this order. What a comparison with the
-engines finds is `engine_comparison.py`'s.
+An event is applied to the ledger, to the reference index and to the index under test, in this order. The comparison with
+the engines is in `engine_comparison.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_kvmock.events import RouterEvent, StreamKey
 from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import IndexComparison, QueuedEvent, Sync
-from pytest_kvmock.harness.recording import Forgotten, Recording
+from pytest_kvmock.harness.recording import Recording, WorkerRemoved
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, arun, run
 from pytest_kvmock.hygiene.delivery import Delivery, Published
 from pytest_kvmock.hygiene.drift import oldest_first
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker, Request
 
 InputFilter = Callable[[RouterEvent], tuple[Injection | None, RouterEvent]]
-"""What a fault does to an event that has arrived, if anything, and what the index under test is given for it."""
+"""Returns the record of a fault in the input of the index under test, if there is one, and what the index is given."""
 
 
 class Verdict(NamedTuple):
-    """What was found since the last verdict.
+    """The problems found since the last verdict.
 
     Attributes:
         errors: errors that stand by themselves and that the test did not expect.
         warnings: warnings, likewise.
         unmet: a sentence for each error that the test expected, and for each fault that it asked for, that did not come
-            as often as it said.
+            as often as asked for.
     """
 
     errors: list[Problem]
@@ -50,13 +50,13 @@ class Verdict(NamedTuple):
 
 
 class RecoveryAnswer(NamedTuple):
-    """What a router got when it asked a worker for events that it missed.
+    """The answer of a worker that a router asked for events that it missed.
 
     Attributes:
         published: all that the worker's rank had published by then, in order.
         ids: the event ids that it was asked for, up to the newest.
-        events: what the router got; or all that it has of the rank by now.
-        replace: they are all that it has, and not the events that were missed.
+        events: the events that the router got; or all that it has of the rank by now.
+        replace: the events are all that it has of the rank, and not those that were missed.
     """
 
     published: Stream
@@ -66,24 +66,24 @@ class RecoveryAnswer(NamedTuple):
 
 
 class Judge:
-    """Receives every event that arrives, and notes in the log what is wrong.
+    """Receives every event that arrives, and records in the log what is wrong.
 
     Args:
-        log: where events and problems are noted.
+        log: where events and problems are recorded.
         index: the index under test; None for the reference alone.
         sync: when it is compared; see `RouterHarness`.
         rng: source of what a comparison picks at random.
-        recording: keeps what arrives.
+        recording: records what arrives.
         reference: an empty reference index.
 
     Attributes:
-        ledger: what the events say is held.
+        ledger: what is held according to the events.
         reference: the reference index.
         under_test: the index under test.
         book: what would have arrived without faults; None until a test injects one.
         index_input_filter: what the index under test is given for an event; None: the event.
-        pending_recoveries: what routers got when they asked, and that is not applied yet.
-        first_lost: the first event that a sink kept from the router, of itself; None: there was none.
+        pending_recoveries: the answers that routers got from workers, and that are not applied yet.
+        first_lost: the first event that a sink kept from the router, without a fault; None: there was none.
     """
 
     def __init__(
@@ -112,25 +112,25 @@ class Judge:
         return self.under_test is not None and self.under_test.is_async
 
     def open(self, key: StreamKey, **about: Any) -> None:
-        """Begin with a worker and rank; the arguments are those of `Ledger.open`."""
+        """Open the stream of a worker and rank; the arguments are those of `Ledger.open`."""
         self.ledger.open(key, **about)
         if self.book is not None:
             self.book.open(key, **about)
 
     def keep_book(self) -> Book:
-        """From here on tell what was published from what arrived."""
+        """Keep from here on a book of what is published, beside what arrives."""
         if self.book is None:
             self.book = Book(self.ledger, self.log.problems)
         return self.book
 
     def survive(self) -> None:
-        """From here on the index under test must be right though faults strike; what has arrived was published so."""
+        """Require from here on that the index under test survives faults; what has arrived counts as published."""
         if self._comparison is not None and self._comparison.survival is None:
             self.apply_pending_recoveries()
             self._comparison.survive(self.keep_book().survive(self.reference))
 
     def note(self, found: list[Problem], real: Sequence[Problem] = (), delivery: Delivery | None = None) -> None:
-        """Note problems in the log.
+        """Record problems in the log.
 
         Args:
             found: what is wrong with what arrived.
@@ -144,15 +144,15 @@ class Judge:
     # ----------------------------------------------------------------------------------------------- events
 
     def published(self, event: RouterEvent, *, chained: bool) -> Published | None:
-        """A worker publishes an event; None where no book is kept of that."""
+        """Record an event that a worker publishes; None where no book is kept."""
         return None if self.book is None else self.book.published(event, self.log.total, chained=chained)
 
     def injected(self, injection: Injection, event: RouterEvent | None = None) -> None:
-        """A fault has struck.
+        """Record an injection.
 
         Args:
             injection: what it did.
-            event: the event that it struck, as published; None: it struck a worker, or made an event up.
+            event: the event that it changed, as published; None: it changed a worker, or made an event up.
         """
         streams = [self.ledger.streams[key] for key in injection.keys if key in self.ledger.streams]
         emptied = {block for stream in streams for held in stream.tiers.values() for block in held}
@@ -164,7 +164,7 @@ class Judge:
             self.sink_failed(problem, event, missed=True)
 
     def received(self, delivery: Delivery) -> None:
-        """An event arrives: judge it, and give it to the indexes."""
+        """Receive an event that arrives: judge it, and apply it to the indexes."""
         book, event = self.book, delivery.event
         if book is not None:
             book.receiving(delivery)
@@ -180,7 +180,7 @@ class Judge:
                 self.note(problems, () if delivery.published is None else delivery.published.problems, delivery)
             try:
                 self.reference.apply(self.ledger.uncounted(event))
-            except KvEventError:  # the ledger has noted it already, with what was observed
+            except KvEventError:  # the ledger has found it already
                 refused = True
         if self._comparison is not None:
             self._compare_at(QueuedEvent(event, entry.position, problems, refused), self._comparison)
@@ -188,7 +188,7 @@ class Judge:
             book.received(delivery)
 
     def _compare_at(self, queued: QueuedEvent, comparison: IndexComparison) -> None:
-        """Give the index under test an event, and compare it where that is due."""
+        """Give the index under test an event, and compare it if it is time to."""
         if self.index_input_filter is not None:
             injection, given = self.index_input_filter(queued.event)
             if injection is not None:
@@ -199,7 +199,7 @@ class Judge:
             self.note(self._oldest_first(found))
 
     def judge_hashes(self, events: Iterable[RouterEvent]) -> None:
-        """Judge hashes of events that may have arrived before it was known that they are a chain."""
+        """Judge the hashes of events that may have arrived before they were found to be a chain."""
         entries = self.log.find(events)
         for entry in entries:
             found = self.ledger.wrong_hash(entry.event, entry.position, entry.problems)
@@ -207,7 +207,7 @@ class Judge:
         self._recording.chain({entry.position for entry in entries})
 
     def sink_failed(self, problem: Problem, event: RouterEvent, *, missed: bool) -> None:
-        """Note that a sink raised; the event is missed where the sink stood between worker and router."""
+        """Record that a sink raised; the event is missed where the sink is between worker and router."""
         problem.position = self.log.total - 1
         self.log.note([problem])
         if missed:
@@ -218,9 +218,9 @@ class Judge:
                 self.book.lost_to_failure(problem, event)
 
     def apply_pending_recoveries(self) -> None:
-        """Take what routers got when they asked workers: it counts as arrived.
+        """Apply the answers that routers got from workers: they count as arrived.
 
-        The index under test is not given it: it has asked, and has to apply the answer itself.
+        The index under test is not given them: it has asked, and has to apply the answer itself.
         """
         while self.pending_recoveries:
             published, ids, events, replace = self.pending_recoveries.popleft()
@@ -228,7 +228,7 @@ class Judge:
             if replace:
                 self.reference.remove_worker_dp_rank(*key)
             for event in events:
-                with suppress(KvEventError):  # what comes again was removed already, or stands already
+                with suppress(KvEventError):  # of events that come again
                     self.reference.apply(event)
             for problem in (news := self.ledger.recovered(published, ids)):
                 problem.position = self.log.total - 1
@@ -239,7 +239,7 @@ class Judge:
                 self._comparison.recovered(key, self.log.total - 1)
 
     def removed(self, worker_id: int, dp_rank: int | None = None, *, first_id: int | None) -> list[StreamKey]:
-        """The router is told that a worker, or one rank of it, begins anew: what it held is dropped everywhere.
+        """Remove a worker, or one rank of it, from ledger and indexes: it begins anew.
 
         Args:
             worker_id: which worker.
@@ -247,11 +247,11 @@ class Judge:
             first_id: the id that its next event has; None for any.
 
         Returns:
-            The workers and ranks that are dropped.
+            The workers and ranks that are removed.
 
         Raises:
-            ValueError: the index under test cannot be told; nothing is dropped.
-            Exception: whatever the index under test raises when it is told; nothing else is dropped.
+            ValueError: the index under test cannot remove it; nothing is removed.
+            Exception: whatever the index under test raises; nothing else is removed.
         """
         of_worker = [key for key in self.ledger.streams if key[0] == worker_id]
         keys = of_worker if dp_rank is None else [(worker_id, dp_rank)]
@@ -259,8 +259,8 @@ class Judge:
             ranks = [rank for _, rank in keys]
             calls = self.under_test.removal_calls(worker_id, ranks, whole=keys == of_worker)
             self._comparison.removed(keys, calls)
-        self._recording.arrive(Forgotten(worker_id, dp_rank, first_id))
-        self.log.forgotten(worker_id, dp_rank, keys)
+        self._recording.arrive(WorkerRemoved(worker_id, dp_rank, first_id))
+        self.log.worker_removed(worker_id, dp_rank, keys)
         for key in keys:
             self.reference.remove_worker_dp_rank(*key)
             self.ledger.restarted(key, first_id=first_id)
@@ -272,7 +272,7 @@ class Judge:
 
     @contextmanager
     def burst(self) -> Iterator[None]:
-        """See `RouterHarness.burst`."""
+        """Give the index events in a burst; see `RouterHarness.burst`."""
         comparison = self._comparison
         if comparison is None or self.is_async:
             yield
@@ -289,11 +289,11 @@ class Judge:
             self.note(found)
 
     def ask(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
-        """What the index answers for a prompt: the one under test, or the reference.
+        """Look up a prompt in the index under test, or in the reference.
 
         Raises:
             ValueError: it takes tokens, and the prompt has none.
-            UnreadableAnswer: it is no answer.
+            UnreadableAnswer: the answer is no mapping of workers to blocks.
         """
         __tracebackhide__ = True
         if self.under_test is None:
@@ -308,14 +308,14 @@ class Judge:
         return await self.under_test.aanswer(prompt, block_size)
 
     def flush_index(self) -> None:
-        """Flush the index under test, and compare what is to be right by now; nothing to do for an async one."""
+        """Flush the index under test, and compare what must be right by now; nothing to do for an async one."""
         if self._comparison is not None and not self.is_async:
             self.end_burst()
             self.note(run(self._comparison.flush()))
             self.note(self._comparison.news(run(self._comparison.recheck(self.log.total - 1))))
 
     def compare(self) -> list[Problem]:
-        """Compare all chains ever stored, and note what is new; nothing to do without an index under test, or async.
+        """Compare all chains ever stored, and record what is new; nothing to do without an index under test, or async.
 
         Returns:
             All differences there are now, reported before or not.
@@ -336,17 +336,17 @@ class Judge:
         return found
 
     def _oldest_first(self, drifts: list[Problem]) -> list[Problem]:
-        """See `drift.oldest_first`."""
+        """Sort drifts; see `drift.oldest_first`."""
         return oldest_first(drifts, self.ledger.streams, self.log)
 
     # ---------------------------------------------------------------------------------------------- verdict
 
     def leaked(self, workers: Iterable[KvWorker], spared: Collection[Request] = ()) -> None:
-        """The test has ended: note the requests that are still open, each once.
+        """Record the requests that are still open at the end of a test, each once.
 
         Args:
-            workers: whose requests.
-            spared: requests that somebody may finish yet.
+            workers: the workers of the harness.
+            spared: requests that a teardown may finish yet.
         """
         for worker in workers:
             requests = [r for r in worker.requests if r not in spared and r not in self._leaked]
@@ -361,7 +361,7 @@ class Judge:
             self.log.note([Problem("leaked_requests", *key, known, right, position=self.log.total - 1)])
 
     def close_async(self) -> None:
-        """The test body has ended: note events that an async index was not given."""
+        """Record the events that an async index was not given before the test body ended."""
         if self._comparison is None or not self.is_async:
             return
         waiting = [queued for queued in self._comparison.waiting if isinstance(queued, QueuedEvent)]
@@ -381,7 +381,7 @@ class Judge:
         self.log.note([problem])
 
     def verdict(self) -> Verdict:
-        """What is new since the last verdict. Expectations for the whole test are counted by the first."""
+        """Return what is new since the last verdict. Expectations for the whole test are counted by the first."""
         unmet = self.log.match_expectations()
         self.log.expectations.clear()
         new, self._judged = self.log.problems[self._judged :], len(self.log.problems)

@@ -1,4 +1,4 @@
-"""From worker to router: ids are counted, sinks are given the event, faults strike, and what arrives is received."""
+"""The publisher, from worker to router: it counts ids, publishes to sinks, injects faults, and delivers to the judge."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.sinks import Sink
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
-"""What becomes of an event on its way: the events that arrive for it, none when it is lost."""
+"""Returns the events that arrive for one that is published: none when it is lost."""
 
 
 class Publisher:
-    """Takes what workers publish to the judge, one event at a time.
+    """Delivers what workers publish to the judge, one event at a time.
 
     Args:
         judge: receives what arrives.
 
     Attributes:
-        lock: held while an event is on its way; whoever takes an id and publishes with it holds it for both.
+        lock: held while an event is published; code that takes an id and publishes with it holds it for both.
         next_ids: the id after the last one that was published, by worker and rank.
-        transport: what becomes, at the end of the way, of events that came so far; None: they arrive.
+        transport: the last stage, after sinks and faults; None: every event arrives.
     """
 
     def __init__(self, judge: Judge) -> None:
@@ -42,12 +42,12 @@ class Publisher:
 
     @property
     def injector(self) -> FaultInjector | None:
-        """The faults on the way; None while a test has asked for none."""
+        """The injector of faults; None while a test has asked for none."""
         return self._injector
 
     @property
     def recovery(self) -> Recovery | None:
-        """What keeps each event that is published, whatever becomes of it; None: nobody does."""
+        """The recovery that keeps each event that is published, lost or not; None: there is none."""
         return self._recovery
 
     def add_sink(self, sink: Sink, *, before: bool) -> None:
@@ -55,12 +55,12 @@ class Publisher:
         (self._before if before else self._after).append(sink)
 
     def use_injector(self, injector: FaultInjector) -> None:
-        """From here on let faults strike, and keep a book of what would have arrived without them."""
+        """Inject faults from here on, and keep a book of what would have arrived without them."""
         self._injector = injector
         self._judge.keep_book()
 
     def use_recovery(self, recovery: Recovery) -> None:
-        """Have what is published kept, so that a router can ask for what it missed.
+        """Keep what is published, so that a router can ask for what it missed.
 
         Raises:
             ValueError: the recovery belongs to another harness.
@@ -108,7 +108,7 @@ class Publisher:
                 self._publish_to(self._after, event, missed=False)
 
     def deliver(self, delivery: Delivery) -> None:
-        """Hand the judge what arrives."""
+        """Deliver to the judge what arrives."""
         if self.transport is None:
             self._judge.received(delivery)
         else:
@@ -133,15 +133,15 @@ class Publisher:
     # ---------------------------------------------------------------------------------------------- workers
 
     def begun(self, key: StreamKey) -> None:
-        """A worker and rank begins: it has published nothing."""
+        """Begin with a worker and rank: it has published nothing."""
         if self._recovery is not None:
             self._recovery.restarted(key)
 
     def restarted(self, key: StreamKey, *, announced: bool) -> None:
-        """A worker and rank begins anew, with event id 0.
+        """Restart a worker and rank, which begins anew with event id 0.
 
         Raises:
-            ValueError: it is announced, and the index under test cannot be told; nothing has changed.
+            ValueError: it is announced, and the index under test cannot remove it; nothing has changed.
         """
         with self.lock:
             if announced:
@@ -150,10 +150,10 @@ class Publisher:
             self.begun(key)
 
     def removed(self, worker_id: int) -> list[StreamKey]:
-        """The router is told to forget a worker, all ranks; return them.
+        """Remove a worker from the router, all ranks; return them.
 
         Raises:
-            ValueError: the index under test cannot be told; nothing has changed.
+            ValueError: the index under test cannot remove it; nothing has changed.
         """
         with self.lock:
             keys = self._judge.removed(worker_id, first_id=None)

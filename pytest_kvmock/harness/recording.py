@@ -1,6 +1,6 @@
-"""What happened in a harness, so that a failure can be replayed and cut down (`pytest_kvmock.reduce`).
+"""The recording of a harness, from which a failure is replayed and reduced (`pytest_kvmock.reduce`).
 
-Two levels are kept: the events as they arrived, and what was asked of the workers. A passing test pays for a tuple an
+Two levels are kept: the events as they arrived, and the operations on the workers. A passing test pays for a tuple an
 event and a tuple an operation, and for nothing else.
 """
 
@@ -24,10 +24,10 @@ MOST: Final = 200_000
 
 
 class Recorded(NamedTuple):
-    """An operation, and when it was asked for.
+    """An operation, and when it was called.
 
     Attributes:
-        operation: what a test asked of a worker, or did to the router; requests are numbered from 1.
+        operation: what a test did with a worker, or with the router; requests are numbered from 1.
         at: how many events had arrived before.
     """
 
@@ -35,8 +35,8 @@ class Recorded(NamedTuple):
     at: int
 
 
-class Forgotten(NamedTuple):
-    """Among the events: the router was told that a worker begins anew.
+class WorkerRemoved(NamedTuple):
+    """Among the events: a worker, or one rank of it, was removed from the router, or restarted, announced.
 
     Attributes:
         worker_id: which worker.
@@ -49,16 +49,16 @@ class Forgotten(NamedTuple):
     first_id: int | None
 
 
-Arrival: TypeAlias = "tuple[RouterEvent, bool] | Forgotten"
-"""An event as it arrived, and whether its hashes must be Dynamo's chain; or a worker that is forgotten."""
+Arrival: TypeAlias = "tuple[RouterEvent, bool] | WorkerRemoved"
+"""An event as it arrived, and whether its hashes must be Dynamo's chain; or the removal of a worker."""
 
 
 class Recording:
     """Events and operations of a harness, in order, each up to `MOST`.
 
     Attributes:
-        arrivals: what the router heard.
-        operations: what was asked of the workers: the class of each operation, its fields, and `Recorded.at`. It is made
+        arrivals: what the router received.
+        operations: the operations on the workers: the class of each, its fields, and `Recorded.at`. The value is made
             when it is wanted (`recorded`).
         requests: how many requests there were.
         bursts: whether the test gave an index events in bursts (`RouterHarness.burst`).
@@ -74,21 +74,21 @@ class Recording:
         self._log = log
 
     def arrive(self, arrival: Arrival) -> None:
-        """Keep what the router hears."""
+        """Record what the router receives."""
         if len(self.arrivals) < MOST:
             self.arrivals.append(arrival)
 
     def chain(self, positions: Collection[int]) -> None:
-        """Note of events, by their positions in the log, that their hashes must be Dynamo's chain."""
+        """Mark events, by their positions in the log, as those whose hashes must be Dynamo's chain."""
         position = 0
         for i, arrival in enumerate(self.arrivals):
-            if not isinstance(arrival, Forgotten):
+            if not isinstance(arrival, WorkerRemoved):
                 if position in positions:
                     self.arrivals[i] = arrival[0], True
                 position += 1
 
     def operate(self, operation: type[Operation], *fields: Any) -> None:
-        """Keep what is asked, before it is done: what raises changes nothing, or a part of what it should."""
+        """Record an operation, before it runs: one that raises changes nothing, or a part of what it should."""
         if len(self.operations) < MOST:
             self.operations.append((operation, fields, self._log.total))
 
@@ -98,7 +98,7 @@ class Recording:
 
 
 class RecordedRequest(Request):
-    """A request that notes what is asked of it."""
+    """A request that records the operations on it."""
 
     def __init__(self, worker: KvWorker, prompt: Prompt, recording: Recording) -> None:
         super().__init__(worker, prompt)

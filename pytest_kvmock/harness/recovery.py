@@ -1,4 +1,4 @@
-"""Workers that a router can ask for events that it missed."""
+"""Recovery: what workers answer a router that asks for events that it missed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Recovery:
-    """What a router calls to ask a worker of a harness for events that it missed: `recovery(*query)`.
+    """The callable by which a router asks a worker of a harness for events that it missed: `recovery(*query)`.
 
     It answers as the worker would, from a `LocalIndex` of each worker and rank, which has all that was published,
-    whatever was lost on its way. The answer counts as arrived: what it tells is missing no more, and from there on the
+    whatever was lost on its way. The answer counts as arrived: its events are missing no more, and from there on the
     index under test is compared without excuse. The index is not given the answer; it has to apply it before its `apply`,
     or its `flush`, returns.
 
@@ -35,8 +35,8 @@ class Recovery:
         ValueError: no ring.
 
     Attributes:
-        queries: what was asked, in order.
-        answers: what was answered.
+        queries: the queries, in order.
+        answers: the answer to each.
     """
 
     def __init__(self, ring: int = RING) -> None:
@@ -44,9 +44,9 @@ class Recovery:
         self.queries: list[WorkerQuery] = []
         self.answers: list[Answer] = []
         self._local: dict[StreamKey, LocalIndex] = {}
-        self._said = Ledger()
-        # What the reference index of a stream is built of that is not prefix-closed: there, what is told again after
-        # what came too early would leave other links than the same events in their order. And of one whose copies are
+        self._published = Ledger()
+        # What the reference index of a stream is built of that is not prefix-closed: there, events that come again after
+        # others that came too early would leave other links than the same events in their order. And of one whose copies are
         # counted, as the reference counts none.
         self._built: dict[StreamKey, list[RouterEvent]] = {}
         self._judge: Judge | None = None
@@ -58,7 +58,7 @@ class Recovery:
 
     @property
     def ring(self) -> int:
-        """How many of its last events each worker and rank keeps. Made smaller, they forget the oldest."""
+        """How many of its last events each worker and rank keeps. Made smaller, the oldest are dropped."""
         return self._ring
 
     @ring.setter
@@ -74,16 +74,16 @@ class Recovery:
         Args:
             worker_id: which worker.
             start: the first event id that is wanted; None: a dump of all that the worker holds.
-            end: the last one; None: the newest. An answer goes on to the newest anyway.
+            end: the last one; None: the newest. An answer has all up to the newest anyway.
             dp_rank: which of its ranks.
 
         Raises:
             ValueError: there is no such worker, or an id is none.
-            RuntimeError: no harness has it.
+            RuntimeError: it belongs to no harness.
         """
         judge = self._judge
         if judge is None:
-            raise RuntimeError("nobody can be asked yet: the recovery belongs to no RouterHarness")
+            raise RuntimeError("there is no worker to ask yet: the recovery belongs to no RouterHarness")
         key = (worker_id, dp_rank)
         is_key = all(map(is_integer, key))
         with self._lock:
@@ -94,20 +94,22 @@ class Recovery:
                     f"there is no worker {worker_id!r:.80} rank {dp_rank!r:.80} to ask; known: {known or 'none'}"
                 )
             answer = (local or LocalIndex(self._ring)).get_events_in_id_range(start, end)
-            if isinstance(answer, TreeDump) and key in self._said.streams:
-                answer = self._with_copies(answer, self._said.streams[key])
+            if isinstance(answer, TreeDump) and key in self._published.streams:
+                answer = self._with_copies(answer, self._published.streams[key])
             self.queries.append(WorkerQuery(worker_id, start, end, dp_rank))
             self.answers.append(answer)
             if local is not None and isinstance(answer, (Events, TreeDump)):
-                is_dump, said = isinstance(answer, TreeDump), self._said.streams[key].copy()
+                is_dump, published = isinstance(answer, TreeDump), self._published.streams[key].copy()
                 next_id = 0 if local.newest is None else local.newest + 1
                 ids = range(0 if is_dump or start is None else start, next_id)
-                if self._is_plain(said):
-                    judge.pending_recoveries.append(RecoveryAnswer(said, ids, answer.events, is_dump))
+                if self._is_plain(published):
+                    judge.pending_recoveries.append(RecoveryAnswer(published, ids, answer.events, is_dump))
                 else:
                     if is_dump:
                         self._built[key] = list(answer.events)
-                    judge.pending_recoveries.append(RecoveryAnswer(said, ids, tuple(self._built[key]), replace=True))
+                    judge.pending_recoveries.append(
+                        RecoveryAnswer(published, ids, tuple(self._built[key]), replace=True)
+                    )
         if self._harness_lock.acquire(blocking=False):
             try:
                 judge.apply_pending_recoveries()
@@ -116,13 +118,13 @@ class Recovery:
         return answer
 
     @staticmethod
-    def _with_copies(dump: TreeDump, said: Stream) -> TreeDump:
-        """The dump, with a Stored for each further copy of a block: whoever asks has to count them too."""
+    def _with_copies(dump: TreeDump, published: Stream) -> TreeDump:
+        """The dump, with a Stored for each further copy of a block: the router has to count them too."""
         again: list[RouterEvent] = []
         for event in dump.events:
             data = event.event.data
             assert isinstance(data, Stored)  # of one block
-            more = said.copies.get(event.storage_tier, {}).get(data.block_hashes[0], 0)
+            more = published.copies.get(event.storage_tier, {}).get(data.block_hashes[0], 0)
             again += [event] * more
         events = [*dump.events, *again]
         numbered = (replace(one, event=replace(one.event, event_id=place)) for place, one in enumerate(events))
@@ -131,7 +133,7 @@ class Recovery:
     # --------------------------------------------------------------------------------------- of its harness
 
     def join(self, judge: Judge, lock: RLock) -> None:
-        """Belong to a harness.
+        """Bind the recovery to a harness.
 
         Raises:
             ValueError: it belongs to one.
@@ -141,32 +143,32 @@ class Recovery:
         self._judge, self._harness_lock = judge, lock
 
     def keep(self, event: RouterEvent) -> None:
-        """An event is published."""
+        """Record an event that a worker publishes."""
         with self._lock:
             key = (event.worker_id, event.event.dp_rank)
             local = self._local.get(key) or self._begin(key)
-            self._said.observe(event, 0)
-            shown = self._said.uncounted(event)
+            self._published.observe(event, 0)
+            shown = self._published.uncounted(event)
             local.apply(event, shown)
-            if not self._is_plain(self._said.streams[key]):
+            if not self._is_plain(self._published.streams[key]):
                 self._built[key].append(shown)
 
     @staticmethod
-    def _is_plain(said: Stream) -> bool:
-        return said.prefix_closed and said.residency == "unique"
+    def _is_plain(published: Stream) -> bool:
+        return published.prefix_closed and published.residency == "unique"
 
     def restarted(self, key: StreamKey) -> None:
-        """A worker and rank begins anew, and knows nothing of what was."""
+        """Begin anew with a worker and rank: what it published before is dropped."""
         with self._lock:
             self._begin(key)
 
     def _begin(self, key: StreamKey) -> LocalIndex:
         assert self._judge is not None
         local = self._local[key] = LocalIndex(self._ring)
-        heard = self._judge.ledger.streams.get(key)
-        if heard is None:
-            heard = Stream(key, first_id=None)
-        heard.late.clear()  # its ids begin anew
-        self._said.streams[key] = heard.fresh()
+        arrived = self._judge.ledger.streams.get(key)
+        if arrived is None:
+            arrived = Stream(key, first_id=None)
+        arrived.late.clear()  # its ids begin anew
+        self._published.streams[key] = arrived.fresh()
         self._built[key] = []
         return local

@@ -1,6 +1,6 @@
-"""The whole world of a test: workers, ledger, reference index, and the index under test.
+"""The harness of a test: workers, ledger, reference index, and the index under test.
 
-One subject: what a test may ask of its harness. Each method hands on to the part that does it.
+One subject: the interface of a harness. Each method delegates to the part that does the work.
 """
 
 from __future__ import annotations
@@ -52,30 +52,31 @@ if TYPE_CHECKING:
 
 
 ENGINES_OWN: Final = frozenset({"evicted_and_restored", "wrong_hash"})
-"""What faithful engines do wrong by themselves where a block may go before its parent, as warnings."""
+"""Warnings that faithful engines cause by themselves where a block may be removed before its parent."""
 
 
 class RouterHarness:
-    """Workers that speak, a router index that hears them, and a ledger that judges what is said.
+    """Workers that publish KV events, a router index that receives them, and a ledger that judges the stream.
 
-    As a context manager it judges on leaving. `RouterIndexerHarness` of dynamo-mocker is its model.
+    As a context manager it judges on leaving. It models `RouterIndexerHarness` of dynamo-mocker.
 
     Args:
         profile: size and kind of the workers; the default profile if None.
         backend: name of the workers' backend, or a `BackendSpec`; None if no worker is wanted yet (see `use_backend`).
-        index: the index under test (see `IndexUnderTest` for what it offers); None for the reference index alone.
+        index: the index under test (see `IndexUnderTest` for its methods); None for the reference index alone.
         sync: when an index under test is compared: after "every" event, "auto" (after every event up to the 2,000th,
             then after one in 16), after a "burst" (see `burst`: all events are in one) or at the "end".
         allow: rules whose breach is no failure when the harness judges on leaving.
-        recovery: what an index calls to ask workers for events that it missed; None: they keep none.
+        recovery: the callable by which an index asks workers for events that it missed; None: they keep none.
         name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
-        faults: how often faults strike an event at random, from 0 to 1, by their names; see `Faults`.
+        faults: how often faults strike an event at random, from 0 to 1, by name; see `Faults.at_random`.
         survive: names of the faults that the index under test must survive.
         index_semantics: what a Cleared empties: None for the rank that published it (Dynamo from 1.6), "e1" for all ranks
             of its worker (Dynamo up to 1.3); see `RadixIndex`.
 
     Raises:
-        ValueError: an unknown backend, rule, fault, `sync` or `index_semantics`; a rate out of range; an index that says it is not empty.
+        ValueError: an unknown backend, rule, fault, `sync` or `index_semantics`; a rate out of range; an index
+            that is not empty, by its `dump_events`.
         TypeError: an index that lacks a method, or an argument of the wrong kind.
 
     Attributes:
@@ -83,8 +84,8 @@ class RouterHarness:
         profile: the profile in force.
         sync: when an index under test is compared.
         publisher: from worker to router: ids, sinks, the lock.
-        recording: what happened, as far as it can be replayed.
-        by_hand: the workers and ranks that events made by hand name.
+        recording: the events and operations, for a replay.
+        by_hand: the workers and ranks of events made by hand.
         index_semantics: as above.
     """
 
@@ -186,7 +187,7 @@ class RouterHarness:
 
     @property
     def streams(self) -> Mapping[StreamKey, Stream]:
-        """What the events have said, by (worker_id, dp_rank)."""
+        """The streams of events, by (worker_id, dp_rank)."""
         return MappingProxyType(self._judge.ledger.streams)
 
     @property
@@ -195,7 +196,7 @@ class RouterHarness:
         return frozenset(self._workers.sink_ids)
 
     def use_backend(self, backend: str | BackendSpec) -> None:
-        """Say which backend the workers have, once, and make those that exist from the start.
+        """Set the backend of the workers, once, and make those that exist from the start.
 
         Raises:
             ValueError: an unknown backend, or another one than before.
@@ -228,14 +229,14 @@ class RouterHarness:
         residency: Residency = "unique",
         prefix_closed: bool = True,
     ) -> KvSink:
-        """Where a block manager of the user's own may publish; each is a worker of its own.
+        """Make a sink where a block manager of the user's own publishes; each is a worker of its own.
 
         Args:
-            chained: whether its hashes must be Dynamo's chain (`wrong_hash`); None: that is found out from
+            chained: whether its hashes must be Dynamo's chain (`wrong_hash`); None: that is detected from
                 what is published.
             num_blocks: how many blocks each of its ranks has on the device (`over_capacity`); None: it is not judged.
             residency: "unique" where a block is published once while it is held; "counted" where every copy is.
-            prefix_closed: whether a block goes before its parent (`orphaned_child`); see `BackendSpec`.
+            prefix_closed: whether a block is removed before its parent (`orphaned_child`); see `BackendSpec`.
 
         Raises:
             ValueError: a capacity below 1, or another residency.
@@ -245,17 +246,17 @@ class RouterHarness:
         )
 
     def add_sink(self, sink: Sink, *, before: bool = False) -> None:
-        """Have one more sink hear what workers publish.
+        """Publish each event of the workers to one more sink.
 
         Args:
-            sink: told of each event, with tier and token ids.
-            before: tell it before the router; what it raises then keeps the event from the router, as the first of
-                Dynamo's publishers does.
+            sink: gets each event, with tier and token ids.
+            before: publish to it before the router; an exception of it then keeps the event from the router, as that of
+                the first of Dynamo's publishers does.
         """
         self.publisher.add_sink(sink, before=before)
 
     def prompt(self, blocks: int = 4, after: Prompt | TokenIds | None = None, *, tail: int = 0) -> Prompt:
-        """A prompt of fresh tokens.
+        """Make a prompt of fresh tokens.
 
         Args:
             blocks: how many whole blocks of fresh tokens.
@@ -287,16 +288,16 @@ class RouterHarness:
         worker_id: int = 0,
         dp_rank: int = 0,
     ) -> None:
-        """Let the router hear events made by hand.
+        """Publish events made by hand to the router.
 
         Args:
             events: one or more, each a Stored, Removed or Cleared, which gets its worker's next id, a KvCacheEvent or
                 a RouterEvent.
-            worker_id: whose events they are, where they do not say it.
-            dp_rank: and of which rank.
+            worker_id: the worker of events that name none.
+            dp_rank: and its rank.
 
         Raises:
-            TypeError: something else. The events before it have been heard.
+            TypeError: something else. The events before it were published.
             ValueError: events of a sink, which publishes them itself. Likewise.
         """
         if isinstance(events, (Stored, Removed, Cleared, KvCacheEvent, RouterEvent)):
@@ -322,16 +323,16 @@ class RouterHarness:
         return event
 
     def next_id(self, worker_id: int, dp_rank: int) -> int:
-        """The id that an event made by hand gets if it has none; it is used up."""
+        """Take the id for an event made by hand that has none; it is not used again."""
         worker = self._workers.by_key.get(self._workers.key(worker_id, dp_rank))
         published = self.publisher.next_id(worker_id, dp_rank)  # by hand perhaps, with ids of its own
         return published if worker is None else max(published, worker.manager.take_event_id())
 
     @contextmanager
     def burst(self) -> Iterator[None]:
-        """Give the index under test events without a flush and a question in between, while the context lasts.
+        """Give the index under test events without a flush and a lookup in between, while the context lasts.
 
-        After it, after 10,000 events, and whenever the test asks (`overlap`, `flush`, `events.check`), the index is
+        After it, after 10,000 events, and whenever the test looks up or checks (`overlap`, `flush`, `events.check`), the index is
         flushed once and compared for the chains that the events changed. So a queue that overflows shows; a drift is
         placed at the last event that explains it. With sync="end" it is compared at the end all the same. An async index
         gets no event before `aflush` anyway.
@@ -348,7 +349,7 @@ class RouterHarness:
 
     @property
     def faults(self) -> Faults:
-        """What the test breaks on purpose, on the way from workers to router."""
+        """The faults that the test injects between workers and router."""
         if self._faults is None:
             from pytest_kvmock.harness.faults import Faults  # for those who use it
 
@@ -356,15 +357,15 @@ class RouterHarness:
         return self._faults
 
     def drop_next(self, n: int = 1, *, kind: str | None = None) -> Fault:
-        """Lose the next events on their way to the router: `faults.lose(n, kind=kind)`."""
+        """Lose the next events between workers and router: `faults.lose(n, kind=kind)`."""
         fault = self.faults.lose(n, kind=kind)
         self.recording.operate(DropNext, n, kind)
         return fault
 
     def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
-        """The router forgets a worker, all ranks; it may come back with any event id.
+        """Remove a worker from the router, all ranks; it may come back with any event id.
 
-        The worker itself goes on; `worker(id)` makes a new one.
+        The worker itself still exists; `worker(id)` makes a new one.
 
         Raises:
             ValueError: the index under test has no `remove_worker`; nothing has changed.
@@ -381,11 +382,11 @@ class RouterHarness:
         return self.publisher.recovery is not None
 
     def use_recovery(self, recovery: Recovery) -> None:
-        """Have workers keep what they publish, so that a router can ask them for what it missed.
+        """Keep what workers publish, so that a router can ask them for what it missed.
 
         Raises:
             TypeError: it is no `Recovery`.
-            ValueError: events were published before, which nobody has kept (but for a Cleared, with which some engines
+            ValueError: events were published before, and not kept (but for a Cleared, with which some engines
                 begin); the harness has another recovery already, or the recovery another harness.
         """
         if not isinstance(recovery, Recovery):
@@ -425,13 +426,13 @@ class RouterHarness:
     def compare_with(
         self, worker_id: int, dp_rank: int, storage_tier: StorageTier, resident: Callable[[], Iterable[int]]
     ) -> None:
-        """Compare the stream of a worker, at each flush and at the end, with what a callable says is resident."""
+        """Compare the stream of a worker, at each flush and at the end, with the resident blocks that a callable returns."""
         self._engines.compare_with(worker_id, dp_rank, storage_tier, resident)
 
-    # -------------------------------------------------------------------------------------------- questions
+    # ---------------------------------------------------------------------------------------------- lookups
 
     def overlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
-        """How many leading blocks of a prompt each worker holds, as the index says; who holds none is absent.
+        """How many leading blocks of a prompt each worker holds, by the index; workers without any are absent.
 
         Raises:
             TypeError: the index is async: `await kv_router.aoverlap(prompt)`.
@@ -474,7 +475,7 @@ class RouterHarness:
     # ---------------------------------------------------------------------------------------------- judging
 
     def ok_count(self, kind: str) -> int:
-        """How many events of a kind ("stored", "removed", "cleared") were sound."""
+        """How many events of a kind ("stored", "removed", "cleared") were valid."""
         return self.status_count(kind, "ok")
 
     def status_count(self, kind: str, status: str) -> int:
@@ -544,11 +545,11 @@ class RouterHarness:
     # ---------------------------------------------------------------------------------------------- judging
 
     def body_begins(self) -> None:
-        """What is open now was opened by fixtures: the next verdict leaves it to their teardown, the one after does not."""
+        """Mark the requests that fixtures have opened: the next verdict leaves them to their teardown, the one after does not."""
         self._begun = frozenset(request for worker in self._workers.by_key.values() for request in worker.requests)
 
     def judge(self) -> Verdict:
-        """Flush, compare everything there is to compare, and say what is new since the last time."""
+        """Flush, compare everything, and return what is new since the last verdict."""
         with self.publisher.lock:
             self._judge.close_async()
             self._judge.compare()
@@ -561,7 +562,7 @@ class RouterHarness:
             return verdict
 
     def is_engines_own(self, warning: Problem) -> bool:
-        """Whether a warning is about what a faithful mock engine does by itself, as `multi_lru` and `hash_cache` do."""
+        """Whether a warning is one that a faithful mock engine causes by itself, as `multi_lru` and `hash_cache` do."""
         key = (warning.worker_id, warning.dp_rank)
         prefix_closed = self._workers.is_prefix_closed(key)
         return warning.rule in ENGINES_OWN and not prefix_closed and key not in self.by_hand and warning.fault is None

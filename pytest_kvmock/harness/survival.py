@@ -1,4 +1,4 @@
-"""What an index under test should answer though faults strike, where a test says which of them its router survives."""
+"""The oracle of survival: what an index under test should answer in spite of the faults that its router survives."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from pytest_kvmock.router.index import KvEventError, RadixIndex
 class SurvivalOracle:
     """A reference index of what was published, with its history; what has arrived until now counts as published.
 
-    A survived fault *affects* the streams that it changes, until the index answers right for the blocks of the event that
-    it struck; what it answers for an affected stream is not compared after each event. At a flush it must be right, as far
-    as a router can know: an event that was lost shows when a later one of its worker and rank arrives, so those that
-    were lost last are not due, nor those after one that is held back.
+    A survived fault *affects* the streams that it changes, until the answers of the index are right for the blocks of the
+    event that it changed; answers for an affected stream are not compared after each event. At a flush they must be right,
+    as far as a router can detect: a lost event shows when a later one of its worker and rank arrives, so those that were
+    lost last are not expected, nor those after one that is held back.
 
-    A stream that another fault changes is *exempt*: the index may answer for it what it likes.
+    A stream that another fault changes is *exempt*: any answer for it is accepted.
 
     Args:
         ledger: of what is published; it observes each event before the oracle is given it.
         reference: the reference index of what has arrived until now.
 
     Attributes:
-        ledger: whose history the chains to ask for come from.
+        ledger: has the history that the chains to look up come from.
         reference: what a router should answer.
-        exempt: the streams that other faults have struck.
-        affected: the streams that survived faults have struck, each with the stream and block of the chains to ask for.
+        exempt: the streams that other faults have changed.
+        affected: the streams that survived faults have changed, each with the stream and block of the chains to look up.
     """
 
     def __init__(self, ledger: Ledger, reference: RadixIndex) -> None:
@@ -42,14 +42,14 @@ class SurvivalOracle:
         self.reference = deepcopy(reference)
         self.affected: dict[StreamKey, set[tuple[StreamKey, int]]] = {}
         self.exempt: set[StreamKey] = set()
-        self._before = deepcopy(reference)  # what the history begins with
+        self._before = deepcopy(reference)  # the state before the history
         self._history: list[tuple[StreamKey, RouterEvent | None]] = []  # None: the worker and rank begins anew
         self._injections: dict[StreamKey, Injections] = {}
-        self._lost: dict[StreamKey, list[int]] = {}  # places in the history of what nobody can know to be lost
+        self._lost: dict[StreamKey, list[int]] = {}  # places in the history of losses that do not show yet
         self._held: dict[StreamKey, dict[Injection, int]] = {}
 
     def published(self, event: RouterEvent) -> int:
-        """Take an event that a router should know of; return its place in the history."""
+        """Record an event that a router should get; return its place in the history."""
         shown = self.ledger.uncounted(event)
         self._history.append(((event.worker_id, event.event.dp_rank), shown))
         with suppress(KvEventError):
@@ -57,7 +57,7 @@ class SurvivalOracle:
         return len(self._history) - 1
 
     def begin_anew(self, key: StreamKey, *, announced: bool) -> None:
-        """A worker and rank begins anew; where the index is told so, whatever happened before is over."""
+        """Begin anew with a worker and rank; where that is announced, earlier faults no longer count."""
         self._history.append((key, None))
         self.reference.remove_worker_dp_rank(*key)
         if announced:
@@ -66,18 +66,18 @@ class SurvivalOracle:
                 of_streams.pop(key, None)
 
     def injected(self, injection: Injection, event: RouterEvent | None, emptied: Collection[int]) -> None:
-        """A fault has changed what becomes of what was published last.
+        """Record a fault in what was published last.
 
         Args:
             injection: what it did.
-            event: the event that it struck, as published; None where it struck a worker.
+            event: the event that it changed, as published; None where it changed a worker.
             emptied: the blocks that were held until it emptied the cache.
         """
         if not injection.survived:
             self.exempt |= injection.keys
             return
         own = (injection.worker_id, injection.dp_rank)
-        if injection.event_id is None and own in self._injections:  # a restart: what happened before is over
+        if injection.event_id is None and own in self._injections:  # a restart: earlier faults no longer count
             self._injections[own].recover()
         stream = self.ledger.streams.get(own)
         data = None if event is None else event.event.data
@@ -92,21 +92,21 @@ class SurvivalOracle:
         place = len(self._history) - 1
         if injection.late:
             self._held.setdefault(own, {})[injection] = place
-        elif injection.missing or injection.event_id is None:  # nobody can know of a restart before the next event
+        elif injection.missing or injection.event_id is None:  # a restart does not show before the next event
             self._lost.setdefault(own, []).append(place)
 
     def touched(self, key: StreamKey, event: RouterEvent) -> None:
-        """An event of an affected stream has arrived; whether the index could take it shows by its blocks."""
+        """Record an event of an affected stream that arrives; whether the index applied it shows by its blocks."""
         data = event.event.data
         if isinstance(data, Stored | Removed):
             self.affected[key].update((key, block) for block in data.block_hashes)
 
     def received(self, key: StreamKey, published: Published | None) -> None:
-        """An event of this worker and rank has arrived: what was lost before it shows.
+        """Record an event of this worker and rank that arrives: what was lost before it shows.
 
         Args:
             key: worker and rank.
-            published: the event as it was published; None: it was not.
+            published: the event as it was published; None: it was not published.
         """
         lost = self._lost.get(key)
         if lost:
@@ -114,24 +114,24 @@ class SurvivalOracle:
             self._lost[key] = [each for each in lost if each > place]
 
     def released(self, injection: Injection, emptied: Collection[int]) -> None:
-        """The event that this fault held back arrives; see `injected`."""
+        """Record that the event which this fault held back arrives; see `injected`."""
         self._held.get((injection.worker_id, injection.dp_rank), {}).pop(injection, None)
         for key in injection.keys if injection.survived else ():
             self._injections.setdefault(key, Injections()).recover_from(injection, emptied)
 
     def recovered(self, key: StreamKey, ids: range) -> None:
-        """The index has asked a worker and rank for these event ids, and can know all of it."""
+        """Record that the index has asked a worker and rank for these event ids: nothing is missing any more."""
         self._lost.pop(key, None)
         self._held.pop(key, None)
         if key in self._injections:
             self._injections[key].recover_ids(key, ids)
 
     def injection_of(self, key: StreamKey, blocks: Sequence[int]) -> Injection | None:
-        """The fault to be survived that a problem of the index came of, by the rule of `Injections`.
+        """The survived fault that a problem of the index is a result of, by the rule of `Injections`.
 
         Args:
-            key: whose stream it is about.
-            blocks: those that the problem names.
+            key: the worker and rank that it is about.
+            blocks: the blocks that the problem names.
 
         Returns:
             None where no fault touched them, and the index has recovered from all.
@@ -143,12 +143,12 @@ class SurvivalOracle:
         return naming if naming is not None or key not in self.affected else injections.first()
 
     def _ancestors(self, key: StreamKey, block: int) -> list[int]:
-        """A block's chain, as published; of one that came from another stream, as that one has published it."""
+        """The chain of a block, as published; of a block of another stream, as that one published it."""
         streams = (self.ledger.streams.get(key), *self.ledger.streams.values())
         return next((stream.chain(block) for stream in streams if stream is not None and stream.was_stored(block)), [])
 
     def mark_recovered(self, key: StreamKey) -> None:
-        """The index is right about a stream again; not so yet where it is right by knowing less."""
+        """Mark a stream as recovered: the index is right about it again, unless a loss does not show yet."""
         if not self._lost.get(key) and not self._held.get(key):
             self.affected.pop(key, None)
             if key in self._injections:
@@ -157,19 +157,19 @@ class SurvivalOracle:
     def expected(
         self, answer: Scores | WorkerScores, local_hashes: tuple[int, ...], ignored: Collection[StreamKey] | None
     ) -> Scores:
-        """What the index should answer.
+        """The answer that is expected of the index.
 
         Args:
-            answer: what it does answer.
-            local_hashes: what it was asked.
-            ignored: streams of which it may answer anything; None: of an affected one it may be behind by what no router can
-                know.
+            answer: the answer that it returned.
+            local_hashes: the chain that was looked up.
+            ignored: streams for which any answer is accepted; None: for an affected one, an answer may be behind by the
+                losses that do not show yet.
         """
         expected = self.reference.find_matches(local_hashes).scores
         if agree(answer, expected):
             return expected
         ranked = not answer or isinstance(next(iter(answer)), tuple)
-        said: Mapping[Any, int] = answer
+        given: Mapping[Any, int] = answer
         free = {*self.exempt, *(ignored or ())}
         behind: set[StreamKey] = set()
         if ignored is None:
@@ -181,7 +181,7 @@ class SurvivalOracle:
         out = dict(expected)
         for key in (*free, *behind):
             name = key if ranked else key[0]
-            got = said.get(name, 0)
+            got = given.get(name, 0)
             if key in behind and all(got != scores.get(name, 0) for scores in knowable):
                 continue
             for other in [key] if ranked else [k for k in out if k[0] == key[0]]:
@@ -191,7 +191,7 @@ class SurvivalOracle:
         return out
 
     def _knowable(self, local_hashes: tuple[int, ...]) -> list[Scores]:
-        """What was right since the first event that no router can know of yet; one that asked the worker may know more."""
+        """The right answers since the first loss that does not show yet; an index that asked the worker may be ahead."""
         first: dict[StreamKey, int] = {}
         for key in {*self._lost, *self._held}:
             places = (*self._lost.get(key, ()), *self._held.get(key, {}).values())

@@ -1,6 +1,6 @@
-"""The index under test: how it is called, and what its answers mean.
+"""The index under test: its calls, and its answers in one shape.
 
-What calls it is written once, for sync and async indexes: generators yield the calls to make and are sent what came back.
+The code that calls it is written once, for sync and async indexes: generators yield the calls to make, and are sent the results.
 `run` makes the calls, `arun` awaits them.
 """
 
@@ -17,7 +17,7 @@ from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.tokens import Prompt
 
 Scores: TypeAlias = dict[tuple[int, int], int]
-"""Matched blocks by (worker_id, dp_rank); who matches none is absent."""
+"""Matched blocks by (worker_id, dp_rank); ranks without any are absent."""
 
 WorkerScores: TypeAlias = dict[int, int]
 """Matched blocks by worker alone: the most over its ranks."""
@@ -27,11 +27,11 @@ Call: TypeAlias = tuple[Callable[[Any], Any], Any]
 """A function of the index under test, and the argument to call it with."""
 
 Findings: TypeAlias = Generator[Call, Any, list[Problem]]
-"""Asks for calls of the index under test, one by one, and returns the problems found."""
+"""Yields calls of the index under test, one by one, and returns the problems found."""
 
 
 def run(findings: Findings) -> list[Problem]:
-    """Make the calls that a generator asks for; return what it found."""
+    """Make the calls that a generator yields; return what it found."""
     try:
         function, argument = next(findings)
         while True:
@@ -77,22 +77,22 @@ _CALLERS: Final = (__file__, str(Path(__file__).with_name("index_comparison.py")
 
 
 class UnreadableAnswer(ValueError):  # noqa: N818 - named for what it is
-    """The index under test answered what is no mapping of workers to numbers of blocks."""
+    """Raised where the index under test returned no mapping of workers to numbers of blocks."""
 
 
 class IndexUnderTest:
-    """A user's index behind one shape.
+    """Wraps a user's index in one interface.
 
-    It offers `apply(event)`, which takes a `RouterEvent`, and one of `find_matches(local_hashes)` and
+    The index has `apply(event)`, which takes a `RouterEvent`, and one of `find_matches(local_hashes)` and
     `match_tokens(tokens)`; `flush`, `dump_events`, `remove_worker` and `remove_worker_dp_rank` are used where it has
-    them. Any of them may be a coroutine function; then the test drives it (`aflush`, `aoverlap`).
+    them. Any of them may be a coroutine function; then the test awaits it (`aflush`, `aoverlap`).
 
     Args:
         index: the user's object.
 
     Raises:
         TypeError: it lacks a method.
-        ValueError: it says through `dump_events` that it is not empty.
+        ValueError: it is not empty, by its `dump_events`.
     """
 
     def __init__(self, index: Any) -> None:
@@ -136,7 +136,7 @@ class IndexUnderTest:
         return method if callable(method) else None
 
     def removal_calls(self, worker_id: int, ranks: Iterable[int], *, whole: bool) -> list[Call]:
-        """The calls that tell it that some ranks of a worker are removed.
+        """The calls that remove some ranks of a worker from the index.
 
         Args:
             worker_id: which worker.
@@ -144,7 +144,7 @@ class IndexUnderTest:
             whole: they are all that it has.
 
         Raises:
-            ValueError: it cannot be told.
+            ValueError: the index has no method for it.
         """
         remove, remove_rank = self.remove_worker, self.remove_rank
         if whole and remove is not None:
@@ -152,16 +152,14 @@ class IndexUnderTest:
         if remove_rank is not None:
             return [(lambda rank: remove_rank(worker_id, rank), dp_rank) for dp_rank in ranks]
         need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
-        raise ValueError(
-            f"the index under test ({self.name}) cannot be told that worker {worker_id} is gone: it has no {need}"
-        )
+        raise ValueError(f"the index under test ({self.name}) cannot remove worker {worker_id}: it has no {need}")
 
     def answer(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
-        """Flush it, and ask it for a prompt.
+        """Flush the index, and look up a prompt.
 
         Raises:
             ValueError: it takes tokens, and the prompt has none.
-            UnreadableAnswer: it is no answer.
+            UnreadableAnswer: the answer is no mapping of workers to blocks.
         """
         __tracebackhide__ = True
         if self.flush is not None:
@@ -180,7 +178,7 @@ class IndexUnderTest:
         return question(hashes, prompt.tokens, takes_tokens=self.takes_tokens)
 
     def read(self, answer: Any) -> Scores | WorkerScores:
-        """Make one shape of an answer: zeros are dropped, keys stay of the form they have.
+        """Read an answer into one shape: zeros are dropped, keys keep their form.
 
         Raises:
             UnreadableAnswer: it is no mapping of workers to numbers of blocks.
@@ -188,7 +186,7 @@ class IndexUnderTest:
         scores = getattr(answer, "scores", answer)
         if not isinstance(scores, Mapping):
             raise UnreadableAnswer(
-                f"{self.name} answered {answer!r:.120}; expected a mapping of worker_id or "
+                f"{self.name} returned {answer!r:.120}; expected a mapping of worker_id or "
                 "(worker_id, dp_rank) to a number of blocks, or an object with such a mapping in .scores"
             )
         out: dict[Any, int] = {}
@@ -198,7 +196,7 @@ class IndexUnderTest:
             is_count = isinstance(blocks, int) and blocks >= 0
             if not (is_pair or isinstance(key, int)) or not is_count or ranked not in (None, is_pair):
                 raise UnreadableAnswer(
-                    f"{self.name} answered the entry {key!r}: {blocks!r}; expected worker_id or "
+                    f"{self.name} returned the entry {key!r}: {blocks!r}; expected worker_id or "
                     "(worker_id, dp_rank), the same form in one answer, and a number of blocks"
                 )
             ranked = is_pair
@@ -233,7 +231,7 @@ def first_difference(answer: Scores | WorkerScores, least: Scores, most: Scores)
         most: the highest.
 
     Returns:
-        (worker_id, dp_rank, blocks answered, what would be right); None where all is right.
+        (worker_id, dp_rank, blocks returned, blocks expected); None where all is right.
     """
     ranked = not answer or isinstance(next(iter(answer)), tuple)
     low: Mapping[Any, int] = least if ranked else by_worker(least)
@@ -248,7 +246,7 @@ def first_difference(answer: Scores | WorkerScores, least: Scores, most: Scores)
 
 
 def question(hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_tokens: bool) -> Sequence[int]:
-    """What to ask with: the local hashes, or the tokens.
+    """The argument of a lookup: the local hashes, or the tokens.
 
     Raises:
         ValueError: it takes tokens, and there are none.

@@ -1,4 +1,4 @@
-"""Where a block manager of the user's own publishes."""
+"""Sinks where a block manager of the user's own publishes."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness.publisher import Publisher
 
 MOST_UNJUDGED: Final = 10_000
-"""So many Stored are kept until it is found out whether their hashes are a chain; those of other engines never are."""
+"""How many Stored are kept until their hashes are found to be a chain; those of other engines never are."""
 
 FIRST_SINK_WORKER: Final = MOST_WORKERS
 """Sinks are workers of their own, with the first ids from here on that are free."""
 
 CompareWith: TypeAlias = Callable[[int, int, StorageTier, Callable[[], Iterable[int]]], None]
-"""Has the stream of a worker, rank and tier compared with what a callable says is resident."""
+"""Compares the stream of a worker, rank and tier with the resident blocks that a callable returns."""
 
 Published = EventData | KvCacheEvent | RouterEvent
 
 
 HASHES: Final = "tuples of hashes, of blocks from -2**63 to 2**64 - 1 and local ones from 0"
-"""What an event has, in words."""
+"""The fields of an event, in words."""
 
 
 def is_event(event: object) -> TypeGuard[RouterEvent]:
-    """Whether it is a RouterEvent, and inside it is what should be: ids and hashes; SGLang's block hashes are signed."""
+    """Whether an object is a RouterEvent with valid ids and hashes; SGLang's block hashes are signed."""
     if not isinstance(event, RouterEvent) or not isinstance(event.event, KvCacheEvent):
         return False
     data = event.event.data
@@ -67,7 +67,7 @@ def is_event(event: object) -> TypeGuard[RouterEvent]:
 
 
 class KvSink:
-    """Captures what a user's own block manager publishes, and has it judged as a worker of its own.
+    """Captures what a user's own block manager publishes, and publishes it as a worker of its own, to be judged.
 
     Called, or by its `publish`, with a Stored, Removed, Cleared, KvCacheEvent or RouterEvent. Data without an id get
     the next one. A RouterEvent is relabelled with this worker; its rank, id and tier stay.
@@ -75,7 +75,7 @@ class KvSink:
     Attributes:
         worker_id: the worker's id, the first from 2**16 on that was free.
         events: the events so far, in order.
-        chained: whether hashes must be Dynamo's chain; None: that is found out, see `FoundChain`.
+        chained: whether hashes must be Dynamo's chain; None: that is detected, see `FoundChain`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class KvSink:
         self._compare_with = compare_with
         self._chain = FoundChain()
         self._unjudged: list[RouterEvent] = []  # every Stored before the chain was found
-        self._looked_at = 0  # of those, how many were there when it was last looked up what is resident
+        self._looked_at = 0  # how many of those there were at the last lookup of resident blocks
 
     def __repr__(self) -> str:
         return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
@@ -106,11 +106,11 @@ class KvSink:
         storage_tier: StorageTier = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
     ) -> None:
-        """Take an event.
+        """Publish an event.
 
         Args:
-            event: what the manager says.
-            storage_tier: where, unless a RouterEvent says it.
+            event: the event, or its data.
+            storage_tier: the tier of the blocks, unless a RouterEvent has it.
             token_ids: for a Stored, the token ids of each block.
 
         Raises:
@@ -122,40 +122,40 @@ class KvSink:
         with self._publisher.lock:  # from the next id on, or two threads would get one id
             if isinstance(event, (Stored, Removed, Cleared)):
                 event = KvCacheEvent(self._publisher.next_id(self.worker_id, 0), event)
-            said = RouterEvent(self.worker_id, event, storage_tier, token_ids)
-            if not is_event(said):
+            addressed = RouterEvent(self.worker_id, event, storage_tier, token_ids)
+            if not is_event(addressed):
                 raise TypeError(
                     f"a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
-            self._publisher.publish(said, chained=self._must_chain(said))
+            self._publisher.publish(addressed, chained=self._must_chain(addressed))
 
     __call__ = publish
 
-    def _must_chain(self, said: RouterEvent) -> bool:
-        """Whether the hashes of an event must be Dynamo's chain. Where nobody has said it, only of one that breaks it."""
+    def _must_chain(self, addressed: RouterEvent) -> bool:
+        """Whether the hashes of an event must be Dynamo's chain; where `chained` is None, only of one that breaks it."""
         if self.chained is not None:
             return self.chained
-        data, chain = said.event.data, self._chain
+        data, chain = addressed.event.data, self._chain
         if not isinstance(data, Stored):
             return False
         was_found = chain.found
         is_broken = chain.is_broken_by(data)
         if not chain.found:
             if len(self._unjudged) < MOST_UNJUDGED:
-                self._unjudged.append(said)
+                self._unjudged.append(addressed)
         elif not was_found:
             self._judge_earlier(chain.is_broken_by)
         return is_broken
 
     def _judge_earlier(self, is_broken: Callable[[Stored], bool]) -> None:
-        """The hashes are found to be a chain: have those judged that were published before, and break it."""
+        """Judge the hashes of earlier events that break the chain, now that it is found."""
         unjudged, self._unjudged = self._unjudged, []
         self._judge_hashes([e for e in unjudged if isinstance(e.event.data, Stored) and is_broken(e.event.data)])
 
     def _looked_up(self, resident: Callable[[], Iterable[int]]) -> Iterable[int]:
-        """What is resident; it may show that the hashes are a chain, of which a wrong one was published."""
+        """The resident blocks; they may show that the hashes are a chain, and that a wrong one was published."""
         blocks = resident()
         fresh = self._unjudged[self._looked_at :]
         if self.chained is None and fresh:
@@ -176,16 +176,16 @@ class KvSink:
         dp_rank: int = 0,
         storage_tier: StorageTier = StorageTier.DEVICE,
     ) -> None:
-        """Add the drift check: at each flush and at the end, what was published is compared with what is there.
+        """Add the drift check: at each flush and at the end, what was published is compared with what is resident.
 
         Args:
-            resident: tells the block hashes that the manager holds now.
-            dp_rank: the rank that it speaks for.
-            storage_tier: the tier that it speaks for.
+            resident: returns the block hashes that the manager holds now.
+            dp_rank: the rank of those blocks.
+            storage_tier: the tier of those blocks.
 
         Raises:
             TypeError: it cannot be called.
         """
         if not callable(resident):
-            raise TypeError(f"compare takes a callable that tells the resident block hashes, got {resident!r:.80}")
+            raise TypeError(f"compare takes a callable that returns the resident block hashes, got {resident!r:.80}")
         self._compare_with(self.worker_id, dp_rank, storage_tier, partial(self._looked_up, resident))

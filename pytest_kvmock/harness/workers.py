@@ -32,11 +32,11 @@ WorkerKey: TypeAlias = int | tuple[int, int]
 MOST_WORKER_ID: Final = 2**64 - 1
 
 _MANAGERS: Final[set[type]] = set()
-"""Classes whose objects were found to be managers: each test makes some."""
+"""Classes that were found to have the methods of a manager: each test makes some."""
 
 
 class _WorkerSink:
-    """Where a worker publishes: its events get its name and go to the publisher, once that listens."""
+    """The sink of a worker: adds its id to events, and passes them to the publisher, once the worker has begun."""
 
     __slots__ = ("_before", "_publisher", "_worker_id", "worker")
 
@@ -60,7 +60,7 @@ class _WorkerSink:
             self._publisher.publish(named, chained=worker.serving)
 
     def begin(self, worker: KvWorker) -> None:
-        """From now on publish what a worker does; first what it published when it was made."""
+        """Publish from now on; first what the worker published when it was made."""
         self.worker = worker
         for event in self._before:
             self._publisher.publish(event)
@@ -75,11 +75,11 @@ class HarnessWorker(KvWorker):
         dp_rank: its rank.
         profile: its size and kind.
         publisher: where it publishes.
-        recording: keeps what is asked of it.
+        recording: records the operations on it.
         rng: source of generated tokens and of the names of partial blocks.
 
     Raises:
-        ValueError: the backend refused, raised, or made what is no manager or one that calls itself otherwise.
+        ValueError: the backend refused, raised, or made what is no manager or one of another backend.
 
     Attributes:
         spec: its backend.
@@ -112,7 +112,7 @@ class HarnessWorker(KvWorker):
         )
 
     def begin(self) -> None:
-        """From now on publish to the router; first what it published when it was made."""
+        """Publish to the router from now on; first what it published when it was made."""
         self._events.begin(self)
 
     def _request(self, prompt: Prompt) -> RecordedRequest:
@@ -124,17 +124,17 @@ class HarnessWorker(KvWorker):
         return super().clear()
 
     def restart(self, *, announced: bool = False) -> None:
-        """As `KvWorker.restart`; harness and index are told, if it is announced."""
+        """As `KvWorker.restart`; an announced one removes the worker from ledger and indexes first."""
         self._recording.operate(Restart, self.worker_id, self.dp_rank, announced)
         self._publisher.restarted((self.worker_id, self.dp_rank), announced=announced)
         super().restart(announced=announced)
 
 
 def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink: Sink | None) -> KvManager:
-    """Make the block manager of a worker, and make sure that it is one, of this backend."""
+    """Make the block manager of a worker, and check that it is one, of this backend."""
     try:
         manager = spec.make(num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink)
-    except ValueError:  # it refuses what it was given, with a message of its own
+    except ValueError:  # a refusal, with a message of its own
         raise
     except Exception as error:
         raise ValueError(f"backend {spec.name!r}: make raised {type(error).__name__}: {error}") from error
@@ -146,7 +146,7 @@ def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink:
     if manager.backend != spec.name:
         raise ValueError(
             f"backend {spec.name!r} made a manager that calls itself {manager.backend!r}; "
-            "a test would run on another backend than its id says"
+            "a test would run on another backend than its id names"
         )
     return manager
 
@@ -159,7 +159,7 @@ class Workers:
         judge: receives their events.
         publisher: where they publish.
         engines: compares the stream of a sink with what its engine holds.
-        recording: keeps what is asked of them.
+        recording: records the operations on them.
         rng: source of everything random in them.
 
     Attributes:
@@ -194,7 +194,7 @@ class Workers:
         return MappingProxyType(self._workers)
 
     def key(self, worker_id: int, dp_rank: int) -> WorkerKey:
-        """What a worker, or a rank of it, is called."""
+        """The key of a worker, or of a rank of it."""
         return (worker_id, dp_rank) if self._profile.dp_size > 1 or dp_rank else worker_id
 
     def is_prefix_closed(self, key: StreamKey) -> bool:
@@ -248,7 +248,7 @@ class Workers:
         return self._add(worker_id, 0, None, self._profile.replace(**fields))
 
     def remove(self, keys: Collection[StreamKey]) -> None:
-        """Drop workers; the next one of such an id is a new one."""
+        """Remove workers; the next one of such an id is a new one."""
         for key in keys:
             self._workers.pop(self.key(*key), None)
 

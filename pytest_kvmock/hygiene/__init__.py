@@ -1,1 +1,1 @@
-"""Event hygiene: what the events say is held, the rules they must keep, and the report when they do not."""
+"""Event hygiene: a ledger of the blocks that events store and remove, the rules of a stream, and the report."""

@@ -1,9 +1,9 @@
-"""Which problems are the workers' own, and which came of faults that a test injected.
+"""Attribution: which problems are the workers' own, and which are results of faults that a test injected.
 
 Theory of operation. From the first fault on, a second ledger observes what workers publish, before anything happens to
-it. What both ledgers find is real: it would have been found without the fault, and it is never listed under one. What
-only the ledger of what arrived finds was injected. Which injection it came of is known by the ids that are missing, by
-the event that was changed, and else by the rule of `Injections`.
+it. A problem that both ledgers find is real: it would have been found without the fault, and is never listed under one.
+A problem that only the ledger of what arrived finds is a result of a fault. Which injection that is follows from the ids
+that are missing, from the event that was changed, and else from the rule of `Injections`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pytest_kvmock.hygiene.problem import INDEX_RULES, Problem
 
 
 class Attribution:
-    """Tells real problems from those that came of injected faults, and which fault they came of.
+    """Separates real problems from the results of injected faults, and finds the fault of each.
 
     Args:
         arrived: the ledger of what arrived.
         published: the ledger of what was published.
-        twins: problems found so far, by what is the same problem in the ledger of what was published.
+        twins: the problems found so far, each by the same problem in the ledger of what was published.
 
     Attributes:
         injections: what faults did, in order.
-        mismatched: workers that are themselves a fault: all that is wrong with what they publish came of it.
+        mismatched: workers that are a fault by themselves: each problem of what they publish is a result of it.
     """
 
     def __init__(self, arrived: Ledger, published: Ledger, twins: dict[Problem, Problem]) -> None:
@@ -44,7 +44,7 @@ class Attribution:
     # --------------------------------------------------------------------------------------- what faults do
 
     def injected(self, injection: Injection, emptied: Collection[int] = ()) -> None:
-        """A fault has done something to a stream.
+        """Record what a fault did to a stream.
 
         Args:
             injection: what it did.
@@ -52,7 +52,7 @@ class Attribution:
         """
         self.injections.append(injection)
         key = (injection.worker_id, injection.dp_rank)
-        if injection.event_id is None:  # a restart: the ids before it are of no account any more
+        if injection.event_id is None:  # a restart: the ids before it no longer count
             self._missing.pop(key, None)
             self._of(key).recover()
         elif injection.missing and injection.kind != "sink_failure":  # that one is a problem of its own
@@ -61,12 +61,12 @@ class Attribution:
             self._of(each).add(injection, emptied, recovered=injection.whole)
 
     def index_input_changed(self, key: StreamKey, injection: Injection) -> None:
-        """The index under test was given another event than the one that arrived."""
+        """Record that the index under test was given another event than the one that arrived."""
         self.injections.append(injection)
         self._of_index_input.setdefault(key, Injections()).add(injection)
 
     def released(self, injection: Injection, emptied: Collection[int] = ()) -> None:
-        """The event that this fault held back arrives; see `injected`."""
+        """Record that the event which this fault held back arrives; see `injected`."""
         waiting = self._missing.get((injection.worker_id, injection.dp_rank), [])
         if injection in waiting:
             waiting.remove(injection)
@@ -74,10 +74,10 @@ class Attribution:
             self._of(key).recover_from(injection, emptied)
 
     def cleared(self, key: StreamKey, injection: Injection | None) -> None:
-        """A Cleared has arrived.
+        """Record that a Cleared has arrived.
 
         Args:
-            key: whose cache it emptied.
+            key: the worker and rank whose cache it emptied.
             injection: what made it arrive, or arrive as it did; None: nothing.
         """
         self._of(key).recover(before=injection)
@@ -85,19 +85,19 @@ class Attribution:
             self._of_index_input[key].recover()
 
     def lost_to_failure(self, problem: Problem, twin: Problem) -> None:
-        """An event was lost to a failure that is real; `twin` is the same failure in the ledger of what was published."""
+        """Record an event lost to a real failure; `twin` is the same failure in the ledger of what was published."""
         self._twins[twin] = problem
         if problem.cause is not None and problem.cause.fault is not None:
             problem.stand()
 
     def recovered(self, key: StreamKey, ids: range) -> None:
-        """The router has asked a worker and rank for these event ids, and has all from there on."""
+        """Record that the router has asked a worker and rank for these event ids, and has every event from there on."""
         self._of(key).recover_ids(key, ids)
         missing = self._missing.get(key, [])
         self._missing[key] = [injection for injection in missing if injection.event_id not in ids]
 
     def begin_anew(self, key: StreamKey) -> None:
-        """A worker and rank begins anew, and the router is told: what was done to it before is over."""
+        """Drop what faults did to a worker and rank: it restarts, announced, or the router removes it."""
         for of_streams in (self._missing, self._of_streams, self._of_index_input):
             of_streams.pop(key, None)
 
@@ -107,7 +107,7 @@ class Attribution:
     # ----------------------------------------------------------------------------------------- classifying
 
     def classify(self, problems: Iterable[Problem], real: Sequence[Problem], delivery: Delivery | None = None) -> None:
-        """Name the injected fault of each problem that came of one, and take real ones out from under those.
+        """Set the injected fault of each problem that is a result of one, and take real problems from under those.
 
         Args:
             problems: what was found with what arrived, causes before what follows from them.
@@ -136,7 +136,7 @@ class Attribution:
                 problem.follows_from(self._twins[twin.cause])
             return
         stream = self._published.streams.get(key)
-        if problem.rule == "over_capacity" and stream is not None and stream.overfull:  # it may have been noted before
+        if problem.rule == "over_capacity" and stream is not None and stream.overfull:  # reported before, perhaps
             problem.stand()
             return
         problem.fault = self.mismatched.get(key) or self._attribute(problem, key, arriving)
@@ -151,7 +151,7 @@ class Attribution:
         return is_hidden and problem.cause is None
 
     def _attribute(self, problem: Problem, key: StreamKey, arriving: Injection | None) -> Injection | None:
-        """The injection that a problem came of; see `Injections` where neither ids nor the event itself tell."""
+        """The injection that a problem is a result of: by missing ids, by the event itself, or by the rule of `Injections`."""
         if problem.rule == "event_id_gap" and (missing := self._next_missing(problem, key)) is not None:
             return missing
         if arriving is not None and key in arriving.keys:
@@ -165,7 +165,7 @@ class Attribution:
         return of_stream.first()
 
     def _attribute_input(self, problem: Problem, key: StreamKey) -> Injection | None:
-        """What was done to the input of the index under test that a problem came of."""
+        """The change to the input of the index under test that a problem is a result of."""
         of_input = self._of_index_input.get(key)
         if of_input is None:
             return None
@@ -174,13 +174,13 @@ class Attribution:
         return of_input.naming(blocks, partial(self._ancestors, key)) or of_input.first()
 
     def _ancestors(self, key: StreamKey, block: int) -> list[int]:
-        """A block's chain as published, and where it was not, as it arrived; or as another stream has published it."""
+        """The chain of a block: as published, else as it arrived, else as another stream published it."""
         published = self._published.streams
         streams = (published.get(key), self._arrived.streams.get(key), *published.values())
         return next((stream.chain(block) for stream in streams if stream is not None and stream.was_stored(block)), [])
 
     def _next_missing(self, gap: Problem, key: StreamKey) -> Injection | None:
-        """The first injection that made a gap of ids, if ids are missing; one gap stands for them all."""
+        """The first injection that made a gap of ids, if ids are missing; one gap counts for them all."""
         waiting = self._missing.get(key, [])
         upto = gap.event_id
         passed = [one for one in waiting if upto is None or (one.event_id is not None and one.event_id < upto)]
@@ -191,7 +191,7 @@ class Attribution:
 
 
 def _same(problem: Problem, other: Problem) -> bool:
-    """Whether the same is wrong with what was published: the rule, the stream, and one block at least."""
+    """Whether two problems are the same: the rule, the stream, and one block at least."""
     if (problem.rule, problem.worker_id, problem.dp_rank) != (other.rule, other.worker_id, other.dp_rank):
         return False
     return not problem.blocks or not other.blocks or not set(problem.blocks).isdisjoint(other.blocks)

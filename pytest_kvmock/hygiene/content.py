@@ -1,4 +1,4 @@
-"""What a Stored shows by itself, without memory of the stream: its own parent, hashes, tokens."""
+"""Checks of one Stored by itself, without memory of the stream: own parent, hashes, tokens."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pytest_kvmock.events import BlockTokens, RouterEvent, Stored, block_text
 from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes
 
 HAND_WRITTEN: Final = 2**16
-"""Hashes below are numbers that somebody wrote: a hash function hardly ever returns one."""
+"""Hashes below are numbers written by hand: a hash function hardly ever returns one."""
 
 MOST_PARENTS: Final = 2**18
-"""How many blocks of a stream are tried as the right parent of others, in all: a tenth of a second."""
+"""The most blocks of a stream that are tried as the right parent of others, in all: a tenth of a second."""
 
 
 class Chain(Protocol):
-    """How one engine names its blocks; it follows one stream, and may remember what it has seen."""
+    """The rule by which one engine names its blocks; an object belongs to one stream, and may have state."""
 
     def expected(self, data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int] | None:
-        """The names that the blocks of a Stored should have; None where they cannot be known.
+        """The names that the blocks of a Stored should have; None where they cannot be computed.
 
         Args:
-            data: what was said.
+            data: the Stored.
             token_ids: of each block; None where none came, empty where they are not `block_size` of each block.
             block_size: tokens a block; None: unknown.
         """
 
     def name(self, parent: int | None, local: int, tokens: Sequence[int] | None, block_size: int | None) -> int | None:
-        """The name of one block below a parent; None where it cannot be known.
+        """The name of one block below a parent; None where it cannot be computed.
 
         Args:
             parent: the block before it; None: it is a root.
@@ -57,13 +57,13 @@ class DynamoChain:
 
 
 class FoundChain:
-    """Finds out from a stream whether its block hashes are Dynamo's chain, and which Stored break it.
+    """Detects from a stream whether its block hashes are Dynamo's chain, and which Stored break it.
 
-    One block that has the hash of its parent and its local hash is no chance (1 in 2**64): from then on they are. What
-    has nothing to do with the chain, such as an event made by hand beside it, may have any hashes.
+    One block that has the hash of its parent and its local hash is proof (by chance 1 in 2**64): from then on they are.
+    What is not part of the chain, such as an event made by hand beside it, may have any hashes.
 
     Attributes:
-        found: whether they are.
+        found: whether the block hashes are a chain.
     """
 
     __slots__ = ("_blocks", "_tries", "found")
@@ -76,7 +76,7 @@ class FoundChain:
     def is_broken_by(self, data: Stored) -> bool:
         """Whether a Stored belongs to the chain, and has a hash that does not.
 
-        It does where another of its hashes is of the chain, or the block before a wrong one, or where its first hash
+        It belongs to the chain where another of its hashes is of the chain, or the block before a wrong one, or where its first hash
         would be right under another parent.
         """
         blocks, parent = data.block_hashes, data.parent_hash
@@ -108,7 +108,7 @@ class FoundChain:
         return belongs or any(chained_hash(other, links[0][2]) == links[0][1] for other in self._others())
 
     def is_shown_by(self, data: Stored, resident: Collection[int]) -> bool:
-        """Whether an engine holds what a block of a Stored should be called by the chain, and not what it is called.
+        """Whether an engine holds a block under its name by the chain, and not under the name that a Stored has for it.
 
         Then its hashes are a chain, and it published a wrong one.
 
@@ -143,7 +143,7 @@ def is_chained(data: Stored) -> bool:
 
 
 class Flaw(NamedTuple):
-    """What is wrong with one block of a Stored: the block, what is known, what would be right."""
+    """What is wrong with one block of a Stored: the block, what was observed, what was expected."""
 
     block: int
     known: str
@@ -151,7 +151,7 @@ class Flaw(NamedTuple):
 
 
 def own_parent(hashes: tuple[int, ...], parent: int | None) -> int | None:
-    """The first block that stands right after itself, if any; a longer cycle is legal (DESIGN 7: multi_lru)."""
+    """The first block that is its own parent, if any; a longer cycle is legal (`multi_lru` stores some)."""
     for block in hashes:
         if block == parent:
             return block
@@ -160,7 +160,7 @@ def own_parent(hashes: tuple[int, ...], parent: int | None) -> int | None:
 
 
 def sparse(event: RouterEvent, data: Stored, size: int | None) -> Flaw | None:
-    """The first block whose tokens do not come with it, where token ids do; None where they are all there.
+    """The first block whose token ids are missing from an event that has token ids; None where none are.
 
     Args:
         event: with token ids or without.
@@ -194,7 +194,7 @@ def wrong_hash(
     chain: Chain,
     parents: Callable[[int], Iterable[int]] = lambda _: (),
 ) -> Flaw | None:
-    """The first block whose hashes do not follow from what came with it.
+    """The first block whose hashes do not follow from its parent, local hash and tokens.
 
     Args:
         event: with token ids or without.
@@ -233,11 +233,11 @@ def wrong_hash(
 
 
 FITS: Final = "; the hash fits "
-"""Where `Flaw.known` of a wrong hash says which parent would be right."""
+"""Precedes, in the text of a wrong hash, the parent that the hash fits."""
 
 
 def _fits(known: str, parent: int | None) -> tuple[str, str]:
-    """What is known of a block whose hash is right, and its parent wrong; and what would be right."""
+    """Observed and expected, as text, of a block whose hash is right and whose parent is wrong."""
     if parent is None:
         return f"{known}{FITS}no parent", "the block is a root"
     name = block_text(parent)

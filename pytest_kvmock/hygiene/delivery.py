@@ -1,13 +1,13 @@
-"""What travels from a worker to the judge: an event as it was published, and as it arrives.
+"""The values that travel from a worker to the judge: an event as it was published, and as it arrives.
 
-Theory of operation. Every event takes one way, and what travels there is a value:
+Theory of operation. Every event takes one path, and what travels there is a value:
 
 1. A block manager publishes. Its `Publisher` counts the id, and hands the event to the sinks before the router.
 2. Where a book of what would have arrived without faults is kept, the judge enters the event there first: `Published`.
-3. A `Delivery` sets out. With faults armed, `FaultInjector.publish` makes of it an `Injection` or none, and deliveries:
+3. A `Delivery` is made. With faults armed, `FaultInjector.publish` makes of it an `Injection` or none, and deliveries:
    none for a lost event or one that is held back, two for a doubled one, and those that were held back until now.
-4. The judge is told of the injection, and receives the deliveries, one after the other. Each goes to the ledger, to the
-   reference index, and to the index under test.
+4. The judge records the injection, and receives the deliveries, one after the other. Each is applied to the ledger, to
+   the reference index, and to the index under test.
 5. Sinks after the router get the event as it was published.
 
 Restarts and Cleared events that a fault makes up enter at 4: no worker published them.
@@ -38,13 +38,13 @@ class Published(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """An event on its way to the router.
+    """An event between a worker and the router.
 
     Attributes:
         event: the event, as it arrives.
         chained: whether its hashes must be the engine's chain; hand-made moves have free hashes.
-        published: what it was when it was published; None where no book is kept, or no worker published it.
-        injection: the fault that made it what it is, late, or arrive at all; None: it arrives as it was published.
+        published: the event as it was published; None where no book is kept, or no worker published it.
+        injection: the fault that changed it, delayed it or made it up; None: it arrives as it was published.
     """
 
     event: RouterEvent
@@ -56,6 +56,6 @@ class Delivery(NamedTuple):
     def key(self) -> StreamKey:
         """Worker and rank, as the event names them when it arrives.
 
-        A fault may have made it another's: then `published` has the key of the worker that published it.
+        A fault may have moved it to another stream: then `published` has the key of the worker that published it.
         """
         return self.event.worker_id, self.event.event.dp_rank

@@ -1,4 +1,4 @@
-"""Where stream and engine differ: which blocks, what that explains, and in which order it is told."""
+"""Differences between stream and engine: which blocks, what they explain, and in which order they are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRIFTS = ("engine_drift", "index_drift")
 def differences(
     stream: Stream, resident: Collection[int], tier: StorageTier = StorageTier.DEVICE
 ) -> list[tuple[list[int], str, str]]:
-    """Blocks of which stream and engine say different things: (blocks, what would be right, what the engine has)."""
+    """Blocks in which stream and engine differ: (blocks, what was expected, what the engine has)."""
     held, copies = stream.held(tier), stream.copies.get(tier, {})
     there = resident if isinstance(resident, (set, frozenset, dict)) else dict.fromkeys(resident)
     extra = [block for block in held if block not in there]
@@ -43,10 +43,10 @@ def differences(
 
 
 def confirm(stream: Stream, found: list[Problem], drifts: list[Problem], resident: set[int], tier: StorageTier) -> None:
-    """List what came of a missing Removed under the engine_drift that shows it: the engine has dropped the block.
+    """List the results of a missing Removed under the engine_drift that shows it: the engine has dropped the block.
 
     Args:
-        stream: whose it is.
+        stream: the stream of that worker and rank.
         found: an orphan is none if the engine has dropped it; nor are there too many without those that it has.
         drifts: the drift, by cause.
         resident: what the engine holds.
@@ -63,7 +63,7 @@ def confirm(stream: Stream, found: list[Problem], drifts: list[Problem], residen
 
 
 def oldest_first(problems: list[Problem], streams: Mapping[StreamKey, Stream], log: EventLog) -> list[Problem]:
-    """Drifts in the order of the events that stored their blocks; those that none did come last."""
+    """Drifts in the order of the events that stored their blocks; blocks that no event stored come last."""
     if len(problems) < 2 or any(problem.rule not in DRIFTS for problem in problems):
         return problems
     ages: dict[Problem, int] = {}

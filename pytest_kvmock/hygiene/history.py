@@ -1,6 +1,6 @@
-"""The events of one worker and rank in order, and lookups in them: who stored a block last, after which, with which tokens.
+"""The events of one worker and rank in order, with lookups: which event stored a block last, its parent, its tokens.
 
-Nothing is looked up until somebody asks: a stream without a problem pays for a list of its events.
+The index is built at the first lookup: a stream without a problem pays for a list of its events.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class History:
         self.events: list[RouterEvent] = []
         self.anew: list[tuple[int, str]] = []
         self._parents_left = MOST_PARENTS
-        self._forget_index()
+        self._reset_index()
 
-    def _forget_index(self) -> None:
-        """Read all events anew at the next lookup: they were exchanged."""
+    def _reset_index(self) -> None:
+        """Drop the index: the events were exchanged, and are read anew at the next lookup."""
         self._read = 0
         self._last_stored: dict[int, int] = {}
         self._last_removed: dict[int, int] = {}
@@ -96,7 +96,7 @@ class History:
     # ----------------------------------------------------------------------------------------------- blocks
 
     def oldest_first(self, blocks: list[int]) -> list[int]:
-        """Blocks in the order in which they were last stored; those that never were come last, as they are."""
+        """Blocks in the order in which they were last stored; those that were never stored come last, in the order given."""
         if len(blocks) < 2:
             return blocks
         stored_at, wanted = self._index(), set(blocks)
@@ -168,11 +168,11 @@ class History:
     # ----------------------------------------------------------------------------------------------- chains
 
     def chain(self, block: int) -> list[int]:
-        """Block hashes from the root to `block`, as last stored; from where history begins if no root is known."""
+        """Block hashes from the root to `block`, as last stored; from the start of the history if there is no root."""
         return [each for _, run in self._runs(block) for each in run]
 
     def read_chain(self, block: int, *, with_tokens: bool = False) -> StoredChain:
-        """A chain up to `block`, with its local hashes, and where they are wanted and known its tokens, in one pass."""
+        """A chain up to `block`, with its local hashes, and its tokens where they are wanted and there, in one pass."""
         stored_at = self._index()
         blocks: list[int] = []
         local_hashes: list[int] = []
@@ -213,9 +213,9 @@ class History:
 
 
 class Links:
-    """Which blocks a stream has stored after which, by local hash; it reads as much of its history as there is.
+    """The links of a stream by local hash: which blocks were stored after which.
 
-    A worker names its blocks as it likes, so that a chain of local hashes is looked up here for each worker.
+    Workers name blocks by rules of their own, so that a chain of local hashes is looked up here for each worker.
     """
 
     __slots__ = ("_after", "_read")
@@ -225,7 +225,7 @@ class Links:
         self._read = 0
 
     def read(self, events: Sequence[RouterEvent]) -> None:
-        """Take the events of the stream, which has more of them than the last time."""
+        """Add the events since the last call; `events` are all of the stream."""
         for event in events[self._read :]:
             data = event.event.data
             if isinstance(data, Stored):

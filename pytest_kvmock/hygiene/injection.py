@@ -1,4 +1,4 @@
-"""What faults of a test did between worker and router, and which of it a problem came of."""
+"""The record of what faults did between worker and router, and which part of it a problem is a result of."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pytest_kvmock.hygiene.text import worker_text
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Injection:
-    """What a fault did on purpose, once: no worker is to blame for what comes of it.
+    """One action of a fault: no worker is to blame for its results.
 
     Attributes:
         kind: the fault's name: "lose", "double", ...
-        worker_id: whose stream it struck.
+        worker_id: the worker whose stream it changed.
         dp_rank: and of which rank.
-        event_id: the event that it struck; None where it struck none, as a restart.
+        event_id: the event that it changed; None where there is none, as for a restart.
         keys: every worker and rank whose stream it changed.
         blocks: the blocks that the event named, as published and as it arrived.
         subjects: the blocks that the event stored or removed, as published and as it arrived.
-        empties: all that the worker and rank held is gone: a Cleared, or a restart.
-        survived: the test says that its router must survive faults of this kind.
+        empties: the worker and rank holds nothing afterwards: a Cleared, or a restart.
+        survived: the router of the test must survive faults of this kind.
         survivable: a router can survive faults of this kind.
-        missing: the event has not arrived where it was due.
+        missing: the event did not arrive in its turn.
         late: it is held back, and may arrive yet.
         whole: it arrives as it was published, more than once perhaps.
     """
@@ -52,22 +52,22 @@ class Injection:
 
 
 class Injections:
-    """What faults did to one stream, or to what one index was given of it.
+    """The injections into one stream, or into the input that one index was given of it.
 
     A problem names the latest of them that stored or removed its block or an ancestor of its block; where none did, the
     first from which the stream has not recovered; where it has recovered from all, the last. Of a problem with several
-    blocks, the telling one is looked for first. A Cleared and a restart removed what was held until then. Who only named
-    the block as a parent has done nothing to it.
+    blocks, the first is looked up first. A Cleared and a restart removed what was held until then. An event that only
+    names the block as a parent does not count.
 
     A stream has *recovered* from what was done
 
-    * to an event that arrives all the same: twice, or late;
+    * to an event that still arrives: twice, or late;
     * to an event whose id the worker was asked for since, or an id before it (`Recovery`);
     * before a Cleared that arrives, or a restart;
-    * before the worker and rank began anew, and the router knew: then it is no longer kept at all;
-    * and an index that must survive faults, once it has answered right for all blocks that they touched.
+    * before the worker and rank restarted, announced, or was removed: then it is no longer kept at all;
+    * for an index that must survive faults, once its answers are right for all blocks that they touched.
 
-    From an event that was lost or changed, or a restart that nobody announced, it has not until then.
+    From an event that was lost or changed, or an unannounced restart, it has not recovered until then.
     """
 
     __slots__ = ("_last", "_latest", "_open", "_order")
@@ -79,12 +79,12 @@ class Injections:
         self._last: Injection | None = None
 
     def add(self, injection: Injection, emptied: Collection[int] = (), *, recovered: bool = False) -> None:
-        """Keep what a fault has done.
+        """Keep a record of what a fault did.
 
         Args:
             injection: what it did.
             emptied: the blocks that were held until it emptied the cache.
-            recovered: nothing is wrong with the stream for it: the event arrives.
+            recovered: the stream is sound all the same: the event arrives.
         """
         self._order[injection] = len(self._order)
         self._last = injection
@@ -93,23 +93,23 @@ class Injections:
             self._open.append(injection)
 
     def recover(self, *, before: Injection | None = None) -> None:
-        """The stream has recovered from what was done so far, or from what was done before one of them."""
+        """Mark the stream as recovered from every injection so far, or from those before one of them."""
         since = len(self._order) if before is None else self._order.get(before, len(self._order))
         self._open = [injection for injection in self._open if self._order[injection] >= since]
 
     def recover_from(self, injection: Injection, emptied: Collection[int] = ()) -> None:
-        """The stream has recovered from this: the event arrives. What was forgotten is kept again; see `add`."""
+        """Mark the stream as recovered from one: the event arrives. One that was dropped is kept again; see `add`."""
         if injection in self._open:
             self._open.remove(injection)
         elif injection not in self._order:
             self.add(injection, emptied, recovered=True)
 
     def recover_ids(self, key: StreamKey, ids: range) -> None:
-        """The worker was asked for these ids, and all that it says after them is known.
+        """Mark the stream as recovered from all but the events before some ids that the worker was asked for.
 
         Args:
-            key: whose ids they are.
-            ids: from the first that it was asked for.
+            key: the worker and rank that was asked.
+            ids: from the first id that it was asked for, up to the newest.
         """
         self._open = [
             injection
@@ -120,11 +120,11 @@ class Injections:
         ]
 
     def naming(self, blocks: Sequence[int], chain: Callable[[int], Iterable[int]]) -> Injection | None:
-        """The latest that stored or removed a block or an ancestor of it.
+        """The latest injection that stored or removed a block or an ancestor of it.
 
         Args:
             blocks: the first for which there is one counts.
-            chain: answers a block's ancestors.
+            chain: returns the ancestors of a block.
         """
         for block in blocks:
             found = [self._latest[one] for one in (block, *chain(block)) if one in self._latest]
@@ -133,5 +133,5 @@ class Injections:
         return None
 
     def first(self) -> Injection | None:
-        """The first from which the stream has not recovered, or else the last."""
+        """The first injection from which the stream has not recovered, or else the last."""
         return self._open[0] if self._open else self._last

@@ -1,19 +1,18 @@
-"""What the events say is held: the ledger that judges a stream.
+"""The ledger: it records which blocks are held according to the events, and judges the stream.
 
 One subject: the rules that need memory of a stream, one method a rule.
 
-Theory of operation. The ledger keeps no tree. Per worker, rank and tier it knows which blocks the events say are
-held, and how many copies of each where residency is counted; and per worker and rank, which Stored last named a block,
-from which local hashes, parents and chains follow. It believes every event: after a problem it holds what the event
-said, so that one fault is reported once.
+Theory of operation. The ledger keeps no tree. Per worker, rank and tier it records which blocks are held, and how many
+copies of each where residency is counted; and per worker and rank, which Stored last named a block, from which local
+hashes, parents and chains follow. It applies every event, a wrong one too, so that one fault is reported once.
 
 Where events are known to be missing it is *out of sync*: every block of that worker and rank counts as unknown until an
-event names it again. A problem with an unknown block is no news then; it is listed under what opened the desync. A rule
-that needs no memory of the stream, such as the chain of hashes inside one event, is judged as ever.
+event names it again. A problem with an unknown block is nothing new then; it is listed under what opened the desync. A rule
+that needs no memory of the stream, such as the chain of hashes inside one event, is judged all the same.
 
-One block alone can be unknown in this way: an engine that evicts a block and stores it again in one go publishes the
-Stored first (kvbm-logical: one Stored, then one Removed a Use). The block is held then, and the router believes it gone.
-That is `evicted_and_restored`, and what follows for the block, until an event names it again, is listed under it.
+One block alone can be unknown in this way: an engine that evicts a block and stores it again in one move publishes the
+Stored first (kvbm-logical: one Stored, then one Removed a Use). The block is held then, and the router removes it. That
+is `evicted_and_restored`, and what follows for the block, until an event names it again, is listed under it.
 """
 
 from __future__ import annotations
@@ -32,29 +31,27 @@ from pytest_kvmock.hygiene.text import blocks_text, ids_text
 
 
 class Ledger:
-    """Judges events one by one, and holds what they said.
+    """Judges events one by one, and records what is held.
 
-    `observe` answers the problems that an event shows, causes before what follows from them. Nothing is ever raised
-    for a problem.
+    `observe` returns the problems that an event shows, causes before what follows from them. No problem is ever raised.
     """
 
     def __init__(self) -> None:
         self.streams: dict[StreamKey, Stream] = {}
 
     def copy_with(self, problems: Iterable[Problem]) -> tuple[Ledger, dict[Problem, Problem]]:
-        """A ledger that holds the same, and goes its own way from here on.
+        """Return a ledger that holds the same, and is independent from here on.
 
-        Events are values, which both share. What the copy makes of them is its own, and so is what names the hashes of a
-        stream's blocks: that one remembers the stream.
+        Both share the events, which are values. All else is copied, the hash chain of a stream too: it has state.
 
         Args:
             problems: problems that this ledger found.
 
         Returns:
-            The copy; and of these problems those that it goes on with, by their copies.
+            The copy; and those of the problems that it refers to, by their copies.
         """
         events = (event for stream in self.streams.values() for event in (*stream.events, stream.last))
-        memo: dict[int, Any] = {id(event): event for event in events}  # deepcopy's own way to share
+        memo: dict[int, Any] = {id(event): event for event in events}  # how deepcopy shares objects
         ledger = copy.deepcopy(self, memo)
         return ledger, {memo[id(problem)]: problem for problem in problems if id(problem) in memo}
 
@@ -69,7 +66,7 @@ class Ledger:
         prefix_closed: bool = True,
         chain: Callable[[], Chain] | None = None,
     ) -> Stream:
-        """Begin to listen to a worker and rank, knowing nothing of it.
+        """Open the stream of a worker and rank, which holds nothing.
 
         Args:
             key: (worker_id, dp_rank).
@@ -78,7 +75,7 @@ class Ledger:
             num_blocks: how many blocks it has on the device; None: unknown, and over_capacity is not judged.
             residency: see `BackendSpec`; where it is "counted", a block may be stored and removed several times.
             prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning, and an orphaned child is none.
-            chain: makes the rule by which it names blocks, to judge `wrong_hash` by; None: it is Dynamo's.
+            chain: makes the rule by which it names blocks, to judge `wrong_hash` by; None: Dynamo's rule.
         """
         before = self.streams.get(key)
         stream = self.streams[key] = Stream(
@@ -94,7 +91,7 @@ class Ledger:
         return stream
 
     def stream(self, key: StreamKey) -> Stream:
-        """What is known of a worker and rank; one that nobody opened is like the worker's first rank, if there is one."""
+        """The stream of a worker and rank; one that was not opened is like the worker's first rank, if there is one."""
         known = self.streams.get(key)
         if known is not None:
             return known
@@ -111,10 +108,10 @@ class Ledger:
         )
 
     def restarted(self, key: StreamKey, *, first_id: int | None) -> None:
-        """The worker said that it begins anew: nothing held, ids from `first_id` on."""
+        """Record an announced restart, or a removal: nothing is held, and ids begin with `first_id`."""
         stream = self.streams.get(key)
         if stream is not None:
-            stream.forget()
+            stream.clear()
             stream.begin_anew("removal" if first_id is None else "restart")
             stream.next_id, stream.last = first_id, None
             stream.holes.clear()
@@ -123,7 +120,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ events
 
     def observe(self, event: RouterEvent, position: int, *, chained: bool = False) -> list[Problem]:
-        """Judge one event and take over what it says.
+        """Judge one event, and apply it.
 
         Args:
             event: as it arrived.
@@ -138,7 +135,7 @@ class Ledger:
         if inner.event_id != stream.next_id and stream.next_id is not None:
             if not stream.take_hole(inner.event_id):
                 cause = self._gap(stream, event, position, problems)
-                if cause is None:  # a repeat leaves what is due as it was
+                if cause is None:  # a repeat leaves the next id as it was
                     stream.next_id = inner.event_id + 1
         else:
             stream.next_id = inner.event_id + 1
@@ -156,14 +153,14 @@ class Ledger:
         problems += found
         if isinstance(data, Cleared):
             stream.events.append(event)
-            stream.forget()
-        if cause is not None:  # after a repeat the event before it is still the one before
+            stream.clear()
+        if cause is not None:  # a repeat does not count as the event before
             stream.restored = restored
         stream.last = event
         return problems
 
     def _gap(self, stream: Stream, event: RouterEvent, position: int, problems: list[Problem]) -> Problem | None:
-        """Note an id that was not due. Return the cause of what else the event breaks, where it opens no desync."""
+        """Add the problem of an id out of turn. Return the cause of what else the event breaks, where it opens no desync."""
         got, due = event.event.event_id, stream.next_id
         assert due is not None
         if got > due:
@@ -178,9 +175,9 @@ class Ledger:
             known = f"event {got} had arrived already"
         else:
             before = "another event" if got == due - 1 else "event"
-            known = f"{before} {due - 1} had arrived: ids went backwards, as after a restart that nobody announced"
+            known = f"{before} {due - 1} had arrived: ids went backwards, as after an unannounced restart"
             stream.begin_anew("backwards")
-        problem = self._problem("event_id_gap", stream, known, f"event {due} was due", ())
+        problem = self._problem("event_id_gap", stream, known, f"event {due}", ())
         problem.event, problem.position = event, position
         problems.append(problem)
         if event == stream.last:  # a repeat of the event before: only its own consequences follow from it
@@ -240,7 +237,7 @@ class Ledger:
         return problems
 
     def _wrong_hash(self, stream: Stream, event: RouterEvent, data: Stored, before: Sequence[Problem]) -> list[Problem]:
-        """The wrong_hash that a Stored breaks, if it does; it follows from a wrong parent among the problems `before`."""
+        """The wrong_hash of a Stored, if it has one; it follows from a wrong parent among the problems `before`."""
         flaw = wrong_hash(event, data, stream.block_size, stream.hash_chain, stream.parents_of)
         if flaw is None:
             return []
@@ -251,7 +248,7 @@ class Ledger:
         return [problem]
 
     def _repeated(self, stream: Stream, hashes: tuple[int, ...], again: set[int], *, alone: bool) -> list[Problem]:
-        """Note which blocks of a Stored are held already; a duplicate_store, if they all are and nothing else is wrong."""
+        """Record which blocks of a Stored are held already; a duplicate_store, if they all are and nothing else is wrong."""
         desync, problems = stream.desync, []
         stream.doubled = None
         if alone and again.issuperset(hashes):
@@ -284,16 +281,16 @@ class Ledger:
         return []
 
     def _over_capacity(self, stream: Stream) -> list[Problem]:
-        """Whether the device holds more than the engine has, where that was not said yet."""
+        """The over_capacity of a device that holds more than the engine has, where it was not reported yet."""
         most = stream.num_blocks
         if most is None:
             return []
         count = stream.count(StorageTier.DEVICE)
-        said, stream.overfull = stream.overfull, count > most
-        if said or not stream.overfull:
+        reported, stream.overfull = stream.overfull, count > most
+        if reported or not stream.overfull:
             return []
         since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
-        known = f"the events say that {count} blocks are held{since}"
+        known = f"according to the events, {count} blocks are held{since}"
         right = f"the engine has {most} block{'s' * (most != 1)}; what it evicts is published as Removed"
         problem = self.fold(stream, self._problem("over_capacity", stream, known, right, ()))
         stream.unconfirmed.append((StorageTier.DEVICE, problem))
@@ -308,7 +305,7 @@ class Ledger:
         plain = after[1:] == hashes[:-1] and (
             first == LAST or (first is not None and first < LAST and first not in held)
         )
-        if plain and stream.residency == "counted":  # a copy may be left, whose parent goes
+        if plain and stream.residency == "counted":  # a copy may be left, whose parent is removed
             plain = held.keys().isdisjoint(hashes)
         problems: list[Problem] = []
         removed: dict[int, int | None] = {}
@@ -349,7 +346,7 @@ class Ledger:
         for block in dict.fromkeys(hashes):
             if block in again:
                 known = f"block {block_text(block)} was held already when event {last.event.event_id} stored it again"
-                right = "what is evicted and stored again is not removed after that: the router believes it gone"
+                right = "a block that is evicted and stored again is not removed after that: the router drops it"
                 problem = self._problem("evicted_and_restored", stream, known, right, (block,))
                 cause = again[block]
                 if cause is not None:
@@ -364,9 +361,9 @@ class Ledger:
         """The children that are held though their parent is not, one problem a cause.
 
         Args:
-            stream: whose they are.
+            stream: the stream of that worker and rank.
             tier: where the event removed.
-            removed: the blocks that it removed, each with what `Stream.remove` said.
+            removed: the blocks that it removed, each with what `Stream.remove` returned.
         """
         orphans: dict[Problem | None, list[tuple[int, int]]] = {}
         desync = stream.desync
@@ -379,7 +376,7 @@ class Ledger:
         problems = []
         for cause, pairs in orphans.items():
             (orphan, parent), blocks = pairs[0], tuple(orphan for orphan, _ in pairs)
-            known = f"{stream.history(orphan)}, and its parent {block_text(parent)} is held no more"
+            known = f"{stream.history(orphan)}, and its parent {block_text(parent)} is no longer held"
             if len(pairs) > 1:
                 known += f"; likewise {len(pairs) - 1} more"
             problem = cls._problem("orphaned_child", stream, known, "a block is removed before its parent is", blocks)
@@ -395,25 +392,26 @@ class Ledger:
     # ------------------------------------------------------------------------------------------- comparisons
 
     def missed(self, key: StreamKey, event_id: int, cause: Problem) -> None:
-        """An event is known not to have arrived, and `cause` says why: its id is no gap, its blocks are unknown."""
+        """Record that an event did not arrive because of `cause`: its id is no gap, and its blocks are unknown."""
         stream = self.stream(key)
         stream.holes.append(range(event_id, event_id + 1))
         stream.next_id = event_id + 1
         self._desync(stream, cause)
 
-    def recovered(self, said: Stream, ids: range) -> list[Problem]:
-        """A worker and rank was asked for some event ids, up to the newest, and has told them: they have arrived.
+    def recovered(self, published: Stream, ids: range) -> list[Problem]:
+        """Record a recovery: a worker and rank was asked for some event ids, up to the newest, and these have arrived.
 
         Args:
-            said: all that it has said, in the order in which it did.
-            ids: what it was asked for.
+            published: all that it has published, in order.
+            ids: the ids that it was asked for.
 
         Returns:
-            What led blocks removed_but_resident, or left them without their parent, among the events that had not arrived.
+            The problems, among the events that had not arrived, that left blocks resident after a Removed or without
+            their parent.
         """
-        stream = self.stream((said.worker_id, said.dp_rank))
+        stream = self.stream((published.worker_id, published.dp_rank))
         known = {*stream.removed_but_resident.values(), *stream.orphaned.values()}
-        stream.recover(said, ids)
+        stream.recover(published, ids)
         news: dict[Problem, Problem] = {}
         for table in (stream.removed_but_resident, stream.orphaned):
             for block, problem in table.items():
@@ -424,14 +422,14 @@ class Ledger:
         return list(news.values())
 
     def was_replayed(self, event: RouterEvent) -> bool:
-        """Whether an event that arrives was told by a recovery, so that it says nothing new. It is so once."""
+        """Whether an event that arrives was part of a recovery, so that it changes nothing. True once for each event."""
         stream = self.streams.get((event.worker_id, event.event.dp_rank))
         return stream is not None and stream.take_late(event.event.event_id)
 
     def uncounted(self, event: RouterEvent) -> RouterEvent:
-        """What an index that counts no copies is to be told of an event that was just observed.
+        """The event to apply to an index that counts no copies, for the event that was just observed.
 
-        Where residency is counted, a Removed takes one copy, and the block is held until the last is gone. (Dynamo
+        Where residency is counted, a Removed takes one copy, and the block is held until the last is removed. (Dynamo
         filters so before its indexer: dynamo #8012.)
         """
         data = event.event.data
@@ -439,11 +437,11 @@ class Ledger:
         if stream is None or stream.residency == "unique" or not isinstance(data, Removed):
             return event
         held = stream.held(event.storage_tier)
-        gone = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
-        return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(gone)))
+        removed = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
+        return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(removed)))
 
     def skipped(self, key: StreamKey, due: int | None, got: int) -> None:
-        """Take note that a worker published an event and left out ids before it: they will not arrive.
+        """Record that a worker published an event and left out ids before it: they will not arrive.
 
         Args:
             key: (worker_id, dp_rank).
@@ -455,7 +453,7 @@ class Ledger:
             stream.skipped.append(range(first, got))
 
     def published(self, key: StreamKey, next_id: int, position: int) -> list[Problem]:
-        """Compare with what the worker says that it published: ids below `next_id`, all of which are due by now."""
+        """Compare with what the worker published: ids below `next_id`, all of which must have arrived by now."""
         stream = self.streams.get(key) or self.open(key, first_id=0)
         due = next_id - 1 if stream.next_id is None else stream.next_id  # what came before the first is unknown
         if next_id <= due:
@@ -477,7 +475,7 @@ class Ledger:
         return [problem]
 
     def over_capacity(self, position: int) -> list[Problem]:
-        """Compare what each worker and rank holds with what it has room for; for a flush, when events are complete.
+        """Compare what each worker and rank holds with its capacity; for a flush, when events are complete.
 
         Args:
             position: number of the last event so far, for the record.
@@ -490,7 +488,7 @@ class Ledger:
     def drift(
         self, key: StreamKey, resident: Collection[int], position: int, tier: StorageTier = StorageTier.DEVICE
     ) -> list[Problem]:
-        """Compare what the events say is held with what the engine holds. A block is reported once.
+        """Compare the blocks held according to the events with those that the engine holds. A block is reported once.
 
         Args:
             key: (worker_id, dp_rank).
@@ -500,11 +498,11 @@ class Ledger:
         """
         stream = self.stream(key)
         problems = []
-        for differing, said, had in differences(stream, resident, tier):
+        for differing, right, had in differences(stream, resident, tier):
             fresh = [block for block in differing if block not in stream.drifted]
             stream.drifted.update(fresh)
             for part in self._parts(stream, fresh):
-                problem = self.drift_problem(stream, part, said, had)
+                problem = self.drift_problem(stream, part, right, had)
                 problem.position = position
                 problems.append(self.fold(stream, problem))
         unconfirmed = [problem for where, problem in stream.unconfirmed if where is tier and problem.cause is None]
@@ -514,20 +512,20 @@ class Ledger:
         return problems
 
     def drift_problem(self, stream: Stream, blocks: tuple[int, ...], right: str, had: str) -> Problem:
-        """The record of blocks of which stream and engine say different things."""
+        """The problem for blocks in which stream and engine differ."""
         known = f"{had} {blocks_text(blocks)}; {stream.history(blocks[0])}"
         return self._problem("engine_drift", stream, known, right, blocks)
 
-    # ----------------------------------------------------------------------------------------------- wounds
+    # ---------------------------------------------------------------------------------------------- desyncs
 
     @staticmethod
     def fold(stream: Stream, problem: Problem, *, every: bool = False) -> Problem:
-        """List the problem under the stream's desync if it names no block that is known, or under what led a block removed_but_resident.
+        """List a problem under the desync of its stream if its block is unknown, or under what left its block resident.
 
         Args:
-            stream: whose desync.
+            stream: the stream of that worker and rank.
             problem: what was found.
-            every: it takes all its blocks to be known, not the telling one alone.
+            every: it stands by itself if all its blocks are known; otherwise, if the first is.
         """
         desync = stream.desync
         if desync is not None and problem is not desync.cause:
@@ -539,13 +537,13 @@ class Ledger:
         return problem
 
     def _desync(self, stream: Stream, cause: Problem) -> None:
-        """Every block is unknown from here on. A second cause is listed under the first, and blocks are unknown anew."""
+        """Open a desync: every block is unknown. A second cause is listed under the first, and blocks are unknown again."""
         self.fold(stream, cause)
         stream.desync = Desync(cause if cause.cause is None else cause.cause)
 
     @staticmethod
     def _parts(stream: Stream, blocks: Iterable[int]) -> list[tuple[int, ...]]:
-        """Blocks apart by the cause that they have: those that are known have none, and come first."""
+        """Blocks grouped by their cause: known blocks have none, and come first."""
         blocks = tuple(blocks)
         desync, removed_but_resident = stream.desync, stream.removed_but_resident
         if desync is None and not removed_but_resident:
@@ -565,9 +563,9 @@ class Ledger:
 
 
 def _several(parts: Sequence[range]) -> str:
-    """Some runs of event ids."""
+    """Several runs of event ids, as text."""
     return ", ".join(map(ids_text, parts))
 
 
 _OF_THE_CHAIN = ("invalid_block", "parent_block_not_found")
-"""What makes the hashes after it wrong as well."""
+"""The rules whose breach makes the hashes after it wrong as well."""

@@ -1,4 +1,4 @@
-"""The event log of a test: every event with its verdict, and what the test expects to go wrong."""
+"""The event log of a test: every event with its verdict, and the errors that the test expects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Expectation:
-    """An error that a test says will come: for the whole test, or for a `with` block."""
+    """An error that a test expects: in the whole test, or in a `with` block."""
 
     def __init__(self, log: EventLog, rule: str, times: int) -> None:
         self.rule = rule
@@ -33,7 +33,7 @@ class Expectation:
         if RULES[self.rule].at_end:
             self._log.expectations.remove(self)
             raise ValueError(
-                f"{self.rule} is known only at the end of a test, not when a with block is left; "
+                f"{self.rule} is found only at the end of a test, not when a with block is left; "
                 f"call kv_events.expect_error({self.rule!r}) without with, for the whole test"
             )
         self._log.expectations.remove(self)
@@ -52,7 +52,7 @@ class Expectation:
             raise KvEventsError(expectation_text(self.rule, self.times, seen, self._log.total))
 
     def mark(self) -> int:
-        """Mark what the `with` block expected, as far as it has come; how many came, those beyond that too."""
+        """Mark the problems that the `with` block expects; return how many came, those beyond its number too."""
         return self._log.mark(self.rule, self.times, self.since, self)
 
 
@@ -63,16 +63,16 @@ class EventLog:
     `removed_blocks` their blocks in order.
 
     Args:
-        flush: has everything compared that can be.
-        allow: rules whose breach `check` lets pass.
+        flush: compares everything that can be compared.
+        allow: rules whose breaches do not fail `check`.
 
     Attributes:
         problems: every problem so far, also those found by comparisons, and those that follow from others.
-        expectations: what the test expects to go wrong, for the whole test.
-        within: what it expects within the `with` blocks that are open, outermost first.
+        expectations: the errors that the test expects, for the whole test.
+        within: those of the `with` blocks that are open, outermost first.
         warnings_fail: a warning fails the test, too, so `check` raises for it.
-        waive: says of a problem that would count whether it may pass all the same; None: none may.
-        total: how many events arrived, those taken or cleared away too.
+        waive: returns whether a problem that would fail the test is waived; None: none is.
+        total: how many events arrived, those that were taken or cleared too.
         notes: workers that were removed or began anew, in order; they count as no events.
     """
 
@@ -113,7 +113,7 @@ class EventLog:
         return entry
 
     def find(self, events: Iterable[RouterEvent]) -> list[LogEntry]:
-        """The entries of these events, in the order of the log; an event that was cleared away has none.
+        """The entries of these events, in the order of the log; an event that was cleared has none.
 
         An event is found by worker, rank and id, and by being the same object: after a restart the ids come again.
         """
@@ -123,7 +123,7 @@ class EventLog:
         return [e for e in self._entries if any(e.event is event for event in wanted.get(_name(e.event), ()))]
 
     def positions(self, events: Sequence[RouterEvent]) -> list[int]:
-        """Where in the log each of these events arrived last; -1 for one that it does not have (any more)."""
+        """Positions in the log where each of these events arrived last; -1 for one that it does not have (any more)."""
         found: dict[tuple[int, int, int], list[LogEntry]] = {}
         for entry in self.find(events):
             found.setdefault(_name(entry.event), []).append(entry)
@@ -133,7 +133,7 @@ class EventLog:
         ]
 
     def note(self, problems: list[Problem]) -> None:
-        """Add problems; those that an event shows are marked at its entry, if that was not cleared away."""
+        """Add problems; those that an event shows are marked at its entry, if that was not cleared."""
         self.problems += problems
         for problem in problems:
             self._count_restarts(problem)
@@ -145,18 +145,18 @@ class EventLog:
                     entry.problems = (*entry.problems, problem)
 
     def _count_restarts(self, problem: Problem) -> None:
-        """Say of a problem how often its worker and rank had begun anew; one that shows it is the first to know."""
+        """Set how often the worker and rank of a problem had begun anew; the problem itself may be the first to show that."""
         key = (problem.worker_id, problem.dp_rank)
         anew = self._anew.get(key, [])
         if len(problem.restarts) <= len(anew):
             problem.restarts = tuple(why for position, why in anew if position <= problem.position)
         else:
             self._anew[key] = [*anew, (problem.position, problem.restarts[-1])]
-            what = "event ids go backwards, as after a restart that nobody announced"
+            what = "event ids go backwards, as after an unannounced restart"
             self.notes.append(WorkerNote(problem.position, *key, f"{worker_text(*key)}: {what}"))
 
-    def forgotten(self, worker_id: int, dp_rank: int | None, keys: Iterable[StreamKey]) -> None:
-        """Note that the router was told to forget a worker.
+    def worker_removed(self, worker_id: int, dp_rank: int | None, keys: Iterable[StreamKey]) -> None:
+        """Record that the router removes a worker, or a rank that restarts, announced.
 
         Args:
             worker_id: which worker.
@@ -166,13 +166,13 @@ class EventLog:
         for key in keys:
             self._anew.setdefault(key, []).append((self.total, "removal" if dp_rank is None else "restart"))
         if dp_rank is None:
-            what = f"worker {worker_id} removed: your router forgets it, all ranks"
+            what = f"worker {worker_id} removed, all ranks: your router drops its blocks"
         else:
-            what = f"{worker_text(worker_id, dp_rank)} restarted, announced: your router forgets it"
+            what = f"{worker_text(worker_id, dp_rank)} restarted, announced: your router drops its blocks"
         self.notes.append(WorkerNote(self.total, worker_id, dp_rank, what))
 
     def flush(self) -> None:
-        """Have everything compared that can be by now."""
+        """Compare everything that can be compared by now."""
         if self._flush is not None:
             self._flush()
 
@@ -214,7 +214,7 @@ class EventLog:
         return [p for p in self.problems if not p.is_error and p.cause is None]
 
     def status_count(self, kind: str, status: str) -> int:
-        """How many events of a kind had a status (see `LogEntry.status`), those cleared away too.
+        """How many events of a kind had a status (see `LogEntry.status`), those that were cleared too.
 
         Raises:
             ValueError: an unknown kind or status.
@@ -249,20 +249,20 @@ class EventLog:
         return part
 
     def take(self) -> list[RouterEvent]:
-        """Return the events so far and clear them from the log; what they broke stays on record."""
+        """Return the events so far and clear them from the log; their problems stay on record."""
         events = [entry.event for entry in self._entries]
         self.clear()
         return events
 
     def clear(self) -> None:
-        """Clear the events from the log; what they broke stays on record, and what workers hold is still known."""
+        """Clear the events from the log; their problems stay on record, and the ledger keeps what workers hold."""
         self._entries.clear()
         self.notes.clear()
 
     # ------------------------------------------------------------------------------------------------ judging
 
     def check(self, at_least: int = 0) -> None:
-        """Check now what the verdict will check at the end, as far as it can be known.
+        """Check now what the verdict will check at the end, as far as that is possible.
 
         Args:
             at_least: how many events must have arrived by now.
@@ -281,14 +281,14 @@ class EventLog:
             raise KvEventsError(f"expected at least {at_least} KV events by now, {self.total} arrived")
 
     def mark(self, rule: str, times: int, since: int, who: Expectation) -> int:
-        """Mark the first `times` breaches of a rule as expected; how many came that nobody else expects."""
+        """Mark the first `times` breaches of a rule as expected; return how many came that nothing else expects."""
         seen = [p for p in self.problems[since:] if p.rule == rule and p.expected_by in (None, who)]
         for problem in seen[:times]:
             problem.expected_by = who
         return len(seen)
 
     def match_expectations(self) -> list[str]:
-        """Mark what is expected for the whole test: a sentence for each rule that came more or less often."""
+        """Mark what is expected for the whole test; return a sentence for each rule broken more or less often."""
         by_rule: dict[str, list[Expectation]] = {}
         for expectation in self.expectations:
             by_rule.setdefault(expectation.rule, []).append(expectation)
@@ -301,7 +301,7 @@ class EventLog:
         return unmet
 
     def unexcused(self, problems: list[Problem]) -> list[Problem]:
-        """Those of `problems` that the test neither expects, within a `with` or for the whole test, nor allows."""
+        """Return the problems that the test neither expects, within a `with` or for the whole test, nor allows."""
         for expectation in reversed(self.within):
             expectation.mark()
         self.match_expectations()
@@ -309,7 +309,7 @@ class EventLog:
         return self.unwaived(wrong)
 
     def unwaived(self, problems: list[Problem]) -> list[Problem]:
-        """Those of `problems` that nobody waives; each is asked about once."""
+        """Return the problems that are not waived; `waive` is called once for each."""
         if self.waive is not None:
             for problem in problems:
                 if problem.waived is None:
@@ -317,13 +317,13 @@ class EventLog:
         return [problem for problem in problems if not problem.waived]
 
     def expect_error(self, rule: str, times: int = 1) -> Expectation:
-        """Say that this many breaches of a rule will come, consequences of another fault counted.
+        """Expect this many breaches of a rule, consequences of another fault counted.
 
         As `with kv_events.expect_error(rule):` it counts what comes until the block is left, flushes, and raises
         there if the number differs. Called without `with` it is for the whole test.
 
         Raises:
-            ValueError: an unknown rule, or one that is known only at the end of a test, in a `with`.
+            ValueError: an unknown rule, or one that is found only at the end of a test, in a `with`.
         """
         check_rule(rule)
         check_integer("expect_error: times", times, 1)

@@ -40,7 +40,7 @@ class LogEntry:
 
     @property
     def status(self) -> str:
-        """What an index makes of it: "ok", "parent_block_not_found", "block_not_found" or "invalid_block"."""
+        """Its status in an index: "ok", "parent_block_not_found", "block_not_found" or "invalid_block"."""
         for problem in self.problems:
             if problem.rule in STATUSES:
                 return problem.rule
@@ -58,12 +58,12 @@ class LogEntry:
 
     @property
     def storage_tier(self) -> StorageTier:
-        """Where the blocks are."""
+        """The tier of the blocks."""
         return self.event.storage_tier
 
 
 class WorkerNote(NamedTuple):
-    """What happened to a worker between two events: a line of the log that is no event.
+    """A line of the log that is no event: what happened to a worker between two events.
 
     Attributes:
         at: position of the event after it.
@@ -79,11 +79,11 @@ class WorkerNote(NamedTuple):
 
 
 def entry_line(entry: LogEntry, around: Problem | None = None) -> str:
-    """A line of the log; it shows the blocks that its problems name, and that of another.
+    """A line of the log; it shows the blocks that its problems name, and that of one more problem.
 
     Args:
         entry: the event.
-        around: the other problem.
+        around: the one more.
     """
     problems = entry.problems if around is None else (*entry.problems, around)
     named = [block for problem in problems for block in problem.named_blocks]

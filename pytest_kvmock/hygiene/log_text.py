@@ -1,4 +1,4 @@
-"""The part of an event log that tells most, as text."""
+"""Excerpts of an event log, as text."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MOST_NAMING = 5
 
 
 def log_text(log: EventLog, last: int = 20, around: Problem | None = None) -> str:
-    """The part of the log that tells most.
+    """An excerpt of the log.
 
     Without a problem, the last lines, and those before them that broke a rule (the first few). With one, the lines
     around the event that shows it, or around the last that names its block where a comparison shows it, and the
-    events before that name its block (the last few). Where a worker was removed or began anew, a line says so: among
-    the lines that are shown, and before them where the problem is about that worker.
+    events before that name its block (the last few). Where a worker was removed or began anew, there is a line
+    for it: among the lines that are shown, and before them where the problem is about that worker.
 
     Args:
         log: the log.
         last: how many lines.
-        around: the problem that matters.
+        around: the problem.
     """
     entries = list(log)
     text = f"{len(entries):,} event{'s' * (len(entries) != 1)}"
@@ -72,5 +72,5 @@ def _is_about(note: WorkerNote, problem: Problem) -> bool:
 
 
 def _names(entry: LogEntry, problem: Problem) -> bool:
-    """Whether an event is about the problem's block."""
+    """Whether an event names the problem's block."""
     return problem.block is not None and problem.block in getattr(entry.event.event.data, "block_hashes", ())

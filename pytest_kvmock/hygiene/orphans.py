@@ -1,7 +1,8 @@
 """Chains through a block that is held without its parent: which they are, and how much of them is held.
 
-From an `orphaned_child` on, until that worker and rank is cleared or begins anew, indexes may differ there: one drops what
-stands under a removed block, as Dynamo's does, another finds it again when the parent is back. Both are right.
+From an `orphaned_child` on, until that worker and rank is cleared or begins anew, indexes may differ there: one drops the
+descendants of a removed block, as Dynamo's does, another matches them again when the parent is stored again. Both are
+right.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pytest_kvmock.tokens import sequence_hashes
 
 
 class Orphaned(NamedTuple):
-    """What a stream holds of a chain that has an orphan.
+    """The orphans in a chain, and how much of the chain is held.
 
     Attributes:
-        blocks: the orphans in it, the first first.
-        run: how many of its leading blocks the events say are held.
+        blocks: the orphans in it, in order.
+        run: how many of its leading blocks are held according to the events.
     """
 
     blocks: tuple[int, ...]
@@ -26,12 +27,12 @@ class Orphaned(NamedTuple):
 
 
 def orphaned(stream: Stream, local_hashes: tuple[int, ...], named: Sequence[int] = ()) -> Orphaned | None:
-    """Look for a chain's orphans in a stream; None where there are none.
+    """Look up the orphans of a chain in a stream; None where there are none.
 
     Args:
-        stream: whose blocks they are.
+        stream: the stream of one worker and rank.
         local_hashes: the chain.
-        named: its block hashes, as some stream has named them; empty where none has.
+        named: its block hashes in some stream; empty where none has it.
     """
     if not stream.orphaned:
         return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KvEventsError(AssertionError):
-    """Events were wrong, or an error that a test expected did not come. The message is the report."""
+    """Raised when events were wrong, or an error that a test expected did not come. The message is the report."""
 
 
 INDEX_RULES: Final = frozenset({"index_failure", "index_drift", "not_flushed"})
@@ -29,22 +29,22 @@ class Problem:
     """One broken rule.
 
     Attributes:
-        rule: its name.
+        rule: the name of the rule.
         is_error: an error fails the test by default; a warning is recorded.
         worker_id: the worker it is about.
-        dp_rank: and its rank.
-        known: what was known, in one sentence: "block 0x.. was removed by event 6".
-        right: what would have been right, in one sentence.
+        dp_rank: the rank of that worker.
+        known: what was observed, in one sentence: "block 0x.. was removed by event 6".
+        right: what was expected, in one sentence.
         event: the event that shows it; None where a comparison does.
         position: number of that event in the log, from 0; or of the last event before the comparison.
-        blocks: the blocks it names, the telling one first; none where it names none.
-        cause: the problem that it follows from; then it is listed there and is none of its own.
+        blocks: the blocks it names, that of its sentence first; none where it names none.
+        cause: the problem that it follows from; then it is listed there, and does not stand by itself.
         folded: the problems that follow from this one.
-        expected_by: what of the test said that it would come; None: nothing did.
+        expected_by: the expectation of the test that it meets; None: none.
         named: further blocks that its text names.
         restarts: why the event ids of its worker and rank had begun anew before it, each time (`EVENTS_BEGAN_ANEW`).
-        waived: whether somebody from outside the test lets it pass; None: nobody was asked (see `EventLog.waive`).
-        fault: the fault injected on purpose that it came of; None: it is real.
+        waived: whether a hook outside of the test waives it; None: it was not asked (see `EventLog.waive`).
+        fault: the injected fault that it is a result of; None: it is real.
     """
 
     rule: str
@@ -73,7 +73,7 @@ class Problem:
         return f"<{self.rule}: {worker_text(self.worker_id, self.dp_rank)}{event}: {self.known}>"
 
     def __deepcopy__(self, memo: dict[int, object]) -> Problem:
-        """A problem of its own, with those around it; event, fault and expectation are shared."""
+        """Copy the problem and those that it is linked with; event, fault and expectation are shared."""
         copy = memo[id(self)] = replace(self, cause=None, folded=[])
         copy.cause = deepcopy(self.cause, memo)
         copy.folded = deepcopy(self.folded, memo)
@@ -81,7 +81,7 @@ class Problem:
 
     @property
     def block(self) -> int | None:
-        """The block that tells; None where the problem names none."""
+        """The block that its sentence is about; None where the problem names none."""
         return self.blocks[0] if self.blocks else None
 
     @property
@@ -90,19 +90,19 @@ class Problem:
         return None if self.event is None else self.event.event.event_id
 
     def follows_from(self, cause: Problem) -> None:
-        """List this problem under its cause; it is no problem of its own any more."""
+        """List this problem under its cause; it does not stand by itself any more."""
         self.cause = cause
         cause.folded.append(self)
 
     def stand(self) -> None:
-        """Take this problem from under its cause again; it stands by itself."""
+        """Take this problem from under its cause; it stands by itself again."""
         if self.cause is not None:
             self.cause.folded.remove(self)
             self.cause = None
 
     @property
     def excused(self) -> bool:
-        """Whether it came of an injected fault that the router must survive, and is about the stream alone."""
+        """Whether it is a result of an injected fault that the router must survive, and is about the stream alone."""
         return self.fault is not None and self.fault.survived and self.rule not in INDEX_RULES
 
     @property
@@ -112,13 +112,13 @@ class Problem:
 
     @property
     def fault_text(self) -> str:
-        """Which injected fault it came of, and whether the router must survive it; empty where it is real."""
+        """The injected fault of the problem, as text, and whether the router must survive it; empty where it is real."""
         if self.fault is None:
             return ""
         return f"injected: {self.fault}" + ("; the router survives it" if self.excused else "")
 
     def covered(self) -> bool:
-        """Whether a test expected it, or what it follows from, or says that its router survives such a fault."""
+        """Whether the problem, or one that it follows from, is expected by the test or excused by a fault to survive."""
         problem: Problem | None = self
         while problem is not None:
             if problem.expected_by is not None or problem.excused:
@@ -127,7 +127,7 @@ class Problem:
         return False
 
     def consequences(self) -> Iterator[Problem]:
-        """All that follow from it, however indirectly."""
+        """Yield all problems that follow from it, indirectly too."""
         for problem in self.folded:
             yield problem
             yield from problem.consequences()

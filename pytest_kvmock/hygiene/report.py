@@ -10,10 +10,10 @@ from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.hygiene.text import after_text, event_text, worker_text
 
 MOST_PROBLEMS = 3
-"""How many problems a failure message tells in full; the log has the rest."""
+"""How many problems a failure message shows in full; the log has the rest."""
 
 MOST_LINES = 10
-"""How many more it names one by one."""
+"""How many more problems it lists one by one."""
 
 
 def problem_line(problem: Problem) -> str:
@@ -24,12 +24,12 @@ def problem_line(problem: Problem) -> str:
         return f"{problem.rule} ({who})"
     if (event.worker_id, event.event.dp_rank) == (problem.worker_id, problem.dp_rank):
         return f"{problem.rule} ({who}, event {event.event.event_id}{after_text(problem.restarts)})"
-    said_by = worker_text(event.worker_id, event.event.dp_rank)
-    return f"{problem.rule} ({who}, at event {event.event.event_id} of {said_by})"
+    published_by = worker_text(event.worker_id, event.event.dp_rank)
+    return f"{problem.rule} ({who}, at event {event.event.event_id} of {published_by})"
 
 
 def problem_text(problem: Problem) -> str:
-    """A problem in full: the event, the worker, the block, what was known and what would have been right."""
+    """A problem in full: the event, the worker, the block, what was observed and what was expected."""
     lines = []
     if problem.event is not None:
         own = (problem.event.worker_id, problem.event.event.dp_rank) == (problem.worker_id, problem.dp_rank)
@@ -59,21 +59,21 @@ def problem_text(problem: Problem) -> str:
 def problems_text(problems: Sequence[Problem]) -> str:
     """A headline that stands by itself, the first problems in full, and how many more there are of which rule.
 
-    Of many problems, the first of each rule is told in full: what repeats a fault says nothing new.
+    Of many problems, the first of each rule is shown in full: repetitions of a fault add nothing new.
     """
     kinds = {"error" if problem.is_error else "warning" for problem in problems}
     what = kinds.pop() if len(kinds) == 1 else "problem"
     first = problem_line(problems[0])
     more = f", and {len(problems) - 1:,} more" if len(problems) > 1 else ""
     headline = f"{len(problems):,} KV event {what}{'s' * (len(problems) != 1)}: {first}{more}"
-    told = list(problems[:MOST_PROBLEMS])
+    shown = list(problems[:MOST_PROBLEMS])
     if len(problems) > MOST_PROBLEMS + MOST_LINES:
         by_rule: dict[str, Problem] = {}
         for problem in problems:
             by_rule.setdefault(problem.rule, problem)
-        told = list(by_rule.values())[:MOST_PROBLEMS]
-    parts = [headline, *map(problem_text, told)]
-    rest = [problem for problem in problems if all(problem is not other for other in told)]
+        shown = list(by_rule.values())[:MOST_PROBLEMS]
+    parts = [headline, *map(problem_text, shown)]
+    rest = [problem for problem in problems if all(problem is not other for other in shown)]
     if len(rest) > MOST_LINES:
         counts = Counter(problem.rule for problem in rest)
         parts.append(f"  and {len(rest):,} more: " + ", ".join(f"{count:,} {rule}" for rule, count in counts.items()))
@@ -83,7 +83,7 @@ def problems_text(problems: Sequence[Problem]) -> str:
 
 
 def expectation_text(rule: str, times: int, seen: int, events: int) -> str:
-    """What to say of an expectation that was not met."""
+    """The sentence for an expectation that was not met."""
     saw = "none" if seen == 0 else str(seen)
     return f"expected {times} {rule}, saw {saw} in {events} KV event{'s' * (events != 1)}"
 

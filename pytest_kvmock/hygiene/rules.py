@@ -15,10 +15,10 @@ class Rule:
     """One rule.
 
     Attributes:
-        name: its name, in markers, options and messages.
+        name: the name of the rule, in markers, options and messages.
         kind: an "error" fails a test by default, a "warning" is recorded and shown with the log.
         broken_when: what breaks it, in one sentence.
-        at_end: it is known only when the test's traffic is over, so a `with` block cannot expect it.
+        at_end: a breach is found only at the end of a test, so a `with` block cannot expect it.
         unless: where it is of the other kind; empty: nowhere.
     """
 
@@ -30,7 +30,7 @@ class Rule:
 
     @property
     def kind_text(self) -> str:
-        """Its kind, and where it is of the other: "error; warning where ..."."""
+        """The kind of the rule, and where it is of the other kind: "error; warning where ..."."""
         return f"{self.kind}; {self.unless}" if self.unless else self.kind
 
 
@@ -56,7 +56,7 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
             Rule(
                 "event_id_gap",
                 "error",
-                "an event id is not the last received + 1 and fills no known hole, or a published event never arrived",
+                "an event id is neither the next one nor a missing one, or a published event never arrived",
             ),
             Rule("sparse_tokens", "error", "token ids given, but not block_size for every block"),
             Rule(
@@ -68,7 +68,7 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
             Rule(
                 "index_failure",
                 "error",
-                "the index under test raised on an event that is sound, or answered what cannot be read",
+                "your index raised on a valid event, or returned what cannot be read",
             ),
             Rule(
                 "wrong_hash",
@@ -79,7 +79,7 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
             Rule(
                 "engine_drift",
                 "error",
-                "what the events say is held is not what the engine holds",
+                "the blocks held according to the events are not those that the engine holds",
                 at_end=True,
             ),
             Rule("index_drift", "error", "your index disagrees with the reference index"),
@@ -120,7 +120,7 @@ def check_rule(name: object) -> str:
     """Return `name` if a rule has it.
 
     Raises:
-        ValueError: none has; the known ones are listed.
+        ValueError: no rule has it; the message lists the rules.
     """
     if not isinstance(name, str) or name not in RULES:
         raise ValueError(unknown_text("rule", name, RULES))

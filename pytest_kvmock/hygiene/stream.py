@@ -1,4 +1,4 @@
-"""One worker and rank: its events, which blocks they say are held, and which of them are unknown.
+"""The stream of one worker and rank: its events, which blocks are held, and which of them are unknown.
 
 One subject: the state of a stream between two events. The ledger judges what changes it.
 """
@@ -21,13 +21,13 @@ Residency: TypeAlias = Literal["unique", "counted"]
 RESIDENCIES: Final[tuple[Residency, ...]] = ("unique", "counted")
 
 LAST: Final = 2**64
-"""In place of the block after one: there is none."""
+"""Stands for the block after another where there is none."""
 FORK: Final = 2**64 + 1
-"""In place of the block after one: there are several, see `Stream.forks`."""
+"""Stands for the block after another where there are several; see `Stream.forks`."""
 
 
 class Desync:
-    """Events of a stream are known to be missing since `cause`: a block is unknown until an event names it again.
+    """A stream out of sync: events are missing since `cause`, and a block is unknown until an event names it again.
 
     Attributes:
         cause: what shows that they are missing.
@@ -42,7 +42,7 @@ class Desync:
 
 
 class Stream(History):
-    """The events of one worker and rank, and what they say is held.
+    """The events of one worker and rank, and the blocks that are held according to them.
 
     Attributes:
         num_blocks: how many blocks the engine has on the device; None: unknown.
@@ -50,27 +50,27 @@ class Stream(History):
         prefix_closed: see `BackendSpec`.
         hash_chain: how the engine names blocks.
         tiers: per tier what is held: each block, and the child that was stored after it, `LAST` or `FORK`. That costs
-            nothing to keep, and tells at a Removed which children the block may still have.
+            nothing to keep, and shows at a Removed which children the block may still have.
         device: the device tier.
         forks: children of blocks that have several, and of those that are not held in their tier.
         unmarked: blocks with an entry in `forks` and no mark in `tiers`, because they are not held.
         copies: per tier the blocks of which several copies are held, and how many beyond the first.
-        implied: parents that a Stored named though nothing had stored them: believed, so reported once.
-        restarts: why they did, each time, also where the events before are forgotten (see `recover`).
-        emptied: the last Cleared's choice of the blocks that it emptied: the first, one amid, and the last.
+        implied: parents that a Stored named though no event had stored them: taken as held, so reported once.
+        restarts: why event ids began anew, each time, also where the events before are dropped (see `recover`).
+        emptied: a sample of the blocks that the last Cleared removed: the first, one in the middle, and the last.
         next_id: the id that is due; None when any may come.
         holes: ids that did not arrive.
         skipped: ids that the worker left out when it published, of which no gap was reported yet.
-        late: ids that did not arrive either, but were asked for and told since (see `Ledger.recovered`).
+        late: ids that did not arrive either, but were part of a recovery since (see `Ledger.recovered`).
         unconfirmed: every orphaned_child and over_capacity since the last comparison with the engine, with its tier.
         desync: open while blocks are unknown.
         restored: blocks of the event before, a Stored, that were held already; each with the cause of the desync that
             made it unknown then, or None.
         doubled: the duplicate_store that the event before was, if it was one.
         removed_but_resident: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
-        orphaned: blocks of the device whose parent went before them, held still or not, each with its orphaned_child.
+        orphaned: blocks of the device whose parent was removed before them, still held or not, each with its orphaned_child.
         links: which blocks were stored after which, for chains through those.
-        overfull: it was said that the device holds more than it has, and it does so still.
+        overfull: the device holds more than the engine has, and that was reported.
     """
 
     __slots__ = (
@@ -145,7 +145,7 @@ class Stream(History):
         self.emptied: tuple[int, ...] = ()
 
     def held(self, tier: StorageTier) -> dict[int, int]:
-        """What is held in a tier: see `tiers`."""
+        """The blocks that are held in a tier: see `tiers`."""
         return self.device if tier is StorageTier.DEVICE else self.tiers.setdefault(tier, {})
 
     def add(self, held: dict[int, int], hashes: tuple[int, ...], parent: int | None) -> None:
@@ -181,7 +181,7 @@ class Stream(History):
                 seen.add(block)
 
     def _link(self, held: dict[int, int], parent: int, child: int) -> None:
-        """Note a child; `FORK` stands for those that `forks` has."""
+        """Record a child; `FORK` stands for those that `forks` has."""
         known = held.get(parent)
         if child in (known, LAST):
             return
@@ -196,7 +196,7 @@ class Stream(History):
             self.unmarked.discard(parent)
 
     def remove(self, tier: StorageTier, held: dict[int, int], blocks: tuple[int, ...]) -> tuple[int | None, ...]:
-        """Hold these of a tier no more, or one copy less of them; what `held` had of each: None if it was not there."""
+        """Remove blocks from a tier, or one copy of each; return what `held` had of each: None if it was not there."""
         copies = self.copies.get(tier) if self.copies else None
         if not copies or copies.keys().isdisjoint(blocks):
             return tuple(map(held.pop, blocks, repeat(None)))
@@ -223,7 +223,7 @@ class Stream(History):
         if child is not None:
             children.add(child)
         left = sorted(c for c in children if c in held and self.parent(c) == block)
-        if left:  # for the next time that it is stored and removed
+        if left:  # for the next time it is stored and removed
             self.forks[block] = set(left)
             self.unmarked.add(block)
         return left
@@ -233,17 +233,17 @@ class Stream(History):
         return len(self.held(tier)) + sum(self.copies.get(tier, {}).values())
 
     def holds(self, block: int) -> bool:
-        """Whether the events say that the block is held, in any tier."""
+        """Whether the block is held in any tier, according to the events."""
         return any(block in held for held in self.tiers.values()) or block in self.implied
 
     def begin_anew(self, why: str) -> None:
-        """Its event ids begin anew from here on; `why` is a key of `EVENTS_BEGAN_ANEW`."""
+        """Record that event ids begin anew from here on; `why` is a key of `EVENTS_BEGAN_ANEW`."""
         self.anew.append((len(self.events), why))
         self.restarts = (*self.restarts, why)
         self.skipped = []
 
     def mark_named(self, blocks: Iterable[int]) -> None:
-        """An event has said what these are: no longer implied by another, no longer adrift or removed_but_resident."""
+        """Mark blocks as named by an event: no longer implied, drifted or removed_but_resident."""
         if self.implied:
             self.implied.difference_update(blocks)
         if self.drifted:
@@ -252,8 +252,8 @@ class Stream(History):
             for block in blocks:
                 self.removed_but_resident.pop(block, None)
 
-    def forget(self) -> None:
-        """Nothing is held any more, and that is known."""
+    def clear(self) -> None:
+        """Clear the stream: nothing is held, and no block is unknown."""
         device = list(self.device)
         self.emptied = tuple({device[0], device[len(device) // 2], device[-1]}) if device else ()
         for held in self.tiers.values():
@@ -268,12 +268,12 @@ class Stream(History):
             self.removed_but_resident,
         ):
             group.clear()
-        self.orphaned = {}  # another one: who was given the old one goes on with it
+        self.orphaned = {}  # a new one: the old one is shared
         self.unconfirmed = []
         self.desync = self.doubled = None
 
     def take_skipped(self, missing: range) -> tuple[list[range], list[range]]:
-        """Part ids that are missing into those that were lost on their way, and those that the worker left out."""
+        """Split missing ids into those that were lost, and those that the worker left out."""
         skipped, self.skipped = self.skipped, [ids for ids in self.skipped if ids.start >= missing.stop]
         left_out = [range(max(ids.start, missing.start), min(ids.stop, missing.stop)) for ids in skipped]
         left_out = sorted(filter(None, left_out), key=lambda ids: ids.start)
@@ -282,15 +282,15 @@ class Stream(History):
         return [ids for ids in map(range, starts, stops) if ids], left_out
 
     def take_hole(self, event_id: int) -> bool:
-        """Whether the id was missing until now; it is not any more."""
+        """Take an id out of the missing ones; return whether it was there."""
         return _take(self.holes, event_id)
 
     def take_late(self, event_id: int) -> bool:
-        """Whether the id was told by a recovery, and has not arrived by itself until now."""
+        """Take an id out of the recovered ones; return whether it was there, and had not arrived by itself until now."""
         return event_id != self.next_id and _take(self.late, event_id)
 
     def fresh(self) -> Stream:
-        """A stream of the same worker and rank that has said nothing yet."""
+        """Return an empty stream of the same worker and rank."""
         return Stream(
             (self.worker_id, self.dp_rank),
             first_id=None,
@@ -301,17 +301,17 @@ class Stream(History):
         )
 
     def copy(self) -> Stream:
-        """What it has said so far, without what is missing of it."""
+        """Return a copy that holds the same, without what is missing of it."""
         copy = self.fresh()
         copy.recover(self, range(0))
         return copy
 
-    def recover(self, said: Stream, ids: range) -> None:
-        """Hold what the worker has said of itself, now that it was asked for some ids.
+    def recover(self, published: Stream, ids: range) -> None:
+        """Take over what the worker has published, now that it was asked for some ids.
 
         Args:
-            said: all that it has said, in the order in which it did.
-            ids: what it was asked for, up to the newest. The desync stays where an id before them is missing.
+            published: all that it has published, in order.
+            ids: the ids that it was asked for, up to the newest. The desync stays where an id before them is missing.
         """
         desync, removed_but_resident, orphaned, unconfirmed = (
             self.desync,
@@ -319,35 +319,35 @@ class Stream(History):
             self.orphaned,
             self.unconfirmed,
         )
-        self.forget()
+        self.clear()
         self.unconfirmed = unconfirmed
-        for tier, held in said.tiers.items():
+        for tier, held in published.tiers.items():
             self.tiers.setdefault(tier, {}).update(held)
-        self.implied |= said.implied
-        self.forks = {block: set(children) for block, children in said.forks.items()}
-        self.unmarked |= said.unmarked
-        self.copies = {tier: dict(copies) for tier, copies in said.copies.items()}
-        self.restored, self.last = dict(said.restored), said.last
+        self.implied |= published.implied
+        self.forks = {block: set(children) for block, children in published.forks.items()}
+        self.unmarked |= published.unmarked
+        self.copies = {tier: dict(copies) for tier, copies in published.copies.items()}
+        self.restored, self.last = dict(published.restored), published.last
         self.removed_but_resident = {
-            block: removed_but_resident.get(block, problem) for block, problem in said.removed_but_resident.items()
+            block: removed_but_resident.get(block, problem) for block, problem in published.removed_but_resident.items()
         }
-        self.orphaned = {block: orphaned.get(block, problem) for block, problem in said.orphaned.items()}
-        self.events, self.emptied, self.anew = list(said.events), said.emptied, list(said.anew)
-        self._forget_index()
+        self.orphaned = {block: orphaned.get(block, problem) for block, problem in published.orphaned.items()}
+        self.events, self.emptied, self.anew = list(published.events), published.emptied, list(published.anew)
+        self._reset_index()
         self.links = Links()
         due = 0 if self.next_id is None else self.next_id
         missing = [*self.holes, range(due, ids.stop)]
         before = [range(hole.start, min(hole.stop, ids.start)) for hole in missing]
-        told = [range(max(hole.start, ids.start), hole.stop) for hole in missing]
+        answered = [range(max(hole.start, ids.start), hole.stop) for hole in missing]
         self.holes = [hole for hole in before if hole]
-        self.late += [part for part in told if part]
+        self.late += [part for part in answered if part]
         self.next_id = ids.stop
         self.desync = desync if self.holes else None
 
     # --------------------------------------------------------------------------------------------- messages
 
     def history(self, block: int) -> str:
-        """What the events say of a block, for messages."""
+        """The state of a block according to the events, for messages."""
         name = f"block {block_text(block)}"
         if block in self.implied:
             return f"{name} was named as a parent and never stored"
@@ -363,7 +363,7 @@ class Stream(History):
         return f"{name} was stored by {self._emptied_by(stored)}"
 
     def _held(self, block: int, stored: int, removed: int | None, tiers: list[StorageTier]) -> str:
-        """Since when a block is held that is, in some tiers; `stored` and `removed` are places in `events`."""
+        """Since when a block is held in some tiers; `stored` and `removed` are places in `events`."""
         where = ""
         if len(self.tiers) > 1:
             where = f" in {', '.join(tiers)}"
@@ -379,11 +379,11 @@ class Stream(History):
         return f"{where} by {self._called(stored)}; {self._called(removed)} removed a copy, and {left}"
 
     def _called(self, place: int) -> str:
-        """An event by its id, and whether ids have begun anew since."""
+        """The name of an event, by its id and whether ids have begun anew since."""
         return event_name(self.events[place].event.event_id, [why for when, why in self.anew if when > place])
 
     def _emptied_by(self, stored: int) -> str:
-        """A Stored by its id, and what made its blocks go that no Removed has named since."""
+        """The name of a Stored, and what removed its blocks that no Removed has named since."""
         called, cleared_at = self._called(stored), self.cleared_at
         later = [why for when, why in self.anew if when > stored]
         cleared = next(iter(cleared_at[bisect_right(cleared_at, stored) :]), None)
@@ -391,20 +391,20 @@ class Stream(History):
         if cleared is not None and (end is None or cleared < end[0]):
             return f"{called} and cleared by {self._called(cleared)}"
         if end is None:
-            return f"{called} and is held no more"
+            return f"{called} and is no longer held"
         called = event_name(self.events[stored].event.event_id, later if len(later) > 1 else ())
         what = "restarted" if end[1] == "restart" else "was removed"
-        return f"{called} and forgotten when {worker_text(self.worker_id, self.dp_rank)} {what}"
+        return f"{called} and dropped when {worker_text(self.worker_id, self.dp_rank)} {what}"
 
 
 def _stores(event: RouterEvent, block: int) -> StorageTier | None:
-    """In which tier an event stores a block, if it does."""
+    """The tier in which an event stores a block, if it does."""
     data = event.event.data
     return event.storage_tier if isinstance(data, Stored) and block in data.block_hashes else None
 
 
 def _take(ranges: list[range], event_id: int) -> bool:
-    """Take an id out of ranges; whether it was there."""
+    """Take an id out of ranges; return whether it was there."""
     for i, ids in enumerate(ranges):
         if event_id in ids:
             parts = (range(ids.start, event_id), range(event_id + 1, ids.stop))

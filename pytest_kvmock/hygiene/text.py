@@ -1,4 +1,4 @@
-"""How hashes, ids and events read in messages."""
+"""Text of hashes, ids and events in messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 NOBODY: Final = (-1, 0)
-"""In place of (worker_id, dp_rank), where a problem is about no worker."""
+"""Stands for (worker_id, dp_rank) where a problem is about no worker."""
 
 
 MOST_BLOCKS: Final = 4
@@ -24,7 +24,7 @@ EVENTS_BEGAN_ANEW: Final = {
     "removal": "the worker was removed",
     "backwards": "ids went backwards",
 }
-"""Why the event ids of a worker and rank began anew, in words: an event was before that, or after."""
+"""Why the event ids of a worker and rank began anew, in the words that follow "before" and "after"."""
 
 
 def blocks_text(blocks: Sequence[int], most: int = MOST_BLOCKS) -> str:
@@ -53,7 +53,7 @@ def event_name(event_id: int, anew: Sequence[str] = ()) -> str:
 
 
 def without_restarts(text: str) -> str:
-    """A text in which `event_name` says nothing of restarts."""
+    """A text without the restarts that `event_name` puts into it."""
     return _ANEW.sub("", text)
 
 
@@ -61,7 +61,7 @@ _ANEW: Final = re.compile(rf" \((?:before (?:{'|'.join(EVENTS_BEGAN_ANEW.values(
 
 
 def after_text(restarts: Sequence[str]) -> str:
-    """What an event came after, by what made the ids of its worker begin anew before it; empty for nothing."""
+    """After which restarts of its worker an event came; empty where there were none."""
     if not restarts:
         return ""
     return f" after {EVENTS_BEGAN_ANEW[restarts[0]] if len(restarts) == 1 else f'{len(restarts)} restarts'}"
@@ -75,7 +75,7 @@ def worker_text(worker_id: int, dp_rank: int) -> str:
 
 
 def data_text(data: EventData) -> str:
-    """What an event says, in one line."""
+    """The data of an event, in one line."""
     kind = type(data).__name__
     if isinstance(data, Stored):
         root = "as a root" if data.parent_hash is None else f"after {block_text(data.parent_hash)}"

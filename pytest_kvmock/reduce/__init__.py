@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import MOST, Forgotten, Recorded
+from pytest_kvmock.harness.recording import MOST, Recorded, WorkerRemoved
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.programs.operations import Decode, DropNext, Prefill
 from pytest_kvmock.reduce.breach import Breach as Breach
@@ -193,7 +193,7 @@ def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
 
 def _by_hand(arrival: Arrival) -> bool:
     """Whether it was not published for a request."""
-    return not isinstance(arrival, Forgotten) and not arrival[1] and not isinstance(arrival[0].event.data, Cleared)
+    return not isinstance(arrival, WorkerRemoved) and not arrival[1] and not isinstance(arrival[0].event.data, Cleared)
 
 
 def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Replayer) -> Reproduction:
@@ -217,7 +217,7 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     # What is published must be the engine's chain only where that is what is wrong: else blocks get other names. And a
     # capacity only makes a test longer that is about something else.
     chained = {
-        a[0].worker_id for a in arrivals if not isinstance(a, Forgotten) and a[1] and problem.rule == "wrong_hash"
+        a[0].worker_id for a in arrivals if not isinstance(a, WorkerRemoved) and a[1] and problem.rule == "wrong_hash"
     }
     with_capacity = problem.rule == "over_capacity"
     kinds = {
@@ -247,7 +247,7 @@ def _upto(arrivals: list[Arrival], position: int) -> list[Arrival]:
     """What arrived up to an event, by its number in the log."""
     count = -1
     for i, arrival in enumerate(arrivals):
-        if not isinstance(arrival, Forgotten):
+        if not isinstance(arrival, WorkerRemoved):
             count += 1
             if count == position:
                 return arrivals[: i + 1]
@@ -261,7 +261,7 @@ def _held(arrivals: list[Arrival], key: StreamKey) -> list[Arrival]:
     held: dict[int, list[int]] = {}  # the local hash of each copy
     worker_id, rank = key
     for arrival in arrivals:
-        if isinstance(arrival, Forgotten):
+        if isinstance(arrival, WorkerRemoved):
             if arrival.worker_id == worker_id and arrival.dp_rank in (None, rank):
                 held.clear()
             continue
@@ -293,7 +293,7 @@ def _around(kv: RouterHarness, problem: Problem) -> list[int]:
     position = -1
     named = None
     for arrival in kv.recording.arrivals:
-        if isinstance(arrival, Forgotten):
+        if isinstance(arrival, WorkerRemoved):
             continue
         position += 1
         event: RouterEvent = arrival[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import Arrival, Forgotten
+from pytest_kvmock.harness.recording import Arrival, WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.text import NOBODY
 from pytest_kvmock.reduce.mending import Mender, Renamer, Roots
@@ -271,7 +271,7 @@ class EventCutter:
 
     def _program(self, pieces: Sequence[Piece], look: _Look) -> Reproduction | None:
         """The program of some pieces; None where they cannot be put together."""
-        steps: list[RouterEvent | Forgotten] = []
+        steps: list[RouterEvent | WorkerRemoved] = []
         names: dict[int, int] = {}  # worker ids in the program
         sinks: list[SinkKind] = []
         counts: dict[StreamKey, int] = {}
@@ -290,7 +290,7 @@ class EventCutter:
                 elif worker_id >= FIRST_SINK_WORKER:  # where the sinks of a program are
                     names[worker_id] = free
                     free += 1
-            if isinstance(arrival, Forgotten):
+            if isinstance(arrival, WorkerRemoved):
                 steps.append(arrival._replace(worker_id=names[worker_id]))
                 mender.forget(piece.key)
                 counts.pop(piece.key, None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.events import Removed, RouterEvent, Stored
-from pytest_kvmock.harness.recording import Forgotten
+from pytest_kvmock.harness.recording import WorkerRemoved
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import EventData, StreamKey
@@ -101,9 +101,9 @@ class Renamer:
         self.blocks: dict[int, int] = {}
         self._local: dict[int, int] = {}
 
-    def renamed(self, step: RouterEvent | Forgotten) -> RouterEvent | Forgotten:
+    def renamed(self, step: RouterEvent | WorkerRemoved) -> RouterEvent | WorkerRemoved:
         """The same step with other numbers."""
-        if isinstance(step, Forgotten):
+        if isinstance(step, WorkerRemoved):
             return step
         data: EventData = step.event.data
         if isinstance(data, Stored):

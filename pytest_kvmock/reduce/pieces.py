@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.events import Removed, RouterEvent, Stored
-from pytest_kvmock.harness.recording import Arrival, Forgotten
+from pytest_kvmock.harness.recording import Arrival, WorkerRemoved
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
@@ -30,7 +30,7 @@ class Piece:
     @property
     def event(self) -> RouterEvent | None:
         """The whole event; None where a worker is forgotten."""
-        return None if isinstance(self.arrival, Forgotten) else self.arrival[0]
+        return None if isinstance(self.arrival, WorkerRemoved) else self.arrival[0]
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Piece:
     def key(self) -> StreamKey:
         """Its stream: (worker_id, dp_rank)."""
         if self.event is None:
-            assert isinstance(self.arrival, Forgotten)
+            assert isinstance(self.arrival, WorkerRemoved)
             return self.arrival.worker_id, self.arrival.dp_rank or 0
         return self.event.worker_id, self.event.event.dp_rank
 
@@ -72,7 +72,7 @@ def pieces_of(arrivals: Iterable[Arrival]) -> Iterator[Piece]:
     """Whole arrivals, each with the jumps that the ids of its stream have made by then."""
     counts: dict[StreamKey, int] = {}
     for arrival in arrivals:
-        if isinstance(arrival, Forgotten):
+        if isinstance(arrival, WorkerRemoved):
             counts = {key: n for key, n in counts.items() if key[0] != arrival.worker_id}
             yield Piece(arrival, 0)
             continue
@@ -100,7 +100,7 @@ def parents_of(arrivals: Iterable[Arrival]) -> dict[StreamKey, dict[int, int | N
     """The parent of each block of each stream, as last stored."""
     out: dict[StreamKey, dict[int, int | None]] = {}
     for arrival in arrivals:
-        if not isinstance(arrival, Forgotten) and isinstance(data := arrival[0].event.data, Stored):
+        if not isinstance(arrival, WorkerRemoved) and isinstance(data := arrival[0].event.data, Stored):
             parents = out.setdefault((arrival[0].worker_id, arrival[0].event.dp_rank), {})
             parents.update(zip(data.block_hashes, (data.parent_hash, *data.block_hashes), strict=False))
     return out

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
-from pytest_kvmock.harness.recording import Forgotten
+from pytest_kvmock.harness.recording import WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.programs.python import number_parts, token_list
 
@@ -23,7 +23,7 @@ def event_lines(steps: Iterable[object], *, sinks: int, with_ids: bool, after_ea
     """The lines that have events arrive, and workers forgotten.
 
     Args:
-        steps: the events, `Forgotten` among them.
+        steps: the events, `WorkerRemoved` among them.
         sinks: how many sinks there are; the first is worker 2**16.
         with_ids: whether the ids of the events are written; if not, they count from 0.
         after_each: a line that comes after each of them; each is then a line by itself.
@@ -36,7 +36,7 @@ def event_lines(steps: Iterable[object], *, sinks: int, with_ids: bool, after_ea
     for (kind, where), group in groupby(steps, _place):
         alike = [*group]
         if kind == "forget":
-            yield from (_forgotten(step) for step in alike if isinstance(step, Forgotten))
+            yield from (_worker_removed(step) for step in alike if isinstance(step, WorkerRemoved))
             continue
         events = [step for step in alike if isinstance(step, RouterEvent)]
         if kind == "sink":
@@ -105,7 +105,7 @@ def _place(step: object) -> tuple[str, tuple[int, int]]:
     return ("sink" if step.worker_id >= FIRST_SINK_WORKER else "apply"), where
 
 
-def _forgotten(step: Forgotten) -> str:
+def _worker_removed(step: WorkerRemoved) -> str:
     if step.first_id is None:
         return f"kv.remove_worker({step.worker_id})"
     rank = f", {step.dp_rank}" if step.dp_rank else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import Forgotten
+from pytest_kvmock.harness.recording import WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.programs.operations import (
     Clear,
@@ -78,7 +78,7 @@ def _of(key: StreamKey) -> dict[str, Any]:
 
 def _events(program: Reproduction) -> Iterator[dict[str, Any]]:
     for step in program.steps:
-        if isinstance(step, Forgotten):
+        if isinstance(step, WorkerRemoved):
             key = (step.worker_id, step.dp_rank or 0)
             if step.first_id is None:
                 yield {"remove_worker": step.worker_id}

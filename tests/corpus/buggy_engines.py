@@ -12,7 +12,7 @@ EVERY = 3
 class Altered:
     """A sink that passes on what a bug makes of each event, with event ids of its own.
 
-    A subclass says by `alter` what comes of an event: data, each with its token ids.
+    A subclass changes an event by `alter`: data, each with its token ids.
     """
 
     def __init__(self, sink):

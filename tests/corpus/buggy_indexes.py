@@ -177,7 +177,7 @@ class AnswersOneShort(Tree):
 
 
 class IgnoresCleared(Tree):
-    """A Cleared is an event of a kind that it does not know."""
+    """A Cleared is an event of a kind that it does not support."""
 
     def apply(self, event):
         if not isinstance(event.event.data, Cleared):
@@ -196,7 +196,7 @@ class ClearsAllRanks(Tree):
 
 
 class KeepsRemovedWorkers(Tree):
-    """That a worker is gone is read, and forgotten."""
+    """The removal of a worker is read, and not applied."""
 
     def remove_worker(self, worker_id):
         pass
@@ -214,7 +214,7 @@ class ForgetsRankZeroOnly(Tree):
 
 
 class QueueOutlivesWorker(Tree):
-    """A worker that is gone is forgotten at once, and events of it that still wait bring it back."""
+    """A worker is removed at once, and its events that still wait bring it back."""
 
     def __init__(self, *, counts=False):
         super().__init__(counts=counts)

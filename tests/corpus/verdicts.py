@@ -7,11 +7,11 @@
 A case is a bug of a router's index or of an engine. Each runs through the same traffic, over each backend and by some
 seeds. A row is one problem in the order in which it was found: which rule, whether it is an error, of which worker and
 rank, at which event, with which block, under which other problem, and of which injected fault. A row whose rule is
-"none" says that nothing was found: either the case is right over this backend (nobody publishes copies over `lru`), or
+"none" means that nothing was found: either the case is right over this backend (nobody publishes copies over `lru`), or
 the bug is missed. After the first problems of a run the others are counted.
 
 Messages are no part of it, so that they can be reworded. A row that changes is a changed verdict: a change of the code
-that was to leave verdicts alone is wrong then; one that was to change them says of each row why.
+that was to leave verdicts alone is wrong then; one that was to change them gives the reason of each row.
 
 Another version of the package is compared by `PYTHONPATH=CHECKOUT python tests/corpus/verdicts.py | diff
 tests/corpus/verdicts.tsv -`.
@@ -181,12 +181,12 @@ class Traffic:
         self.attempt(list(self.kv.workers.values())[1].clear)
 
     def restart(self):
-        """The last worker and rank; an index that cannot be told is spared."""
+        """The last worker and rank; an index without a method for it is spared."""
         if self.can("remove_worker_dp_rank"):
             self.attempt(list(self.kv.workers.values())[-1].restart, announced=True)
 
     def remove_worker(self):
-        """Worker 0 goes; it comes back after some traffic on the others. An index that cannot be told is spared."""
+        """Worker 0 goes; it comes back after some traffic on the others. An index without a method for it is spared."""
         if self.can("remove_worker"):
             self.attempt(self.kv.remove_worker, 0)
             self.serve(3)
@@ -263,11 +263,11 @@ def cases_of_tests():
         yield Case(f"tests/{name}", engine=partial(Alters, function=alter), ranks=1)
     some = {"lose": 0.05, "double": 0.05, "delay": 0.05}
     for survive in ((), tuple(some)):
-        said = "+survive" if survive else "+faults"
+        suffix = "+survive" if survive else "+faults"
         for make in (of_faults.TakesWhatComes, of_faults.WaitsForLateEvents):
-            yield Case(f"tests/{make.__name__}{said}", plain(make), faults=some, survive=survive)
+            yield Case(f"tests/{make.__name__}{suffix}", plain(make), faults=some, survive=survive)
         yield Case(
-            f"tests/AsksByCursor{said}",
+            f"tests/AsksByCursor{suffix}",
             lambda spec, recovery: of_faults.AsksByCursor(recovery),
             faults=some,
             survive=survive,

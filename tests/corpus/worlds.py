@@ -10,9 +10,9 @@ ones, ones that ask for what they missed), faults at random and by hand, which o
 clears, removed workers, sinks that raise, events by hand, flushes, expectations. The same under any PYTHONHASHSEED.
 
 A line is `SEED fact ...` or `SEED text ...`. Facts are what was found: each problem with all its fields but messages, and
-the verdict. Texts are how it is said: messages, lines of the log, the report. So a digest of each stands in worlds.tsv:
+the verdict. Texts are its words: messages, lines of the log, the report. A digest of each is in worlds.tsv:
 where only the second changes, messages were reworded; where the first does, a verdict has changed. A change of the code
-that was to leave verdicts alone is wrong then; one that was to change them says why of each seed.
+that was to leave verdicts alone is wrong then; one that was to change them gives the reason of each seed.
 """
 
 # ruff: noqa: T201 - it is a program too
@@ -154,7 +154,7 @@ class World:
 
     Attributes:
         facts: what was found.
-        texts: how it was said.
+        texts: in which words.
     """
 
     def __init__(self, seed):
@@ -344,7 +344,7 @@ class World:
     # -------------------------------------------------------------------------------------------- the verdict
 
     def judge(self):
-        """Write down what was found, and how it is said."""
+        """Record what was found, and its texts."""
         if self.rng.random() < 0.7:
             for fault in self.faults:
                 fault.stop()
@@ -371,7 +371,7 @@ class World:
 
     def is_missing(self, fault):
         """Whether, by now, what a fault kept back has not arrived: an event, or where it is looked at, a restart."""
-        if fault is None or fault.kind == "sink_failure":  # that says so itself
+        if fault is None or fault.kind == "sink_failure":  # that has its own problem
             return False
         if fault.kind == "restart":
             return self.kv._judge.book.survival is not None
@@ -415,7 +415,7 @@ def row_of(seed):
 
 
 def main(arguments):
-    logging.disable()  # a recovery says there what it had to guess
+    logging.disable()  # a recovery logs what it had to guess
     if arguments == ["--write"]:
         DIGESTS.write_text("\n".join(["\t".join(COLUMNS), *map(row_of, SEEDS)]) + "\n", encoding="utf-8")
         return

@@ -1,4 +1,4 @@
-"""Harnesses under random traffic, to strike with faults."""
+"""Harnesses under random traffic, for faults to be injected."""
 
 from random import Random
 

@@ -8,9 +8,9 @@ from pytest_kvmock.router.recovery import RouterCursor
 
 
 class AsksTheWorker:
-    """Applies what comes in order; when ids do not, it asks the worker for all it ever said.
+    """Applies what comes in order; when ids do not, it asks the worker for all that it ever published.
 
-    `journal` is what workers keep of what they said, from when it listens to them.
+    `journal` is what workers keep of what they published, from the tap on.
     """
 
     def __init__(self):
@@ -24,18 +24,18 @@ class AsksTheWorker:
 
         class Tap:
             def publish(self, event, storage_tier=None, token_ids=None):
-                said = journal.setdefault((worker.worker_id, worker.dp_rank), [])
+                events = journal.setdefault((worker.worker_id, worker.dp_rank), [])
                 if event.event_id == 0:
-                    said.clear()
-                said.append(RouterEvent(worker.worker_id, event))
+                    events.clear()
+                events.append(RouterEvent(worker.worker_id, event))
 
         recorder = worker._recorder
         inner, tap = recorder.sink, Tap()
 
         class Both:
-            def publish(self, *said):
-                tap.publish(*said)
-                inner.publish(*said)
+            def publish(self, *events):
+                tap.publish(*events)
+                inner.publish(*events)
 
         recorder.sink = Both()
 
@@ -74,7 +74,7 @@ class AsyncAsksTheWorker(AsksTheWorker):
 
 
 class AsksByCursor:
-    """Asks a `Recovery` when a `RouterCursor` says so."""
+    """Asks a `Recovery` when a `RouterCursor` asks for it."""
 
     def __init__(self, recovery):
         self.ask, self.tree, self.cursor = recovery, RadixIndex(), RouterCursor()
@@ -99,7 +99,7 @@ class AsksByCursor:
 
 
 class WaitsForLateEvents:
-    """Holds back what comes too early, and knows what comes twice."""
+    """Holds back what comes too early, and drops what comes twice."""
 
     def __init__(self):
         self.tree = RadixIndex()

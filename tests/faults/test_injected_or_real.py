@@ -23,7 +23,7 @@ def script(kv, rng, kind):
         "salt": lambda: faults.salt(lora_name="l", worker=rng.randrange(2)),
         "late_join": faults.late_join,
         "block_size": lambda: faults.block_size(8),
-        "signed": lambda: None,  # it strikes no stream
+        "signed": lambda: None,  # it changes no stream
     }
     fault = own_words.get(kind, getattr(faults, kind))()
     return fault.stop if kind in ("late_join", "salt") else lambda: None
@@ -131,27 +131,28 @@ def name_of(event):
 
 
 def test_the_same_seed_and_name_strike_the_same_events():
-    def strikes(seed, **rates):
+    def injections(seed, **rates):
         kv = Traffic("lineage", seed, faults=rates).run(40)
         kv.judge()
         return [str(p.fault) for p in kv.events.problems if p.fault.kind == "lose"], [e.event for e in kv.events]
 
-    assert strikes(1, lose=0.1) == strikes(1, lose=0.1)
-    assert strikes(1, lose=0.1)[1] != strikes(2, lose=0.1)[1]
+    assert injections(1, lose=0.1) == injections(1, lose=0.1)
+    assert injections(1, lose=0.1)[1] != injections(2, lose=0.1)[1]
 
 
 def test_faults_leave_the_traffic_as_it_is():
-    plain, struck = (Traffic("lineage", 3, faults=rates) for rates in ({}, {"lose": 0.5}))
-    said = []
-    for traffic in (plain, struck):
-        heard = []
+    plain, lossy = (Traffic("lineage", 3, faults=rates) for rates in ({}, {"lose": 0.5}))
+    streams = []
+    for traffic in (plain, lossy):
+        published = []
         traffic.kv.add_sink(
-            type("Heard", (), {"publish": lambda self, e, *_, heard=heard: heard.append(e)})(), before=True
+            type("Captures", (), {"publish": lambda self, e, *_, published=published: published.append(e)})(),
+            before=True,
         )
         traffic.run(20)
-        said.append(heard)
-    assert said[0] == said[1]
-    assert len(plain.kv.events) > len(struck.kv.events)
+        streams.append(published)
+    assert streams[0] == streams[1]
+    assert len(plain.kv.events) > len(lossy.kv.events)
 
 
 def test_no_faults_cost_no_ledger():

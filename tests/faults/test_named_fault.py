@@ -13,19 +13,19 @@ def chain(*numbers, parent=None):
 
 
 class World:
-    """A sink with room for two blocks, and faults that strike what it says."""
+    """A sink with room for two blocks, and faults in what it publishes."""
 
     def __init__(self, index=None, num_blocks=2, **options):
         self.kv = RouterHarness(backend=None, index=index, sync="every", **options)
         self.sink = self.kv.make_sink(num_blocks=num_blocks)
 
-    def say(self, *events):
+    def publish(self, *events):
         for event in events:
             self.sink(event)
 
-    def struck_by(self, kind, *events, **how):
+    def inject(self, kind, *events, **how):
         getattr(self.kv.faults, kind)(len(events), **how)
-        self.say(*events)
+        self.publish(*events)
 
     def fault_of(self, rule, block=None):
         """The fault that the last breach of a rule names."""
@@ -35,8 +35,8 @@ class World:
 
     def overflow(self, held=2):
         """Have it hold more than it has, which names no block, after a fault that changes nothing of that."""
-        self.struck_by("double", chain(held))
-        self.say(chain(90), chain(91))
+        self.inject("double", chain(held))
+        self.publish(chain(90), chain(91))
 
 
 # -------------------------------------------------------------------------------------- the block, and what it is on
@@ -44,56 +44,56 @@ class World:
 
 def test_it_is_the_fault_of_the_block_and_not_the_last():
     world = World()
-    world.struck_by("lose", chain(1))
-    world.struck_by("lose", chain(5))
-    world.say(chain(2, parent=1))
+    world.inject("lose", chain(1))
+    world.inject("lose", chain(5))
+    world.publish(chain(2, parent=1))
     assert "lose, event 0" == world.fault_of("parent_block_not_found", 1)
 
 
 def test_it_is_the_latest_of_those_that_touched_the_block():
     world = World()
-    world.struck_by("lose", chain(1))
-    world.say(Removed((1,)))
-    world.struck_by("lose", chain(1))
-    world.struck_by("lose", chain(5))
-    world.say(chain(2, parent=1))
+    world.inject("lose", chain(1))
+    world.publish(Removed((1,)))
+    world.inject("lose", chain(1))
+    world.inject("lose", chain(5))
+    world.publish(chain(2, parent=1))
     assert "lose, event 2" == world.fault_of("parent_block_not_found", 1)
 
 
 def test_an_ancestor_that_was_struck_later_than_the_block_counts():
     world = World()
-    world.say(chain(1))
-    world.struck_by("lose", chain(2, parent=1))
-    world.struck_by("lose", Removed((1,)))
-    world.struck_by("lose", chain(5))
-    world.say(chain(3, parent=2))
+    world.publish(chain(1))
+    world.inject("lose", chain(2, parent=1))
+    world.inject("lose", Removed((1,)))
+    world.inject("lose", chain(5))
+    world.publish(chain(3, parent=2))
     assert "lose, event 2" == world.fault_of("parent_block_not_found", 2)
 
 
 def test_the_block_that_was_struck_later_than_its_ancestor_counts():
     world = World()
-    world.struck_by("lose", chain(1))
-    world.struck_by("lose", chain(2, parent=1))
-    world.struck_by("lose", chain(5))
-    world.say(chain(3, parent=2))
+    world.inject("lose", chain(1))
+    world.inject("lose", chain(2, parent=1))
+    world.inject("lose", chain(5))
+    world.publish(chain(3, parent=2))
     assert "lose, event 1" == world.fault_of("parent_block_not_found", 2)
 
 
 def test_one_that_names_the_block_as_a_parent_only_has_not_touched_it():
     world = World()
-    world.struck_by("lose", chain(1))
-    world.struck_by("lose", chain(2, parent=1))
-    world.say(chain(3, parent=1))
+    world.inject("lose", chain(1))
+    world.inject("lose", chain(2, parent=1))
+    world.publish(chain(3, parent=1))
     assert "lose, event 0" == world.fault_of("parent_block_not_found", 1)
 
 
 def test_an_ancestor_that_was_lost_is_why_an_index_raises():
     world = World(RadixIndex(), num_blocks=None, survive=["lose"])
-    world.say(chain(1))
-    world.struck_by("lose", chain(2, parent=1))
-    world.say(chain(3, parent=2))
-    world.struck_by("lose", chain(9))
-    world.say(chain(4, parent=3))
+    world.publish(chain(1))
+    world.inject("lose", chain(2, parent=1))
+    world.publish(chain(3, parent=2))
+    world.inject("lose", chain(9))
+    world.publish(chain(4, parent=3))
     failures = [p for p in world.kv.events.problems if p.rule == "index_failure"]
     assert ["lose, event 1"] * 2 == [str(p.fault)[:13] for p in failures]
 
@@ -101,21 +101,21 @@ def test_an_ancestor_that_was_lost_is_why_an_index_raises():
 def test_an_ancestor_that_was_lost_is_why_a_block_is_wrong():
     """Its child came under a parent that was lost, so that the child's chain is an ancestor's matter."""
     world = World(TakesWhatComes(), num_blocks=None, survive=["lose", "wrong_parent"])
-    world.say(chain(1))
-    world.struck_by("wrong_parent", chain(2, parent=1))
-    world.struck_by("lose", chain(9))
-    world.say(chain(3, parent=2))
+    world.publish(chain(1))
+    world.inject("wrong_parent", chain(2, parent=1))
+    world.inject("lose", chain(9))
+    world.publish(chain(3, parent=2))
     world.kv.judge()
     assert "wrong_parent, event 1" == world.fault_of("index_drift", 2)
 
 
 def test_a_cleared_that_was_never_published_touched_what_was_held_then():
     world = World(num_blocks=None)
-    world.say(chain(1))
-    world.struck_by("lose", chain(2, parent=1))
+    world.publish(chain(1))
+    world.inject("lose", chain(2, parent=1))
     world.kv.faults.clear(world.sink.worker_id)
-    world.struck_by("double", chain(5))
-    world.say(chain(3, parent=1))
+    world.inject("double", chain(5))
+    world.publish(chain(3, parent=1))
     assert "clear, event 2" == world.fault_of("parent_block_not_found", 1)
 
 
@@ -161,86 +161,86 @@ def untouched(recovery=None):
 
 def raised_for(world):
     """After one more fault, have the index raise at an event that none has touched; which one is named?"""
-    world.struck_by("double", chain(60))
-    world.say(chain(50))
+    world.inject("double", chain(60))
+    world.publish(chain(50))
     return world.fault_of("index_failure")
 
 
 def test_where_no_block_tells_it_is_the_first_that_is_not_recovered():
     world = untouched()
-    world.say(chain(1), chain(2))
-    world.struck_by("lose", Removed((1,)))
-    world.struck_by("lose", Removed((2,)))
+    world.publish(chain(1), chain(2))
+    world.inject("lose", Removed((1,)))
+    world.inject("lose", Removed((2,)))
     assert "lose, event 2" == raised_for(world)
 
 
 @pytest.mark.parametrize("kind", ["delay", "reorder"])
 def test_an_event_that_came_late_is_recovered(kind):
     world = untouched()
-    world.say(chain(1), chain(2))
-    world.struck_by(kind, Removed((1,)))
-    world.say(chain(3), chain(4))
-    world.struck_by("lose", Removed((2,)))
+    world.publish(chain(1), chain(2))
+    world.inject(kind, Removed((1,)))
+    world.publish(chain(3), chain(4))
+    world.inject("lose", Removed((2,)))
     assert "lose, event 5" == raised_for(world)
 
 
 def test_one_that_has_not_come_yet_is_not():
     world = untouched()
-    world.say(chain(1), chain(2))
-    world.struck_by("delay", Removed((1,)), by=9)
-    world.struck_by("lose", Removed((2,)))
+    world.publish(chain(1), chain(2))
+    world.inject("delay", Removed((1,)), by=9)
+    world.inject("lose", Removed((2,)))
     assert "delay, event 2" == raised_for(world)
 
 
 def test_what_came_before_a_cleared_that_arrives_is_recovered():
     world = World(num_blocks=None)
-    world.say(chain(1), chain(2))
-    world.struck_by("lose", Removed((1,)))
+    world.publish(chain(1), chain(2))
+    world.inject("lose", Removed((1,)))
     world.kv.faults.clear(world.sink.worker_id)
-    world.struck_by("double", chain(3))
+    world.inject("double", chain(3))
     cleared, backwards, repeat = (p for p in world.kv.events.problems if p.rule == "event_id_gap")
     assert ["lose", "clear", "double"] == [p.fault.kind for p in (cleared, backwards, repeat)]
 
 
 def test_what_came_after_a_cleared_that_is_late_is_not():
     world = untouched()
-    world.say(chain(1))
-    world.struck_by("delay", Cleared(), by=2)
-    world.say(chain(2))
-    world.struck_by("lose", chain(3))
-    world.struck_by("lose", chain(4))
+    world.publish(chain(1))
+    world.inject("delay", Cleared(), by=2)
+    world.publish(chain(2))
+    world.inject("lose", chain(3))
+    world.inject("lose", chain(4))
     assert "lose, event 3" == raised_for(world)
 
 
 def test_what_a_recovery_told_is_recovered():
     recovery = Recovery()
     world = untouched(recovery)
-    world.say(chain(1), chain(2))
-    world.struck_by("lose", Removed((1,)))
+    world.publish(chain(1), chain(2))
+    world.inject("lose", Removed((1,)))
     recovery(world.sink.worker_id, 2)
-    world.struck_by("lose", Removed((2,)))
+    world.inject("lose", Removed((2,)))
     assert "lose, event 3" == raised_for(world)
 
 
 def test_an_id_before_those_that_were_asked_for_is_not():
     recovery = Recovery()
     world = untouched(recovery)
-    world.say(chain(1), chain(2))
-    world.struck_by("lose", Removed((1,)))
-    world.struck_by("lose", Removed((2,)))
+    world.publish(chain(1), chain(2))
+    world.inject("lose", Removed((1,)))
+    world.inject("lose", Removed((2,)))
     recovery(world.sink.worker_id, 3)
-    world.struck_by("lose", chain(3))
+    world.inject("lose", chain(3))
     assert "lose, event 2" == raised_for(world)
 
 
 def test_where_all_are_recovered_it_is_the_last():
     recovery = Recovery()
     world = untouched(recovery)
-    world.say(chain(1), chain(2))
-    world.struck_by("lose", Removed((1,)))
-    world.struck_by("lose", Removed((2,)))
+    world.publish(chain(1), chain(2))
+    world.inject("lose", Removed((1,)))
+    world.inject("lose", Removed((2,)))
     recovery(world.sink.worker_id, 0)
-    world.say(chain(50))
+    world.publish(chain(50))
     assert "lose, event 3" == world.fault_of("index_failure")
 
 
@@ -270,18 +270,18 @@ def test_so_they_do_where_the_first_id_is_lost():
 
 def test_a_first_event_that_nobody_missed_is_not_in_a_later_gap():
     world = World()
-    world.struck_by("lose", chain(1))
-    world.say(chain(2))
-    world.struck_by("lose", Removed((2,)))
-    world.say(chain(3))
+    world.inject("lose", chain(1))
+    world.publish(chain(2))
+    world.inject("lose", Removed((2,)))
+    world.publish(chain(3))
     assert "lose, event 2" == world.fault_of("event_id_gap")
 
 
 def test_what_holds_more_than_it_has_room_for_names_what_it_came_of():
     world = World()
-    world.struck_by("double", chain(1))
-    world.struck_by("self_parent", chain(2, parent=1))
-    world.struck_by("lose", Removed((1,)))
+    world.inject("double", chain(1))
+    world.inject("self_parent", chain(2, parent=1))
+    world.inject("lose", Removed((1,)))
     world.overflow()
     assert "lose, event 2" == world.fault_of("over_capacity")
 
@@ -289,12 +289,12 @@ def test_what_holds_more_than_it_has_room_for_names_what_it_came_of():
 def test_what_was_missing_before_a_recovery_makes_no_gap_after_it():
     recovery = Recovery()
     world = World(recovery=recovery)
-    world.say(chain(1))
-    world.struck_by("lose", chain(2))
+    world.publish(chain(1))
+    world.inject("lose", chain(2))
     recovery(world.sink.worker_id, 1)
-    world.say(chain(3))
-    world.struck_by("lose", Removed((1,)))
-    world.say(chain(4))
+    world.publish(chain(3))
+    world.inject("lose", Removed((1,)))
+    world.publish(chain(4))
     assert "lose, event 3" == world.fault_of("event_id_gap")
 
 
@@ -328,11 +328,11 @@ def test_a_late_event_of_before_is_no_fault_of_the_engine():
 
 def test_a_drift_names_the_first_that_the_index_has_not_recovered_from():
     world = World(TakesWhatComes(), num_blocks=None, survive=["lose", "double"])
-    world.say(chain(1, 2))
-    world.struck_by("lose", Cleared())
-    world.struck_by("double", chain(7))
-    world.struck_by("lose", chain(8))
-    world.say(chain(9))
+    world.publish(chain(1, 2))
+    world.inject("lose", Cleared())
+    world.inject("double", chain(7))
+    world.inject("lose", chain(8))
+    world.publish(chain(9))
     world.kv.judge()
     drifts = {p.blocks: str(p.fault) for p in world.kv.events.problems if p.rule == "index_drift"}
     worker = f" of worker {world.sink.worker_id}"
@@ -365,7 +365,7 @@ def test_an_index_that_was_given_other_hashes_names_the_event_that_it_was_given(
     large = 2**63 + 1
     world = World(Reads(), num_blocks=None)
     world.kv.faults.signed(2)
-    world.say(Stored(None, (large,), (1,)), chain(3), Stored(None, (large + 1,), (2,)), chain(4))
+    world.publish(Stored(None, (large,), (1,)), chain(3), Stored(None, (large + 1,), (2,)), chain(4))
     drifts = {p.blocks[0]: p.fault.event_id for p in world.kv.events.problems if p.rule == "index_drift"}
     assert {large: 0, large + 1: 2} == drifts
 

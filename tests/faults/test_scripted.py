@@ -19,13 +19,13 @@ def one_block(number):
     return Stored(None, (number,), (number,))
 
 
-def heard(kv, worker_id=0):
+def arrived(kv, worker_id=0):
     """The events of a worker as they arrived: id and data."""
     return [(e.event.event.event_id, e.event.event.data) for e in kv.events if e.event.worker_id == worker_id]
 
 
 def ids(kv, worker_id=0):
-    return [event_id for event_id, _ in heard(kv, worker_id)]
+    return [event_id for event_id, _ in arrived(kv, worker_id)]
 
 
 def errors(kv):
@@ -124,7 +124,7 @@ def test_a_wrong_parent_is_one_that_nobody_stored_or_the_one_that_is_named(kv):
     kv.apply(one_block(1))
     kv.faults.wrong_parent(parent=1)
     kv.apply([Removed((1,)), one_block(2)])
-    (_, first), _, (_, second) = heard(kv)
+    (_, first), _, (_, second) = arrived(kv)
     assert first.parent_hash not in (None, 1)
     assert 1 == second.parent_hash
     assert [("parent_block_not_found", "wrong_parent")] * 2 == errors(kv)
@@ -133,7 +133,7 @@ def test_a_wrong_parent_is_one_that_nobody_stored_or_the_one_that_is_named(kv):
 def test_a_foreign_event_arrives_as_the_next_workers(kv):
     kv.faults.foreign(worker=1)
     kv.apply(one_block(1), worker_id=1)
-    assert ([(0, one_block(1))], []) == (heard(kv, 0), heard(kv, 1))
+    assert ([(0, one_block(1))], []) == (arrived(kv, 0), arrived(kv, 1))
     assert [("event_id_gap", "foreign")] == errors(kv)
     assert {(0, 0), (1, 0)} == kv.events.problems[0].fault.keys
 
@@ -165,8 +165,10 @@ def test_a_stored_is_its_own_parent(kv):
 
 def test_a_sink_raises_before_the_router(kv):
     before, after = [], []
-    for told, first in ((before, True), (after, False)):
-        sink = type("Sink", (), {"publish": lambda self, event, *_, told=told: told.append(event.event_id)})()
+    for published, first in ((before, True), (after, False)):
+        sink = type(
+            "Sink", (), {"publish": lambda self, event, *_, published=published: published.append(event.event_id)}
+        )()
         kv.add_sink(sink, before=first)
     kv.faults.sink_failure()
     kv.apply([one_block(1), one_block(2)])
@@ -175,11 +177,11 @@ def test_a_sink_raises_before_the_router(kv):
 
 
 def test_a_lost_event_is_lost_to_the_router_alone(kv):
-    told = []
-    kv.add_sink(type("Sink", (), {"publish": lambda self, event, *_: told.append(event.event_id)})())
+    published = []
+    kv.add_sink(type("Sink", (), {"publish": lambda self, event, *_: published.append(event.event_id)})())
     kv.faults.lose()
     kv.apply([one_block(1), one_block(2)])
-    assert ([1], [0, 1]) == (ids(kv), told)
+    assert ([1], [0, 1]) == (ids(kv), published)
 
 
 def test_the_first_event_of_a_worker_is_missing(kv):
@@ -239,7 +241,7 @@ def test_a_cleared_arrives_that_was_never_published(kv):
     kv.worker(1).serve(asked)
     kv.faults.clear(1)
     assert {0: 2} == kv.overlap(asked)
-    assert [(0, one_block(1)), (1, Cleared())][1] == heard(kv, 1)[1]
+    assert [(0, one_block(1)), (1, Cleared())][1] == arrived(kv, 1)[1]
     assert {("engine_drift", "clear")} == set(errors(kv))
 
 
@@ -248,7 +250,7 @@ def test_a_salted_worker_matches_no_prompt(kv):
     with kv.faults.salt(lora_name="adapter", worker=0) as salt:
         kv.worker(0).serve(asked)
         kv.worker(1).serve(asked)
-    assert 1 == salt.struck
+    assert 1 == salt.injected
     assert {1: 3} == kv.overlap(asked)
     assert {0: 3} == kv.overlap_for_hashes(block_hashes(asked.tokens, 4, lora_name="adapter"))
     assert [("wrong_hash", "salt"), ("engine_drift", "salt"), ("engine_drift", "salt")] == errors(kv)
@@ -283,7 +285,7 @@ def test_signed_hashes_are_salted_too_and_stay_signed():
 def test_blocks_without_tokens_cannot_be_salted(kv):
     kv.faults.salt(lora_name="adapter")
     kv.apply(one_block(1))
-    assert ["kv_router.faults.salt(lora_name='adapter'): never struck"] == kv.judge().unmet
+    assert ["kv_router.faults.salt(lora_name='adapter'): unused, no event matched"] == kv.judge().unmet
 
 
 @pytest.mark.parametrize("token_ids", [((-1, 0, 0, 0),), (("a", "b", "c", "d"),), ((1, 2, 3, 4), (5, 6, 7, 8))])
@@ -335,7 +337,7 @@ def test_an_index_of_opaque_names_does_not_mind_signed_hashes():
     with kv.faults.signed() as fault:
         for _ in range(10):
             kv.worker(0).serve(kv.prompt(4))
-    assert fault.struck
+    assert fault.injected
     assert ([], [], []) == tuple(kv.judge())
 
 
@@ -376,7 +378,7 @@ def test_every_one_until_it_is_stopped(kv):
     kv.apply([one_block(1), one_block(2)])
     losing.stop()
     kv.apply(one_block(3))
-    assert ([2], 2, None) == (ids(kv), losing.struck, losing.left)
+    assert ([2], 2, None) == (ids(kv), losing.injected, losing.left)
 
 
 def test_a_fault_that_may_not_strike_an_event_waits_for_the_next(kv):
@@ -392,13 +394,13 @@ def test_faults_of_a_transport_come_after(kv):
     assert [1, 1] == ids(kv)
 
 
-# --------------------------------------------------------------------------------------------------- never struck
+# --------------------------------------------------------------------------------------------------- unused faults
 
 
 def test_a_fault_that_never_struck_is_said_once(kv):
     kv.faults.lose(3)
     kv.apply([one_block(1), one_block(2)])
-    assert ["kv_router.faults.lose(3): 2 struck, 1 never did"] == kv.judge().unmet
+    assert ["kv_router.faults.lose(3): 2 of 3 injected"] == kv.judge().unmet
     assert [] == kv.judge().unmet
     kv.apply(one_block(3))
     assert [2] == ids(kv)
@@ -406,7 +408,9 @@ def test_a_fault_that_never_struck_is_said_once(kv):
 
 def test_a_with_block_says_so_when_it_is_left(kv):
     with (
-        pytest.raises(KvEventsError, match=r"^kv_router\.faults\.lose\(2, kind='stored', worker=0\): never struck$"),
+        pytest.raises(
+            KvEventsError, match=r"^kv_router\.faults\.lose\(2, kind='stored', worker=0\): unused, no event "
+        ),
         kv.faults.lose(2, kind="stored", worker=0),
     ):
         pass
@@ -420,7 +424,7 @@ def test_a_with_block_that_raises_keeps_its_own_failure(kv):
 
 def test_every_one_must_be_one_at_least(kv):
     kv.faults.late_join()
-    assert ["kv_router.faults.late_join(): never struck"] == kv.judge().unmet
+    assert ["kv_router.faults.late_join(): unused, no event matched"] == kv.judge().unmet
 
 
 def test_a_fault_that_is_stopped_need_not_have_struck(kv):
@@ -429,7 +433,7 @@ def test_a_fault_that_is_stopped_need_not_have_struck(kv):
 
 
 def test_a_harness_by_itself_fails_for_it():
-    with pytest.raises(KvEventsError, match="never struck"), RouterHarness(PROFILE) as kv:
+    with pytest.raises(KvEventsError, match="unused, no event matched"), RouterHarness(PROFILE) as kv:
         kv.faults.double()
 
 
@@ -628,7 +632,10 @@ def test_a_sink_has_no_engine_to_restart(kv):
     ("rates", "message"),
     [
         ({"loose": 0.1}, r"unknown fault 'loose'; did you mean 'lose'\? known: lose, "),
-        ({"late_join": 0.1}, "late_join has no rate, it is scripted; those that have: lose, "),
+        (
+            {"late_join": 0.1},
+            r"`late_join` cannot strike at random; call `faults\.late_join\(\)`; allowed at random: lose, ",
+        ),
         ({"lose": 2}, "lose: got 2; allowed: a rate from 0 to 1"),
         ({"lose": float("nan")}, "lose: got nan; allowed: a rate from 0 to 1"),
         (["lose"], "got \\['lose'\\]; allowed: a mapping of faults to rates"),

@@ -334,7 +334,7 @@ def test_an_announced_restart_ends_what_was_hurt():
     assert ([], [], []) == tuple(kv.judge())
 
 
-# --------------------------------------------------------------------------------------------------------- said
+# --------------------------------------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_an_announced_restart_ends_what_was_hurt():
     [
         (["loose"], r"unknown fault 'loose'; did you mean 'lose'\? known: lose, double, reorder, "),
         ([7], r"unknown fault 7; known: lose"),
-        (["block_size"], r"block_size is nothing that a router can survive"),
+        (["block_size"], r"no router can survive `block_size`"),
     ],
 )
 def test_what_cannot_be_survived_is_refused(names, message):
@@ -352,7 +352,7 @@ def test_what_cannot_be_survived_is_refused(names, message):
         RouterHarness(PROFILE).faults.survive(*names)
 
 
-# ------------------------------------------------------------------------------------------- said after some events
+# ------------------------------------------------------------------------------------------- after some events
 
 
 def counts(backend, index):
@@ -401,7 +401,7 @@ def test_an_index_that_does_not_survive_is_found_then(backend):
 
 @pytest.mark.parametrize("backend", ["vllm", "vllm_0_19", "sglang"])
 def test_hashes_are_judged_by_what_arrived_and_not_by_what_was_published(backend):
-    """A block under itself has a digest only in what was published: nobody who heard of it can know its hash."""
+    """A block under itself has a digest only in what was published: no receiver can compute its hash."""
     kv = RouterHarness(PROFILE, backend, TakesWhatComes(), allow=["index_drift"])
     kv.worker(0).serve(kv.prompt(2))
     kv.faults.survive("self_parent")
@@ -470,11 +470,11 @@ def test_an_error_that_was_expected_before_stays_so():
     assert ([], [], []) == tuple(kv.judge())
 
 
-AFTER_A_FAULT = "kv_router.faults.survive: call it before the first fault strikes; injected already: "
+AFTER_A_FAULT = "kv_router.faults.survive: call it before the first fault; injected already: "
 
 
 @pytest.mark.parametrize(
-    ("strike", "message"),
+    ("inject", "message"),
     [
         pytest.param(
             lambda kv: kv.faults.lose() and kv.worker(0).serve(kv.prompt(1)),
@@ -495,9 +495,9 @@ AFTER_A_FAULT = "kv_router.faults.survive: call it before the first fault strike
         ),
     ],
 )
-def test_once_an_event_is_not_as_it_was_published_it_is_too_late(strike, message):
+def test_once_an_event_is_not_as_it_was_published_it_is_too_late(inject, message):
     kv = RouterHarness(PROFILE, index=TakesWhatComes(), allow=["index_drift"])
-    strike(kv)
+    inject(kv)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         kv.faults.survive("lose")
 

@@ -7,7 +7,7 @@ from pytest_kvmock import EngineProfile, RouterHarness
 
 @pytest.fixture
 def make_kv():
-    """Make a harness whose workers have 8 blocks of 4 tokens, unless told otherwise."""
+    """Make a harness whose workers have 8 blocks of 4 tokens by default."""
 
     def make(backend="lineage", index=None, *, sync="auto", allow=(), name="", **fields):
         profile = EngineProfile(**{"block_size": 4, "num_blocks": 8, **fields})

@@ -55,12 +55,12 @@ class ByTokens:
 
 
 class Manageable(Sound):
-    """One that can be flushed, dumped and told of workers that are gone."""
+    """One that can be flushed and dumped, and can remove workers."""
 
     def __init__(self):
         super().__init__()
         self.flushed = 0
-        self.told = []
+        self.removals = []
 
     def flush(self):
         self.flushed += 1
@@ -69,11 +69,11 @@ class Manageable(Sound):
         return self.tree.dump_events()
 
     def remove_worker(self, worker_id):
-        self.told.append(worker_id)
+        self.removals.append(worker_id)
         self.tree.remove_worker(worker_id)
 
     def remove_worker_dp_rank(self, worker_id, dp_rank):
-        self.told.append((worker_id, dp_rank))
+        self.removals.append((worker_id, dp_rank))
         self.tree.remove_worker_dp_rank(worker_id, dp_rank)
 
 
@@ -108,11 +108,11 @@ class AsyncManageable(Async):
 class ForgetsOneRemoved(Sound):
     def __init__(self):
         super().__init__()
-        self.forgets = 1
+        self.skips = 1
 
     def apply(self, event):
-        if isinstance(event.event.data, Removed) and self.forgets:
-            self.forgets -= 1
+        if isinstance(event.event.data, Removed) and self.skips:
+            self.skips -= 1
             return
         super().apply(event)
 
@@ -127,7 +127,7 @@ class RemovesFromTheWrongWorker(Sound):
     def apply(self, event):
         if isinstance(event.event.data, Removed):
             event = type(event)(1 - event.worker_id, event.event)
-        with suppress(KvEventError):  # and says nothing
+        with suppress(KvEventError):  # and reports nothing
             super().apply(event)
 
 

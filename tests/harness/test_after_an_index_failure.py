@@ -1,4 +1,4 @@
-"""After an index has raised nobody knows what it holds, until events name blocks again: what follows, and what does not."""
+"""After an index has raised its blocks are unknown, until events name them again: what follows, and what does not."""
 
 import asyncio
 

@@ -79,7 +79,7 @@ def test_a_router_that_forgets_a_block_with_its_first_copy_is_found_out():
 
 @pytest.mark.parametrize("ring", [1, 2, 100])
 def test_a_router_that_recovers_can_count_what_it_is_told(ring):
-    """Whether it is told the events themselves, or all that is held: then every copy is named."""
+    """Whether it is given the events themselves, or all that is held: then every copy is named."""
     recovery = Recovery(ring=ring)
     index = counting()
     with harness(index, recovery=recovery, allow=["event_id_gap"]) as kv:
@@ -100,7 +100,7 @@ def test_a_router_that_recovers_can_count_what_it_is_told(ring):
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.33.0"])
 def test_what_vllm_published_is_no_trouble_to_a_router_that_counts(recording, version):
-    """And is to one that does not: it forgets blocks, or hears of some that it has forgotten."""
+    """And is to one that does not: it drops blocks, or gets a Removed of some that it has dropped."""
     found = Counter()
     for program in recording(f"vllm_{version}_random.json.gz"):
         with harness(counting()) as kv:
@@ -167,8 +167,8 @@ def test_a_dump_holds_a_block_of_which_a_copy_is_left():
         sink = kv.make_sink(residency="counted")
         for event_id, data in enumerate((ONE, ONE, Removed((1,)))):
             sink.publish(KvCacheEvent(event_id, data), token_ids=None if event_id else [range(16)])
-        (told,) = recovery(sink.worker_id).events
-        assert ((1,), [range(16)]) == (told.event.data.block_hashes, list(told.token_ids))
+        (again,) = recovery(sink.worker_id).events
+        assert ((1,), [range(16)]) == (again.event.data.block_hashes, list(again.token_ids))
 
 
 def test_a_removed_that_is_told_again_takes_one_copy():
@@ -187,7 +187,7 @@ def test_a_removed_that_is_told_again_takes_one_copy():
 
 
 def test_what_was_lost_last_is_not_due_of_a_router_that_counts():
-    """It has the block whose first copy went, and not the one whose Stored nobody can know to be lost."""
+    """It has the block whose first copy went, and not the one whose Stored is lost without a trace."""
     with harness(counting(), survive=["lose"]) as kv:
         sink = kv.make_sink(residency="counted")
         for data in (ONE, ONE, Removed((1,))):

@@ -312,7 +312,7 @@ def test_the_stream_after_a_recovery_is_judged_by_all_that_was_published(recover
 def test_events_from_after_a_hole_leave_the_hole(recovering):
     kv = recovering(index=None)
     store(kv, 1)
-    kv.publisher.transport = lambda _: ()  # lost, and nobody knows what was
+    kv.publisher.transport = lambda _: ()  # lost, and nothing shows what was
     store(kv, 2)
     kv.publisher.transport = None
     store(kv, 3)
@@ -456,7 +456,7 @@ def test_it_may_do_so_once(recovering):
     delay.let_go(*delay.held)
     store(kv, 4)
     known = [problem.known for problem in kv.events.problems if problem.rule == "event_id_gap"]
-    assert "event 2 had arrived: ids went backwards, as after a restart that nobody announced" == known[1]
+    assert "event 2 had arrived: ids went backwards, as after an unannounced restart" == known[1]
 
 
 def test_an_index_that_applies_it_again_drifts(recovering):
@@ -514,7 +514,7 @@ def test_ids_that_were_told_before_a_restart_mean_nothing_after_it(recovering):
     kv.worker(0).restart()
     kv.drop_next()
     store(kv, 3)
-    store(kv, 4)  # event 1 again, and not the one that was told
+    store(kv, 4)  # event 1 again, and not the one of the answer
     assert "event_id_gap" in rules(kv)
 
 

@@ -168,7 +168,7 @@ def test_an_index_is_told_of_a_removed_worker(make_kv):
         for worker in (0, 1):
             kv.worker(worker).serve(asked)
         kv.remove_worker(0)
-        assert [0] == index.told
+        assert [0] == index.removals
         assert {1: 2} == kv.overlap(asked)
 
 
@@ -179,7 +179,7 @@ def test_an_index_is_told_of_an_announced_restart(make_kv):
         for worker in kv.workers.values():
             worker.serve(asked)
         kv.worker(0, 1).restart(announced=True)
-        assert [(0, 1)] == index.told
+        assert [(0, 1)] == index.removals
         assert {(0, 0): 2} == kv.overlap(asked)
         kv.worker(0, 1).serve(asked)
 
@@ -189,9 +189,9 @@ def test_an_index_that_cannot_be_told_is_refused_and_nothing_changes(make_kv):
     asked = kv.prompt(2)
     kv.worker(0).serve(asked)
     request = kv.worker(0).prefill(asked)
-    with pytest.raises(ValueError, match=r"\(Sound\) cannot be told that worker 0 is gone: it has no remove_worker"):
+    with pytest.raises(ValueError, match=r"\(Sound\) cannot remove worker 0: it has no remove_worker"):
         kv.remove_worker(0)
-    with pytest.raises(ValueError, match="cannot be told that worker 0 is gone"):
+    with pytest.raises(ValueError, match="cannot remove worker 0"):
         kv.worker(0).restart(announced=True)
     assert "running" == request.status
     assert {0: 2} == kv.overlap(asked)
@@ -255,11 +255,11 @@ def test_an_index_that_lacks_something_is_refused(make_kv, index, message):
 def test_an_answer_that_cannot_be_read_is_one_problem_that_says_what_came(make_kv, answer):
     kv = make_kv(index=Answers(answer))
     chain(kv, 1, 2)
-    with pytest.raises(ValueError, match=r"Answers answered .*; expected .*worker_id or"):
+    with pytest.raises(ValueError, match=r"Answers returned .*; expected .*worker_id or"):
         kv.overlap_for_hashes([1])
     (problem,) = kv.judge().errors
     assert ("index_failure", 0, 0) == (problem.rule, problem.worker_id, problem.event_id)
-    assert "Answers answered" in problem.known
+    assert "Answers returned" in problem.known
 
 
 def test_an_index_that_always_raises_when_asked_is_one_problem_a_worker(make_kv, rules_of):
@@ -310,7 +310,7 @@ def test_a_forgotten_removed_is_found_at_that_event(make_kv):
         "find_matches() of your index (ForgetsOneRemoved) returned 3 for worker 0 on a 3-block prefix (ends in 3); "
         "block 3 was removed by event 1"
     ) == problem.known
-    assert "2 blocks, as the reference index says" == problem.right
+    assert "2 blocks, as the reference index returned" == problem.right
 
 
 def test_a_cleared_that_empties_another_rank_is_found_at_that_event(make_kv):
@@ -407,7 +407,7 @@ FAULTY = (ForgetsOneRemoved, IgnoresCleared, RemovesFromTheWrongWorker, MatchesB
 def test_each_wrong_index_is_found_in_traffic(make_kv, kind, sync):
     index = kind()
     if sync == "end" and kind is ForgetsOneRemoved:
-        index.forgets = 1000  # a later Removed of its parent hides a single one
+        index.skips = 1000  # a later Removed of its parent hides a single one
     kv = make_kv(index=index, sync=sync, workers=2)
     busy(kv)
     if kind is IgnoresCleared:
@@ -416,7 +416,7 @@ def test_each_wrong_index_is_found_in_traffic(make_kv, kind, sync):
     errors = kv.judge().errors
     assert errors
     assert {"index_drift", "index_failure"} >= {problem.rule for problem in errors}
-    if sync == "end" and kind is not RaisesOnce:  # what is raised is heard at once
+    if sync == "end" and kind is not RaisesOnce:  # an exception shows at once
         assert set() == before_the_end
     else:
         assert set() < before_the_end

@@ -1,4 +1,4 @@
-"""Backends that are not prefix-closed: the reference index can be wrong there, and what an engine does wrong is told."""
+"""Backends that are not prefix-closed: the reference index can be wrong there, and errors of an engine are reported."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ FAULTS = {"wrong_hash", "evicted_and_restored"}
 
 
 class Scripted:
-    """Once it is told, answers a number of blocks for what begins with the chain; else what the reference answers."""
+    """Returns a given number of blocks for what begins with the chain; else the answer of the reference."""
 
     def __init__(self):
         self.tree, self.blocks, self.by_rank = RadixIndex(), None, True
@@ -63,7 +63,7 @@ def test_any_answer_between_the_reference_and_what_is_held_is_right(make_kv, sto
     for index.blocks in range(least, 4):
         kv.assert_in_sync()
     for index.blocks in (least - 1, 4):
-        with pytest.raises(KvEventsError, match=f"{least} to 3 blocks: between what the reference index says and"):
+        with pytest.raises(KvEventsError, match=f"{least} to 3 blocks: between what the reference index returned and"):
             kv.assert_in_sync()
 
 
@@ -75,7 +75,7 @@ def test_where_a_backend_is_prefix_closed_the_reference_alone_is_right(make_kv):
     sink(Removed(CHAIN[2:]))
     index.blocks = 3
     (problem,) = kv.judge().errors
-    assert ("index_drift", "2 blocks, as the reference index says") == (problem.rule, problem.right)
+    assert ("index_drift", "2 blocks, as the reference index returned") == (problem.rule, problem.right)
 
 
 def test_a_chain_that_only_begins_within_another_has_no_run_of_its_blocks(make_kv, rules_of):
@@ -92,7 +92,7 @@ def test_an_index_that_raises_where_the_reference_does_is_not_at_fault(make_kv, 
     kv = make_kv(None, RadixIndex())
     sink = kv.make_sink(prefix_closed=False)
     sink(Stored(None, CHAIN[:2], LOCALS[:2]))
-    sink(Stored(99, (1, *CHAIN[:2]), (1, *LOCALS[:2])))  # refused by both, and the ledger believes it
+    sink(Stored(99, (1, *CHAIN[:2]), (1, *LOCALS[:2])))  # refused by both, and applied by the ledger
     sink(Removed(CHAIN[:2]))  # believed gone, and held
     sink(Stored(1, (2,), (2,)))  # the ledger holds 1, the indexes do not
     assert ["parent_block_not_found"] == rules_of(kv.judge().errors)
@@ -213,14 +213,14 @@ def test_the_smallest_use_that_evicts_a_block_and_stores_it_again(make_kv):
     assert ("evicted_and_restored", (blocks[1],)) == (warning.rule, warning.blocks)
     assert ["engine_drift"] == [problem.rule for problem in warning.folded]
 
-    worker.serve(kv.prompt(1, after=a_b))  # below b, which the router does not know
+    worker.serve(kv.prompt(1, after=a_b))  # below b, which the router does not have
 
     assert ["engine_drift", "parent_block_not_found"] == [problem.rule for problem in warning.folded]
     assert [] == kv.judge().errors
 
 
 def test_a_use_that_evicts_blocks_and_stores_them_again_is_found_in_a_trace(traces_dir):
-    """The request whose prompt evicts 24 blocks of itself: they are held, and the router believes them gone.
+    """The request whose prompt evicts 24 blocks of itself: they are held, and the router has removed them.
 
     Its blocks are cached but for the root's side, and these stand in a colder queue than what came after them. The
     blocks that are missing take their places, so that each of them is missing when it is its turn, and stored again.

@@ -84,25 +84,25 @@ class RaisesForWhatItDropped(DropsWhatIsBelow):
 
 
 class Scripted(RadixIndex):
-    """Answers what it is told to for some chains, by rank or by worker, and else what the reference answers."""
+    """Returns given answers for some chains, by rank or by worker, and else that of the reference."""
 
     def __init__(self):
         super().__init__()
-        self.told = {}
+        self.answers = {}
 
     def apply(self, event):
         super().apply(event)
         self.worker_id = event.worker_id
 
     def find_matches(self, local_hashes):
-        return self.told.get(tuple(local_hashes), super().find_matches(local_hashes))
+        return self.answers.get(tuple(local_hashes), super().find_matches(local_hashes))
 
 
 def harness(index, **options):
     return RouterHarness(backend=None, index=index, sync="every", **options)
 
 
-def say(sink, *events):
+def publish(sink, *events):
     for event in events:
         sink(event)
 
@@ -117,7 +117,7 @@ def rules(problems):
 @pytest.mark.parametrize("index", [Keeps, DropsWhatIsBelow, RadixIndex])
 def test_an_index_may_find_the_orphan_again_or_not(index):
     kv = harness(index())
-    say(kv.make_sink(), *ORPHAN)
+    publish(kv.make_sink(), *ORPHAN)
     verdict = kv.judge()
     assert ([], ["orphaned_child"]) == (verdict.errors, rules(verdict.warnings))
     assert [] == verdict.warnings[0].folded
@@ -128,15 +128,16 @@ def test_what_is_right_goes_from_the_references_answer_to_what_is_held(by_rank):
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
-    say(sink, *ORPHAN)
+    publish(sink, *ORPHAN)
     key = (sink.worker_id, 0) if by_rank else sink.worker_id
     for blocks in (1, 2):
-        index.told[1, 2] = {key: blocks}
+        index.answers[1, 2] = {key: blocks}
         kv.assert_in_sync()
     for blocks in (0, 3):
-        index.told[1, 2] = {key: blocks}
+        index.answers[1, 2] = {key: blocks}
         with pytest.raises(
-            KvEventsError, match="1 to 2 blocks: between what the reference index says and what the events say is held"
+            KvEventsError,
+            match="1 to 2 blocks: between what the reference index returned and what is held according to the events",
         ):
             kv.assert_in_sync()
 
@@ -145,8 +146,8 @@ def test_what_is_outside_of_it_is_listed_under_the_warning_and_says_why():
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
-    say(sink, *ORPHAN)
-    index.told[1, 2] = {}
+    publish(sink, *ORPHAN)
+    index.answers[1, 2] = {}
     verdict = kv.judge()
     assert [] == verdict.errors
     (warning,) = verdict.warnings
@@ -157,7 +158,10 @@ def test_what_is_outside_of_it_is_listed_under_the_warning_and_says_why():
         f"find_matches() of your index (Scripted) returned 0 for worker {sink.worker_id} on a 2-block prefix (ends in "
         "2); block 2 was stored by event 0 and never removed; block 2 was left without its parent by event 1"
     ) == drift.known
-    assert "1 to 2 blocks: between what the reference index says and what the events say is held" == drift.right
+    assert (
+        "1 to 2 blocks: between what the reference index returned and what is held according to the events"
+        == drift.right
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,8 +177,8 @@ def test_until_the_rank_is_cleared_the_engine_is_to_blame(more, asked, wrong):
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
-    say(sink, *ORPHAN, *more)
-    index.told[asked] = {(sink.worker_id, 0): wrong}
+    publish(sink, *ORPHAN, *more)
+    index.answers[asked] = {(sink.worker_id, 0): wrong}
     verdict = kv.judge()
     assert [] == verdict.errors
     assert ["index_drift"] == rules(problem for warning in verdict.warnings for problem in warning.folded)
@@ -186,7 +190,7 @@ def test_until_the_rank_is_cleared_the_engine_is_to_blame(more, asked, wrong):
 )
 def test_a_right_index_has_no_drift_whatever_is_stored_below(index, more):
     kv = harness(index())
-    say(kv.make_sink(), *ORPHAN, *more)
+    publish(kv.make_sink(), *ORPHAN, *more)
     kv.judge()
     assert {"orphaned_child", "duplicate_store"} >= set(rules(kv.events.problems))
 
@@ -195,8 +199,8 @@ def test_of_two_orphans_the_first_on_the_chain_is_named():
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
-    say(sink, chain(1, 2, 3, 4), Removed((3,)), Removed((1,)), chain(1), chain(3, parent=2))
-    index.told[1, 2, 3, 4] = {(sink.worker_id, 0): 0}
+    publish(sink, chain(1, 2, 3, 4), Removed((3,)), Removed((1,)), chain(1), chain(3, parent=2))
+    index.answers[1, 2, 3, 4] = {(sink.worker_id, 0): 0}
     kv.judge()
     later, first = kv.events.warnings
     assert [(4,), (2,)] == [later.blocks, first.blocks]
@@ -215,9 +219,9 @@ def test_chains_that_do_not_go_through_the_orphan_are_judged_as_ever(asked, answ
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
-    say(sink, chain(5, 6), Stored(None, (71, 72), (1, 2)), Removed((71,)), Stored(None, (71,), (1,)))
-    index.told[asked] = {(sink.worker_id, 0): answer}
-    say(sink, Stored(72, (73,), (3,)))
+    publish(sink, chain(5, 6), Stored(None, (71, 72), (1, 2)), Removed((71,)), Stored(None, (71,), (1,)))
+    index.answers[asked] = {(sink.worker_id, 0): answer}
+    publish(sink, Stored(72, (73,), (3,)))
     assert ["index_drift"] == rules(kv.judge().errors)
 
 
@@ -226,10 +230,10 @@ def test_an_index_that_counts_more_than_is_held_has_no_excuse_where_nothing_is_o
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
-    say(sink, *ORPHAN[:2], *more)
-    index.told[1, 2] = {(sink.worker_id, 0): 1}
+    publish(sink, *ORPHAN[:2], *more)
+    index.answers[1, 2] = {(sink.worker_id, 0): 1}
     (error,) = kv.judge().errors
-    assert ("index_drift", (2,), "0 blocks, as the reference index says") == (error.rule, error.blocks, error.right)
+    assert ("index_drift", (2,), "0 blocks, as the reference index returned") == (error.rule, error.blocks, error.right)
 
 
 def test_a_removed_of_an_inner_block_that_an_index_ignores_is_its_own_fault():
@@ -238,7 +242,7 @@ def test_a_removed_of_an_inner_block_that_an_index_ignores_is_its_own_fault():
             pass
 
     kv = harness(Ignores())
-    say(kv.make_sink(), *ORPHAN[:2])
+    publish(kv.make_sink(), *ORPHAN[:2])
     (error,) = kv.judge().errors
     assert ("index_drift", (1,), 1) == (error.rule, error.blocks, error.event_id)
 
@@ -248,10 +252,10 @@ def test_a_rank_that_begins_anew_is_judged_as_ever(how):
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
-    say(sink, *ORPHAN)
+    publish(sink, *ORPHAN)
     sink(Cleared()) if how == "cleared" else kv.remove_worker(sink.worker_id)
-    say(sink, chain(1, 2))
-    index.told[1, 2] = {(sink.worker_id, 0): 1}
+    publish(sink, chain(1, 2))
+    index.answers[1, 2] = {(sink.worker_id, 0): 1}
     assert ["index_drift"] == rules(kv.judge().errors)
 
 
@@ -261,7 +265,7 @@ def test_an_announced_restart_is_such_a_beginning():
     kv.apply([*ORPHAN])
     kv.worker(0).restart(announced=True)
     kv.apply([chain(1, 2)])
-    index.told[1, 2] = {(0, 0): 1}
+    index.answers[1, 2] = {(0, 0): 1}
     assert ["index_drift"] == rules(kv.judge().errors)
 
 
@@ -272,13 +276,13 @@ def test_each_rank_and_each_worker_has_orphans_of_its_own():
     for event_id, data in enumerate(ORPHAN):
         sink(KvCacheEvent(event_id, data, 1))
     for one in (sink, other):
-        say(one, chain(1, 2))
+        publish(one, chain(1, 2))
     right = {(sink.worker_id, 1): 1, (sink.worker_id, 0): 2, (other.worker_id, 0): 2}
     for key in [(sink.worker_id, 0), (other.worker_id, 0)]:
-        index.told[1, 2] = right | {key: 1}
-        with pytest.raises(KvEventsError, match="2 blocks, as the reference index says"):
+        index.answers[1, 2] = right | {key: 1}
+        with pytest.raises(KvEventsError, match="2 blocks, as the reference index returned"):
             kv.assert_in_sync()
-    index.told[1, 2] = right | {(sink.worker_id, 1): 2}
+    index.answers[1, 2] = right | {(sink.worker_id, 1): 2}
     kv.assert_in_sync()
 
 
@@ -291,7 +295,7 @@ def test_an_index_that_answers_by_worker_is_excused_by_the_orphan_of_any_rank(ot
         sink(KvCacheEvent(0, chain(1, 2), rank))
     for event_id, data in enumerate(ORPHAN):
         sink(KvCacheEvent(event_id, data, 1))
-    index.told[1, 2] = {sink.worker_id: answer}
+    index.answers[1, 2] = {sink.worker_id: answer}
     verdict = kv.judge()
     assert ([], [["index_drift"]]) == (verdict.errors, [rules(warning.folded) for warning in verdict.warnings])
 
@@ -303,7 +307,7 @@ def test_an_orphan_on_the_host_says_nothing_of_the_device():
     for data in (chain(1, 2), Removed((1,))):
         sink.publish(data, storage_tier=StorageTier.HOST_PINNED)
     sink(chain(1, 2))
-    index.told[1, 2] = {(sink.worker_id, 0): 1}
+    index.answers[1, 2] = {(sink.worker_id, 0): 1}
     assert ["index_drift"] == rules(kv.judge().errors)
 
 
@@ -312,15 +316,15 @@ def test_where_a_removed_names_parent_and_child_nothing_is_left():
         index = Scripted()
         kv = harness(index)
         sink = kv.make_sink()
-        say(sink, chain(1, 2), Removed(blocks), chain(1))
-        index.told[1, 2] = {(sink.worker_id, 0): 2}
+        publish(sink, chain(1, 2), Removed(blocks), chain(1))
+        index.answers[1, 2] = {(sink.worker_id, 0): 2}
         assert (["index_drift"], []) == tuple(map(rules, kv.judge()[:2]))
 
 
 def test_a_copy_that_outlives_its_parent_is_an_orphan_too():
     kv = harness(RadixIndex(count_copies=True))
     sink = kv.make_sink(residency="counted")
-    say(sink, chain(1, 2), chain(2, parent=1), Removed((2, 1)), chain(1))
+    publish(sink, chain(1, 2), chain(2, parent=1), Removed((2, 1)), chain(1))
     kv.assert_in_sync()
     assert ["orphaned_child"] == rules(kv.judge().warnings)
     assert 1 == kv.reference.find_matches([1, 2]).scores[sink.worker_id, 0]
@@ -331,8 +335,8 @@ def test_a_copy_that_outlives_its_parent_is_an_orphan_too():
 
 def test_an_orphan_is_known_in_the_chain_of_a_worker_that_names_its_blocks_otherwise():
     kv = harness(Keeps())
-    say(kv.make_sink(), *ORPHAN)
-    say(kv.make_sink(), Stored(None, (71, 72), (1, 2)))
+    publish(kv.make_sink(), *ORPHAN)
+    publish(kv.make_sink(), Stored(None, (71, 72), (1, 2)))
     kv.judge()
     assert ["orphaned_child"] == rules(kv.events.problems)
 
@@ -351,7 +355,7 @@ def test_it_is_known_by_the_hashes_of_the_chain_where_its_parent_was_wrong():
     one, two, three = sequence_hashes((1, 2, 3))
     kv = harness(ByHash())
     sink = kv.make_sink()
-    say(sink, Stored(None, (one,), (1,)), Stored(None, (9,), (9,)), Stored(9, (two, three), (2, 3)), Removed((9,)))
+    publish(sink, Stored(None, (one,), (1,)), Stored(None, (9,), (9,)), Stored(9, (two, three), (2, 3)), Removed((9,)))
     (problem,) = kv.judge().warnings
     assert ("orphaned_child", (two,)) == (problem.rule, problem.blocks)
     assert [] == [each for each in kv.events.errors if each.position > 2]
@@ -363,7 +367,7 @@ def test_it_is_known_by_the_hashes_of_the_chain_where_its_parent_was_wrong():
 def test_an_index_that_raises_for_an_orphan_that_it_dropped_is_listed_under_the_warning():
     kv = harness(RaisesForWhatItDropped())
     sink = kv.make_sink()
-    say(sink, *ORPHAN[:2], chain(3, parent=2), Removed((2, 3)))
+    publish(sink, *ORPHAN[:2], chain(3, parent=2), Removed((2, 3)))
     verdict = kv.judge()
     assert [] == verdict.errors
     (warning,) = verdict.warnings
@@ -377,7 +381,7 @@ def test_it_has_no_excuse_for_other_blocks():
                 super().drop(held, block)
 
     kv = harness(AndForgetsOne())
-    say(kv.make_sink(), chain(5, 6), *ORPHAN[:2], chain(3, parent=2), Removed((6,)))
+    publish(kv.make_sink(), chain(5, 6), *ORPHAN[:2], chain(3, parent=2), Removed((6,)))
     (error,) = kv.judge().errors
     assert ("index_drift", (6,)) == (error.rule, error.blocks)
     assert ["index_failure"] == rules(kv.events.warnings[0].folded)
@@ -391,7 +395,7 @@ def test_an_index_that_raises_at_another_event_is_to_blame():
             super().apply(event)
 
     kv = harness(Full())
-    say(kv.make_sink(), *ORPHAN, chain(7))
+    publish(kv.make_sink(), *ORPHAN, chain(7))
     assert ["index_failure"] == rules(kv.judge().errors)
 
 
@@ -402,9 +406,9 @@ def test_an_index_that_raises_at_another_event_is_to_blame():
 def test_an_orphan_that_came_of_a_lost_removed_alone_is_listed_under_the_gap(index):
     kv = harness(index())
     sink = kv.make_sink()
-    say(sink, chain(1, 2))
+    publish(sink, chain(1, 2))
     kv.faults.lose(worker=sink.worker_id)
-    say(sink, Removed((2,)), Removed((1,)), chain(1))
+    publish(sink, Removed((2,)), Removed((1,)), chain(1))
     (error,) = kv.judge().errors
     assert ("event_id_gap", "lose") == (error.rule, error.fault.kind)
     assert {"orphaned_child"} == set(rules(error.folded))
@@ -414,9 +418,9 @@ def test_an_orphan_that_came_of_a_lost_removed_alone_is_listed_under_the_gap(ind
 def test_an_index_that_survives_faults_may_differ_there_too(index):
     kv = harness(index(), survive=["double"])
     sink = kv.make_sink()
-    say(sink, *ORPHAN)
+    publish(sink, *ORPHAN)
     kv.faults.double(worker=sink.worker_id)
-    say(sink, chain(4), chain(5))
+    publish(sink, chain(4), chain(5))
     verdict = kv.judge()
     assert ([], ["orphaned_child"]) == (verdict.errors, rules(verdict.warnings))
 
@@ -425,8 +429,8 @@ def test_what_survives_wrongly_there_is_listed_under_the_warning():
     index = Scripted()
     kv = harness(index, survive=["lose"])
     sink = kv.make_sink()
-    say(sink, *ORPHAN)
-    index.told[1, 2] = {}
+    publish(sink, *ORPHAN)
+    index.answers[1, 2] = {}
     verdict = kv.judge()
     assert [] == verdict.errors
     assert [["index_drift"]] == [rules(warning.folded) for warning in verdict.warnings]
@@ -444,10 +448,10 @@ def test_an_orphan_among_the_events_that_a_router_asked_for_is_a_warning():
     recovery = Recovery()
     kv = harness(Asks(), recovery=recovery, allow=["event_id_gap"])
     sink = kv.make_sink()
-    say(sink, chain(1, 2))
+    publish(sink, chain(1, 2))
     with kv.faults.lose(2):
-        say(sink, *ORPHAN[1:])
-    say(sink, chain(5))
+        publish(sink, *ORPHAN[1:])
+    publish(sink, chain(5))
     kv.judge()
     warning = next(p for p in kv.events.problems if p.rule == "orphaned_child")
     assert ((2,), None, None) == (warning.blocks, warning.cause, warning.fault)

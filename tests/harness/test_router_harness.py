@@ -1,4 +1,4 @@
-"""The harness as a library: its workers, what it hears, what it answers, and what is lost on the way."""
+"""The harness as a library: its workers, what it receives, what it returns, and what is lost between."""
 
 import sys
 import threading
@@ -17,10 +17,10 @@ class Raising:
 
     def __init__(self, *ids):
         self.ids = ids
-        self.heard = []
+        self.received = []
 
     def publish(self, event, storage_tier=None, token_ids=None):
-        self.heard.append(event.event_id)
+        self.received.append(event.event_id)
         if event.event_id in self.ids:
             raise OSError("disk full")
 
@@ -300,12 +300,12 @@ def test_two_drops_take_their_own_events(kv):
 def test_no_event_is_dropped_after_the_with_block(kv):
     with kv.faults.lose(None) as drop:
         kv.apply([one_block(1), one_block(2)])
-    assert 2 == drop.struck
+    assert 2 == drop.injected
     kv.apply(one_block(3))
     assert [2] == ids(kv.events)
     with kv.drop_next() as drop:
         kv.apply(one_block(4))
-    assert (0, 1) == (drop.left, drop.struck)
+    assert (0, 1) == (drop.left, drop.injected)
 
 
 def test_a_transport_may_lose_double_and_delay(kv):
@@ -438,7 +438,7 @@ def test_a_sink_before_the_router_that_raises_keeps_the_event_from_all_after_it(
     for sink, before in ((raising, True), (second, True), (after, False)):
         kv.add_sink(sink, before=before)
     kv.apply([one_block(1), one_block(2), one_block(3)])
-    assert [0, 1, 2] == raising.heard
+    assert [0, 1, 2] == raising.received
     assert [0, 2] == ids(kv.events) == [e.event_id for e in second.events] == [e.event_id for e in after.events]
     (problem,) = kv.judge().errors
     assert ("sink_failure", 1) == (problem.rule, problem.event_id)
@@ -778,7 +778,10 @@ def test_a_worker_holds_no_more_than_its_profile_has(make_kv, rules_of):
     kv.apply([one_block(number) for number in range(4)])
     kv.assert_no_event_warnings()
     (problem,) = kv.judge().errors
-    assert ("over_capacity", "the events say that 4 blocks are held after event 3") == (problem.rule, problem.known)
+    assert ("over_capacity", "according to the events, 4 blocks are held after event 3") == (
+        problem.rule,
+        problem.known,
+    )
 
 
 def test_stored_before_removed_is_no_breach_of_the_capacity(make_kv):
@@ -800,7 +803,7 @@ def test_requests_that_are_open_when_the_test_ends_are_a_warning_for_each_worker
     first, second = kv.judge().warnings
     assert ("leaked_requests", 1, "2 requests are open, with 3, 0 blocks") == (first.rule, first.worker_id, first.known)
     assert ("leaked_requests", 2, "1 request is open, with 1 blocks") == (second.rule, second.worker_id, second.known)
-    assert [] == kv.judge().warnings  # said once
+    assert [] == kv.judge().warnings  # reported once
     kv.worker(2).prefill(kv.prompt(1))
     assert ["1 request is open, with 1 blocks"] == [problem.known for problem in kv.judge().warnings]
 

@@ -169,7 +169,7 @@ def test_ranks_and_tiers_are_compared_by_themselves(kv, sink):
 
 
 def test_what_cannot_be_called_cannot_be_compared(sink):
-    with pytest.raises(TypeError, match=r"compare takes a callable that tells the resident block hashes, got \[1\]"):
+    with pytest.raises(TypeError, match=r"compare takes a callable that returns the resident block hashes, got \[1\]"):
         sink.compare([1])
 
 
@@ -215,7 +215,7 @@ def test_a_callable_that_cannot_tell_what_is_resident_is_a_problem_and_loses_no_
     sink.compare(resident)
     sink(Removed((9,)))
     assert ["block_not_found", "engine_drift"] == [p.rule for p in kv.judge().errors]
-    assert "what is resident could not be told: " in kv.events.errors[1].known
+    assert "the resident blocks could not be read: " in kv.events.errors[1].known
     assert [] == kv.judge().errors
 
 
@@ -571,7 +571,7 @@ def test_each_sink_finds_out_for_itself(kv):
     assert [] == rules(kv)
 
 
-@pytest.mark.parametrize("chained", [None, True], ids=["found out", "said"])
+@pytest.mark.parametrize("chained", [None, True], ids=["found out", "given"])
 @pytest.mark.parametrize(
     ("wrong", "known", "right"),
     [
@@ -629,8 +629,8 @@ def test_an_id_that_the_worker_left_out_did_not_get_lost(kv, sink):
     for event_id in (5, 7, 8, 11):
         sink(KvCacheEvent(event_id, one_block(event_id)))
     assert [
-        ("non-consecutive event id: expected 6, got 7; the worker never published event 6", "event 6 was due"),
-        ("non-consecutive event id: expected 9, got 11; the worker never published events 9 to 10", "event 9 was due"),
+        ("non-consecutive event id: expected 6, got 7; the worker never published event 6", "event 6"),
+        ("non-consecutive event id: expected 9, got 11; the worker never published events 9 to 10", "event 9"),
     ] == gaps(kv)
 
 
@@ -647,9 +647,9 @@ def test_what_was_lost_and_what_was_left_out_are_told_apart(kv, sink):
     kv.drop_next()
     sink(KvCacheEvent(7, one_block(7)))
     sink(KvCacheEvent(9, one_block(9)))
-    assert [
-        ("event 7 did not arrive after event 5; the worker never published event 6, event 8", "event 6 was due")
-    ] == gaps(kv)
+    assert [("event 7 did not arrive after event 5; the worker never published event 6, event 8", "event 6")] == gaps(
+        kv
+    )
 
 
 def test_what_was_lost_last_and_what_was_left_out_are_told_apart(kv, sink):
@@ -685,7 +685,7 @@ def test_an_event_that_a_sink_kept_away_says_nothing_of_the_next(kv):
         sink(KvCacheEvent(event_id, one_block(event_id)))
     kv.faults.double()
     sink(KvCacheEvent(2, one_block(2)))
-    assert [("event 2 had arrived already", "event 3 was due")] == gaps(kv)
+    assert [("event 2 had arrived already", "event 3")] == gaps(kv)
 
 
 def test_what_a_sink_before_the_router_kept_away_was_published(kv):
@@ -713,8 +713,8 @@ def test_an_id_that_was_left_out_is_known_to_be_when_an_event_before_it_arrives_
         sink(KvCacheEvent(event_id, one_block(event_id)))
     assert [0, 2, 5, 6, 7, 4] == [entry.event.event.event_id for entry in kv.events]
     assert [
-        ("non-consecutive event id: expected 1, got 2; the worker never published event 1", "event 1 was due"),
-        ("event 4 did not arrive after event 2; the worker never published event 3", "event 3 was due"),
+        ("non-consecutive event id: expected 1, got 2; the worker never published event 1", "event 1"),
+        ("event 4 did not arrive after event 2; the worker never published event 3", "event 3"),
     ] == gaps(kv)
 
 
@@ -729,7 +729,7 @@ def test_what_a_worker_left_out_before_it_began_anew_says_nothing_of_its_new_ids
         kv.drop_next()
         kv.apply(KvCacheEvent(event_id, one_block(event_id)))
     kv.apply(KvCacheEvent(4, one_block(4)))
-    assert [("events 1 to 3 did not arrive after event 0", "event 1 was due")] == gaps(kv)
+    assert [("events 1 to 3 did not arrive after event 0", "event 1")] == gaps(kv)
 
 
 # -------------------------------------------------------------------------------------------- which is the cause
@@ -841,7 +841,7 @@ def test_a_sink_that_is_given_a_workers_events_finds_what_is_found_of_the_worker
 
 def test_a_wrong_hash_stands_where_its_parent_is_only_unknown_and_follows_from_a_parent_that_is_wrong(make_kv):
     standing = []
-    for event_id in (1, 5):  # from 5 on nobody knows whether the parent was stored
+    for event_id in (1, 5):  # from 5 on it is unknown whether the parent was stored
         kv = make_kv()
         sink = kv.make_sink(chained=True)
         (right,) = sequence_hashes((4,))

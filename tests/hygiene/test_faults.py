@@ -1,4 +1,4 @@
-"""Honest faults in random traffic: which rule says so first, and at which event."""
+"""Honest faults in random traffic: which rule reports them first, and at which event."""
 
 import re
 from contextlib import suppress
@@ -23,8 +23,8 @@ class World:
         self.kv.publisher.transport = self.deliver
         self.prompts = [self.kv.prompt(self.rng.randrange(1, 5)) for _ in range(3)]
         self.fault = None  # called with each event; returns what arrives for it, or None to be asked again
-        self.struck_at = None  # position in the log of the first event that arrives after, or with, the fault
-        self.struck = None
+        self.changed_at = None  # position in the log of the first event that arrives after, or with, the fault
+        self.changed = None
 
     def deliver(self, event):
         if self.fault is None:
@@ -32,8 +32,8 @@ class World:
         arriving = self.fault(event)
         if arriving is None:
             return [event]
-        if self.struck is None:
-            self.struck, self.struck_at = event, self.kv.events.total
+        if self.changed is None:
+            self.changed, self.changed_at = event, self.kv.events.total
         return arriving
 
     def step(self):
@@ -70,7 +70,7 @@ def first_on(kv, worker_id):
 
 
 def once(kind, change, skip=5):
-    """A fault that strikes the first event of a kind after some others."""
+    """A fault in the first event of a kind after some others."""
     state = {"left": skip, "done": False}
 
     def fault(event):
@@ -104,14 +104,14 @@ def test_clean_traffic_shows_nothing(backend, seed):
 def test_a_lost_event_is_a_gap_at_the_next_event_of_its_worker(backend, seed, kind):
     world = World(backend, seed)
     world.fault = once(kind, lambda event: [], skip=0 if kind is Cleared else 5)
-    world.run_until(lambda: world.struck is not None)
-    lost = world.struck
-    world.run_until(lambda: any(e.event.worker_id == lost.worker_id for e in list(world.kv.events)[world.struck_at :]))
+    world.run_until(lambda: world.changed is not None)
+    lost = world.changed
+    world.run_until(lambda: any(e.event.worker_id == lost.worker_id for e in list(world.kv.events)[world.changed_at :]))
     world.run(20)
 
     (error,) = world.errors()
     assert "event_id_gap" == error.rule
-    after = [e for e in list(world.kv.events)[world.struck_at :] if e.event.worker_id == lost.worker_id]
+    after = [e for e in list(world.kv.events)[world.changed_at :] if e.event.worker_id == lost.worker_id]
     assert after[0].position == error.position
     assert error.known.startswith(f"event {lost.event.event_id} did not arrive")
 
@@ -131,7 +131,7 @@ def test_a_lost_last_event_is_a_gap_at_the_flush(backend, seed):
     assert error.known.startswith(f"the worker published ids up to {world.kv.publisher.next_ids[0, 0] - 1}; event")
     assert f"{due} " in error.known
     assert {"engine_drift"} == {p.rule for p in error.folded}
-    assert [error] == world.errors()  # said once
+    assert [error] == world.errors()  # reported once
 
 
 @pytest.mark.parametrize("seed", RUNS)
@@ -140,11 +140,11 @@ def test_a_lost_last_event_is_a_gap_at_the_flush(backend, seed):
 def test_a_doubled_event_is_a_gap_at_its_repeat(backend, seed, kind):
     world = World(backend, seed)
     world.fault = once(kind, lambda event: [event, event], skip=0 if kind is Cleared else 5)
-    world.run_until(lambda: world.struck is not None)
+    world.run_until(lambda: world.changed is not None)
     world.run(20)
 
     (error,) = world.errors()
-    assert ("event_id_gap", world.struck_at + 1) == (error.rule, error.position)
+    assert ("event_id_gap", world.changed_at + 1) == (error.rule, error.position)
     assert world.kv.judge().warnings == []
 
 
@@ -191,14 +191,14 @@ def test_another_workers_event_is_a_gap_where_it_arrives_and_where_it_is_missed(
         return [RouterEvent(1 - event.worker_id, event.event, event.storage_tier, event.token_ids)]
 
     world.fault = once(None, relabel)
-    world.run_until(lambda: world.struck is not None)
-    sender, wrong = world.struck.worker_id, 1 - world.struck.worker_id
-    world.run_until(lambda: any(e.event.worker_id == sender for e in list(world.kv.events)[world.struck_at + 1 :]))
+    world.run_until(lambda: world.changed is not None)
+    sender, wrong = world.changed.worker_id, 1 - world.changed.worker_id
+    world.run_until(lambda: any(e.event.worker_id == sender for e in list(world.kv.events)[world.changed_at + 1 :]))
     world.errors()
     at_wrong, at_sender = first_on(world.kv, wrong), first_on(world.kv, sender)
-    assert ("event_id_gap", world.struck_at) == (at_wrong.rule, at_wrong.position)
+    assert ("event_id_gap", world.changed_at) == (at_wrong.rule, at_wrong.position)
     assert "event_id_gap" == at_sender.rule
-    assert at_sender.known.startswith(f"event {world.struck.event.event_id} did not arrive")
+    assert at_sender.known.startswith(f"event {world.changed.event.event_id} did not arrive")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -230,11 +230,11 @@ def test_a_wrong_parent_that_is_held_is_a_wrong_hash_at_once(backend, seed):
         ]
 
     world.fault = once(Stored, reparent)
-    world.run_until(lambda: world.struck is not None)
+    world.run_until(lambda: world.changed is not None)
     world.run(20)
     (error,) = world.errors()
-    assert ("wrong_hash", world.struck_at) == (error.rule, error.position)
-    assert world.struck.event.data.block_hashes[0] == error.block
+    assert ("wrong_hash", world.changed_at) == (error.rule, error.position)
+    assert world.changed.event.data.block_hashes[0] == error.block
 
 
 @pytest.mark.parametrize("seed", RUNS)
@@ -250,11 +250,11 @@ def test_a_wrong_parent_that_is_not_held_is_not_found_at_once(backend, seed):
         ]
 
     world.fault = once(Stored, reparent)
-    world.run_until(lambda: world.struck is not None)
+    world.run_until(lambda: world.changed is not None)
     world.run(20)
     world.errors()
     first = world.kv.events.problems[0]
-    assert ("parent_block_not_found", world.struck_at, nobody) == (first.rule, first.position, first.block)
+    assert ("parent_block_not_found", world.changed_at, nobody) == (first.rule, first.position, first.block)
     assert f"block 0x{nobody:016x} was never stored" == first.known
     assert [first] == world.kv.events.errors  # the chain of hashes is wrong too, and that follows from it
     assert ["wrong_hash"] == [p.rule for p in first.folded]
@@ -308,8 +308,8 @@ def test_a_late_join_is_a_gap_at_the_first_event_heard(backend, seed):
     world.run(20)
     world.errors()
     gap = first_on(world.kv, 0)
-    heard = next(e for e in world.kv.events if e.event.worker_id == 0)
-    assert ("event_id_gap", heard.position) == (gap.rule, gap.position)
+    arrived = next(e for e in world.kv.events if e.event.worker_id == 0)
+    assert ("event_id_gap", arrived.position) == (gap.rule, gap.position)
     assert f"events 0 to {missed - 1} did not arrive" == gap.known
     assert {"event_id_gap"} == {p.rule for p in world.kv.events.errors}
 
@@ -318,24 +318,24 @@ def test_a_late_join_is_a_gap_at_the_first_event_heard(backend, seed):
 
 
 class FaultyIndex(RadixIndex):
-    """Right but for one fault, which strikes once after some events; `struck` is the event."""
+    """Right but for one fault, once after some events; `changed` is the event."""
 
     def __init__(self, skip=5):
         super().__init__()
         self.left = skip
-        self.struck = None
+        self.changed = None
 
     def apply(self, event):
-        if self.struck is None and self.strikes(event):
+        if self.changed is None and self.matches(event):
             if not self.left:
-                self.struck = event
+                self.changed = event
                 return self.wrong(event)
             self.left -= 1
         return super().apply(event)
 
 
 class ForgetsOneRemoved(FaultyIndex):
-    def strikes(self, event):
+    def matches(self, event):
         return isinstance(event.event.data, Removed)
 
     def wrong(self, event):
@@ -346,7 +346,7 @@ class IgnoresCleared(ForgetsOneRemoved):
     def __init__(self):
         super().__init__(skip=0)
 
-    def strikes(self, event):
+    def matches(self, event):
         return isinstance(event.event.data, Cleared) and self.num_blocks(event.worker_id) > 0
 
 
@@ -357,7 +357,7 @@ class RemovesFromTheWrongWorker(ForgetsOneRemoved):
 
 
 class RaisesOnce(FaultyIndex):
-    def strikes(self, event):
+    def matches(self, event):
         return isinstance(event.event.data, Stored)
 
     def wrong(self, event):
@@ -395,15 +395,15 @@ class MatchesByContentAlone:
 def test_an_index_that_holds_what_it_should_not_drifts_at_that_event(backend, seed, faulty):
     index = faulty()
     world = World(backend, seed, index)
-    world.run_until(lambda: index.struck is not None)
-    struck_at = next(e.position for e in world.kv.events if e.event is index.struck)
+    world.run_until(lambda: index.changed is not None)
+    changed_at = next(e.position for e in world.kv.events if e.event is index.changed)
     world.run(20)
     world.kv.judge()
     first = world.kv.events.errors[0]
-    assert ("index_drift", struck_at) == (first.rule, first.position)
+    assert ("index_drift", changed_at) == (first.rule, first.position)
     assert first.block in (
-        index.struck.event.data.block_hashes
-        if not isinstance(index.struck.event.data, Cleared)
+        index.changed.event.data.block_hashes
+        if not isinstance(index.changed.event.data, Cleared)
         else world.kv.events.stored_blocks
     )
 
@@ -413,13 +413,13 @@ def test_an_index_that_holds_what_it_should_not_drifts_at_that_event(backend, se
 def test_an_index_that_raises_once_fails_at_that_event_and_what_it_misses_follows_from_it(backend, seed):
     index = RaisesOnce()
     world = World(backend, seed, index)
-    world.run_until(lambda: index.struck is not None)
-    struck_at = next(e.position for e in world.kv.events if e.event is index.struck)
+    world.run_until(lambda: index.changed is not None)
+    changed_at = next(e.position for e in world.kv.events if e.event is index.changed)
     errors = world.kv.events.errors
-    assert [("index_failure", struck_at)] == [(p.rule, p.position) for p in errors]
+    assert [("index_failure", changed_at)] == [(p.rule, p.position) for p in errors]
     assert re.fullmatch(r"apply raised RuntimeError: no room \(test_faults\.py:\d+ in wrong\)", errors[0].known)
     assert "index_drift" in {p.rule for p in errors[0].folded}
-    assert {"index_drift", "index_failure"} >= {p.rule for p in errors[0].folded}  # it may not know a later parent
+    assert {"index_drift", "index_failure"} >= {p.rule for p in errors[0].folded}  # it may not have a later parent
 
 
 @pytest.mark.parametrize("seed", RUNS)
@@ -481,18 +481,18 @@ def under_a_removed_parent(world, worker_id, named):
 def test_a_second_fault_is_seen_where_it_names_blocks_that_were_named_since(backend, seed, first_fault, second_fault):
     world = World(backend, seed)
     world.fault = once(*FIRST_FAULTS[first_fault])
-    world.run_until(lambda: world.struck is not None)
-    struck, since = world.struck.worker_id, world.struck_at
+    world.run_until(lambda: world.changed is not None)
+    changed, since = world.changed.worker_id, world.changed_at
     world.fault = None
 
     def named():
-        return [e for e in list(world.kv.events)[since + 1 :] if e.event.worker_id == struck]
+        return [e for e in list(world.kv.events)[since + 1 :] if e.event.worker_id == changed]
 
     world.run_until(lambda: {"stored", "removed"} <= {e.kind for e in named()} and named()[-1].kind != "cleared")
-    (first,) = [p for p in world.kv.events.errors if p.worker_id == struck]
+    (first,) = [p for p in world.kv.events.errors if p.worker_id == changed]
     assert "event_id_gap" == first.rule
 
-    rule, block = second_fault(world, struck, named())
+    rule, block = second_fault(world, changed, named())
     second = world.kv.events.errors[-1]
     assert (rule, block, None) == (second.rule, second.block, second.cause)
 

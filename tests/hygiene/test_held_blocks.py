@@ -23,7 +23,7 @@ class Stream:
         self.next_id = self.position = 0
         self.problems = []
 
-    def say(self, data, event_id=None, *, tier=StorageTier.DEVICE):
+    def observe(self, data, event_id=None, *, tier=StorageTier.DEVICE):
         if event_id is None:
             event_id = self.next_id
         self.next_id = event_id + 1
@@ -31,8 +31,8 @@ class Stream:
         self.position += 1
         return self.note(problems)
 
-    def say_all(self, said):
-        return [rule for data in said for rule in self.say(data)]
+    def observe_all(self, events):
+        return [rule for data in events for rule in self.observe(data)]
 
     def flush(self):
         return self.note(self.ledger.over_capacity(self.position - 1))
@@ -49,7 +49,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("events", "expected"),
     [
         pytest.param([stored(1, 2), stored(3)], [], id="as many as there are"),
         pytest.param([stored(1, 2, 3, 4), stored(5), Removed((5,))], ["over_capacity"], id="at the next Stored"),
@@ -67,32 +67,32 @@ class Stream:
         pytest.param([stored(1, 2, 3, 4), Cleared(), stored(5)], [], id="cleared"),
     ],
 )
-def test_more_blocks_than_there_are_is_an_error_when_the_next_stored_arrives(said, expected):
+def test_more_blocks_than_there_are_is_an_error_when_the_next_stored_arrives(events, expected):
     stream = Stream(num_blocks=3)
-    assert expected == stream.say_all(said) + stream.flush()
+    assert expected == stream.observe_all(events) + stream.flush()
     assert all(problem.is_error for problem in stream.problems)
-    assert [] == Stream().say_all(said)  # where capacity is unknown nothing is judged
+    assert [] == Stream().observe_all(events)  # where capacity is unknown nothing is judged
 
 
 def test_capacity_is_that_of_the_device():
     stream = Stream(num_blocks=3)
-    stream.say(stored(1, 2, 3), tier=HOST)
-    stream.say(stored(1, 2, 3))
+    stream.observe(stored(1, 2, 3), tier=HOST)
+    stream.observe(stored(1, 2, 3))
     assert [] == stream.flush()
-    assert [] == stream.say(stored(4), tier=HOST)
+    assert [] == stream.observe(stored(4), tier=HOST)
 
 
 def test_the_breach_names_no_block_and_says_how_many_are_held():
     stream = Stream(num_blocks=1)
-    stream.say_all([stored(1, 2), stored(3)])
+    stream.observe_all([stored(1, 2), stored(3)])
     (problem,) = stream.problems
-    assert ("the events say that 2 blocks are held after event 0", ()) == (problem.known, problem.blocks)
+    assert ("according to the events, 2 blocks are held after event 0", ()) == (problem.known, problem.blocks)
     assert ("the engine has 1 block; what it evicts is published as Removed", 1) == (problem.right, problem.event_id)
 
 
 def test_at_a_flush_the_breach_stands_after_the_last_event():
     stream = Stream(num_blocks=1)
-    stream.say(stored(1, 2))
+    stream.observe(stored(1, 2))
     assert ["over_capacity"] == stream.flush()
     assert (0, None) == (stream.problems[0].position, stream.problems[0].event)
     assert [] == stream.flush()
@@ -100,16 +100,16 @@ def test_at_a_flush_the_breach_stands_after_the_last_event():
 
 def test_a_lost_removed_explains_why_it_does_not_fit():
     stream = Stream(num_blocks=2)
-    stream.say(stored(1, 2))
-    assert ["event_id_gap"] == stream.say(stored(3), 2)
+    stream.observe(stored(1, 2))
+    assert ["event_id_gap"] == stream.observe(stored(3), 2)
     assert ["(over_capacity)"] == stream.flush()
 
 
 def test_copies_take_room():
     stream = Stream(num_blocks=3, residency="counted")
-    stream.say_all([stored(1, 2), stored(2, parent=1)])
+    stream.observe_all([stored(1, 2), stored(2, parent=1)])
     assert [] == stream.flush()
-    stream.say(stored(2, parent=1))
+    stream.observe(stored(2, parent=1))
     assert ["over_capacity"] == stream.flush()
 
 
@@ -120,7 +120,7 @@ HAZARD = [stored(1, 2, 3), stored(10, 1, 2), Removed((1, 2))]
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("events", "expected"),
     [
         pytest.param(HAZARD, ["evicted_and_restored"] * 2, id="stored again, then removed"),
         pytest.param([*HAZARD[:2], Removed((3,))], [], id="another block is removed"),
@@ -132,28 +132,28 @@ HAZARD = [stored(1, 2, 3), stored(10, 1, 2), Removed((1, 2))]
         pytest.param([stored(1), stored(1), Removed((1,))], ["(duplicate_store)", "evicted_and_restored"], id="alone"),
     ],
 )
-def test_a_block_that_is_removed_right_after_it_was_stored_again_is_held_all_the_same(said, expected):
+def test_a_block_that_is_removed_right_after_it_was_stored_again_is_held_all_the_same(events, expected):
     stream = Stream(prefix_closed=False)
-    stream.say_all(said)
+    stream.observe_all(events)
     assert expected == [p.rule if p.cause is None else f"({p.rule})" for p in stream.problems]
     assert not any(problem.is_error for problem in stream.problems)
 
 
 def test_where_copies_are_counted_one_of_them_is_removed():
-    assert [] == Stream(residency="counted").say_all([stored(1, 2, 3), stored(10, 1, 2), Removed((2, 1))])
+    assert [] == Stream(residency="counted").observe_all([stored(1, 2, 3), stored(10, 1, 2), Removed((2, 1))])
 
 
 def test_a_copy_that_is_left_is_an_orphan_when_its_parent_goes_in_the_same_event():
     ledger = Ledger()
     ledger.open((0, 0), first_id=0, residency="counted")
-    said = [stored(2), stored(1, 2), Removed((2, 1))]
-    found = [ledger.observe(RouterEvent(0, KvCacheEvent(number, data)), number) for number, data in enumerate(said)]
+    events = [stored(2), stored(1, 2), Removed((2, 1))]
+    found = [ledger.observe(RouterEvent(0, KvCacheEvent(number, data)), number) for number, data in enumerate(events)]
     assert [[], [], [("orphaned_child", (2,))]] == [[(p.rule, p.blocks) for p in problems] for problems in found]
 
 
 def test_the_block_and_both_events_are_named():
     stream = Stream()
-    stream.say_all(HAZARD)
+    stream.observe_all(HAZARD)
     first = stream.problems[0]
     assert ((1,), 2) == (first.blocks, first.event_id)
     assert "block 1 was held already when event 1 stored it again" == first.known
@@ -161,42 +161,42 @@ def test_the_block_and_both_events_are_named():
 
 def test_ids_and_tiers_must_be_those_of_one_use():
     stream = Stream()
-    stream.say(stored(1), tier=HOST)
-    stream.say_all([stored(1), stored(1)])
-    assert [] == stream.say(Removed((1,)), tier=HOST)
+    stream.observe(stored(1), tier=HOST)
+    stream.observe_all([stored(1), stored(1)])
+    assert [] == stream.observe(Removed((1,)), tier=HOST)
     stream = Stream(prefix_closed=False)
-    stream.say_all(HAZARD[:2])
-    assert ["event_id_gap"] == stream.say(Removed((1, 2)), 3)
+    stream.observe_all(HAZARD[:2])
+    assert ["event_id_gap"] == stream.observe(Removed((1, 2)), 3)
 
 
 def test_a_late_removed_is_not_of_the_use_before_it():
     stream = Stream(prefix_closed=False)
-    stream.say(HAZARD[0])
-    assert ["event_id_gap"] == stream.say(HAZARD[1], 2)
-    assert [] == stream.say(HAZARD[2], 1)
+    stream.observe(HAZARD[0])
+    assert ["event_id_gap"] == stream.observe(HAZARD[1], 2)
+    assert [] == stream.observe(HAZARD[2], 1)
 
 
 def test_a_repeat_between_is_no_event_between():
     stream = Stream(prefix_closed=False)
-    stream.say_all(HAZARD[:2])
-    stream.say(HAZARD[1], 1)
-    assert ["evicted_and_restored"] * 2 == stream.say(HAZARD[2])
+    stream.observe_all(HAZARD[:2])
+    stream.observe(HAZARD[1], 1)
+    assert ["evicted_and_restored"] * 2 == stream.observe(HAZARD[2])
 
 
 def test_a_repeat_does_not_make_its_blocks_stored_again():
     stream = Stream()
-    stream.say(stored(1, 2))
-    stream.say(stored(1, 2), 0)
-    assert [] == stream.say(Removed((2,)))
+    stream.observe(stored(1, 2))
+    stream.observe(stored(1, 2), 0)
+    assert [] == stream.observe(Removed((2,)))
 
 
 def test_later_trouble_of_the_block_is_listed_under_it():
     stream = Stream(prefix_closed=False)
-    stream.say_all(HAZARD)
+    stream.observe_all(HAZARD)
     one, two = stream.problems
     assert ["(engine_drift)", "(engine_drift)"] == stream.drift([10, 1, 2, 3])
-    assert ["(parent_block_not_found)"] == stream.say(stored(4, parent=2))
-    assert ["(block_not_found)"] == stream.say(Removed((1,)))
+    assert ["(parent_block_not_found)"] == stream.observe(stored(4, parent=2))
+    assert ["(block_not_found)"] == stream.observe(Removed((1,)))
     assert {"engine_drift": 1, "block_not_found": 1} == Counter(p.rule for p in one.folded)
     assert {"engine_drift": 1, "parent_block_not_found": 1} == Counter(p.rule for p in two.folded)
     known = two.folded[1].known
@@ -205,81 +205,81 @@ def test_later_trouble_of_the_block_is_listed_under_it():
 
 def test_trouble_of_other_blocks_stands_beside_it():
     stream = Stream(prefix_closed=False)
-    stream.say_all(HAZARD)
-    assert sorted(["block_not_found", "(block_not_found)"]) == sorted(stream.say(Removed((99, 1))))
+    stream.observe_all(HAZARD)
+    assert sorted(["block_not_found", "(block_not_found)"]) == sorted(stream.observe(Removed((99, 1))))
     assert sorted(["engine_drift", "(engine_drift)"]) == sorted(stream.drift([10, 2, 3, 98]))
 
 
 @pytest.mark.parametrize("named", [stored(2), Removed((2,))], ids=["stored", "removed"])
 def test_once_an_event_names_the_block_its_trouble_is_its_own(named):
     stream = Stream(prefix_closed=False)
-    stream.say_all([*HAZARD, named, Removed((2,))])
-    assert ["block_not_found"] == stream.say(Removed((2,)))
+    stream.observe_all([*HAZARD, named, Removed((2,))])
+    assert ["block_not_found"] == stream.observe(Removed((2,)))
 
 
 @pytest.mark.parametrize(
     "end",
-    [lambda s: s.say(Cleared()), lambda s: s.ledger.restarted((0, 0), first_id=None)],
+    [lambda s: s.observe(Cleared()), lambda s: s.ledger.restarted((0, 0), first_id=None)],
     ids=["cleared", "restarted"],
 )
 def test_it_ends_with_what_is_held(end):
     stream = Stream(prefix_closed=False)
-    stream.say_all(HAZARD)
+    stream.observe_all(HAZARD)
     end(stream)
-    assert ["block_not_found"] == stream.say(Removed((2,)))
+    assert ["block_not_found"] == stream.observe(Removed((2,)))
 
 
 def test_in_a_wound_it_is_listed_under_the_wound_unless_the_block_was_named_since():
     stream = Stream(prefix_closed=False)
-    stream.say_all([stored(1, 2, 3), stored(4)])
-    assert ["event_id_gap"] == stream.say(stored(2, 30), 3)
-    stream.say(stored(10, 1, 2))
-    assert ["(evicted_and_restored)", "evicted_and_restored"] == stream.say(Removed((1, 2)))
+    stream.observe_all([stored(1, 2, 3), stored(4)])
+    assert ["event_id_gap"] == stream.observe(stored(2, 30), 3)
+    stream.observe(stored(10, 1, 2))
+    assert ["(evicted_and_restored)", "evicted_and_restored"] == stream.observe(Removed((1, 2)))
     unknown, known = stream.problems[-2:]
     assert ((1,), (2,)) == (unknown.blocks, known.blocks)
 
 
 def test_a_wound_takes_over_what_follows():
     stream = Stream(prefix_closed=False)
-    stream.say_all(HAZARD)
-    stream.say(stored(20), 9)
-    stream.say(stored(4, parent=2))
+    stream.observe_all(HAZARD)
+    stream.observe(stored(20), 9)
+    stream.observe(stored(4, parent=2))
     assert "event_id_gap" == stream.problems[-1].cause.rule
 
 
 def test_what_a_recovery_tells_of_it_is_news_and_later_trouble_is_listed_there():
-    told, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
-    told.say_all([*HAZARD, stored(30)])
-    stream.say(HAZARD[0])
-    assert ["event_id_gap"] == stream.say(stored(30), 3)
-    news = stream.ledger.recovered(told.known, range(1, 4))
+    published, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
+    published.observe_all([*HAZARD, stored(30)])
+    stream.observe(HAZARD[0])
+    assert ["event_id_gap"] == stream.observe(stored(30), 3)
+    news = stream.ledger.recovered(published.known, range(1, 4))
     assert [(1,), (2,)] == [problem.blocks for problem in news]
-    assert [] == stream.ledger.recovered(told.known, range(1, 4))
-    assert ["(parent_block_not_found)"] == stream.say(stored(4, parent=2))
+    assert [] == stream.ledger.recovered(published.known, range(1, 4))
+    assert ["(parent_block_not_found)"] == stream.observe(stored(4, parent=2))
     assert news[1] is stream.problems[-1].cause
-    assert [] == told.problems[1].folded
+    assert [] == published.problems[1].folded
 
 
 def test_after_a_recovery_the_last_event_that_it_told_is_the_one_before():
-    told, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
-    told.say_all(HAZARD[:2])
-    stream.say(HAZARD[0])
-    stream.ledger.recovered(told.known.copy(), range(1, 2))
-    assert ["evicted_and_restored"] * 2 == stream.say(HAZARD[2], 2)
+    published, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
+    published.observe_all(HAZARD[:2])
+    stream.observe(HAZARD[0])
+    stream.ledger.recovered(published.known.copy(), range(1, 2))
+    assert ["evicted_and_restored"] * 2 == stream.observe(HAZARD[2], 2)
 
 
 def test_what_a_recovery_tells_of_a_parent_that_was_not_held_is_not_forgotten():
-    told, stream = Stream(), Stream()
-    told.say(stored(2, parent=9))
-    stream.ledger.recovered(told.known.copy(), range(1))
-    assert ["orphaned_child"] == stream.say(stored(9), 1) + stream.say(Removed((9,)))
+    published, stream = Stream(), Stream()
+    published.observe(stored(2, parent=9))
+    stream.ledger.recovered(published.known.copy(), range(1))
+    assert ["orphaned_child"] == stream.observe(stored(9), 1) + stream.observe(Removed((9,)))
 
 
 def test_what_a_recovery_tells_is_held_with_children_and_copies():
-    told, stream = Stream(residency="counted", num_blocks=3), Stream(residency="counted", num_blocks=3)
-    told.say_all([stored(1, 2), stored(3, parent=1), stored(3, parent=1)])
-    stream.ledger.recovered(told.known.copy(), range(3))
-    assert ["over_capacity", "orphaned_child"] == stream.flush() + stream.say(Removed((1,)), 3)
+    published, stream = Stream(residency="counted", num_blocks=3), Stream(residency="counted", num_blocks=3)
+    published.observe_all([stored(1, 2), stored(3, parent=1), stored(3, parent=1)])
+    stream.ledger.recovered(published.known.copy(), range(3))
+    assert ["over_capacity", "orphaned_child"] == stream.flush() + stream.observe(Removed((1,)), 3)
     assert (2, 3) == stream.problems[-1].blocks
     assert [] == stream.drift([2, 3, 3])
 
@@ -288,7 +288,7 @@ def test_what_a_recovery_tells_is_held_with_children_and_copies():
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("events", "expected"),
     [
         pytest.param([stored(1, 2, 3), Removed((3,)), Removed((2,))], [], id="tail first"),
         pytest.param([stored(1, 2, 3), Removed((1, 2, 3))], [], id="root first in one event"),
@@ -299,7 +299,7 @@ def test_what_a_recovery_tells_is_held_with_children_and_copies():
         pytest.param([stored(1, 2), stored(3, parent=1), Removed((1,))], [(2, 3)], id="both"),
         pytest.param([stored(1, 2), stored(3, parent=1), Removed((2, 3, 1))], [], id="neither"),
         pytest.param([stored(1, 2), Removed((2,)), stored(3, parent=1), Removed((1,))], [(3,)], id="after another"),
-        pytest.param([stored(1, 2, 3), Removed((1,)), Removed((2, 3))], [(2,)], id="said once"),
+        pytest.param([stored(1, 2, 3), Removed((1,)), Removed((2, 3))], [(2,)], id="reported once"),
         pytest.param(
             [stored(1, 2), Removed((1,)), stored(1), Removed((1,))], [(2,), (2,)], id="a parent that came back"
         ),
@@ -310,58 +310,58 @@ def test_what_a_recovery_tells_is_held_with_children_and_copies():
         pytest.param([stored(1, 2), stored(2, 3, parent=1), Removed((2,))], [(3,)], id="stored again with a child"),
     ],
 )
-def test_a_child_that_outlives_its_parent_is_a_warning(said, expected):
+def test_a_child_that_outlives_its_parent_is_a_warning(events, expected):
     stream = Stream()
-    stream.say_all(said)
+    stream.observe_all(events)
     found = [p for p in stream.problems if p.rule == "orphaned_child"]
     assert expected == [problem.blocks for problem in found]
     assert not any(problem.is_error for problem in found)
     stream = Stream(prefix_closed=False)
-    stream.say_all(said)
+    stream.observe_all(events)
     assert "orphaned_child" not in {p.rule for p in stream.problems}
 
 
 def test_the_child_and_its_parent_are_named():
     stream = Stream()
-    stream.say_all([stored(1, 2), stored(3, parent=1), Removed((1,))])
+    stream.observe_all([stored(1, 2), stored(3, parent=1), Removed((1,))])
     (problem,) = stream.problems
     assert (
-        "block 2 was stored by event 0 and never removed, and its parent 1 is held no more; likewise 1 more"
+        "block 2 was stored by event 0 and never removed, and its parent 1 is no longer held; likewise 1 more"
         == problem.known
     )
 
 
 def test_a_parent_in_another_tier_is_still_there_and_a_child_in_another_is_not_judged():
     stream = Stream()
-    stream.say(stored(1, 2))
-    stream.say(stored(1), tier=HOST)
-    assert [] == stream.say(Removed((1,)))
-    assert [] == stream.say(Removed((1,)), tier=HOST)
+    stream.observe(stored(1, 2))
+    stream.observe(stored(1), tier=HOST)
+    assert [] == stream.observe(Removed((1,)))
+    assert [] == stream.observe(Removed((1,)), tier=HOST)
     stream = Stream()
-    stream.say(stored(1))
-    stream.say(stored(2, parent=1), tier=HOST)
-    assert [] == stream.say(Removed((1,)))
+    stream.observe(stored(1))
+    stream.observe(stored(2, parent=1), tier=HOST)
+    assert [] == stream.observe(Removed((1,)))
 
 
 def test_a_child_has_a_parent_while_a_copy_of_it_is_left():
     stream = Stream(residency="counted")
-    stream.say_all([stored(1, 2), stored(1)])
-    assert [] == stream.say(Removed((1,)))
-    assert ["orphaned_child"] == stream.say(Removed((1,)))
+    stream.observe_all([stored(1, 2), stored(1)])
+    assert [] == stream.observe(Removed((1,)))
+    assert ["orphaned_child"] == stream.observe(Removed((1,)))
 
 
 def test_a_child_of_a_block_that_is_held_though_it_was_removed_is_listed_under_that():
     stream = Stream()
-    stream.say_all([stored(1, 2, 3), stored(10, 2), Removed((2,))])
+    stream.observe_all([stored(1, 2, 3), stored(10, 2), Removed((2,))])
     restored, orphaned = stream.problems
     assert (restored, (3,)) == (orphaned.cause, orphaned.blocks)
 
 
 def test_in_a_wound_a_child_that_was_named_since_stands_and_another_does_not():
     stream = Stream()
-    stream.say_all([stored(1, 2), stored(3, 4)])
-    stream.say(stored(4, parent=3), 3)
-    assert ["(orphaned_child)", "orphaned_child"] == sorted(stream.say(Removed((1, 3))))
+    stream.observe_all([stored(1, 2), stored(3, 4)])
+    stream.observe(stored(4, parent=3), 3)
+    assert ["(orphaned_child)", "orphaned_child"] == sorted(stream.observe(Removed((1, 3))))
     assert {(2,), (4,)} == {p.blocks for p in stream.problems if p.rule == "orphaned_child"}
     assert (4,) == next(p.blocks for p in stream.problems if p.rule == "orphaned_child" and not p.cause)
 
@@ -370,7 +370,7 @@ def test_in_a_wound_a_child_that_was_named_since_stands_and_another_does_not():
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("events", "expected"),
     [
         pytest.param([stored(1, 2), stored(1, 2)], [], id="stored twice"),
         pytest.param([stored(1), stored(1), Removed((1,)), Removed((1,))], [], id="removed as often"),
@@ -387,8 +387,8 @@ def test_in_a_wound_a_child_that_was_named_since_stands_and_another_does_not():
         ),
     ],
 )
-def test_copies_are_stored_and_removed_one_by_one(said, expected):
-    assert expected == Stream(residency="counted").say_all(said)
+def test_copies_are_stored_and_removed_one_by_one(events, expected):
+    assert expected == Stream(residency="counted").observe_all(events)
 
 
 TWO_COPIES = "block 2 was stored by event 1 and never removed; 2 copies are held"
@@ -414,24 +414,24 @@ TWO_COPIES = "block 2 was stored by event 1 and never removed; 2 copies are held
 )
 def test_copies_are_compared_with_the_engine_by_number(resident, known):
     stream = Stream(residency="counted")
-    stream.say_all([stored(1, 2), stored(2, parent=1)])
+    stream.observe_all([stored(1, 2), stored(2, parent=1)])
     stream.drift(resident)
     assert [known] * bool(known) == [problem.known for problem in stream.problems]
-    assert [] == stream.drift(resident)  # said once
+    assert [] == stream.drift(resident)  # reported once
 
 
 def test_a_set_is_compared_as_one_where_copies_are_not_counted():
     stream = Stream()
-    stream.say(stored(1))
+    stream.observe(stored(1))
     assert [] == stream.drift([1, 1])
 
 
 def test_tiers_have_copies_of_their_own():
     stream = Stream(residency="counted")
-    stream.say_all([stored(1), stored(1)])
-    stream.say(stored(1), tier=HOST)
+    stream.observe_all([stored(1), stored(1)])
+    stream.observe(stored(1), tier=HOST)
     assert [] == stream.drift([1], HOST) + stream.drift([1, 1])
-    assert ["block_not_found"] == stream.say(Removed((1, 1)), tier=HOST)
+    assert ["block_not_found"] == stream.observe(Removed((1, 1)), tier=HOST)
     assert "block 1 was stored in device by event 1 and never removed; 2 copies are held" == stream.known.history(1)
 
 
@@ -453,6 +453,6 @@ def test_a_rank_that_nobody_opened_is_like_the_first_of_its_worker():
 )
 def test_a_block_that_one_removed_names_too_often_is_told_so(residency, copies, known):
     stream = Stream(residency=residency)
-    stream.say_all([stored(1)] * copies)
-    assert ["block_not_found"] == stream.say(Removed((1,) * (copies + 1)))
+    stream.observe_all([stored(1)] * copies)
+    assert ["block_not_found"] == stream.observe(Removed((1,) * (copies + 1)))
     assert known == stream.problems[-1].known

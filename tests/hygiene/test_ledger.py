@@ -25,7 +25,7 @@ class Stream:
         self.next_id = 0
         self.position = 0
 
-    def say(self, data, event_id=None, *, tier=StorageTier.DEVICE, chained=False, tokens=None, rank=0):
+    def observe(self, data, event_id=None, *, tier=StorageTier.DEVICE, chained=False, tokens=None, rank=0):
         if event_id is None:
             event_id = self.next_id
         self.next_id = event_id + 1
@@ -36,7 +36,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("events", "expected"),
     [
         pytest.param([stored(1, 2), stored(3, parent=2), Removed((3, 2))], [], id="clean"),
         pytest.param([stored(1), stored(2, parent=9)], ["parent_block_not_found"], id="unknown parent"),
@@ -56,35 +56,35 @@ class Stream:
         pytest.param([stored(), Removed(()), Cleared()], [], id="empty events"),
     ],
 )
-def test_a_stream_shows_what_it_breaks(said, expected):
+def test_a_stream_shows_what_it_breaks(events, expected):
     stream = Stream()
-    assert expected == [rule for data in said for rule in stream.say(data)]
+    assert expected == [rule for data in events for rule in stream.observe(data)]
 
 
 def test_a_fault_is_reported_once_because_the_event_is_believed():
     stream = Stream()
-    assert ["parent_block_not_found"] == stream.say(stored(2, parent=9))
-    assert [] == stream.say(stored(3, parent=9))
-    assert ["orphaned_child"] == stream.say(Removed((9,)))  # and no block_not_found
-    assert ["block_not_found"] == stream.say(Removed((9,)))
+    assert ["parent_block_not_found"] == stream.observe(stored(2, parent=9))
+    assert [] == stream.observe(stored(3, parent=9))
+    assert ["orphaned_child"] == stream.observe(Removed((9,)))  # and no block_not_found
+    assert ["block_not_found"] == stream.observe(Removed((9,)))
 
 
 def test_tiers_are_held_apart_and_a_parent_counts_in_any():
     stream = Stream()
-    assert [] == stream.say(stored(1))
-    assert [] == stream.say(stored(2, parent=1), tier=HOST)
-    assert ["block_not_found"] == stream.say(Removed((1,)), tier=HOST)
-    assert [] == stream.say(Removed((1,)))
-    assert [] == stream.say(Removed((2,)), tier=HOST)
+    assert [] == stream.observe(stored(1))
+    assert [] == stream.observe(stored(2, parent=1), tier=HOST)
+    assert ["block_not_found"] == stream.observe(Removed((1,)), tier=HOST)
+    assert [] == stream.observe(Removed((1,)))
+    assert [] == stream.observe(Removed((2,)), tier=HOST)
 
 
 def test_ranks_hold_apart_and_count_apart():
     stream = Stream()
     stream.ledger.open((0, 1), first_id=0)
-    assert [] == stream.say(stored(1), 0)
-    assert ["parent_block_not_found"] == stream.say(stored(2, parent=1), 0, rank=1)
-    assert [] == stream.say(Cleared(), 1, rank=1)
-    assert [] == stream.say(Removed((1,)), 1)
+    assert [] == stream.observe(stored(1), 0)
+    assert ["parent_block_not_found"] == stream.observe(stored(2, parent=1), 0, rank=1)
+    assert [] == stream.observe(Cleared(), 1, rank=1)
+    assert [] == stream.observe(Removed((1,)), 1)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_ranks_hold_apart_and_count_apart():
 )
 def test_hashes_are_judged_where_they_must_be_the_chain(locals_, blocks, parent, tokens, expected):
     stream = Stream()
-    stream.say(stored(CHAIN[0], local=LOCALS[:1]) if parent else Cleared())
-    said = stored(*blocks, parent=parent, local=locals_)
-    assert expected == stream.say(said, chained=True, tokens=tokens)
-    assert [] == Stream().say(stored(5, 6, local=[7, 8]), chained=False)
+    stream.observe(stored(CHAIN[0], local=LOCALS[:1]) if parent else Cleared())
+    data = stored(*blocks, parent=parent, local=locals_)
+    assert expected == stream.observe(data, chained=True, tokens=tokens)
+    assert [] == Stream().observe(stored(5, 6, local=[7, 8]), chained=False)
 
 
 def test_a_wrong_hash_is_a_warning_where_the_backend_makes_them_itself():
@@ -129,7 +129,7 @@ def test_a_wrong_hash_is_a_warning_where_the_backend_makes_them_itself():
 )
 def test_ids_that_are_not_due_are_gaps(ids, gaps):
     stream = Stream()
-    found = [(i, rule) for n, i in enumerate(ids) for rule in stream.say(stored(100 + n), i) if "gap" in rule]
+    found = [(i, rule) for n, i in enumerate(ids) for rule in stream.observe(stored(100 + n), i) if "gap" in rule]
     assert gaps == [i for i, _ in found]
 
 
@@ -140,7 +140,7 @@ def test_ids_that_are_not_due_are_gaps(ids, gaps):
         (
             stored(1),
             stored(2),
-            "another event 0 had arrived: ids went backwards, as after a restart that nobody announced",
+            "another event 0 had arrived: ids went backwards, as after an unannounced restart",
         ),
     ],
     ids=["the same event", "another event"],
@@ -161,72 +161,72 @@ def test_a_stream_that_may_begin_anywhere_does():
 
 def test_after_a_gap_unknown_blocks_are_no_news_until_an_event_names_them():
     stream = Stream()
-    stream.say(stored(1, 2))
-    assert ["event_id_gap", "(block_not_found)"] == stream.say(Removed((8,)), 5)
-    assert ["(parent_block_not_found)"] == stream.say(stored(3, parent=9))
-    assert ["(duplicate_store)"] == stream.say(stored(1, 2))
-    assert ["duplicate_store"] == stream.say(stored(1, 2))
-    assert ["block_not_found"] == stream.say(Removed((8,)))
-    assert ["(block_not_found)", "block_not_found"] == sorted(stream.say(Removed((8, 77))))
+    stream.observe(stored(1, 2))
+    assert ["event_id_gap", "(block_not_found)"] == stream.observe(Removed((8,)), 5)
+    assert ["(parent_block_not_found)"] == stream.observe(stored(3, parent=9))
+    assert ["(duplicate_store)"] == stream.observe(stored(1, 2))
+    assert ["duplicate_store"] == stream.observe(stored(1, 2))
+    assert ["block_not_found"] == stream.observe(Removed((8,)))
+    assert ["(block_not_found)", "block_not_found"] == sorted(stream.observe(Removed((8, 77))))
 
 
 def test_a_second_gap_is_listed_under_the_first_and_makes_blocks_unknown_again():
     stream = Stream()
-    stream.say(stored(1), 3)
-    assert ["(event_id_gap)"] == stream.say(stored(2), 9)
-    assert ["(block_not_found)"] == stream.say(Removed((77,)))
-    assert ["block_not_found"] == stream.say(Removed((77,)))
+    stream.observe(stored(1), 3)
+    assert ["(event_id_gap)"] == stream.observe(stored(2), 9)
+    assert ["(block_not_found)"] == stream.observe(Removed((77,)))
+    assert ["block_not_found"] == stream.observe(Removed((77,)))
 
 
 def test_a_repeat_of_the_event_before_covers_its_own_consequences_only():
     stream = Stream()
-    stream.say(stored(1))
-    stream.say(Removed((1,)))
-    assert ["event_id_gap", "(block_not_found)"] == stream.say(Removed((1,)), 1)
-    assert ["block_not_found"] == stream.say(Removed((77,)))
+    stream.observe(stored(1))
+    stream.observe(Removed((1,)))
+    assert ["event_id_gap", "(block_not_found)"] == stream.observe(Removed((1,)), 1)
+    assert ["block_not_found"] == stream.observe(Removed((77,)))
 
 
 def test_an_id_again_with_other_content_is_no_repeat():
     stream = Stream()
-    stream.say(stored(1))
-    assert ["event_id_gap", "(block_not_found)"] == stream.say(Removed((77,)), 0)
-    assert ["(block_not_found)"] == stream.say(Removed((78,)))
+    stream.observe(stored(1))
+    assert ["event_id_gap", "(block_not_found)"] == stream.observe(Removed((77,)), 0)
+    assert ["(block_not_found)"] == stream.observe(Removed((78,)))
 
 
 def test_a_cleared_closes_the_wound():
     stream = Stream()
-    stream.say(stored(1), 4)
-    stream.say(Cleared())
-    assert ["block_not_found"] == stream.say(Removed((77,)))
+    stream.observe(stored(1), 4)
+    stream.observe(Cleared())
+    assert ["block_not_found"] == stream.observe(Removed((77,)))
 
 
 def test_an_announced_restart_closes_the_wound_and_begins_ids_anew():
     stream = Stream()
-    stream.say(stored(1), 4)
+    stream.observe(stored(1), 4)
     stream.ledger.restarted((0, 0), first_id=0)
-    assert [] == stream.say(stored(1), 0)
-    assert ["block_not_found"] == stream.say(Removed((77,)))
+    assert [] == stream.observe(stored(1), 0)
+    assert ["block_not_found"] == stream.observe(Removed((77,)))
 
 
 def test_a_wrong_hash_stands_by_itself_even_in_a_wound():
     stream = Stream()
-    stream.say(stored(1), 4)
-    assert ["wrong_hash"] == stream.say(stored(5, local=[7]), chained=True)
+    stream.observe(stored(1), 4)
+    assert ["wrong_hash"] == stream.observe(stored(5, local=[7]), chained=True)
 
 
 def test_what_was_published_and_never_arrived_is_a_gap_said_once():
     stream = Stream()
-    stream.say(stored(1))
+    stream.observe(stored(1))
     (gap,) = stream.ledger.published((0, 0), 3, 0)
     assert "the worker published ids up to 2; events 1 to 2 did not arrive" == gap.known
     assert [] == stream.ledger.published((0, 0), 3, 0)
-    assert [] == stream.say(stored(2), 3)
-    assert [] == stream.say(stored(3), 1)  # late, but it comes
+    assert [] == stream.observe(stored(2), 3)
+    assert [] == stream.observe(stored(3), 1)  # late, but it comes
 
 
 def test_drift_names_what_is_not_there_and_what_was_not_said_once_each():
     stream = Stream()
-    stream.say(stored(1, 2))
+    stream.observe(stored(1, 2))
     extra, silent = stream.ledger.drift((0, 0), {2, 3, 4}, 0)
     assert ((1,), {3, 4}) == (extra.blocks, set(silent.blocks))
     assert "the engine does not hold block 1; block 1 was stored by event 0 and never removed" == extra.known
@@ -238,8 +238,8 @@ def test_drift_names_what_is_not_there_and_what_was_not_said_once_each():
 
 def test_drift_in_a_wound_stands_for_blocks_that_were_named_since():
     stream = Stream()
-    stream.say(stored(1, 2))
-    stream.say(stored(3), 5)
+    stream.observe(stored(1, 2))
+    stream.observe(stored(3), 5)
     problems = stream.ledger.drift((0, 0), set(), 1)
     assert [((3,), None), ((1, 2), "event_id_gap")] == [(p.blocks, p.cause and p.cause.rule) for p in problems]
 
@@ -256,30 +256,30 @@ def test_an_expected_cause_covers_what_follows_from_it():
 
 def test_a_chain_is_rebuilt_from_history_and_ends_on_a_cycle():
     stream = Stream()
-    stream.say(stored(1, 2))
-    stream.say(stored(3, 4, parent=2))
+    stream.observe(stored(1, 2))
+    stream.observe(stored(3, 4, parent=2))
     known = stream.ledger.streams[0, 0]
     assert [1, 2, 3, 4] == known.chain(4)
-    stream.say(Removed((2, 1)))
+    stream.observe(Removed((2, 1)))
     assert [1, 2, 3] == known.chain(3)
-    stream.say(stored(1, parent=4))
+    stream.observe(stored(1, parent=4))
     assert 4 == len(known.chain(4))
 
 
 def test_a_late_event_that_comes_twice_does_not_move_what_is_due():
     stream = Stream()
-    found = [stream.say(stored(100), 0), stream.say(stored(102), 2), stream.say(stored(101), 1)]
-    found += [stream.say(stored(101), 1), stream.say(stored(103), 3)]
+    found = [stream.observe(stored(100), 0), stream.observe(stored(102), 2), stream.observe(stored(101), 1)]
+    found += [stream.observe(stored(101), 1), stream.observe(stored(103), 3)]
     assert [[], ["event_id_gap"], [], ["(event_id_gap)", "(duplicate_store)"], []] == found
 
 
 def test_what_is_held_says_in_which_tier_where_there_are_several():
     stream = Stream()
-    stream.say(stored(1))
-    stream.say(stored(2), tier=HOST)
+    stream.observe(stored(1))
+    stream.observe(stored(2), tier=HOST)
     assert "block 1 was stored in device by event 0 and never removed" == stream.ledger.streams[0, 0].history(1)
 
 
 def test_a_parent_that_is_not_held_and_the_hashes_under_it_are_one_fault():
     stream = Stream()
-    assert ["parent_block_not_found", "(wrong_hash)"] == stream.say(stored(5, parent=9, local=[7]), chained=True)
+    assert ["parent_block_not_found", "(wrong_hash)"] == stream.observe(stored(5, parent=9, local=[7]), chained=True)

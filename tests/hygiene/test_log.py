@@ -127,7 +127,7 @@ def test_an_expectation_without_with_holds_for_the_whole_test():
 @pytest.mark.parametrize("rule", ["engine_drift", "not_flushed"])
 def test_what_is_known_only_at_the_end_cannot_be_expected_in_a_with(rule):
     kv = RouterHarness(backend=None)
-    with pytest.raises(ValueError, match=f"{rule} is known only at the end"), kv.events.expect_error(rule):
+    with pytest.raises(ValueError, match=f"{rule} is found only at the end"), kv.events.expect_error(rule):
         pass
     assert [] == kv.judge().unmet
 
@@ -198,7 +198,7 @@ def removed():
     return kv
 
 
-GONE = "       worker 3 removed: your router forgets it, all ranks"
+GONE = "       worker 3 removed, all ranks: your router drops its blocks"
 
 
 def test_a_removed_worker_is_a_line_of_the_log_and_counts_as_no_event(removed):
@@ -245,7 +245,7 @@ def test_an_announced_restart_of_one_rank_is_a_line():
     kv.apply(Cleared())
     assert [
         "1 event",
-        "       worker 0 rank 1 restarted, announced: your router forgets it",
+        "       worker 0 rank 1 restarted, announced: your router drops its blocks",
         "    0  event 0  worker 0  Cleared",
     ] == log_text(kv.events).splitlines()
     assert 1 == len(kv.events.for_worker(0, dp_rank=1).notes)
@@ -283,7 +283,7 @@ def test_an_event_from_before_a_restart_is_told_from_its_namesake():
     first, second = kv.judge().errors
     assert [
         "block 1 was removed by event 3 (before the restart)",
-        "block 2 was stored by event 1 and forgotten when worker 0 restarted",
+        "block 2 was stored by event 1 and dropped when worker 0 restarted",
     ] == [first.known, second.known]
     headline, _, header, *_ = failure_text([first]).splitlines()
     assert "1 KV event error: block_not_found (worker 0, event 1 after 2 restarts)" == headline
@@ -303,7 +303,7 @@ def test_two_restarts_ago_is_said_so():
     kv.apply([Removed((1,)), Removed((2,))])
     assert [
         "block 1 was removed by event 1 (2 restarts ago)",
-        "block 2 was stored by event 2 (2 restarts ago) and forgotten when worker 0 restarted",
+        "block 2 was stored by event 2 (2 restarts ago) and dropped when worker 0 restarted",
     ] == [problem.known for problem in kv.judge().errors]
 
 
@@ -325,7 +325,7 @@ def test_ids_that_go_backwards_are_a_line_and_told_apart():
         "    0  event 0  worker 65536  Stored block 1 as a root",
         "    1  event 1  worker 65536  Stored block 2 as a root",
         "    2  event 2  worker 65536  Removed block 1",
-        "       worker 65536: event ids go backwards, as after a restart that nobody announced",
+        "       worker 65536: event ids go backwards, as after an unannounced restart",
         "    3  event 0  worker 65536  Stored block 3 as a root  !! event_id_gap",
         "    4  event 1  worker 65536  Removed block 2",
         "    5  event 2  worker 65536  Removed block 1  !! block_not_found",

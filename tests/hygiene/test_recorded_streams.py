@@ -12,7 +12,7 @@ from pytest_kvmock.hygiene.ledger import Ledger
 U64 = 2**64 - 1
 
 
-class Heard:
+class Replayed:
     """The stream of one engine, event by event."""
 
     def __init__(self, **options):
@@ -21,7 +21,7 @@ class Heard:
         self.ids = count()
         self.problems = []
 
-    def say(self, data, *, chained=False):
+    def observe(self, data, *, chained=False):
         number = next(self.ids)
         self.problems += self.ledger.observe(RouterEvent(0, KvCacheEvent(number, data)), number, chained=chained)
 
@@ -44,16 +44,16 @@ def steps_of(program):
 
 def logical(program, **options):
     """Play the events of a recorded program of the logical manager; what is moved by hand has hashes of its own."""
-    heard = Heard(block_size=program["block_size"], num_blocks=program["capacity"], **options)
+    replayed = Replayed(block_size=program["block_size"], num_blocks=program["capacity"], **options)
     for operation, events in steps_of(program):
         chained = operation[0] in ("alloc", "push")
         for kind, _, *rest in events:
             if kind == "S":
                 parent, blocks = rest
-                heard.say(Stored(parent, *map(tuple, zip(*blocks, strict=True))), chained=chained)
+                replayed.observe(Stored(parent, *map(tuple, zip(*blocks, strict=True))), chained=chained)
             else:
-                heard.say(Removed(*map(tuple, rest)))
-    return heard
+                replayed.observe(Removed(*map(tuple, rest)))
+    return replayed
 
 
 def engine(row):
@@ -74,17 +74,17 @@ def test_requests_over_lineage_and_lru_show_nothing(recording, backend):
     programs = recording(f"logical_{backend}_requests.json.gz")["programs"]
     assert programs
     for program in programs:
-        heard = logical(program)
-        assert [] == heard.end(), program["seed"]
-        assert heard.stream.events
+        replayed = logical(program)
+        assert [] == replayed.end(), program["seed"]
+        assert replayed.stream.events
 
 
 def test_requests_over_multi_lru_show_its_own_faults_and_no_error(recording):
     found = Counter()
     for program in recording("logical_multi_lru_requests.json.gz")["programs"]:
-        heard = logical(program, prefix_closed=False)
-        found.update(heard.end())
-        assert [] == [p for p in heard.problems if p.is_error and p.cause is None]
+        replayed = logical(program, prefix_closed=False)
+        found.update(replayed.end())
+        assert [] == [p for p in replayed.problems if p.is_error and p.cause is None]
     assert {
         ("evicted_and_restored", None): 1,
         ("parent_block_not_found", "evicted_and_restored"): 1,
@@ -130,21 +130,21 @@ def test_scenarios_by_hand_break_what_they_were_made_to_break(recording, backend
 def test_vllm_shows_nothing_where_copies_are_counted(recording, version, kind):
     programs = recording(f"vllm_{version}_{kind}.json.gz")
     for program in programs:
-        heard = Heard(num_blocks=program["usable_blocks"], residency="counted", block_size=program["block_size"])
+        replayed = Replayed(num_blocks=program["usable_blocks"], residency="counted", block_size=program["block_size"])
         for step in program["steps"]:
             for row in step["events"]:
-                heard.say(engine(row))
-        assert [] == heard.end()
+                replayed.observe(engine(row))
+        assert [] == replayed.end()
 
 
 def test_vllm_stores_and_removes_copies_which_as_a_set_are_false_alarms(recording):
     found = Counter()
     for program in recording("vllm_0.33.0_random.json.gz"):
-        heard = Heard()
+        replayed = Replayed()
         for step in program["steps"]:
             for row in step["events"]:
-                heard.say(engine(row))
-        found.update(rule for rule, _ in heard.end())
+                replayed.observe(engine(row))
+        found.update(rule for rule, _ in replayed.end())
     assert found["duplicate_store"] > 0 < found["block_not_found"]
 
 
@@ -196,13 +196,13 @@ def test_sglang_shows_nothing_where_copies_are_counted(recording, kind):
     for program in recording(f"sglang_0.5.23_{kind}.json.gz"):
         size = program["page_size"]
         tokens = program.get("capacity_tokens")
-        heard = Heard(num_blocks=tokens and tokens // size, residency="counted", block_size=size)
+        replayed = Replayed(num_blocks=tokens and tokens // size, residency="counted", block_size=size)
         waits = any("events" not in step for step in program.get("steps", ()))
         for step, events in sglang_steps(program) if "steps" in program else ():
             for data in events:
-                heard.say(data)
+                replayed.observe(data)
             if not waits and "protected" in step:
-                assert step["evictable"] + step["protected"] == heard.held * size, (program, step["op"])
+                assert step["evictable"] + step["protected"] == replayed.held * size, (program, step["op"])
                 compared += 1
-        assert [] == heard.end(), program.get("name", program.get("seed"))
+        assert [] == replayed.end(), program.get("name", program.get("seed"))
     assert compared > 100

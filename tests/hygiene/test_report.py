@@ -26,7 +26,7 @@ from pytest_kvmock.router.index import BlockNotFound
 from pytest_kvmock.testing.manager_checks import expect_references
 
 SEVERAL = 14
-"""More problems than are told in full, and more than are named one by one."""
+"""More problems than are shown in full, and more than are listed one by one."""
 
 
 def positions(text):
@@ -272,7 +272,7 @@ def test_assert_in_sync_names_the_drift_that_is_oldest():
 
 
 class Deaf:
-    """An async index that hears nothing."""
+    """An async index that applies nothing."""
 
     async def apply(self, event):
         pass
@@ -322,8 +322,8 @@ def test_a_block_reads_alike_in_log_message_and_headers(block, text):
 
 def test_a_reproduction_has_its_hashes_as_the_log_has_them():
     breach = Breach("block_not_found", is_error=True, worker=(0, 0), block=LARGE, story="")
-    said = (Stored(SIGNED, RUN, (1, 65535, 65536, 4, 5, 6, 7, 9)), Removed((SIGNED, 5)))
-    steps = tuple(RouterEvent(0, KvCacheEvent(i, data)) for i, data in enumerate(said))
+    events = (Stored(SIGNED, RUN, (1, 65535, 65536, 4, 5, 6, 7, 9)), Removed((SIGNED, 5)))
+    steps = tuple(RouterEvent(0, KvCacheEvent(i, data)) for i, data in enumerate(events))
     found = Reproduction(breach, "events", "lineage", EngineProfile(), steps)
 
     run = f"*range({TEXT}, 0xfedcba9876543218)"
@@ -385,7 +385,7 @@ def test_hashes_read_alike_in_what_events_and_moves_show_of_themselves():
 def test_the_parent_that_a_fault_was_given_reads_as_in_the_log():
     kv = RouterHarness()
     fault = kv.faults.wrong_parent(parent=LARGE)
-    assert f"<kv_router.faults.wrong_parent(1, parent={TEXT}): 0 struck>" == repr(fault)
+    assert f"<kv_router.faults.wrong_parent(1, parent={TEXT}): 0 injected>" == repr(fault)
     fault.stop()
 
 

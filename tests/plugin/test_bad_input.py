@@ -204,11 +204,11 @@ MARKERS = [
     ("kvmock(faults={'lose': '0.1'})", "faults: lose: got '0.1'; allowed: a rate from 0 to 1"),
     (
         "kvmock(faults={'restart': 0.1})",
-        "faults: restart has no rate, it is scripted; those that have: lose, double, reorder, delay, wrong_parent, *",
+        "faults: `restart` cannot strike at random; call `faults.restart()`; allowed at random: lose, double, *",
     ),
     ("kvmock(faults='lose')", "faults: got 'lose'; allowed: a mapping of faults to rates"),
     ("kvmock(survive=('lose', 'loose'))", "survive: unknown fault 'loose'; did you mean 'lose'? known: lose, *"),
-    ("kvmock(survive=['block_size'])", "survive: block_size is nothing that a router can survive"),
+    ("kvmock(survive=['block_size'])", "survive: no router can survive `block_size`"),
     ("kvmock(survive=7)", "survive: got 7; allowed: a fault, or a list of faults"),
 ]
 

@@ -538,7 +538,7 @@ def check_report_of_a_trace(result):
         [
             "*KV event error*: index_drift (worker 0, event *",
             "    known:  find_matches() of your index (Forgetful) returned *; block * was removed by event *",
-            "    right:  *, as the reference index says",
+            "    right:  *, as the reference index returned",
             "*Captured kvmock events call*",
             "* events; those around the first problem*",
             "*Removed blocks *  !! index_drift*",
@@ -583,5 +583,5 @@ def test_the_log_of_a_failure_shows_where_a_worker_was_removed(nested):
         "3 events",
         "    0  event 0  worker 0  Stored block 2 as a root",
         "    1  event 1  worker 0  Removed block 2",
-        "       worker 0 removed: your router forgets it, all ranks",
+        "       worker 0 removed, all ranks: your router drops its blocks",
     ] == log[:4]

@@ -1,4 +1,4 @@
-"""Faults in a run of pytest: by marker and by hand, what must be survived, and what never struck."""
+"""Faults in a run of pytest: by marker and by hand, what must be survived, and an unused fault."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_fault_that_never_struck_fails(nested):
     result = nested(SERVE + "def test(kv_router):\n kv_router.faults.lose(3, kind='cleared')\n serve(kv_router)", ONE)
 
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["kv_router.faults.lose(3, kind='cleared'): never struck"])
+    result.stdout.fnmatch_lines(["kv_router.faults.lose(3, kind='cleared'): unused, no event matched"])
 
 
 def test_one_that_struck_less_often_than_it_was_to_fails(nested):
@@ -93,14 +93,14 @@ def test_one_that_struck_less_often_than_it_was_to_fails(nested):
     result = nested(source, ONE)
 
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["kv_router.faults.lose(3): 2 struck, 1 never did"])
+    result.stdout.fnmatch_lines(["kv_router.faults.lose(3): 2 of 3 injected"])
 
 
 def test_a_body_that_failed_hears_nothing_of_faults_that_never_struck(nested):
     result = nested("def test(kv_router):\n kv_router.faults.lose()\n assert 0", ONE)
 
     result.assert_outcomes(failed=1)
-    result.stdout.no_fnmatch_line("*never struck*")
+    result.stdout.no_fnmatch_line("*unused, no event matched*")
 
 
 def test_what_must_be_survived_is_said_in_the_body_over_every_backend_also_after_events(nested):

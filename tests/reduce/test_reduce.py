@@ -275,7 +275,7 @@ def test_a_worker_that_was_forgotten_is_forgotten_again(failure_of, forget, text
 
     assert ("block_not_found", 2) == (found.rule, found.size)
     assert text in found.as_test()
-    assert f" was stored by event 0 and forgotten when worker 1 {what}\n" in failure_of(found)
+    assert f" was stored by event 0 and dropped when worker 1 {what}\n" in failure_of(found)
 
 
 def test_a_restart_that_only_names_an_event_is_left_out():
