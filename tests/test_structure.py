@@ -22,6 +22,7 @@ SHORT_ON_PURPOSE = {
 }
 
 TOLD_APART_BY_FOLDERS = {
+    "verdict",  # of a test's events; in plugin, what it does to the test
     "events",  # values that travel; in reduce, cutting down a stream of them
     "hashes",  # vLLM's and SGLang's
     "index",  # the router's; in testing, the contract of one

@@ -13,6 +13,7 @@ router, at an unannounced restart, and when a worker is removed from the router.
 | a worker restarts, unannounced | continues: ids go backwards | continues: ids go backwards | anew |
 | the fault `restart` | continues: ids go backwards | anew | anew |
 | `remove_worker` | anew, any id | anew, any id | continues: the worker still exists |
+| `worker(id)` after that, a new one | anew, id 0 | anew, id 0 | anew |
 | the fault `clear` | emptied | continues | continues |
 | a sink before the router raises | continues, the event is missing | continues, the event is missing | has the event |
 | a fault loses or changes an event | continues with what arrives | has the event as published | has the event |
@@ -96,7 +97,7 @@ class Book:
             event: the event that it changed, as published; None where it changed none that was published.
             emptied: the blocks that were held until it emptied the cache.
         """
-        if emptied:
+        if emptied and injection.late:
             self._emptied[injection] = emptied
         if injection.event_id is None:  # an unannounced restart
             key = (injection.worker_id, injection.dp_rank)
@@ -113,7 +114,7 @@ class Book:
         """Record an event that arrives: what was lost before it shows, and what was held back is no longer missing."""
         injection = delivery.injection
         if injection is not None and injection.late:
-            emptied = self._emptied.get(injection, ())
+            emptied = self._emptied.pop(injection, ())
             self.attribution.released(injection, emptied)
             if self.survival is not None:
                 self.survival.released(injection, emptied)

@@ -270,13 +270,14 @@ class Faults:
         """
         if size == self._profile.block_size:
             raise ValueError(f"kv_router.faults.block_size: {size} is the block size of the router")
-        try:
-            made = self._workers.add_mismatched(worker, block_size=size)
-        except ValueError as error:
-            raise ValueError(f"kv_router.faults.block_size: {error}") from None
-        key = (made.worker_id, made.dp_rank)
-        self._begin()
-        self._judge.keep_book().attribution.mismatched[key] = self._injector.injection("block_size", key)
+        with self._publisher.lock:
+            try:
+                made = self._workers.add_mismatched(worker, block_size=size)
+            except ValueError as error:
+                raise ValueError(f"kv_router.faults.block_size: {error}") from None
+            key = (made.worker_id, made.dp_rank)
+            self._begin()
+            self._judge.mismatched(key, self._injector.injection("block_size", key))
         return made
 
     # ---------------------------------------------------------------------------------------------- the test

@@ -7,10 +7,10 @@ the engines is in `engine_comparison.py`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pytest_kvmock.events import RouterEvent, StreamKey
 from pytest_kvmock.harness.book import Book
@@ -27,26 +27,8 @@ from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.tokens import Prompt
 
-if TYPE_CHECKING:
-    from pytest_kvmock.engine.worker import KvWorker, Request
-
 InputFilter = Callable[[RouterEvent], tuple[Injection | None, RouterEvent]]
 """Returns the record of a fault in the input of the index under test, if there is one, and what the index is given."""
-
-
-class Verdict(NamedTuple):
-    """The problems found since the last verdict.
-
-    Attributes:
-        errors: errors that stand by themselves and that the test did not expect.
-        warnings: warnings, likewise.
-        unmet: a sentence for each error that the test expected, and for each fault that it asked for, that did not come
-            as often as asked for.
-    """
-
-    errors: list[Problem]
-    warnings: list[Problem]
-    unmet: list[str]
 
 
 class RecoveryAnswer(NamedTuple):
@@ -103,8 +85,6 @@ class Judge:
             self._comparison = IndexComparison(
                 self.under_test, self.reference, self.ledger, rng, sync, after_flush=self.apply_pending_recoveries
             )
-        self._judged = 0
-        self._leaked: set[Request] = set()
 
     @property
     def is_async(self) -> bool:
@@ -162,6 +142,10 @@ class Judge:
             known = "a sink raised on purpose; the router never got the event"
             problem = Problem("sink_failure", *key, known, "a sink takes every event", event, fault=injection)
             self.sink_failed(problem, event, missed=True)
+
+    def mismatched(self, key: StreamKey, injection: Injection) -> None:
+        """Attribute all that is wrong with the events of a worker to the fault that it is."""
+        self.keep_book().attribution.mismatched[key] = injection
 
     def received(self, delivery: Delivery) -> None:
         """Receive an event that arrives: judge it, and apply it to the indexes."""
@@ -339,51 +323,10 @@ class Judge:
         """Sort drifts; see `drift.oldest_first`."""
         return oldest_first(drifts, self.ledger.streams, self.log)
 
-    # ---------------------------------------------------------------------------------------------- verdict
-
-    def leaked(self, workers: Iterable[KvWorker], spared: Collection[Request] = ()) -> None:
-        """Record the requests that are still open at the end of a test, each once.
-
-        Args:
-            workers: the workers of the harness.
-            spared: requests that a teardown may finish yet.
-        """
-        for worker in workers:
-            requests = [r for r in worker.requests if r not in spared and r not in self._leaked]
-            if not requests:
-                continue
-            self._leaked.update(requests)
-            sizes = [len(request.blocks) if request.status == "running" else 0 for request in requests]
-            shown = ", ".join(map(str, sizes[:8])) + (f" and {len(sizes) - 8} more" if len(sizes) > 8 else "")
-            known = f"{len(requests)} request{'s are' if len(requests) > 1 else ' is'} open, with {shown} blocks"
-            right = "a request is finished, or left by its with block, before the test ends"
-            key = (worker.worker_id, worker.dp_rank)
-            self.log.note([Problem("leaked_requests", *key, known, right, position=self.log.total - 1)])
-
-    def close_async(self) -> None:
-        """Record the events that an async index was not given before the test body ended."""
+    def take_waiting(self) -> list[QueuedEvent]:
+        """Return the events that an async index was not given, and drop them."""
         if self._comparison is None or not self.is_async:
-            return
+            return []
         waiting = [queued for queued in self._comparison.waiting if isinstance(queued, QueuedEvent)]
         self._comparison.waiting.clear()
-        if not waiting:
-            return
-        first, count = waiting[0], len(waiting)
-        problem = Problem(
-            "not_flushed",
-            first.event.worker_id,
-            first.event.event.dp_rank,
-            f"{count} event{'s' * (count != 1)} waited for the async index when the test body ended, this one first",
-            "`await kv_router.aflush()` comes after the last event",
-            first.event,
-            first.position,
-        )
-        self.log.note([problem])
-
-    def verdict(self) -> Verdict:
-        """Return what is new since the last verdict. Expectations for the whole test are counted by the first."""
-        unmet = self.log.match_expectations()
-        self.log.expectations.clear()
-        new, self._judged = self.log.problems[self._judged :], len(self.log.problems)
-        standing = [p for p in new if p.cause is None and p.expected_by is None and not p.excused]
-        return Verdict([p for p in standing if p.is_error], [p for p in standing if not p.is_error], unmet)
+        return waiting

@@ -14,7 +14,6 @@ from pytest_kvmock.programs.operations import Decode, Finish, Operation, Preempt
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.events import RouterEvent
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.tokens import Prompt

@@ -25,11 +25,12 @@ from pytest_kvmock.events import (
 )
 from pytest_kvmock.harness.engine_comparison import EngineComparison
 from pytest_kvmock.harness.index_comparison import SYNC, Sync
-from pytest_kvmock.harness.judge import Judge, Verdict
+from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
-from pytest_kvmock.harness.user_sink import HASHES, KvSink, Published, is_event
+from pytest_kvmock.harness.user_sink import HASHES, KvSink, Publishable, is_event
+from pytest_kvmock.harness.verdict import Verdict, Verdicts
 from pytest_kvmock.harness.workers import WorkerKey, Workers
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.log_entry import STATUSES
@@ -127,6 +128,7 @@ class RouterHarness:
         self._judge = Judge(self.events, index, sync, comparing, self.recording, reference=reference)
         self.publisher = Publisher(self._judge)
         self._engines = EngineComparison(self._judge)
+        self._verdicts = Verdicts(self.events)
         self._workers = Workers(
             self.profile, self._judge, self.publisher, self._engines, recording=self.recording, rng=self._rng
         )
@@ -284,7 +286,7 @@ class RouterHarness:
 
     def apply(
         self,
-        events: Published | Iterable[Published],
+        events: Publishable | Iterable[Publishable],
         worker_id: int = 0,
         dp_rank: int = 0,
     ) -> None:
@@ -310,7 +312,7 @@ class RouterHarness:
                 self.by_hand.add((addressed.worker_id, addressed.event.dp_rank))
                 self.publisher.publish(addressed)
 
-    def _addressed(self, event: Published, worker_id: int, dp_rank: int) -> RouterEvent:
+    def _addressed(self, event: Publishable, worker_id: int, dp_rank: int) -> RouterEvent:
         """An event with what it lacks: id, rank and worker."""
         if isinstance(event, (Stored, Removed, Cleared)):
             event = KvCacheEvent(self.next_id(worker_id, dp_rank), event, dp_rank)
@@ -472,7 +474,7 @@ class RouterHarness:
         if not self._judge.is_async:
             raise TypeError(f"{what} is for an async index under test; this one is asked without await")
 
-    # ---------------------------------------------------------------------------------------------- judging
+    # ----------------------------------------------------------------------------------------------- counts
 
     def ok_count(self, kind: str) -> int:
         """How many events of a kind ("stored", "removed", "cleared") were valid."""
@@ -551,12 +553,12 @@ class RouterHarness:
     def judge(self) -> Verdict:
         """Flush, compare everything, and return what is new since the last verdict."""
         with self.publisher.lock:
-            self._judge.close_async()
+            self._verdicts.not_flushed(self._judge.take_waiting())
             self._judge.compare()
             self.flush()
-            self._judge.leaked(self._workers.by_key.values(), self._begun)
+            self._verdicts.leaked(self._workers.by_key.values(), self._begun)
             self._begun = frozenset()
-            verdict = self._judge.verdict()
+            verdict = self._verdicts.next()
             if self._faults is not None:
                 verdict.unmet.extend(self._faults.unmet())
             return verdict

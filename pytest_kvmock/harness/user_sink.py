@@ -34,7 +34,8 @@ FIRST_SINK_WORKER: Final = MOST_WORKERS
 CompareWith: TypeAlias = Callable[[int, int, StorageTier, Callable[[], Iterable[int]]], None]
 """Compares the stream of a worker, rank and tier with the resident blocks that a callable returns."""
 
-Published = EventData | KvCacheEvent | RouterEvent
+Publishable: TypeAlias = EventData | KvCacheEvent | RouterEvent
+"""What a sink takes: the data of an event, an event with its id, or one with its worker."""
 
 
 HASHES: Final = "tuples of hashes, of blocks from -2**63 to 2**64 - 1 and local ones from 0"
@@ -102,7 +103,7 @@ class KvSink:
 
     def publish(
         self,
-        event: Published,
+        event: Publishable,
         storage_tier: StorageTier = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
     ) -> None:

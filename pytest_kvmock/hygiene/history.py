@@ -186,8 +186,13 @@ class History:
             else:  # some were stored again since, perhaps with other hashes and tokens
                 local_hashes += map(self.local_hash, run)
             if tokens is not None:
-                parts = (self._all_tokens(event) or (None,))[:count] if whole else list(map(self.tokens, run))
-                if None in parts:
+                parts: Sequence[Sequence[int] | None]
+                if whole:
+                    ids = self._all_tokens(event)
+                    parts = [None] if ids is None else ids[:count]
+                else:
+                    parts = list(map(self.tokens, run))
+                if any(part is None for part in parts):  # by identity: a user's own sequences may compare as arrays do
                     tokens = None
                 else:
                     tokens += [token for part in parts if part is not None for token in part]

@@ -117,7 +117,7 @@ class _Player:
         events = [entry.event for entry in self._harness.events]
         new, self._seen = events[self._seen :], len(events)
         worker = self._worker_of(step.given) if step.worker is None else step.worker
-        after = _After(lambda: self._worker(worker).manager, answer, new)
+        after = _After(lambda: self._engine(worker).manager, answer, new)
         for name, (place, wanted) in step.expected.items():
             if name in ("refused", "problems"):
                 continue
@@ -173,9 +173,6 @@ class _Player:
         worker: WorkerName = given.get("worker", given.get("id", FIRST))
         return worker if isinstance(worker, tuple) else FIRST
 
-    def _worker(self, worker: WorkerName) -> KvWorker:
-        return self._engine(worker)
-
     def _engine(self, worker: WorkerName, backend: str | None = None) -> KvWorker:
         """The mock engine of an id; in a file, ids from 2**16 on are of sinks."""
         if worker[0] >= FIRST_SINK_WORKER:
@@ -199,29 +196,29 @@ class _Player:
     def _do_use(self, blocks: list[int | str], worker: WorkerName = FIRST, plhs: Any = None, **given: Any) -> int:
         if plhs is not None:
             given["plhs"] = [lineage_hash(*parts) for parts in plhs]
-        return self._worker(worker).manager.use(map(self._block, blocks), **given)
+        return self._engine(worker).manager.use(map(self._block, blocks), **given)
 
     def _do_deref(self, blocks: list[int | str], worker: WorkerName = FIRST) -> None:
-        self._worker(worker).manager.deref(map(self._block, blocks))
+        self._engine(worker).manager.deref(map(self._block, blocks))
 
     def _do_promote(self, partial: str, block: int, worker: WorkerName = FIRST, plh: Any = None, **given: Any) -> None:
         if plh is not None:
             given["plh"] = lineage_hash(*plh)
         uuid = self._block(partial)
         assert isinstance(uuid, UUID)
-        self._worker(worker).manager.promote(uuid, block, **given)
+        self._engine(worker).manager.promote(uuid, block, **given)
 
     def _do_prefill(self, request: str, worker: WorkerName = FIRST, **prompt: Any) -> int:
         requests = self._interpreter.requests
         if request in requests and requests[request].status in ("running", "preempted"):
             raise ValueError(f"a request named {request!r} is open already")
-        self._worker(worker)
+        self._engine(worker)
         cached: int = self._interpreter.do(Prefill(request, *self._asked(prompt), *worker, "hashes" in prompt))
         self._workers[request] = worker
         return cached
 
     def _do_serve(self, worker: WorkerName = FIRST, output_tokens: int = 0, **prompt: Any) -> Any:
-        self._worker(worker)
+        self._engine(worker)
         return self._interpreter.do(Serve(*self._asked(prompt), *worker, "hashes" in prompt, output_tokens))
 
     def _asked(self, given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...] | int | None]:
@@ -245,12 +242,12 @@ class _Player:
         return self._do_on(Resume(request))
 
     def _do_clear(self, worker: WorkerName) -> None:
-        self._worker(worker)
+        self._engine(worker)
         if not self._interpreter.do(Clear(*worker)):
             raise RequestError(f"worker {worker[0]} is not cleared while blocks are in use")
 
     def _do_restart(self, worker: WorkerName, announced: bool = False) -> None:
-        self._worker(worker)
+        self._engine(worker)
         self._interpreter.do(Restart(*worker, announced))
 
     def _do_worker(self, id: WorkerName, backend: str | None = None) -> None:  # noqa: A002 - the key in the file

@@ -76,7 +76,7 @@ class StoredAndRemoved:
                 self.pairs.append((stored, event.data, again))
 
 
-# As the real manager was recorded (tests/cache/test_recordings.py has the digest of its whole stream): every id of the
+# As the real manager was recorded (tests/cache/dynamo/test_recordings.py has the digest of its whole stream): every id of the
 # trace is a whole block, one request at a time. docs/fidelity.md, "Holes under multi_lru", says how it comes to this.
 def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(read_trace):
     heard = StoredAndRemoved()

@@ -41,6 +41,26 @@ def test_a_chain_has_no_tokens_where_a_block_came_without(tokens):
     assert ((1, 2), (10, 20), None) == history.read_chain(2, with_tokens=True)
 
 
+class Row(tuple):
+    """Token ids of a block that compare and count as truth as arrays do."""
+
+    __slots__ = ()
+
+    def __bool__(self):
+        raise ValueError("the truth of an array is ambiguous")
+
+    def __eq__(self, other):
+        raise ValueError("arrays compare element by element")
+
+    __hash__ = None
+
+
+def test_token_ids_may_be_arrays():
+    stored = Stored(None, (1, 2), (10, 20))
+    history = history_of(event(stored, tokens=Row((Row((0, 1)), Row((2, 3))))))
+    assert (0, 1, 2, 3) == history.read_chain(2, with_tokens=True).tokens
+
+
 def test_what_is_added_is_found_at_the_next_lookup():
     history = history_of(event(Stored(None, (1,), (1,))))
     assert (0, False) == (history.stored_at[1], history.was_stored(2))

@@ -36,9 +36,9 @@ from watch import TIMEOUT
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
-PACKAGES = ("pytest_kvmock/hygiene", "pytest_kvmock/harness", "pytest_kvmock/faults")
+PACKAGES = ("pytest_kvmock/hygiene", "pytest_kvmock/harness", "pytest_kvmock/faults", "pytest_kvmock/programs")
 TESTS = ("tests/hygiene", "tests/harness", "tests/faults", "tests/reduce", "tests/scenarios", "tests/plugin")
-TESTS += ("tests/testing", "tests/router", "tests/engine", "examples")
+TESTS += ("tests/testing", "tests/programs", "tests/router", "tests/engine", "examples")
 COMMAND = ("-q", "-p", "watch", "-p", "no:cacheprovider", "--tb=line", "--no-header")
 ENVIRONMENT = {"CI": "1", "PYTHONHASHSEED": "0"}  # with CI set, Hypothesis tries the same examples each time
 

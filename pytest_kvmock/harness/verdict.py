@@ -1,0 +1,82 @@
+"""The verdict of a test: what is new in the log since the last one, and what shows only when the test ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from pytest_kvmock.engine.worker import KvWorker, Request
+from pytest_kvmock.harness.index_comparison import QueuedEvent
+from pytest_kvmock.hygiene.log import EventLog
+from pytest_kvmock.hygiene.problem import Problem
+
+
+class Verdict(NamedTuple):
+    """The problems found since the last verdict.
+
+    Attributes:
+        errors: errors that stand by themselves and that the test did not expect.
+        warnings: warnings, likewise.
+        unmet: a sentence for each error that the test expected, and for each fault that it asked for, that did not come
+            as often as asked for.
+    """
+
+    errors: list[Problem]
+    warnings: list[Problem]
+    unmet: list[str]
+
+
+class Verdicts:
+    """Passes the verdicts of a test: one after its body, one after its teardowns.
+
+    Args:
+        log: the events and problems.
+    """
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._judged = 0
+        self._leaked: set[Request] = set()
+
+    def leaked(self, workers: Iterable[KvWorker], spared: Collection[Request] = ()) -> None:
+        """Record the requests that are still open at the end of a test, each once.
+
+        Args:
+            workers: the workers of the harness.
+            spared: requests that a teardown may finish yet.
+        """
+        for worker in workers:
+            requests = [r for r in worker.requests if r not in spared and r not in self._leaked]
+            if not requests:
+                continue
+            self._leaked.update(requests)
+            sizes = [len(request.blocks) if request.status == "running" else 0 for request in requests]
+            shown = ", ".join(map(str, sizes[:8])) + (f" and {len(sizes) - 8} more" if len(sizes) > 8 else "")
+            known = f"{len(requests)} request{'s are' if len(requests) > 1 else ' is'} open, with {shown} blocks"
+            right = "a request is finished, or left by its with block, before the test ends"
+            key = (worker.worker_id, worker.dp_rank)
+            self._log.note([Problem("leaked_requests", *key, known, right, position=self._log.total - 1)])
+
+    def not_flushed(self, waiting: Sequence[QueuedEvent]) -> None:
+        """Record that an async index was not given these events before the test body ended."""
+        if not waiting:
+            return
+        first, count = waiting[0], len(waiting)
+        problem = Problem(
+            "not_flushed",
+            first.event.worker_id,
+            first.event.event.dp_rank,
+            f"{count} event{'s' * (count != 1)} waited for the async index when the test body ended, this one first",
+            "`await kv_router.aflush()` comes after the last event",
+            first.event,
+            first.position,
+        )
+        self._log.note([problem])
+
+    def next(self) -> Verdict:
+        """Return what is new since the last verdict. Expectations for the whole test are counted by the first."""
+        unmet = self._log.match_expectations()
+        self._log.expectations.clear()
+        new, self._judged = self._log.problems[self._judged :], len(self._log.problems)
+        standing = [p for p in new if p.cause is None and p.expected_by is None and not p.excused]
+        return Verdict([p for p in standing if p.is_error], [p for p in standing if not p.is_error], unmet)
