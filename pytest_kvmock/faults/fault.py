@@ -41,6 +41,7 @@ class Fault:
     ) -> None:
         self.kind = kind
         self.left = n
+        self._asked = n
         self.injected = 0
         self.change = change
         self.late_by = late_by
@@ -72,7 +73,7 @@ class Fault:
             return None
         if not self.injected:
             return f"{self._call}: unused, no event matched"
-        return f"{self._call}: {self.injected} of {self.injected + (self.left or 0)} injected"
+        return f"{self._call}: {self.injected} of {self._asked} injected"
 
     def __enter__(self) -> Self:
         return self

@@ -29,7 +29,7 @@ class Piece:
 
     @property
     def event(self) -> RouterEvent | None:
-        """The whole event; None where a worker is forgotten."""
+        """The whole event; None where a worker is removed."""
         return None if isinstance(self.arrival, WorkerRemoved) else self.arrival[0]
 
     @property

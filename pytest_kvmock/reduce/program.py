@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness.index_comparison import Sync
 
 Step: TypeAlias = RouterEvent | WorkerRemoved | Operation
-"""An event as it arrives, a worker that is forgotten, or an operation on a worker."""
+"""An event as it arrives, the removal of a worker, or an operation on a worker."""
 
 Level: TypeAlias = Literal["events", "requests"]
 

@@ -20,7 +20,7 @@ _ALIKE: Final = 6
 
 
 def event_lines(steps: Iterable[object], *, sinks: int, with_ids: bool, after_each: str | None = None) -> Iterator[str]:
-    """The lines that have events arrive, and workers forgotten.
+    """The lines that deliver events and remove workers.
 
     Args:
         steps: the events, `WorkerRemoved` among them.
@@ -35,7 +35,7 @@ def event_lines(steps: Iterable[object], *, sinks: int, with_ids: bool, after_ea
         return
     for (kind, where), group in groupby(steps, _place):
         alike = [*group]
-        if kind == "forget":
+        if kind == "remove":
             yield from (_worker_removed(step) for step in alike if isinstance(step, WorkerRemoved))
             continue
         events = [step for step in alike if isinstance(step, RouterEvent)]
@@ -100,7 +100,7 @@ def sink_name(worker_id: int, sinks: int) -> str:
 
 def _place(step: object) -> tuple[str, tuple[int, int]]:
     if not isinstance(step, RouterEvent):
-        return "forget", (0, 0)
+        return "remove", (0, 0)
     where = (step.worker_id, step.event.dp_rank)
     return ("sink" if step.worker_id >= FIRST_SINK_WORKER else "apply"), where
 
