@@ -98,13 +98,13 @@ def test_a_policy_that_lacks_something_is_named():
 
 
 def test_a_spec_does_wherever_a_name_does():
-    with RouterHarness(backend=MINE) as kv_router:
-        prompt = kv_router.prompt()
-        kv_router.worker(0).serve(prompt)
-        assert "mine" == kv_router.backend == kv_router.worker(0).backend == kv_router.next_worker(MINE).backend
-        assert {0: 4} == kv_router.overlap(prompt)
+    with RouterHarness(backend=MINE) as kv_harness:
+        prompt = kv_harness.prompt()
+        kv_harness.worker(0).serve(prompt)
+        assert "mine" == kv_harness.backend == kv_harness.worker(0).backend == kv_harness.next_worker(MINE).backend
+        assert {0: 4} == kv_harness.overlap(prompt)
         with pytest.raises(ValueError, match="the harness has backend 'mine' already; it cannot become 'lru'"):
-            kv_router.use_backend("lru")
+            kv_harness.use_backend("lru")
 
 
 @pytest.mark.parametrize("name", BACKENDS)

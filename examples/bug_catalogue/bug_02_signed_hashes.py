@@ -18,7 +18,7 @@ def kv_index():
 
 
 @pytest.mark.kvmock(num_blocks=4)
-def test_evicted_blocks_leave_the_index(kv_router, kv_prompt):
-    with kv_router.faults.signed(kind="removed"):
+def test_evicted_blocks_leave_the_index(kv_harness, kv_prompt):
+    with kv_harness.faults.signed(kind="removed"):
         for _ in range(3):
-            kv_router.worker(0).serve(kv_prompt(blocks=3))
+            kv_harness.worker(0).serve(kv_prompt(blocks=3))

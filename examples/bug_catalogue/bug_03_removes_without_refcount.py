@@ -21,8 +21,8 @@ def kv_index():
 
 
 @pytest.mark.kvmock(dp_size=2, num_blocks=4)
-def test_a_block_is_there_while_a_rank_has_it(kv_router, kv_prompt):
+def test_a_block_is_there_while_a_rank_has_it(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=2)
-    kv_router.worker(0, dp_rank=0).serve(prompt)
-    kv_router.worker(0, dp_rank=1).serve(prompt)
-    kv_router.worker(0, dp_rank=0).serve(kv_prompt(blocks=4))  # evicts both
+    kv_harness.worker(0, dp_rank=0).serve(prompt)
+    kv_harness.worker(0, dp_rank=1).serve(prompt)
+    kv_harness.worker(0, dp_rank=0).serve(kv_prompt(blocks=4))  # evicts both

@@ -22,8 +22,8 @@ def kv_index():
 
 
 @pytest.mark.kvmock(workers=2, num_blocks=4)
-def test_an_eviction_is_one_workers_business(kv_router, kv_prompt):
+def test_an_eviction_is_one_workers_business(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=3)
-    kv_router.worker(0).serve(prompt)
-    kv_router.worker(1).serve(prompt)
-    kv_router.worker(0).serve(kv_prompt(blocks=3))
+    kv_harness.worker(0).serve(prompt)
+    kv_harness.worker(1).serve(prompt)
+    kv_harness.worker(0).serve(kv_prompt(blocks=3))

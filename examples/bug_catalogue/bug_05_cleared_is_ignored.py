@@ -17,6 +17,6 @@ def kv_index():
     return IgnoresCleared()
 
 
-def test_a_cleared_worker_is_cold(kv_router, kv_prompt):
-    kv_router.worker(0).serve(kv_prompt(blocks=2))
-    kv_router.worker(0).clear()
+def test_a_cleared_worker_is_cold(kv_harness, kv_prompt):
+    kv_harness.worker(0).serve(kv_prompt(blocks=2))
+    kv_harness.worker(0).clear()

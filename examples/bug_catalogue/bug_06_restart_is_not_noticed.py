@@ -10,7 +10,7 @@ def kv_index():
 
 
 @pytest.mark.kvmock(survive=["restart"])
-def test_a_restarted_worker_is_cold(kv_router, kv_prompt):
-    kv_router.worker(0).serve(kv_prompt(blocks=2))
-    kv_router.faults.restart()
-    kv_router.worker(0).serve(kv_prompt(blocks=2))
+def test_a_restarted_worker_is_cold(kv_harness, kv_prompt):
+    kv_harness.worker(0).serve(kv_prompt(blocks=2))
+    kv_harness.faults.restart()
+    kv_harness.worker(0).serve(kv_prompt(blocks=2))

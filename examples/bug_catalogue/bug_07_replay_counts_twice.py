@@ -27,7 +27,7 @@ def kv_index():
 
 
 @pytest.mark.kvmock(survive=["double"], num_blocks=4)
-def test_an_event_that_comes_twice_counts_once(kv_router, kv_prompt):
-    with kv_router.faults.double(kind="stored"):
-        kv_router.worker(0).serve(kv_prompt(blocks=3))
-    kv_router.worker(0).serve(kv_prompt(blocks=4))  # evicts the three
+def test_an_event_that_comes_twice_counts_once(kv_harness, kv_prompt):
+    with kv_harness.faults.double(kind="stored"):
+        kv_harness.worker(0).serve(kv_prompt(blocks=3))
+    kv_harness.worker(0).serve(kv_prompt(blocks=4))  # evicts the three

@@ -16,8 +16,8 @@ def kv_index():
 
 
 @pytest.mark.kvmock(survive=["late_join"])
-def test_a_late_router_catches_up(kv_router, kv_prompt):
+def test_a_late_router_catches_up(kv_harness, kv_prompt):
     system_prompt = kv_prompt(blocks=3)
-    with kv_router.faults.late_join():
-        kv_router.worker(0).serve(system_prompt)
-    kv_router.worker(0).serve(kv_prompt(blocks=1, after=system_prompt))
+    with kv_harness.faults.late_join():
+        kv_harness.worker(0).serve(system_prompt)
+    kv_harness.worker(0).serve(kv_prompt(blocks=1, after=system_prompt))

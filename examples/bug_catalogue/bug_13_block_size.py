@@ -34,5 +34,5 @@ def kv_index():
     return TokenIndex(block_size=32)  # the default of some other place; the engine's is 16
 
 
-def test_a_warm_prompt_is_known(kv_router, kv_prompt):
-    kv_router.worker(0).serve(kv_prompt(blocks=4))
+def test_a_warm_prompt_is_known(kv_harness, kv_prompt):
+    kv_harness.worker(0).serve(kv_prompt(blocks=4))

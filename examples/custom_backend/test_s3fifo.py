@@ -11,19 +11,19 @@ from pytest_kvmock import RouterHarness, create_manager
 pytestmark = pytest.mark.kv_backends("lineage", "lru", "multi_lru", "s3fifo")
 
 
-def test_what_is_served_is_known_to_the_router(kv_router, kv_prompt):
+def test_what_is_served_is_known_to_the_router(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=4)
-    kv_router.worker(0).serve(prompt)
-    assert {0: 4} == kv_router.overlap(prompt)
+    kv_harness.worker(0).serve(prompt)
+    assert {0: 4} == kv_harness.overlap(prompt)
 
 
 @pytest.mark.kvmock(num_blocks=16)
-def test_stream_and_engine_agree_under_pressure(kv_router, kv_worker, kv_prompt, kv_events):
+def test_stream_and_engine_agree_under_pressure(kv_harness, kv_worker, kv_prompt, kv_events):
     for _ in range(20):
         first = kv_prompt(blocks=3)
         kv_worker.serve(first)
         kv_worker.serve(kv_prompt(blocks=3, after=first))
-    kv_router.assert_in_sync()
+    kv_harness.assert_in_sync()
     assert 16 == len(kv_events.stored_blocks) - len(kv_events.removed_blocks)
 
 
@@ -120,7 +120,7 @@ def test_a_block_in_use_is_passed_over():
 
 
 def test_a_harness_takes_the_spec_itself():
-    with RouterHarness(backend=S3FIFO) as kv_router:
-        prompt = kv_router.prompt()
-        kv_router.worker(0).serve(prompt)
-        assert {0: 4} == kv_router.overlap(prompt)
+    with RouterHarness(backend=S3FIFO) as kv_harness:
+        prompt = kv_harness.prompt()
+        kv_harness.worker(0).serve(prompt)
+        assert {0: 4} == kv_harness.overlap(prompt)

@@ -21,40 +21,40 @@ def kv_index():
 
 
 @pytest.fixture
-def router(kv_index, kv_router):
-    return EngineRouter(kv_index, list(kv_router.workers))
+def router(kv_index, kv_harness):
+    return EngineRouter(kv_index, list(kv_harness.workers))
 
 
-def test_the_next_turn_of_a_chat_goes_where_the_last_one_was(router, kv_router, kv_worker, kv_profile, kv_prompt):
+def test_the_next_turn_of_a_chat_goes_where_the_last_one_was(router, kv_harness, kv_worker, kv_profile, kv_prompt):
     """However the engine publishes the answer: by the next turn the router knows all whole blocks of it."""
     size = kv_profile.block_size
     question = kv_prompt(blocks=3)
     first = router.route(question.block_hashes(size))
-    with kv_router.worker(first).prefill(question) as request:
+    with kv_harness.worker(first).prefill(question) as request:
         answer = kv_prompt(blocks=2, tail=1).tokens
         request.decode(answer[:size])
-        known = kv_router.overlap(question).get(first, 0)
+        known = kv_harness.overlap(question).get(first, 0)
         assert 3 == known  # the prompt, from the moment that it is prefilled
         request.decode(answer[size:])
 
     followup = kv_prompt(blocks=1, after=(*question.tokens, *answer))
-    assert {first: 5} == kv_router.overlap(followup)
+    assert {first: 5} == kv_harness.overlap(followup)
     assert first == router.route(followup.block_hashes(size))
-    assert 5 * size == kv_router.worker(first).cached_tokens(followup)
+    assert 5 * size == kv_harness.worker(first).cached_tokens(followup)
 
 
-def test_a_prompt_asked_again_is_reused_but_for_what_the_engine_recomputes(router, kv_router, kv_profile, kv_prompt):
+def test_a_prompt_asked_again_is_reused_but_for_what_the_engine_recomputes(router, kv_harness, kv_profile, kv_prompt):
     size = kv_profile.block_size
     prompt = kv_prompt(blocks=4)
-    worker = kv_router.worker(router.route(prompt.block_hashes(size)))
+    worker = kv_harness.worker(router.route(prompt.block_hashes(size)))
     worker.serve(prompt)
 
-    assert {worker.worker_id: 4} == kv_router.overlap(prompt)
+    assert {worker.worker_id: 4} == kv_harness.overlap(prompt)
     assert (4 - worker.traits.recomputes_last_token) * size == worker.serve(prompt).cached_tokens
 
 
 @pytest.mark.kvmock(workers=1, num_blocks=8)
-def test_a_block_of_which_there_are_copies_is_known_until_the_last_goes(kv_router, kv_worker, kv_prompt):
+def test_a_block_of_which_there_are_copies_is_known_until_the_last_goes(kv_harness, kv_worker, kv_prompt):
     """An engine that computes the last token again has the last block twice (vLLM). Then the older copy is evicted."""
     prompt = kv_prompt(blocks=3)
     kv_worker.serve(prompt)
@@ -65,7 +65,7 @@ def test_a_block_of_which_there_are_copies_is_known_until_the_last_goes(kv_route
         kv_worker.serve(kv_prompt(blocks=1))
 
     # What is asked here, the plugin asks after each event: an index that forgets with the first copy has failed by now.
-    assert {0: 3} == kv_router.overlap(prompt)
+    assert {0: 3} == kv_harness.overlap(prompt)
 
 
 class TestTrace:
@@ -77,21 +77,21 @@ class TestTrace:
         num_blocks = 48 if pytestconfig.getoption("kv_trace") is None else 4096
         return EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=num_blocks)
 
-    def test_a_trace_is_served(self, router, kv_router, kv_events, kv_trace, kv_backend, capsys):
+    def test_a_trace_is_served(self, router, kv_harness, kv_events, kv_trace, kv_backend, capsys):
         asked = cached = 0
         for request in kv_trace:
             prompt = request.prompt()
-            worker = kv_router.worker(router.route(prompt.block_hashes(MOONCAKE_BLOCK_SIZE)))
+            worker = kv_harness.worker(router.route(prompt.block_hashes(MOONCAKE_BLOCK_SIZE)))
             asked += request.input_length
             cached += worker.serve(prompt).cached_tokens
 
-        kv_router.assert_no_event_errors()
+        kv_harness.assert_no_event_errors()
         stored, removed = kv_events.stored_blocks, kv_events.removed_blocks
         with capsys.disabled():
             print(
                 f"\n{kv_backend:>10}: {cached / asked:6.1%} of the tokens reused, {kv_events.total:>5} events, "
                 f"{len(stored):>5} blocks stored, {len(removed):>5} removed"
             )
-        held = sum(len(worker.manager.resident()) for worker in kv_router.workers.values())
-        if "evicted_and_restored" not in kv_router.warning_counts():  # else an engine holds more than it said
+        held = sum(len(worker.manager.resident()) for worker in kv_harness.workers.values())
+        if "evicted_and_restored" not in kv_harness.warning_counts():  # else an engine holds more than it said
             assert held == len(stored) - len(removed)

@@ -1,6 +1,6 @@
 """An async index of your own: events wait until the test lets the index have them, in the test's own loop.
 
-`await kv_router.aflush()` gives the index what waits, and compares it with what is right. Events that nobody flushed
+`await kv_harness.aflush()` gives the index what waits, and compares it with what is right. Events that nobody flushed
 fail the test. It works with any plugin that runs async tests; here it is anyio's.
 """
 
@@ -40,13 +40,13 @@ def anyio_backend():
 
 
 @pytest.mark.anyio
-async def test_it_is_asked_after_a_flush(kv_router, kv_prompt):
+async def test_it_is_asked_after_a_flush(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=4)
-    kv_router.worker(0).serve(prompt)
-    assert {} == await kv_router.aoverlap(prompt)
+    kv_harness.worker(0).serve(prompt)
+    assert {} == await kv_harness.aoverlap(prompt)
 
-    await kv_router.aflush()
-    assert {0: 4} == await kv_router.aoverlap(prompt)
+    await kv_harness.aflush()
+    assert {0: 4} == await kv_harness.aoverlap(prompt)
 
 
 class TestQueuedIndex(IndexContract):

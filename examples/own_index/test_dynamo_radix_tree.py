@@ -40,25 +40,25 @@ def kv_index():
 
 
 @pytest.mark.kvmock(workers=2, num_blocks=8)
-def test_it_knows_who_has_what(kv_router, kv_prompt):
+def test_it_knows_who_has_what(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=4)
-    kv_router.worker(0).serve(prompt)
-    kv_router.worker(1).serve(prompt.tokens[:40])
-    assert {0: 4, 1: 2} == kv_router.overlap(prompt)
+    kv_harness.worker(0).serve(prompt)
+    kv_harness.worker(1).serve(prompt.tokens[:40])
+    assert {0: 4, 1: 2} == kv_harness.overlap(prompt)
 
-    kv_router.worker(0).serve(kv_prompt(blocks=6))  # evicts the last two
-    kv_router.worker(1).restart(announced=True)
-    assert {0: 2} == kv_router.overlap(prompt)
+    kv_harness.worker(0).serve(kv_prompt(blocks=6))  # evicts the last two
+    kv_harness.worker(1).restart(announced=True)
+    assert {0: 2} == kv_harness.overlap(prompt)
 
 
 @pytest.mark.kvmock(dp_size=2, index_semantics=SEMANTICS)
-def test_a_cleared_is_about_a_rank_or_in_older_releases_about_its_worker(kv_router, kv_prompt):
+def test_a_cleared_is_about_a_rank_or_in_older_releases_about_its_worker(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=4)
     for rank in (0, 1):
-        kv_router.worker(0, rank).serve(prompt)
-    kv_router.worker(0, 0).clear()
-    assert ({} if SEMANTICS == "e1" else {(0, 1): 4}) == kv_router.overlap(prompt)
-    kv_router.worker(0, 1).serve(kv_prompt(blocks=2, after=prompt))  # of which an older tree has no parent
+        kv_harness.worker(0, rank).serve(prompt)
+    kv_harness.worker(0, 0).clear()
+    assert ({} if SEMANTICS == "e1" else {(0, 1): 4}) == kv_harness.overlap(prompt)
+    kv_harness.worker(0, 1).serve(kv_prompt(blocks=2, after=prompt))  # of which an older tree has no parent
 
 
 class TestDynamoIndex(IndexContract):

@@ -47,15 +47,15 @@ def kv_index(kv_traits):
 
 
 @pytest.mark.kvmock(workers=2, num_blocks=8)
-def test_it_knows_who_has_what(kv_router, kv_prompt):
+def test_it_knows_who_has_what(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=4)
-    kv_router.worker(0).serve(prompt)
-    kv_router.worker(1).serve(prompt.tokens[:40])
-    assert {0: 4, 1: 2} == kv_router.overlap(prompt)
+    kv_harness.worker(0).serve(prompt)
+    kv_harness.worker(1).serve(prompt.tokens[:40])
+    assert {0: 4, 1: 2} == kv_harness.overlap(prompt)
 
-    kv_router.worker(0).serve(kv_prompt(blocks=6))  # evicts the last two
-    kv_router.worker(1).clear()
-    assert {0: 2} == kv_router.overlap(prompt)
+    kv_harness.worker(0).serve(kv_prompt(blocks=6))  # evicts the last two
+    kv_harness.worker(1).clear()
+    assert {0: 2} == kv_harness.overlap(prompt)
 
 
 class TestHashIndex(IndexContract):

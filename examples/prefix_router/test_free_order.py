@@ -30,15 +30,15 @@ def test_a_backend_decides_what_goes_first(kv_manager, kv_events, kv_backend):
     assert removed[kv_backend] == kv_events.removed_blocks
 
 
-def test_it_decides_whether_the_router_can_use_the_rest(kv_router, kv_backend):
-    manager = kv_router.worker(0).manager
+def test_it_decides_whether_the_router_can_use_the_rest(kv_harness, kv_backend):
+    manager = kv_harness.worker(0).manager
     manager.use(PROMPT)
     manager.deref(1, 2, 3, 4)
 
     manager.use([5, 6])
 
     overlap = {"lineage": {0: 2}, "lru": {}, "multi_lru": {}}
-    assert overlap[kv_backend] == kv_router.overlap_for_hashes(PROMPT)
+    assert overlap[kv_backend] == kv_harness.overlap_for_hashes(PROMPT)
 
 
 @pytest.mark.kv_backends("lineage")  # of the test; its workers name their own

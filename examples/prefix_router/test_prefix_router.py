@@ -15,25 +15,25 @@ def kv_index(kv_profile):
 
 
 @pytest.fixture
-def router(kv_index, kv_router):
-    return PrefixRouter(kv_index, len(kv_router.workers))
+def router(kv_index, kv_harness):
+    return PrefixRouter(kv_index, len(kv_harness.workers))
 
 
 @pytest.mark.kvmock(workers=2)
-def test_a_warm_worker_is_preferred(router, kv_router, kv_prompt):
+def test_a_warm_worker_is_preferred(router, kv_harness, kv_prompt):
     system_prompt = kv_prompt(blocks=4)
-    kv_router.worker(1).serve(system_prompt)
+    kv_harness.worker(1).serve(system_prompt)
 
     question = kv_prompt(blocks=1, after=system_prompt)
 
-    assert {1: 4} == kv_router.overlap(question)  # our index answers this
+    assert {1: 4} == kv_harness.overlap(question)  # our index answers this
     assert 1 == router.route(question.tokens)
 
 
 @pytest.mark.kvmock(workers=2)
-def test_load_beats_a_small_overlap(router, kv_router, kv_prompt):
+def test_load_beats_a_small_overlap(router, kv_harness, kv_prompt):
     system_prompt = kv_prompt(blocks=1)
-    kv_router.worker(0).serve(system_prompt)
+    kv_harness.worker(0).serve(system_prompt)
     first, second, third = (kv_prompt(blocks=3, after=system_prompt).tokens for _ in range(3))
     assert 0 == router.route(first)  # 4 blocks, of which 3 are to prefill: 3 against 4
 
@@ -43,32 +43,32 @@ def test_load_beats_a_small_overlap(router, kv_router, kv_prompt):
     assert 0 == router.route(third)
 
 
-def test_blocks_of_the_answer_count(router, kv_router, kv_prompt):
+def test_blocks_of_the_answer_count(router, kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=2)
-    with kv_router.worker(0).prefill(prompt) as request:
+    with kv_harness.worker(0).prefill(prompt) as request:
         request.decode(range(17))  # one block of 16, which is published when the 17th token comes
 
-    assert {0: 3} == kv_router.overlap([*prompt.tokens, *range(16)])
+    assert {0: 3} == kv_harness.overlap([*prompt.tokens, *range(16)])
 
 
 @pytest.mark.kvmock(num_blocks=4)
-def test_an_eviction_reaches_the_router(router, kv_router, kv_events, kv_prompt):
-    worker, old, new = kv_router.worker(0), kv_prompt(blocks=4), kv_prompt(blocks=3)
+def test_an_eviction_reaches_the_router(router, kv_harness, kv_events, kv_prompt):
+    worker, old, new = kv_harness.worker(0), kv_prompt(blocks=4), kv_prompt(blocks=3)
     stored = worker.serve(old).stored_blocks
 
     worker.serve(new)
 
     assert [*stored[:0:-1]] == kv_events.removed_blocks  # the tail is evicted first
-    assert {0: 1} == kv_router.overlap(old)
-    assert {0: 3} == kv_router.overlap(new)
+    assert {0: 1} == kv_harness.overlap(old)
+    assert {0: 3} == kv_harness.overlap(new)
 
 
 @pytest.mark.kvmock(workers=2)
-def test_a_lost_event_is_detected(router, kv_router, kv_events, kv_prompt):
-    worker, prompt = kv_router.worker(0), kv_prompt(blocks=4)
+def test_a_lost_event_is_detected(router, kv_harness, kv_events, kv_prompt):
+    worker, prompt = kv_harness.worker(0), kv_prompt(blocks=4)
     worker.serve(prompt)
 
-    with kv_router.drop_next(), kv_events.expect_error("event_id_gap"):
+    with kv_harness.drop_next(), kv_events.expect_error("event_id_gap"):
         worker.serve(kv_prompt(blocks=2))  # its Stored is lost
         worker.serve(kv_prompt(blocks=2))  # so the id of this one is not the next
 
@@ -77,8 +77,8 @@ def test_a_lost_event_is_detected(router, kv_router, kv_events, kv_prompt):
 
 
 @pytest.mark.kvmock(workers=2)
-def test_a_restart_that_nobody_announced_is_detected(router, kv_router, kv_events, kv_prompt):
-    worker, prompt = kv_router.worker(0), kv_prompt(blocks=4)
+def test_a_restart_that_nobody_announced_is_detected(router, kv_harness, kv_events, kv_prompt):
+    worker, prompt = kv_harness.worker(0), kv_prompt(blocks=4)
     worker.serve(prompt)
 
     worker.restart()
@@ -90,13 +90,13 @@ def test_a_restart_that_nobody_announced_is_detected(router, kv_router, kv_event
 
 
 @pytest.mark.kvmock(workers=2)
-def test_a_worker_that_restarted_is_cold(router, kv_router, kv_prompt):
-    worker, prompt = kv_router.worker(0), kv_prompt(blocks=4)
+def test_a_worker_that_restarted_is_cold(router, kv_harness, kv_prompt):
+    worker, prompt = kv_harness.worker(0), kv_prompt(blocks=4)
     worker.serve(prompt)
 
     worker.restart(announced=True)
 
-    assert {} == kv_router.overlap(prompt)
+    assert {} == kv_harness.overlap(prompt)
     worker.serve(kv_prompt(blocks=2))
     assert set() == router.index.stale
     assert 1 == router.route(prompt.tokens)  # both are cold, and worker 1 has more room

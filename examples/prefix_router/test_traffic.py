@@ -38,16 +38,16 @@ def kv_index():
 
 
 @pytest.fixture
-def router(kv_index, kv_router):
-    return PrefixRouter(kv_index, len(kv_router.workers))
+def router(kv_index, kv_harness):
+    return PrefixRouter(kv_index, len(kv_harness.workers))
 
 
 class Fleet:
     """Serves a trace: requests overlap, and last as long as their output takes. The trace's clock is the only one."""
 
-    def __init__(self, router, kv_router):
+    def __init__(self, router, kv_harness):
         self.router = router
-        self.workers = kv_router.workers
+        self.workers = kv_harness.workers
         self.requests = Counter()
         self.asked = Counter()
         self.cached = Counter()
@@ -98,23 +98,23 @@ class Fleet:
         return "\n".join(lines)
 
 
-def test_a_trace_is_served_by_four_workers(router, kv_router, kv_events, kv_trace, kv_backend, capsys):
-    fleet = Fleet(router, kv_router)
+def test_a_trace_is_served_by_four_workers(router, kv_harness, kv_events, kv_trace, kv_backend, capsys):
+    fleet = Fleet(router, kv_harness)
 
     for number, request in enumerate(kv_trace):
         fleet.serve(number, request)
     fleet.finish()
 
-    kv_router.assert_no_event_errors()
-    logs = {worker: kv_events.for_worker(worker) for worker in kv_router.workers}
+    kv_harness.assert_no_event_errors()
+    logs = {worker: kv_events.for_worker(worker) for worker in kv_harness.workers}
     evicted = {worker: len(log.removed_blocks) for worker, log in logs.items()}
     warnings = {worker: len(log.warnings) for worker, log in logs.items()}
     with capsys.disabled():
         print("\n" + fleet.table(f"{len(kv_trace)} requests over 4 workers, {kv_backend}", evicted, warnings))
-        for rule, count in kv_router.warning_counts().items():
+        for rule, count in kv_harness.warning_counts().items():
             print(f"{rule}: {count}")
     assert len(kv_trace) == sum(fleet.requests.values())
-    if "evicted_and_restored" not in kv_router.warning_counts():  # else the engines hold more than they said
-        kv_router.assert_in_sync()
-        for worker, engine in kv_router.workers.items():
+    if "evicted_and_restored" not in kv_harness.warning_counts():  # else the engines hold more than they said
+        kv_harness.assert_in_sync()
+        for worker, engine in kv_harness.workers.items():
             assert len(engine.manager.resident()) == router.index.size(worker)

@@ -18,14 +18,14 @@ def kv_index(request, kv_recovery):
 
 
 @pytest.fixture
-def lose_one(kv_router, kv_events, kv_prompt):
+def lose_one(kv_harness, kv_events, kv_prompt):
     """Make a worker lose an event between two others."""
 
     def lose():
-        worker, prompt = kv_router.worker(0), kv_prompt(blocks=3)
+        worker, prompt = kv_harness.worker(0), kv_prompt(blocks=3)
         worker.serve(kv_prompt(blocks=1))
         with kv_events.expect_error("event_id_gap"):  # the ledger has noticed; the index mends it
-            kv_router.drop_next()
+            kv_harness.drop_next()
             worker.serve(prompt)
             worker.serve(kv_prompt(blocks=1))
         return prompt
@@ -34,16 +34,16 @@ def lose_one(kv_router, kv_events, kv_prompt):
 
 
 @pytest.fixture
-def evict_in_silence(kv_router, kv_events, kv_recovery, kv_prompt):
+def evict_in_silence(kv_harness, kv_events, kv_recovery, kv_prompt):
     """Make a worker of four blocks lose the Removed of a prompt, and answer with a dump when it is asked."""
 
     def evict():
         kv_recovery.ring = 1
-        worker, old = kv_router.worker(0), kv_prompt(blocks=2)
+        worker, old = kv_harness.worker(0), kv_prompt(blocks=2)
         worker.serve(old)
         worker.serve(kv_prompt(blocks=2))
         with kv_events.expect_error("event_id_gap"):
-            kv_router.drop_next(kind="removed")
+            kv_harness.drop_next(kind="removed")
             worker.serve(kv_prompt(blocks=2))  # in the place of the old one
             worker.serve(kv_prompt(blocks=1))
         return old
@@ -51,54 +51,54 @@ def evict_in_silence(kv_router, kv_events, kv_recovery, kv_prompt):
     return evict
 
 
-def test_a_lost_event_is_asked_for(lose_one, kv_router, kv_recovery):
+def test_a_lost_event_is_asked_for(lose_one, kv_harness, kv_recovery):
     prompt = lose_one()
 
-    assert {0: 3} == kv_router.overlap(prompt)
+    assert {0: 3} == kv_harness.overlap(prompt)
     assert [WorkerQuery(0), WorkerQuery(0, start=1)] == kv_recovery.queries  # at the first event, and at the gap
     assert isinstance(kv_recovery.answers[-1], Events)
 
 
-def test_what_the_ring_has_no_more_comes_as_a_dump(lose_one, kv_router, kv_recovery):
+def test_what_the_ring_has_no_more_comes_as_a_dump(lose_one, kv_harness, kv_recovery):
     kv_recovery.ring = 1
 
     prompt = lose_one()
 
     assert isinstance(kv_recovery.answers[-1], TreeDump)
-    assert {0: 3} == kv_router.overlap(prompt)
+    assert {0: 3} == kv_harness.overlap(prompt)
 
 
 @pytest.mark.kvmock(num_blocks=4)
-def test_a_lost_eviction_is_mended_by_a_dump(evict_in_silence, kv_router):
+def test_a_lost_eviction_is_mended_by_a_dump(evict_in_silence, kv_harness):
     old = evict_in_silence()
 
-    assert {} == kv_router.overlap(old)
+    assert {} == kv_harness.overlap(old)
 
 
-def test_after_a_restart_all_is_asked_for_again(kv_router, kv_recovery, kv_prompt):
-    worker, old, new = kv_router.worker(0), kv_prompt(), kv_prompt()
+def test_after_a_restart_all_is_asked_for_again(kv_harness, kv_recovery, kv_prompt):
+    worker, old, new = kv_harness.worker(0), kv_prompt(), kv_prompt()
     worker.serve(old)
 
     worker.restart(announced=True)
     worker.serve(new)
 
     assert [WorkerQuery(0), WorkerQuery(0)] == kv_recovery.queries
-    assert ({}, {0: 4}) == (kv_router.overlap(old), kv_router.overlap(new))
+    assert ({}, {0: 4}) == (kv_harness.overlap(old), kv_harness.overlap(new))
 
 
 @pytest.mark.kvmock(
     workers=2, num_blocks=16, faults={"lose": 0.1, "double": 0.1, "delay": 0.1}, survive=["lose", "double", "delay"]
 )
-def test_it_ends_right_whatever_is_lost_or_late_or_comes_twice(kv_router, kv_recovery, kv_prompt):
+def test_it_ends_right_whatever_is_lost_or_late_or_comes_twice(kv_harness, kv_recovery, kv_prompt):
     for i in range(60):
-        kv_router.worker(i % 2).serve(kv_prompt(blocks=3))
+        kv_harness.worker(i % 2).serve(kv_prompt(blocks=3))
 
     assert len(kv_recovery.queries) > 2  # more than at the first event of each worker
 
 
-def test_nothing_is_asked_while_nothing_is_missing(kv_router, kv_recovery, kv_prompt):
+def test_nothing_is_asked_while_nothing_is_missing(kv_harness, kv_recovery, kv_prompt):
     for _ in range(10):
-        kv_router.worker(0).serve(kv_prompt())
+        kv_harness.worker(0).serve(kv_prompt())
 
     assert 1 == len(kv_recovery.queries)
 
@@ -108,17 +108,17 @@ def test_nothing_is_asked_while_nothing_is_missing(kv_router, kv_recovery, kv_pr
     ("kv_index", "questions_an_event"), [(RecoveringIndex, 0), (Dynamo7072, 1)], indirect=["kv_index"]
 )
 def test_dynamo_7072_shows_in_the_number_of_questions(
-    lose_one, kv_router, kv_events, kv_recovery, kv_prompt, questions_an_event
+    lose_one, kv_harness, kv_events, kv_recovery, kv_prompt, questions_an_event
 ):
     kv_recovery.ring = 1
     for _ in range(5):
-        kv_router.worker(0).serve(kv_prompt(blocks=1))
+        kv_harness.worker(0).serve(kv_prompt(blocks=1))
     lose_one()
     kv_recovery.queries.clear()
     events = kv_events.total
 
     for _ in range(3):  # nothing is lost any more
-        kv_router.worker(0).serve(kv_prompt(blocks=1))
+        kv_harness.worker(0).serve(kv_prompt(blocks=1))
 
     print(*kv_recovery.queries, sep="\n")
     assert (kv_events.total - events) * questions_an_event == len(kv_recovery.queries)
@@ -126,10 +126,10 @@ def test_dynamo_7072_shows_in_the_number_of_questions(
 
 @pytest.mark.kvmock(num_blocks=4, allow=["index_drift"])
 @pytest.mark.parametrize("kv_index", [KeepsWhatItHad], indirect=True)
-def test_a_dump_that_is_added_to_what_was_there_shows_as_drift(evict_in_silence, kv_router):
+def test_a_dump_that_is_added_to_what_was_there_shows_as_drift(evict_in_silence, kv_harness):
     old = evict_in_silence()
 
-    assert {0: 2} == kv_router.overlap(old)  # it was dropped
+    assert {0: 2} == kv_harness.overlap(old)  # it was dropped
     with pytest.raises(KvEventsError, match="index_drift") as drift:
-        kv_router.assert_in_sync()
+        kv_harness.assert_in_sync()
     print(drift.value)

@@ -85,9 +85,11 @@ class EngineComparison:
         except Exception as error:  # noqa: BLE001 - a user's callable; what else was found must not be lost
             if key not in self._mute:
                 self._mute.add(key)
-                known = f"the resident blocks could not be read: {type(error).__name__}: {error}"
-                right = "the callable given to compare returns the resident block hashes"
-                self._judge.log.note([Problem("engine_drift", *key, known, right, position=self._judge.log.total - 1)])
+                observed = f"the resident blocks could not be read: {type(error).__name__}: {error}"
+                expected = "the callable given to compare returns the resident block hashes"
+                self._judge.log.note(
+                    [Problem("engine_drift", *key, observed, expected, position=self._judge.log.total - 1)]
+                )
             return None
         return blocks
 
@@ -99,9 +101,9 @@ class EngineComparison:
         found = []
         for key, tier, resident in self._residents(workers):
             stream = ledger.streams[key]
-            for blocks, right, had in differences(stream, self._resident_blocks(key, resident) or [], tier):
+            for blocks, expected, had in differences(stream, self._resident_blocks(key, resident) or [], tier):
                 if blocks:
-                    found.append(ledger.drift_problem(stream, tuple(blocks), right, had))
+                    found.append(ledger.drift_problem(stream, tuple(blocks), expected, had))
         for problem in found:
             problem.position = judge.log.total - 1
         return oldest_first(found, judge.ledger.streams, judge.log)

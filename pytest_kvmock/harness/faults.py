@@ -1,4 +1,4 @@
-"""The faults that a test injects (`kv_router.faults`).
+"""The faults that a test injects (`kv_harness.faults`).
 
 One subject, one class: a method for each fault, with its arguments and errors. What a fault does to an event is in
 `pytest_kvmock.faults`.
@@ -32,7 +32,7 @@ LATE_BY = 2
 
 
 class Faults:
-    """Injects faults between workers and router (`kv_router.faults`).
+    """Injects faults between workers and router (`kv_harness.faults`).
 
     Most faults apply to the next `n` events that match their filters; `n=None` is every one until the fault is stopped.
     Each method returns a `Fault`, which is a context manager too. One fault at most applies to an event: the one that
@@ -99,7 +99,7 @@ class Faults:
         """Give Stored events this parent, or a block that was never stored. Other arguments and errors: see `lose`."""
         if parent is not None and (not is_integer(parent) or not 0 <= parent < 2**64):
             raise ValueError(
-                f"kv_router.faults.wrong_parent: parent must be a hash from 0 to 2**64 - 1, got {block_text(parent)}"
+                f"kv_harness.faults.wrong_parent: parent must be a hash from 0 to 2**64 - 1, got {block_text(parent)}"
             )
         change = changes.wrong_parent(self._rng, parent)
         return self._script("wrong_parent", change, n, worker=worker, parent=parent)
@@ -130,7 +130,7 @@ class Faults:
             target = self._streams("foreign", "to", to)[0]
             change = changes.foreign(lambda own: target if target != own else None)
         elif len({worker_id for worker_id, _ in self._judge.ledger.streams}) < 2:
-            raise ValueError("kv_router.faults.foreign: there is no other worker whose event it could become")
+            raise ValueError("kv_harness.faults.foreign: there is no other worker whose event it could become")
         else:
             change = changes.foreign(self._next_worker)
         return self._script("foreign", change, n, kind=kind, worker=worker, to=to)
@@ -187,9 +187,9 @@ class Faults:
         """
         for name, value in (("lora_name", lora_name), ("cache_namespace", cache_namespace)):
             if value is not None and not _is_text(value):
-                raise ValueError(f"kv_router.faults.salt: {name} must be a text in UTF-8, or None, got {value!r:.80}")
+                raise ValueError(f"kv_harness.faults.salt: {name} must be a text in UTF-8, or None, got {value!r:.80}")
         if not lora_name and not cache_namespace:
-            raise ValueError("kv_router.faults.salt: give a lora_name or a cache_namespace, no empty string")
+            raise ValueError("kv_harness.faults.salt: give a lora_name or a cache_namespace, no empty string")
         change = changes.salted(self._profile.block_size, lora_name, cache_namespace)
         return self._script("salt", change, None, worker=worker, lora_name=lora_name, cache_namespace=cache_namespace)
 
@@ -210,7 +210,7 @@ class Faults:
             ValueError: as `lose`; or there is no index under test.
         """
         if self._judge.under_test is None:
-            raise ValueError("kv_router.faults.signed: there is no index under test that could be given signed hashes")
+            raise ValueError("kv_harness.faults.signed: there is no index under test that could be given signed hashes")
         fault = self._script("signed", changes.signed, n, kind=kind, worker=worker, of_index_input=True)
         self._judge.index_input_filter = self._injector.filter_index_input
         return fault
@@ -269,12 +269,12 @@ class Faults:
             ValueError: a size that the backend refuses, or that is the router's; a worker that exists already.
         """
         if size == self._profile.block_size:
-            raise ValueError(f"kv_router.faults.block_size: {size} is the block size of the router")
+            raise ValueError(f"kv_harness.faults.block_size: {size} is the block size of the router")
         with self._publisher.lock:
             try:
                 made = self._workers.add_mismatched(worker, block_size=size)
             except ValueError as error:
-                raise ValueError(f"kv_router.faults.block_size: {error}") from None
+                raise ValueError(f"kv_harness.faults.block_size: {error}") from None
             key = (made.worker_id, made.dp_rank)
             self._begin()
             self._judge.mismatched(key, self._injector.injection("block_size", key))
@@ -302,18 +302,18 @@ class Faults:
         try:
             survived = check_survived(names)
         except ValueError as error:
-            raise ValueError(f"kv_router.faults.survive: {error}") from None
+            raise ValueError(f"kv_harness.faults.survive: {error}") from None
         with self._publisher.lock:
             book, lost = self._judge.book, self._judge.first_lost
             if book is not None and book.attribution.injections:
                 raise ValueError(
-                    f"kv_router.faults.survive: call it before the first fault; "
+                    f"kv_harness.faults.survive: call it before the first fault; "
                     f"injected already: {book.attribution.injections[0]}"
                 )
             if lost is not None:
                 who = worker_text(lost.worker_id, lost.dp_rank)
                 raise ValueError(
-                    "kv_router.faults.survive: call it before an event is lost; "
+                    "kv_harness.faults.survive: call it before an event is lost; "
                     f"a sink has kept event {lost.event_id} of {who} from the router"
                 )
             if survived:
@@ -372,7 +372,7 @@ class Faults:
             _check_count(name, "n", n)
         only = arguments.get("kind")
         if only is not None and only not in KINDS:
-            raise ValueError(f"kv_router.faults.{name}: {unknown_text('kind', only, KINDS)}")
+            raise ValueError(f"kv_harness.faults.{name}: {unknown_text('kind', only, KINDS)}")
         if worker is not None:
             self._streams(name, "worker", worker)
         worker_id, dp_rank = worker if isinstance(worker, tuple) else (worker, None)
@@ -392,7 +392,7 @@ class Faults:
                 if fault in faults:
                     faults.remove(fault)
 
-        call = f"kv_router.faults.{name}({', '.join(shown)})"
+        call = f"kv_harness.faults.{name}({', '.join(shown)})"
         fault = Fault(name, call, change, n, wants=wanted(only, worker_id, dp_rank), end=end, late_by=late_by)
         with self._publisher.lock:
             self._begin()
@@ -411,7 +411,7 @@ class Faults:
         if not found or not all(map(is_integer, worker if isinstance(worker, tuple) else (worker,))):
             named = ", ".join(map(str, known if isinstance(worker, tuple) else dict.fromkeys(key[0] for key in known)))
             raise ValueError(
-                f"kv_router.faults.{fault}: {argument}: there is no worker {worker!r}; there are: {named or 'none yet'}"
+                f"kv_harness.faults.{fault}: {argument}: there is no worker {worker!r}; there are: {named or 'none yet'}"
             )
         return found
 
@@ -425,7 +425,7 @@ class Faults:
         found: list[KvWorker] = [engines[key] for key in self._streams(fault, "worker", worker) if key in engines]
         if not found:
             raise ValueError(
-                f"kv_router.faults.{fault}: worker {worker!r} is a sink of the test's own; it has no engine"
+                f"kv_harness.faults.{fault}: worker {worker!r} is a sink of the test's own; it has no engine"
             )
         return found
 
@@ -444,7 +444,7 @@ class Faults:
 
 
 def _check_count(fault: str, name: str, value: object) -> None:
-    check_integer(f"kv_router.faults.{fault}: {name}", value, 1)
+    check_integer(f"kv_harness.faults.{fault}: {name}", value, 1)
 
 
 def _is_text(value: object) -> bool:

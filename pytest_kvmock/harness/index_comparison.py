@@ -361,7 +361,7 @@ class IndexComparison:
             rank,
             f"{self._under_test.asked}() of your index ({self._under_test.name}) returned {got} for "
             f"{worker_text(worker, rank)} on a {len(shortest.local)}-block prefix (ends in {block_text(block)}); {story}",
-            _right(right, "the reference index returned" if self.survival is None else "was published"),
+            _expected_text(right, "the reference index returned" if self.survival is None else "was published"),
             queued.event if queued else None,
             queued.position if queued else position,
             (block,),
@@ -391,8 +391,8 @@ class IndexComparison:
         others = [other for other, stream in streams.items() if other != key and stream.was_stored(block)]
         others.sort(key=lambda other: other[0] != key[0])  # another rank of the worker first
         if others:
-            known = f"it never stored it, {worker_text(*others[0])} did"
-            return block, known + early * (too_many and others[0][0] != key[0])
+            observed = f"it never stored it, {worker_text(*others[0])} did"
+            return block, observed + early * (too_many and others[0][0] != key[0])
         return block, f"no worker ever stored it{early}"
 
     def _orphan(
@@ -462,11 +462,11 @@ class IndexComparison:
         """The index_failure of an index that raised, or returned what cannot be read."""
         event = queued.event if queued else None
         unreadable = isinstance(error, UnreadableAnswer)
-        known = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}{raised_at(error)}"
+        observed = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}{raised_at(error)}"
         problem = Problem(
             "index_failure",
             *key,
-            known,
+            observed,
             "an index applies every valid event, and answers every query",
             event,
             queued.position if queued else position,
@@ -529,7 +529,7 @@ def _blocks(event: RouterEvent) -> tuple[int, ...]:
     return () if isinstance(data, Cleared) else data.block_hashes
 
 
-def _right(answers: range, as_what: str) -> str:
+def _expected_text(answers: range, as_what: str) -> str:
     least, most = answers.start, answers.stop - 1
     if least == most:
         return f"{_count(most)}, as {as_what}"

@@ -139,8 +139,8 @@ class Judge:
         self.keep_book().injected(injection, event, emptied if injection.empties else ())
         if injection.kind == "sink_failure" and event is not None:
             key = (injection.worker_id, injection.dp_rank)
-            known = "a sink raised on purpose; the router never got the event"
-            problem = Problem("sink_failure", *key, known, "a sink takes every event", event, fault=injection)
+            observed = "a sink raised on purpose; the router never got the event"
+            problem = Problem("sink_failure", *key, observed, "a sink takes every event", event, fault=injection)
             self.sink_failed(problem, event, missed=True)
 
     def mismatched(self, key: StreamKey, injection: Injection) -> None:

@@ -121,11 +121,11 @@ class Publisher:
             try:
                 sink.publish(event.event, event.storage_tier, event.token_ids)
             except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
-                known = f"{type(sink).__name__}.publish raised {type(error).__name__}: {error}"
+                observed = f"{type(sink).__name__}.publish raised {type(error).__name__}: {error}"
                 if missed:
-                    known += "; the router never got the event"
+                    observed += "; the router never got the event"
                 rank = event.event.dp_rank
-                problem = Problem("sink_failure", event.worker_id, rank, known, "a sink takes every event", event)
+                problem = Problem("sink_failure", event.worker_id, rank, observed, "a sink takes every event", event)
                 self._judge.sink_failed(problem, event, missed=missed)
                 return False
         return True

@@ -437,7 +437,7 @@ class RouterHarness:
         """How many leading blocks of a prompt each worker holds, by the index; workers without any are absent.
 
         Raises:
-            TypeError: the index is async: `await kv_router.aoverlap(prompt)`.
+            TypeError: the index is async: `await kv_harness.aoverlap(prompt)`.
             ValueError: the index takes tokens, and the prompt has none.
         """
         __tracebackhide__ = True
@@ -466,7 +466,7 @@ class RouterHarness:
         if self._judge.is_async:
             raise TypeError(
                 f"{what} cannot ask an async index ({type(self.index).__name__}): "
-                f"use `await kv_router.{instead}(...)`, after `await kv_router.aflush()`"
+                f"use `await kv_harness.{instead}(...)`, after `await kv_harness.aflush()`"
             )
 
     def _need_async(self, what: str) -> None:
@@ -524,7 +524,7 @@ class RouterHarness:
 
         Raises:
             KvEventsError: with the report.
-            TypeError: the index is async: `await kv_router.aassert_in_sync()`.
+            TypeError: the index is async: `await kv_harness.aassert_in_sync()`.
         """
         __tracebackhide__ = True
         self._need_sync("assert_in_sync", "aassert_in_sync")

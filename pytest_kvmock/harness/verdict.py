@@ -67,7 +67,7 @@ class Verdicts:
             first.event.worker_id,
             first.event.event.dp_rank,
             f"{count} event{'s' * (count != 1)} waited for the async index when the test body ended, this one first",
-            "`await kv_router.aflush()` comes after the last event",
+            "`await kv_harness.aflush()` comes after the last event",
             first.event,
             first.position,
         )

@@ -119,8 +119,8 @@ class FoundChain:
         parent = data.parent_hash
         rights = sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
         is_shown = any(
-            right != block and right >= HAND_WRITTEN and right in resident and block not in resident
-            for block, right in zip(data.block_hashes, rights, strict=True)
+            expected != block and expected >= HAND_WRITTEN and expected in resident and block not in resident
+            for block, expected in zip(data.block_hashes, rights, strict=True)
         )
         self.found |= is_shown
         return is_shown
@@ -146,8 +146,8 @@ class Flaw(NamedTuple):
     """What is wrong with one block of a Stored: the block, what was observed, what was expected."""
 
     block: int
-    known: str
-    right: str
+    observed: str
+    expected: str
 
 
 def own_parent(hashes: tuple[int, ...], parent: int | None) -> int | None:
@@ -173,18 +173,18 @@ def sparse(event: RouterEvent, data: Stored, size: int | None) -> Flaw | None:
     try:
         sizes = list(map(len, tokens))
     except TypeError:
-        known = "token ids came, and not as one sequence for each block"
-        return Flaw(hashes[0], known, "each block has its tokens") if hashes else None
+        observed = "token ids came, and not as one sequence for each block"
+        return Flaw(hashes[0], observed, "each block has its tokens") if hashes else None
     if len(sizes) == len(hashes) and (size is None or sizes.count(size) == len(sizes)):
         return None
-    right = "one sequence of token ids a block" if size is None else f"each block has its {size} tokens"
+    expected = "one sequence of token ids a block" if size is None else f"each block has its {size} tokens"
     for block, count in zip(hashes, sizes, strict=False):
         if size is not None and count != size:
-            return Flaw(block, f"block {block_text(block)} came with {count} token id{'s' * (count != 1)}", right)
+            return Flaw(block, f"block {block_text(block)} came with {count} token id{'s' * (count != 1)}", expected)
     if not hashes:
         return None
     block = hashes[min(len(sizes), len(hashes) - 1)]
-    return Flaw(block, f"token ids came for {len(sizes)} of {len(hashes)} blocks", right)
+    return Flaw(block, f"token ids came for {len(sizes)} of {len(hashes)} blocks", expected)
 
 
 def wrong_hash(
@@ -208,27 +208,29 @@ def wrong_hash(
         tokens = ()
     if tokens and size is not None:
         flat = [token for ids in tokens for token in ids]
-        for block, local, right in zip(data.block_hashes, data.tokens_hashes, block_hashes(flat, size), strict=False):
-            if local != right:
+        for block, local, expected in zip(
+            data.block_hashes, data.tokens_hashes, block_hashes(flat, size), strict=False
+        ):
+            if local != expected:
                 return Flaw(
                     block,
                     f"block {block_text(block)} has local hash {block_text(local)}",
-                    f"its {size} tokens have local hash {block_text(right)}",
+                    f"its {size} tokens have local hash {block_text(expected)}",
                 )
     rights = chain.expected(data, tokens, size)
     if rights is not None and tuple(rights) != data.block_hashes:
-        for i, (block, local, right) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):
-            if block != right:
+        for i, (block, local, expected) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):
+            if block != expected:
                 parent = "no parent" if data.parent_hash is None else f"parent {block_text(data.parent_hash)}"
-                known = (
+                observed = (
                     f"block {block_text(block)} is stored with local hash {block_text(local)}; the event has {parent}"
                 )
                 known_tokens = None if tokens is None else tuple(tokens[i]) if tokens else ()
                 others = (None, *data.block_hashes)
                 for candidate in (*others, *parents(block)):
                     if chain.name(candidate, local, known_tokens, size) == block:
-                        return Flaw(block, *_fits(known, candidate))
-                return Flaw(block, known, f"the chain of parent and local hash is {block_text(right)}")
+                        return Flaw(block, *_fits(observed, candidate))
+                return Flaw(block, observed, f"the chain of parent and local hash is {block_text(expected)}")
     return None
 
 
@@ -236,9 +238,9 @@ FITS: Final = "; the hash fits "
 """Precedes, in the text of a wrong hash, the parent that the hash fits."""
 
 
-def _fits(known: str, parent: int | None) -> tuple[str, str]:
+def _fits(observed: str, parent: int | None) -> tuple[str, str]:
     """Observed and expected, as text, of a block whose hash is right and whose parent is wrong."""
     if parent is None:
-        return f"{known}{FITS}no parent", "the block is a root"
+        return f"{observed}{FITS}no parent", "the block is a root"
     name = block_text(parent)
-    return f"{known}{FITS}parent {name}", f"the parent is block {name}"
+    return f"{observed}{FITS}parent {name}", f"the parent is block {name}"

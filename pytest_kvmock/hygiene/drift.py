@@ -39,7 +39,7 @@ def differences(
             (fewer, "each copy that the engine drops is published as Removed", "the engine holds fewer copies of"),
             (more, "each copy that the engine caches is published as Stored", "the engine holds more copies of"),
         ]
-    return [(stream.oldest_first(blocks), right, what) for blocks, right, what in found]
+    return [(stream.oldest_first(blocks), expected, what) for blocks, expected, what in found]
 
 
 def confirm(stream: Stream, found: list[Problem], drifts: list[Problem], resident: set[int], tier: StorageTier) -> None:

@@ -92,9 +92,9 @@ class Ledger:
 
     def stream(self, key: StreamKey) -> Stream:
         """The stream of a worker and rank; one that was not opened is like the worker's first rank, if there is one."""
-        known = self.streams.get(key)
-        if known is not None:
-            return known
+        observed = self.streams.get(key)
+        if observed is not None:
+            return observed
         first = self.streams.get((key[0], 0))
         if first is None:
             return self.open(key, first_id=None)
@@ -168,16 +168,16 @@ class Ledger:
             stream.holes.append(missing)
             lost, skipped = stream.take_skipped(missing)
             never = f"; the worker never published {_several(skipped)}" if skipped else ""
-            known = f"{_several(lost)} did not arrive" + (f" after event {due - 1}" if due else "") + never
+            observed = f"{_several(lost)} did not arrive" + (f" after event {due - 1}" if due else "") + never
             if not lost:
-                known = f"non-consecutive event id: expected {due}, got {got}{never}"
+                observed = f"non-consecutive event id: expected {due}, got {got}{never}"
         elif event == stream.last:
-            known = f"event {got} had arrived already"
+            observed = f"event {got} had arrived already"
         else:
             before = "another event" if got == due - 1 else "event"
-            known = f"{before} {due - 1} had arrived: ids went backwards, as after an unannounced restart"
+            observed = f"{before} {due - 1} had arrived: ids went backwards, as after an unannounced restart"
             stream.begin_anew("backwards")
-        problem = self._problem("event_id_gap", stream, known, f"event {due}", ())
+        problem = self._problem("event_id_gap", stream, observed, f"event {due}", ())
         problem.event, problem.position = event, position
         problems.append(problem)
         if event == stream.last:  # a repeat of the event before: only its own consequences follow from it
@@ -199,7 +199,7 @@ class Ledger:
             before = self._over_capacity(stream)
         problems = [] if plain else self._unsound(stream, held, data, again)
         if event.token_ids is not None and (flaw := sparse(event, data, stream.block_size)) is not None:
-            problems.append(self._problem("sparse_tokens", stream, flaw.known, flaw.right, (flaw.block,)))
+            problems.append(self._problem("sparse_tokens", stream, flaw.observed, flaw.expected, (flaw.block,)))
         if chained:
             problems += self._wrong_hash(stream, event, data, problems)
         if again and stream.residency == "unique":
@@ -241,7 +241,7 @@ class Ledger:
         flaw = wrong_hash(event, data, stream.block_size, stream.hash_chain, stream.parents_of)
         if flaw is None:
             return []
-        problem = self._problem("wrong_hash", stream, flaw.known, flaw.right, (flaw.block,))
+        problem = self._problem("wrong_hash", stream, flaw.observed, flaw.expected, (flaw.block,))
         problem.is_error = stream.prefix_closed
         if before and before[0].rule in _OF_THE_CHAIN and before[0].cause is None:
             problem.follows_from(before[0])  # the parent is wrong, so the chain is: one fault
@@ -252,9 +252,9 @@ class Ledger:
         desync, problems = stream.desync, []
         stream.doubled = None
         if alone and again.issuperset(hashes):
-            known = f"{blocks_text(hashes)} {'is' if len(hashes) == 1 else 'are'} held already"
-            right = "a block that is held is not stored again"
-            stream.doubled = self._problem("duplicate_store", stream, known, right, hashes)
+            observed = f"{blocks_text(hashes)} {'is' if len(hashes) == 1 else 'are'} held already"
+            expected = "a block that is held is not stored again"
+            stream.doubled = self._problem("duplicate_store", stream, observed, expected, hashes)
             problems.append(self.fold(stream, stream.doubled, every=True))
         stream.restored = {b: desync.cause if desync is not None and b not in desync.resynced else None for b in again}
         return problems
@@ -264,19 +264,19 @@ class Ledger:
         hashes, parent = data.block_hashes, data.parent_hash
         twice = len(set(hashes)) != len(hashes)
         if (twice or parent in hashes) and (own := own_parent(hashes, parent)) is not None:
-            known = f"block {block_text(own)} is named as its own parent"
-            return [self._problem("invalid_block", stream, known, "a block's parent is another block", (own,))]
+            observed = f"block {block_text(own)} is named as its own parent"
+            return [self._problem("invalid_block", stream, observed, "a block's parent is another block", (own,))]
         if twice or again:
             first = dict(zip(hashes[::-1], data.tokens_hashes[::-1], strict=True)) if twice else {}
             had = first | stream.local_hashes(again)
             for block, local in zip(hashes, data.tokens_hashes, strict=True):
                 if had.get(block, local) != local:
-                    known = f"block {block_text(block)} is held with local hash {block_text(had[block])}"
-                    right = f"one block hash has one local hash, not {block_text(local)} too"
-                    return [self.fold(stream, self._problem("invalid_block", stream, known, right, (block,)))]
+                    observed = f"block {block_text(block)} is held with local hash {block_text(had[block])}"
+                    expected = f"one block hash has one local hash, not {block_text(local)} too"
+                    return [self.fold(stream, self._problem("invalid_block", stream, observed, expected, (block,)))]
         if parent is not None and parent not in held and not stream.holds(parent):
-            right = "the parent is a block that this worker and rank holds, or none for a root"
-            problem = self._problem("parent_block_not_found", stream, stream.history(parent), right, (parent,))
+            expected = "the parent is a block that this worker and rank holds, or none for a root"
+            problem = self._problem("parent_block_not_found", stream, stream.history(parent), expected, (parent,))
             return [self.fold(stream, problem)]
         return []
 
@@ -290,9 +290,9 @@ class Ledger:
         if reported or not stream.overfull:
             return []
         since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
-        known = f"according to the events, {count} blocks are held{since}"
-        right = f"the engine has {most} block{'s' * (most != 1)}; what it evicts is published as Removed"
-        problem = self.fold(stream, self._problem("over_capacity", stream, known, right, ()))
+        observed = f"according to the events, {count} blocks are held{since}"
+        expected = f"the engine has {most} block{'s' * (most != 1)}; what it evicts is published as Removed"
+        problem = self.fold(stream, self._problem("over_capacity", stream, observed, expected, ()))
         stream.unconfirmed.append((StorageTier.DEVICE, problem))
         return [problem]
 
@@ -316,13 +316,13 @@ class Ledger:
                     unknown.append(block)
                 elif removed.get(block, LAST) == LAST:
                     removed[block] = child
-            right = "a Removed names blocks that are held"
+            expected = "a Removed names blocks that are held"
             for part in self._parts(stream, unknown):
-                known = stream.history(part[0])
+                observed = stream.history(part[0])
                 if part[0] in removed:
                     times, over = hashes.count(part[0]), unknown.count(part[0])
-                    known = f"block {block_text(part[0])} is named {times} times, and was held {times - over}"
-                problems.append(self.fold(stream, self._problem("block_not_found", stream, known, right, part)))
+                    observed = f"block {block_text(part[0])} is named {times} times, and was held {times - over}"
+                problems.append(self.fold(stream, self._problem("block_not_found", stream, observed, expected, part)))
         restored = self._restored(stream, event, hashes) if stream.restored else []
         stream.events.append(event)
         stream.mark_named(hashes)
@@ -345,9 +345,11 @@ class Ledger:
         problems = []
         for block in dict.fromkeys(hashes):
             if block in again:
-                known = f"block {block_text(block)} was held already when event {last.event.event_id} stored it again"
-                right = "a block that is evicted and stored again is not removed after that: the router drops it"
-                problem = self._problem("evicted_and_restored", stream, known, right, (block,))
+                observed = (
+                    f"block {block_text(block)} was held already when event {last.event.event_id} stored it again"
+                )
+                expected = "a block that is evicted and stored again is not removed after that: the router drops it"
+                problem = self._problem("evicted_and_restored", stream, observed, expected, (block,))
                 cause = again[block]
                 if cause is not None:
                     problem.follows_from(cause)
@@ -376,10 +378,12 @@ class Ledger:
         problems = []
         for cause, pairs in orphans.items():
             (orphan, parent), blocks = pairs[0], tuple(orphan for orphan, _ in pairs)
-            known = f"{stream.history(orphan)}, and its parent {block_text(parent)} is no longer held"
+            observed = f"{stream.history(orphan)}, and its parent {block_text(parent)} is no longer held"
             if len(pairs) > 1:
-                known += f"; likewise {len(pairs) - 1} more"
-            problem = cls._problem("orphaned_child", stream, known, "a block is removed before its parent is", blocks)
+                observed += f"; likewise {len(pairs) - 1} more"
+            problem = cls._problem(
+                "orphaned_child", stream, observed, "a block is removed before its parent is", blocks
+            )
             problem.named = (parent,)
             if cause is not None:
                 problem.follows_from(cause)
@@ -410,12 +414,12 @@ class Ledger:
             their parent.
         """
         stream = self.stream((published.worker_id, published.dp_rank))
-        known = {*stream.removed_but_resident.values(), *stream.orphaned.values()}
+        observed = {*stream.removed_but_resident.values(), *stream.orphaned.values()}
         stream.recover(published, ids)
         news: dict[Problem, Problem] = {}
         for table in (stream.removed_but_resident, stream.orphaned):
             for block, problem in table.items():
-                if problem not in known:
+                if problem not in observed:
                     if problem not in news:
                         news[problem] = dataclasses.replace(problem, cause=None, folded=[])
                     table[block] = news[problem]
@@ -498,11 +502,11 @@ class Ledger:
         """
         stream = self.stream(key)
         problems = []
-        for differing, right, had in differences(stream, resident, tier):
+        for differing, expected, had in differences(stream, resident, tier):
             fresh = [block for block in differing if block not in stream.drifted]
             stream.drifted.update(fresh)
             for part in self._parts(stream, fresh):
-                problem = self.drift_problem(stream, part, right, had)
+                problem = self.drift_problem(stream, part, expected, had)
                 problem.position = position
                 problems.append(self.fold(stream, problem))
         unconfirmed = [problem for where, problem in stream.unconfirmed if where is tier and problem.cause is None]
@@ -511,10 +515,10 @@ class Ledger:
             confirm(stream, unconfirmed, problems, set(resident), tier)
         return problems
 
-    def drift_problem(self, stream: Stream, blocks: tuple[int, ...], right: str, had: str) -> Problem:
+    def drift_problem(self, stream: Stream, blocks: tuple[int, ...], expected: str, had: str) -> Problem:
         """The problem for blocks in which stream and engine differ."""
-        known = f"{had} {blocks_text(blocks)}; {stream.history(blocks[0])}"
-        return self._problem("engine_drift", stream, known, right, blocks)
+        observed = f"{had} {blocks_text(blocks)}; {stream.history(blocks[0])}"
+        return self._problem("engine_drift", stream, observed, expected, blocks)
 
     # ---------------------------------------------------------------------------------------------- desyncs
 
@@ -529,8 +533,8 @@ class Ledger:
         """
         desync = stream.desync
         if desync is not None and problem is not desync.cause:
-            known = desync.resynced.issuperset(problem.blocks) if every else problem.block in desync.resynced
-            if not problem.blocks or not known:
+            observed = desync.resynced.issuperset(problem.blocks) if every else problem.block in desync.resynced
+            if not problem.blocks or not observed:
                 problem.follows_from(desync.cause)
         if problem.cause is None and problem.block in stream.removed_but_resident:
             problem.follows_from(stream.removed_but_resident[problem.block])
@@ -556,8 +560,8 @@ class Ledger:
         return [tuple(part) for part in parts.values() if part]
 
     @staticmethod
-    def _problem(rule: str, stream: Stream, known: str, right: str, blocks: tuple[int, ...]) -> Problem:
-        problem = Problem(rule, stream.worker_id, stream.dp_rank, known, right, blocks=blocks)
+    def _problem(rule: str, stream: Stream, observed: str, expected: str, blocks: tuple[int, ...]) -> Problem:
+        problem = Problem(rule, stream.worker_id, stream.dp_rank, observed, expected, blocks=blocks)
         problem.restarts = stream.restarts
         return problem
 

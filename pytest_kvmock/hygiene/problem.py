@@ -50,8 +50,8 @@ class Problem:
     rule: str
     worker_id: int
     dp_rank: int
-    known: str
-    right: str
+    observed: str
+    expected: str
     event: RouterEvent | None = None
     position: int = -1
     blocks: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ class Problem:
 
     def __repr__(self) -> str:
         event = "" if self.event_id is None else f" event {self.event_id}{after_text(self.restarts)}"
-        return f"<{self.rule}: {worker_text(self.worker_id, self.dp_rank)}{event}: {self.known}>"
+        return f"<{self.rule}: {worker_text(self.worker_id, self.dp_rank)}{event}: {self.observed}>"
 
     def __deepcopy__(self, memo: dict[int, object]) -> Problem:
         """Copy the problem and those that it is linked with; event, fault and expectation are shared."""

@@ -38,12 +38,12 @@ def problem_text(problem: Problem) -> str:
         after = "before any event" if problem.position < 0 else f"after entry {problem.position} of the log"
         lines.append(f"  {worker_text(problem.worker_id, problem.dp_rank)}, compared {after}")
     lines += [
-        f"    rule:   {problem.rule}: {RULES[problem.rule].broken_when}",
-        f"    known:  {problem.known}",
-        f"    right:  {problem.right}",
+        f"    rule:      {problem.rule}: {RULES[problem.rule].broken_when}",
+        f"    observed:  {problem.observed}",
+        f"    expected:  {problem.expected}",
     ]
     if problem.fault is not None:
-        lines.append(f"    fault:  {problem.fault_text}")
+        lines.append(f"    fault:     {problem.fault_text}")
     folded = list(problem.consequences())
     if folded:
         counts: dict[str, int] = {}
@@ -51,8 +51,8 @@ def problem_text(problem: Problem) -> str:
             counts[consequence.rule] = counts.get(consequence.rule, 0) + 1
         parts = ", ".join(f"{count} {rule}" for rule, count in counts.items())
         lines.append(f"    follows from it, and is covered by it:  {parts}")
-        if folded[0].known != problem.known:
-            lines.append(f"      first: {folded[0].known}")
+        if folded[0].observed != problem.observed:
+            lines.append(f"      first: {folded[0].observed}")
     return "\n".join(lines)
 
 
@@ -114,7 +114,7 @@ def failure_text(
         advice.append(f"  not your concern?        {allow}")
         fault = errors[0].fault
         if fault is not None and fault.survivable and not fault.survived and rule not in INDEX_RULES:
-            faults = "kv.faults" if harness else "kv_router.faults"
+            faults = "kv.faults" if harness else "kv_harness.faults"
             advice.append(f'  must it be survived?     {faults}.survive("{fault.kind}")')
         parts.append("\n".join([headline, rest, "", *advice]))
     parts += unmet

@@ -182,16 +182,16 @@ class Stream(History):
 
     def _link(self, held: dict[int, int], parent: int, child: int) -> None:
         """Record a child; `FORK` stands for those that `forks` has."""
-        known = held.get(parent)
-        if child in (known, LAST):
+        observed = held.get(parent)
+        if child in (observed, LAST):
             return
-        if known is None:
+        if observed is None:
             self.forks.setdefault(parent, set()).add(child)
             self.unmarked.add(parent)
-        elif child != FORK and (known == LAST or (known != FORK and known not in held)):
+        elif child != FORK and (observed == LAST or (observed != FORK and observed not in held)):
             held[parent] = child
         else:
-            self.forks.setdefault(parent, set()).update({known, child} - {LAST, FORK})
+            self.forks.setdefault(parent, set()).update({observed, child} - {LAST, FORK})
             held[parent] = FORK
             self.unmarked.discard(parent)
 

@@ -171,7 +171,7 @@ def kv_traits(request: pytest.FixtureRequest) -> Traits:
 
 
 @pytest.fixture
-def kv_router(kv_backend: str, _kvmock_case: Case) -> RouterHarness:
+def kv_harness(kv_backend: str, _kvmock_case: Case) -> RouterHarness:
     """The `RouterHarness`: workers, the index, and every event between them; events that are wrong fail the test."""
     return _kvmock_case.with_backend(kv_backend)
 
@@ -285,6 +285,17 @@ FIXTURES: Final = tuple(name for name in globals() if name.startswith(FIXTURE_PR
 
 
 # ---------------------------------------------------------------------------------------------------- to misspell
+
+FORMER_NAME: Final = "kv_router"
+"""The name that `kv_harness` had; a later version gives it to the router under test."""
+
+FORMER_NAME_TEXT: Final = "the fixture kv_router is kv_harness now: rename it"
+
+
+@pytest.fixture(name=FORMER_NAME)
+def _former_name() -> None:
+    """Renamed: ask for `kv_harness`."""
+    pytest.fail(FORMER_NAME_TEXT, pytrace=False)
 
 
 class _Explainer:

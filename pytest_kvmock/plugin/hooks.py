@@ -11,7 +11,14 @@ from typing import Final
 import pytest
 
 from pytest_kvmock.plugin import hookspecs
-from pytest_kvmock.plugin.fixtures import CASE, FIXTURE_PREFIXES, FIXTURES, expect_lookup_errors
+from pytest_kvmock.plugin.fixtures import (
+    CASE,
+    FIXTURE_PREFIXES,
+    FIXTURES,
+    FORMER_NAME,
+    FORMER_NAME_TEXT,
+    expect_lookup_errors,
+)
 from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, deselect, generate
 from pytest_kvmock.plugin.options import MARKERS, add_options, check_flags
 from pytest_kvmock.plugin.settings import SETTINGS, read_settings
@@ -115,6 +122,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Run tests over the matrix, after every other parametrisation."""
     yield
     names, keywords = metafunc.fixturenames, metafunc.definition.keywords
+    if FORMER_NAME in names:  # a test asks for it, or something that it asks for is an override of it
+        raise pytest.Collector.CollectError(FORMER_NAME_TEXT)
     if (
         AXIS in names
         or CASE_FIXTURE in names

@@ -121,7 +121,7 @@ class ScenarioItem(pytest.Item):
         """Play it. The verdict on its events comes when it is over, as for other tests."""
         if self._scenario.needs_index:
             pytest.skip(
-                "it needs the index under test: play(kv_router, load_scenarios(path)[0]), in a test that has it"
+                "it needs the index under test: play(kv_harness, load_scenarios(path)[0]), in a test that has it"
             )
         settings = self.config.stash[SETTINGS]
         policy = resolve_policy(settings.command_line, ({"allow": self._scenario.allow},), settings.ini)

@@ -168,7 +168,7 @@ def _add_note(case: Case, failure: BaseException) -> _Findings | None:
     if first is not None:
         first_line = failure_text(found.fatal + found.reported).partition("\n")[0]
         if first_line not in str(failure):  # kv_events.check() may have shown it
-            failure.add_note(f"kvmock: also {first_line}\n  known: {first.known}\n  right: {first.right}")
+            failure.add_note(f"kvmock: also {first_line}\n  observed: {first.observed}\n  expected: {first.expected}")
     return found
 
 

@@ -1,6 +1,6 @@
 """Cutting a failure down: the fewest events, or requests, that break the same rule, as a value and as a test to paste.
 
-kv = RouterHarness(...)          # or the fixture kv_router
+kv = RouterHarness(...)          # or the fixture kv_harness
 ...                              # traffic that fails
 print(reproduce(kv).as_test())
 """
@@ -205,7 +205,7 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
         requests = sum(isinstance(step, Prefill) for step, _ in operations)
         if not requests:
             raise NotReduced("no worker served a request: moves on a bare manager cannot be replayed")
-        whole = whole.replace(cut_from=requests, breach=whole.breach.replace(block=None, right=None))
+        whole = whole.replace(cut_from=requests, breach=whole.breach.replace(block=None, expected=None))
         return RequestCutter(whole, operations, _around(kv, problem), replayer).cut()
     if problem.rule in _NEEDS_AN_ENGINE:
         raise NotReduced("what an engine holds cannot be replayed from its events")

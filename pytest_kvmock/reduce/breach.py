@@ -34,7 +34,7 @@ class Breach:
     worker: StreamKey
     block: int | None
     story: str
-    right: str | None = None
+    expected: str | None = None
 
     def __repr__(self) -> str:
         fields = {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self)}
@@ -46,8 +46,8 @@ class Breach:
         """What a problem is about."""
         worker = (problem.worker_id, problem.dp_rank)
         # A wrong hash is judged by nothing but its event: only what would have been right keeps two of them apart.
-        right = problem.right if problem.rule == "wrong_hash" else None
-        return cls(problem.rule, problem.is_error, worker, problem.block, story_of(problem), right)
+        expected = problem.expected if problem.rule == "wrong_hash" else None
+        return cls(problem.rule, problem.is_error, worker, problem.block, story_of(problem), expected)
 
     def replace(self, **fields: Any) -> Breach:
         """Return the same with some fields changed."""
@@ -59,7 +59,7 @@ class Breach:
             problem.rule == self.rule
             and (problem.worker_id, problem.dp_rank) == self.worker
             and (self.block is None or problem.block == self.block)
-            and (self.right is None or problem.right == self.right)
+            and (self.expected is None or problem.expected == self.expected)
             and story_of(problem) == self.story
         )
 
@@ -77,9 +77,9 @@ def story_of(problem: Problem) -> str:
     """What was observed, with numbers and counts made alike.
 
     In a replay nothing is lost: what did not arrive, the worker leaves out. The parent that the hash of a block fits is
-    in `Problem.right`.
+    in `Problem.expected`.
     """
-    text = without_restarts(problem.known).partition(FITS)[0]
+    text = without_restarts(problem.observed).partition(FITS)[0]
     if (
         problem.rule == "event_id_gap"
         and problem.event is not None

@@ -85,7 +85,7 @@ class Replayer:
         breach = program.breach
         errors = [p for p in verdict.errors if p.rule == breach.rule or p.rule not in self.ignored]
         if self._make_index is not None and breach.rule != "index_failure":
-            self._make_index.failures += [p.known for p in errors if p.rule == "index_failure"]
+            self._make_index.failures += [p.observed for p in errors if p.rule == "index_failure"]
         if breach.is_error:
             # What is compared at one time has no order in time: then it may be any, where all are of one kind.
             at_once = program.sync != "auto" or program.aflush is not None

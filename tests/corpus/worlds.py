@@ -360,7 +360,7 @@ class World:
         )
         for problem in problems:
             self.facts.append(fact_of(problem, number, missing=self.is_missing(problem.fault)))
-            self.texts.append(f"problem {number[id(problem)]}: {problem!r} | {problem.known} | {problem.right}")
+            self.texts.append(f"problem {number[id(problem)]}: {problem!r} | {problem.observed} | {problem.expected}")
         self.texts += [f"unmet: {sentence}" for sentence in verdict.unmet]
         self.texts += [f"entry {entry!r}" for entry in events]
         try:

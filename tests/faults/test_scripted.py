@@ -285,7 +285,7 @@ def test_signed_hashes_are_salted_too_and_stay_signed():
 def test_blocks_without_tokens_cannot_be_salted(kv):
     kv.faults.salt(lora_name="adapter")
     kv.apply(one_block(1))
-    assert ["kv_router.faults.salt(lora_name='adapter'): unused, no event matched"] == kv.judge().unmet
+    assert ["kv_harness.faults.salt(lora_name='adapter'): unused, no event matched"] == kv.judge().unmet
 
 
 @pytest.mark.parametrize("token_ids", [((-1, 0, 0, 0),), (("a", "b", "c", "d"),), ((1, 2, 3, 4), (5, 6, 7, 8))])
@@ -400,7 +400,7 @@ def test_faults_of_a_transport_come_after(kv):
 def test_a_fault_that_never_struck_is_said_once(kv):
     kv.faults.lose(3)
     kv.apply([one_block(1), one_block(2)])
-    assert ["kv_router.faults.lose(3): 2 of 3 injected"] == kv.judge().unmet
+    assert ["kv_harness.faults.lose(3): 2 of 3 injected"] == kv.judge().unmet
     assert [] == kv.judge().unmet
     kv.apply(one_block(3))
     assert [2] == ids(kv)
@@ -409,7 +409,7 @@ def test_a_fault_that_never_struck_is_said_once(kv):
 def test_a_with_block_says_so_when_it_is_left(kv):
     with (
         pytest.raises(
-            KvEventsError, match=r"^kv_router\.faults\.lose\(2, kind='stored', worker=0\): unused, no event "
+            KvEventsError, match=r"^kv_harness\.faults\.lose\(2, kind='stored', worker=0\): unused, no event "
         ),
         kv.faults.lose(2, kind="stored", worker=0),
     ):
@@ -424,7 +424,7 @@ def test_a_with_block_that_raises_keeps_its_own_failure(kv):
 
 def test_every_one_must_be_one_at_least(kv):
     kv.faults.late_join()
-    assert ["kv_router.faults.late_join(): unused, no event matched"] == kv.judge().unmet
+    assert ["kv_harness.faults.late_join(): unused, no event matched"] == kv.judge().unmet
 
 
 def test_a_fault_that_is_stopped_need_not_have_struck(kv):
@@ -602,7 +602,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused_with_what_can_be(kv, name):
     call, message = REFUSED[name]
-    with pytest.raises(ValueError, match=rf"^kv_router\.faults\.{message}"):
+    with pytest.raises(ValueError, match=rf"^kv_harness\.faults\.{message}"):
         call(kv.faults)
     kv.apply(one_block(1))
     assert ([0], ([], [], [])) == (ids(kv), tuple(kv.judge()))
@@ -618,7 +618,7 @@ def test_a_worker_that_exists_keeps_its_block_size(kv):
 
 def test_a_foreign_event_needs_another_worker():
     kv = RouterHarness(PROFILE.replace(workers=1))
-    with pytest.raises(ValueError, match=r"^kv_router\.faults\.foreign: there is no other worker"):
+    with pytest.raises(ValueError, match=r"^kv_harness\.faults\.foreign: there is no other worker"):
         kv.faults.foreign()
 
 

@@ -147,7 +147,7 @@ def test_an_index_that_does_not_recover_fails_and_is_told_which_fault(kind):
         errors += traffic.run(25).judge().errors
     assert {"index_drift"} == set(rules(errors))
     assert all(kind == error.fault.kind for error in errors)
-    assert all(error.right.endswith("as was published") for error in errors)
+    assert all(error.expected.endswith("as was published") for error in errors)
 
 
 class AsksInVain(AsksByCursor):
@@ -261,7 +261,7 @@ def test_a_stale_block_is_found_as_well_as_a_missing_one():
     worker.serve(kv.prompt(1))
     (error,) = kv.judge().errors
     assert "index_drift" == error.rule
-    assert "0 blocks, as was published" == error.right
+    assert "0 blocks, as was published" == error.expected
 
 
 def test_other_workers_are_compared_meanwhile():
@@ -348,7 +348,7 @@ def test_an_announced_restart_ends_what_was_hurt():
 def test_what_cannot_be_survived_is_refused(names, message):
     with pytest.raises(ValueError, match=rf"^survive: {message}"):
         RouterHarness(PROFILE, survive=names)
-    with pytest.raises(ValueError, match=rf"^kv_router\.faults\.survive: {message}"):
+    with pytest.raises(ValueError, match=rf"^kv_harness\.faults\.survive: {message}"):
         RouterHarness(PROFILE).faults.survive(*names)
 
 
@@ -420,7 +420,7 @@ def test_what_was_published_before_is_what_an_index_should_know():
     worker.clear()
     worker.serve(kv.prompt(1))
     (error,) = kv.judge().errors
-    assert ("index_drift", "0 blocks, as was published") == (error.rule, error.right)
+    assert ("index_drift", "0 blocks, as was published") == (error.rule, error.expected)
     assert "lose, event 1 of worker 0" == str(error.fault)
 
 
@@ -470,7 +470,7 @@ def test_an_error_that_was_expected_before_stays_so():
     assert ([], [], []) == tuple(kv.judge())
 
 
-AFTER_A_FAULT = "kv_router.faults.survive: call it before the first fault; injected already: "
+AFTER_A_FAULT = "kv_harness.faults.survive: call it before the first fault; injected already: "
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ AFTER_A_FAULT = "kv_router.faults.survive: call it before the first fault; injec
         ),
         pytest.param(
             lambda kv: kv.add_sink(Raising(), before=True) or kv.worker(1).serve(kv.prompt(1)),
-            "kv_router.faults.survive: call it before an event is lost; a sink has kept event 0 of worker 1 from the router",
+            "kv_harness.faults.survive: call it before an event is lost; a sink has kept event 0 of worker 1 from the router",
             id="a sink that raises",
         ),
     ],

@@ -144,7 +144,7 @@ def test_an_async_index_that_raises_when_it_is_told_has_failed_for_that_worker(m
     asyncio.run(body())
     (error, *_) = kv.events.errors
     assert ("index_failure", 0, 0, None) == (error.rule, error.worker_id, error.dp_rank, error.event_id)
-    assert error.known.startswith("remove_worker raised OSError: no (test_after_an_index_failure.py:")
+    assert error.observed.startswith("remove_worker raised OSError: no (test_after_an_index_failure.py:")
 
 
 def test_an_index_that_fails_at_one_chain_of_an_event_is_not_asked_for_the_others(make_kv, rules_of):

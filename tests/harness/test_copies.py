@@ -74,7 +74,7 @@ def test_a_router_that_forgets_a_block_with_its_first_copy_is_found_out():
     (problem,) = kv.judge().errors
     assert "index_drift" == problem.rule
     assert problem.event.event.event_id == 2
-    assert problem.known.endswith("; this Removed took one copy of it, and the engine has another")
+    assert problem.observed.endswith("; this Removed took one copy of it, and the engine has another")
 
 
 @pytest.mark.parametrize("ring", [1, 2, 100])

@@ -306,7 +306,7 @@ def test_the_stream_after_a_recovery_is_judged_by_all_that_was_published(recover
     assert [] == kv.events.warnings
     kv.apply(Removed((1,)))
     (_, problem) = kv.events.errors
-    assert "block 1 was removed by event 2" == problem.known
+    assert "block 1 was removed by event 2" == problem.observed
 
 
 def test_events_from_after_a_hole_leave_the_hole(recovering):
@@ -455,7 +455,7 @@ def test_it_may_do_so_once(recovering):
     kv.ask(0, 1)
     delay.let_go(*delay.held)
     store(kv, 4)
-    known = [problem.known for problem in kv.events.problems if problem.rule == "event_id_gap"]
+    known = [problem.observed for problem in kv.events.problems if problem.rule == "event_id_gap"]
     assert "event 2 had arrived: ids went backwards, as after an unannounced restart" == known[1]
 
 

@@ -111,7 +111,7 @@ def test_an_index_of_tokens_cannot_be_compared_on_events_without_them(make_kv):
     chain(kv, 1, 2)
     (problem,) = kv.judge().errors
     assert "index_failure" == problem.rule
-    assert "takes tokens (match_tokens), and this prompt has only hashes" in problem.known
+    assert "takes tokens (match_tokens), and this prompt has only hashes" in problem.observed
 
 
 # -------------------------------------------------------------------------------------- flush, dump_events, remove
@@ -158,7 +158,7 @@ def test_an_index_that_is_not_empty_and_cannot_say_so_is_found_at_the_first_drif
     chain(kv, 1)
     (problem,) = kv.judge().errors
     assert ("index_drift", 1, (1,), 0) == (problem.rule, problem.worker_id, problem.blocks, problem.event_id)
-    assert "it never stored it, worker 0 did; was the index empty at the start?" in problem.known
+    assert "it never stored it, worker 0 did; was the index empty at the start?" in problem.observed
 
 
 def test_an_index_is_told_of_a_removed_worker(make_kv):
@@ -259,7 +259,7 @@ def test_an_answer_that_cannot_be_read_is_one_problem_that_says_what_came(make_k
         kv.overlap_for_hashes([1])
     (problem,) = kv.judge().errors
     assert ("index_failure", 0, 0) == (problem.rule, problem.worker_id, problem.event_id)
-    assert "Answers returned" in problem.known
+    assert "Answers returned" in problem.observed
 
 
 def test_an_index_that_always_raises_when_asked_is_one_problem_a_worker(make_kv, rules_of):
@@ -268,7 +268,7 @@ def test_an_index_that_always_raises_when_asked_is_one_problem_a_worker(make_kv,
     errors = kv.judge().errors
     assert ["index_failure", "index_failure"] == rules_of(errors)
     assert [0, 1] == [problem.worker_id for problem in errors]
-    assert errors[0].known.startswith("find_matches raised ZeroDivisionError: no (faulty_indexes.py:")
+    assert errors[0].observed.startswith("find_matches raised ZeroDivisionError: no (faulty_indexes.py:")
 
 
 def test_an_index_that_always_raises_at_the_end_is_one_problem_a_worker(make_kv, rules_of):
@@ -287,7 +287,7 @@ def test_a_flush_that_raises_is_one_problem_and_names_no_worker(make_kv):
     kv.flush()
     (problem,) = kv.judge().errors
     assert "index_failure" == problem.rule
-    assert problem.known.startswith("flush raised OSError: gone (test_index_under_test.py:")
+    assert problem.observed.startswith("flush raised OSError: gone (test_index_under_test.py:")
     assert repr(problem).startswith("<index_failure: no worker: ")
     assert (-1, 0) == (problem.worker_id, problem.dp_rank)
 
@@ -309,8 +309,8 @@ def test_a_forgotten_removed_is_found_at_that_event(make_kv):
     assert (
         "find_matches() of your index (ForgetsOneRemoved) returned 3 for worker 0 on a 3-block prefix (ends in 3); "
         "block 3 was removed by event 1"
-    ) == problem.known
-    assert "2 blocks, as the reference index returned" == problem.right
+    ) == problem.observed
+    assert "2 blocks, as the reference index returned" == problem.expected
 
 
 def test_a_cleared_that_empties_another_rank_is_found_at_that_event(make_kv):
@@ -329,7 +329,7 @@ def test_a_cleared_that_empties_another_rank_is_found_at_that_event(make_kv):
     assert (
         "find_matches() of your index (ClearsAllRanks) returned 0 for worker 0 rank 1 on a 1-block prefix (ends in 7); "
         "block 7 was stored by event 0 and never removed"
-    ) == problem.known
+    ) == problem.observed
 
 
 def test_a_chain_that_lacks_its_first_block_is_named_as_the_worker_names_it(make_kv):
@@ -343,7 +343,7 @@ def test_a_chain_that_lacks_its_first_block_is_named_as_the_worker_names_it(make
         kv.apply([Stored(None, (1, 2), (11, 12))])
     (problem,) = kv.judge().errors
     assert (1, (5,)) == (problem.worker_id, problem.blocks)
-    assert problem.known.endswith("on a 1-block prefix (ends in 5); block 5 was stored by event 0 and never removed")
+    assert problem.observed.endswith("on a 1-block prefix (ends in 5); block 5 was stored by event 0 and never removed")
 
 
 def test_an_ignored_cleared_is_found_at_that_event(make_kv, rules_of):
@@ -381,7 +381,7 @@ def test_an_index_that_raises_once_fails_at_that_event_and_what_it_missed_follow
     kv.apply([Stored(1, (2,), (2,)), Stored(2, (3,), (3,)), Stored(3, (4,), (4,))])
     (problem,) = kv.judge().errors
     assert ("index_failure", at) == (problem.rule, problem.event_id)
-    assert problem.known.startswith("apply raised OSError: disk full (faulty_indexes.py:")
+    assert problem.observed.startswith("apply raised OSError: disk full (faulty_indexes.py:")
     assert {"index_failure", "index_drift"} >= set(rules_of(problem.consequences())) > set()
 
 
@@ -540,7 +540,7 @@ def test_events_wait_for_an_async_index_until_it_is_flushed(make_kv):
 
 def test_an_async_index_is_not_asked_without_await(make_kv):
     kv = make_kv(index=Async())
-    with pytest.raises(TypeError, match=r"overlap cannot ask an async index \(Async\): use `await kv_router.aoverlap"):
+    with pytest.raises(TypeError, match=r"overlap cannot ask an async index \(Async\): use `await kv_harness.aoverlap"):
         kv.overlap([1, 2, 3, 4])
     with pytest.raises(TypeError, match="aassert_in_sync"):
         kv.assert_in_sync()
@@ -562,7 +562,7 @@ def test_events_that_wait_at_the_end_are_not_flushed(make_kv):
     kv.worker(0).serve(kv.prompt(1))
     (problem,) = kv.judge().errors
     assert ("not_flushed", 0) == (problem.rule, problem.event_id)
-    assert "2 events waited for the async index when the test body ended, this one first" == problem.known
+    assert "2 events waited for the async index when the test body ended, this one first" == problem.observed
 
 
 def test_a_wrong_async_index_is_found_at_the_flush(make_kv):

@@ -75,7 +75,7 @@ def test_where_a_backend_is_prefix_closed_the_reference_alone_is_right(make_kv):
     sink(Removed(CHAIN[2:]))
     index.blocks = 3
     (problem,) = kv.judge().errors
-    assert ("index_drift", "2 blocks, as the reference index returned") == (problem.rule, problem.right)
+    assert ("index_drift", "2 blocks, as the reference index returned") == (problem.rule, problem.expected)
 
 
 def test_a_chain_that_only_begins_within_another_has_no_run_of_its_blocks(make_kv, rules_of):

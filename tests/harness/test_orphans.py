@@ -157,10 +157,10 @@ def test_what_is_outside_of_it_is_listed_under_the_warning_and_says_why():
     assert (
         f"find_matches() of your index (Scripted) returned 0 for worker {sink.worker_id} on a 2-block prefix (ends in "
         "2); block 2 was stored by event 0 and never removed; block 2 was left without its parent by event 1"
-    ) == drift.known
+    ) == drift.observed
     assert (
         "1 to 2 blocks: between what the reference index returned and what is held according to the events"
-        == drift.right
+        == drift.expected
     )
 
 
@@ -233,7 +233,11 @@ def test_an_index_that_counts_more_than_is_held_has_no_excuse_where_nothing_is_o
     publish(sink, *ORPHAN[:2], *more)
     index.answers[1, 2] = {(sink.worker_id, 0): 1}
     (error,) = kv.judge().errors
-    assert ("index_drift", (2,), "0 blocks, as the reference index returned") == (error.rule, error.blocks, error.right)
+    assert ("index_drift", (2,), "0 blocks, as the reference index returned") == (
+        error.rule,
+        error.blocks,
+        error.expected,
+    )
 
 
 def test_a_removed_of_an_inner_block_that_an_index_ignores_is_its_own_fault():

@@ -373,7 +373,7 @@ def test_a_lost_event_of_a_worker_that_came_back_names_no_event_before_it(kv):
     kv.drop_next()
     worker.serve(kv.prompt(1))
     (problem,) = kv.judge().errors
-    assert "the worker published ids up to 1; event 1 did not arrive" == problem.known
+    assert "the worker published ids up to 1; event 1 did not arrive" == problem.observed
 
 
 def test_to_remove_an_unknown_worker_is_no_error(kv):
@@ -442,7 +442,7 @@ def test_a_sink_before_the_router_that_raises_keeps_the_event_from_all_after_it(
     assert [0, 2] == ids(kv.events) == [e.event_id for e in second.events] == [e.event_id for e in after.events]
     (problem,) = kv.judge().errors
     assert ("sink_failure", 1) == (problem.rule, problem.event_id)
-    assert "Raising.publish raised OSError: disk full; the router never got the event" == problem.known
+    assert "Raising.publish raised OSError: disk full; the router never got the event" == problem.observed
 
 
 def test_a_sink_after_the_router_that_raises_keeps_nothing_from_it(kv, rules_of):
@@ -454,7 +454,7 @@ def test_a_sink_after_the_router_that_raises_keeps_nothing_from_it(kv, rules_of)
     assert [0, 2] == [event.event_id for event in second.events]
     (problem,) = kv.judge().errors
     assert ("sink_failure", 1) == (problem.rule, problem.event_id)
-    assert "Raising.publish raised OSError: disk full" == problem.known
+    assert "Raising.publish raised OSError: disk full" == problem.observed
 
 
 def test_what_a_sink_kept_from_the_router_is_listed_under_it(kv, rules_of):
@@ -780,7 +780,7 @@ def test_a_worker_holds_no_more_than_its_profile_has(make_kv, rules_of):
     (problem,) = kv.judge().errors
     assert ("over_capacity", "according to the events, 4 blocks are held after event 3") == (
         problem.rule,
-        problem.known,
+        problem.observed,
     )
 
 
@@ -801,11 +801,19 @@ def test_requests_that_are_open_when_the_test_ends_are_a_warning_for_each_worker
         pass
     kv.worker(2).prefill(kv.prompt(1))
     first, second = kv.judge().warnings
-    assert ("leaked_requests", 1, "2 requests are open, with 3, 0 blocks") == (first.rule, first.worker_id, first.known)
-    assert ("leaked_requests", 2, "1 request is open, with 1 blocks") == (second.rule, second.worker_id, second.known)
+    assert ("leaked_requests", 1, "2 requests are open, with 3, 0 blocks") == (
+        first.rule,
+        first.worker_id,
+        first.observed,
+    )
+    assert ("leaked_requests", 2, "1 request is open, with 1 blocks") == (
+        second.rule,
+        second.worker_id,
+        second.observed,
+    )
     assert [] == kv.judge().warnings  # reported once
     kv.worker(2).prefill(kv.prompt(1))
-    assert ["1 request is open, with 1 blocks"] == [problem.known for problem in kv.judge().warnings]
+    assert ["1 request is open, with 1 blocks"] == [problem.observed for problem in kv.judge().warnings]
 
 
 def test_many_open_requests_are_counted(make_kv):
@@ -813,7 +821,7 @@ def test_many_open_requests_are_counted(make_kv):
     for _ in range(12):
         kv.worker(0).prefill(kv.prompt(1))
     (problem,) = kv.judge().warnings
-    assert "12 requests are open, with 1, 1, 1, 1, 1, 1, 1, 1 and 4 more blocks" == problem.known
+    assert "12 requests are open, with 1, 1, 1, 1, 1, 1, 1, 1 and 4 more blocks" == problem.observed
 
 
 def test_a_request_that_was_lost_with_its_worker_is_not_open(kv):

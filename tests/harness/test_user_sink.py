@@ -130,8 +130,8 @@ def test_a_missing_removed_is_drift(kv, sink):
         kv.assert_in_sync()
     (problem,) = kv.judge().errors
     assert ("engine_drift", FIRST, (1,)) == (problem.rule, problem.worker_id, problem.blocks)
-    assert "the engine does not hold block 1; block 1 was stored by event 0 and never removed" == problem.known
-    assert "what the engine drops is published as Removed" == problem.right
+    assert "the engine does not hold block 1; block 1 was stored by event 0 and never removed" == problem.observed
+    assert "what the engine drops is published as Removed" == problem.expected
 
 
 def test_a_block_that_drifted_may_drift_again_when_it_was_stored_since(kv, sink):
@@ -147,7 +147,7 @@ def test_a_block_that_drifted_may_drift_again_when_it_was_stored_since(kv, sink)
 def test_a_missing_stored_is_drift(kv, sink):
     sink.compare(lambda: [1])
     (problem,) = kv.judge().errors
-    assert "the engine holds block 1; block 1 was never stored" == problem.known
+    assert "the engine holds block 1; block 1 was never stored" == problem.observed
 
 
 @pytest.mark.parametrize("resident", [list, set, tuple, iter, dict.fromkeys])
@@ -215,7 +215,7 @@ def test_a_callable_that_cannot_tell_what_is_resident_is_a_problem_and_loses_no_
     sink.compare(resident)
     sink(Removed((9,)))
     assert ["block_not_found", "engine_drift"] == [p.rule for p in kv.judge().errors]
-    assert "the resident blocks could not be read: " in kv.events.errors[1].known
+    assert "the resident blocks could not be read: " in kv.events.errors[1].observed
     assert [] == kv.judge().errors
 
 
@@ -370,7 +370,7 @@ CLASHES = {
     "a rank": (lambda kv: kv.worker(FIRST, 1), f"worker {FIRST} is a sink of this test; take another id for an engine"),
     "a misfit": (
         lambda kv: kv.faults.block_size(2, worker=FIRST),
-        f"kv_router.faults.block_size: worker {FIRST} is a sink of this test; take another id for an engine",
+        f"kv_harness.faults.block_size: worker {FIRST} is a sink of this test; take another id for an engine",
     ),
     "an event by hand": (
         lambda kv: kv.apply(one_block(1), worker_id=FIRST),
@@ -458,9 +458,9 @@ def test_a_chain_is_found_out_and_judged_from_then_on(kv, sink):
     (problem,) = kv.judge().errors
     assert (
         f"block {text(OTHER)} is stored with local hash {text(LOCALS[2])}; the event has parent {text(CHAIN[1])}"
-        == problem.known
+        == problem.observed
     )
-    assert f"the chain of parent and local hash is {text(CHAIN[2])}" == problem.right
+    assert f"the chain of parent and local hash is {text(CHAIN[2])}" == problem.expected
 
 
 @pytest.mark.parametrize(
@@ -525,8 +525,8 @@ def test_a_wrong_parent_that_was_never_stored_is_known_from_the_last_time(kv):
     sink(Stored(None, CHAIN[1:2], LOCALS[1:2]))
     (wrong,) = (problem for problem in kv.events.problems if problem.rule == "wrong_hash")
     known = f"block {text(CHAIN[1])} is stored with local hash {text(LOCALS[1])}; the event has no parent"
-    assert f"{known}; the hash fits parent {text(CHAIN[0])}" == wrong.known
-    assert f"the parent is block {text(CHAIN[0])}" == wrong.right
+    assert f"{known}; the hash fits parent {text(CHAIN[0])}" == wrong.observed
+    assert f"the parent is block {text(CHAIN[0])}" == wrong.expected
 
 
 def test_a_chain_that_was_found_late_is_one_in_the_reproduction_and_no_other_sinks_is(kv, sink):
@@ -608,7 +608,7 @@ def test_a_wrong_parent_of_a_right_hash_is_named(kv, chained, wrong, known, righ
     sink(wrong)
     (problem,) = kv.judge().errors
     block = f"block {text(wrong.block_hashes[0])} is stored with local hash {text(wrong.tokens_hashes[0])}"
-    assert ("wrong_hash", f"{block}; {known}", right) == (problem.rule, problem.known, problem.right)
+    assert ("wrong_hash", f"{block}; {known}", right) == (problem.rule, problem.observed, problem.expected)
 
 
 def test_a_signed_parent_does_not_stop_a_chained_sink(kv):
@@ -622,7 +622,7 @@ def test_a_signed_parent_does_not_stop_a_chained_sink(kv):
 
 
 def gaps(kv):
-    return [(p.known, p.right) for p in kv.events.problems if p.rule == "event_id_gap"]
+    return [(p.observed, p.expected) for p in kv.events.problems if p.rule == "event_id_gap"]
 
 
 def test_an_id_that_the_worker_left_out_did_not_get_lost(kv, sink):
@@ -808,8 +808,8 @@ def test_a_wrong_parent_of_a_right_hash_is_named_in_every_engines_chain(make_kv,
     kv.worker(0).serve(kv.prompt(2, after=prompt))
     problem = next(problem for problem in kv.judge() and kv.events.problems if problem.rule == "wrong_hash")
     name = f"{'-' * (last < 0)}0x{abs(last):016x}"
-    assert problem.known.endswith(f"; the hash fits parent {name}")
-    assert f"the parent is block {name}" == problem.right
+    assert problem.observed.endswith(f"; the hash fits parent {name}")
+    assert f"the parent is block {name}" == problem.expected
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -834,8 +834,8 @@ def test_a_sink_that_is_given_a_workers_events_finds_what_is_found_of_the_worker
     theirs.flush()
 
     assert own.events.total > 100
-    assert [(p.rule, p.position, p.known) for p in theirs.events.problems] == [
-        (p.rule, p.position, p.known) for p in own.events.problems
+    assert [(p.rule, p.position, p.observed) for p in theirs.events.problems] == [
+        (p.rule, p.position, p.observed) for p in own.events.problems
     ]
 
 

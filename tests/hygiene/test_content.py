@@ -38,7 +38,7 @@ def observe(tokens, blocks=(5, 6), *, chained=False, event_id=0, **options):
 )
 def test_token_ids_come_for_every_block_or_not_at_all(tokens, known):
     problems, _ = observe(tokens)
-    assert [("sparse_tokens", True, known)] * bool(known) == [(p.rule, p.is_error, p.known) for p in problems]
+    assert [("sparse_tokens", True, known)] * bool(known) == [(p.rule, p.is_error, p.observed) for p in problems]
 
 
 def test_the_block_that_lacks_them_is_named():
@@ -48,7 +48,7 @@ def test_the_block_that_lacks_them_is_named():
 def test_where_the_block_size_is_unknown_it_is_enough_that_each_block_has_some():
     assert [] == observe([FOUR, (1,)], block_size=None)[0]
     (problem,) = observe([FOUR], block_size=None)[0]
-    assert ("sparse_tokens", "one sequence of token ids a block") == (problem.rule, problem.right)
+    assert ("sparse_tokens", "one sequence of token ids a block") == (problem.rule, problem.expected)
 
 
 def test_no_blocks_need_no_tokens_and_a_removed_needs_none_at_all():

@@ -113,7 +113,7 @@ def test_a_lost_event_is_a_gap_at_the_next_event_of_its_worker(backend, seed, ki
     assert "event_id_gap" == error.rule
     after = [e for e in list(world.kv.events)[world.changed_at :] if e.event.worker_id == lost.worker_id]
     assert after[0].position == error.position
-    assert error.known.startswith(f"event {lost.event.event_id} did not arrive")
+    assert error.observed.startswith(f"event {lost.event.event_id} did not arrive")
 
 
 @pytest.mark.parametrize("seed", RUNS)
@@ -128,8 +128,8 @@ def test_a_lost_last_event_is_a_gap_at_the_flush(backend, seed):
 
     (error,) = world.errors()
     assert ("event_id_gap", None) == (error.rule, error.event)
-    assert error.known.startswith(f"the worker published ids up to {world.kv.publisher.next_ids[0, 0] - 1}; event")
-    assert f"{due} " in error.known
+    assert error.observed.startswith(f"the worker published ids up to {world.kv.publisher.next_ids[0, 0] - 1}; event")
+    assert f"{due} " in error.observed
     assert {"engine_drift"} == {p.rule for p in error.folded}
     assert [error] == world.errors()  # reported once
 
@@ -198,7 +198,7 @@ def test_another_workers_event_is_a_gap_where_it_arrives_and_where_it_is_missed(
     at_wrong, at_sender = first_on(world.kv, wrong), first_on(world.kv, sender)
     assert ("event_id_gap", world.changed_at) == (at_wrong.rule, at_wrong.position)
     assert "event_id_gap" == at_sender.rule
-    assert at_sender.known.startswith(f"event {world.changed.event.event_id} did not arrive")
+    assert at_sender.observed.startswith(f"event {world.changed.event.event_id} did not arrive")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -255,7 +255,7 @@ def test_a_wrong_parent_that_is_not_held_is_not_found_at_once(backend, seed):
     world.errors()
     first = world.kv.events.problems[0]
     assert ("parent_block_not_found", world.changed_at, nobody) == (first.rule, first.position, first.block)
-    assert f"block 0x{nobody:016x} was never stored" == first.known
+    assert f"block 0x{nobody:016x} was never stored" == first.observed
     assert [first] == world.kv.events.errors  # the chain of hashes is wrong too, and that follows from it
     assert ["wrong_hash"] == [p.rule for p in first.folded]
 
@@ -272,7 +272,7 @@ def test_a_silent_restart_is_a_gap_at_the_next_event(backend, seed):
     (error,) = world.errors()
     entry = next(e for e in list(world.kv.events)[before:] if e.event.worker_id == 0)
     assert ("event_id_gap", entry.position, 0) == (error.rule, error.position, error.event_id)
-    assert "ids went backwards" in error.known
+    assert "ids went backwards" in error.observed
 
 
 @pytest.mark.parametrize("seed", RUNS)
@@ -310,7 +310,7 @@ def test_a_late_join_is_a_gap_at_the_first_event_heard(backend, seed):
     gap = first_on(world.kv, 0)
     arrived = next(e for e in world.kv.events if e.event.worker_id == 0)
     assert ("event_id_gap", arrived.position) == (gap.rule, gap.position)
-    assert f"events 0 to {missed - 1} did not arrive" == gap.known
+    assert f"events 0 to {missed - 1} did not arrive" == gap.observed
     assert {"event_id_gap"} == {p.rule for p in world.kv.events.errors}
 
 
@@ -417,7 +417,7 @@ def test_an_index_that_raises_once_fails_at_that_event_and_what_it_misses_follow
     changed_at = next(e.position for e in world.kv.events if e.event is index.changed)
     errors = world.kv.events.errors
     assert [("index_failure", changed_at)] == [(p.rule, p.position) for p in errors]
-    assert re.fullmatch(r"apply raised RuntimeError: no room \(test_faults\.py:\d+ in wrong\)", errors[0].known)
+    assert re.fullmatch(r"apply raised RuntimeError: no room \(test_faults\.py:\d+ in wrong\)", errors[0].observed)
     assert "index_drift" in {p.rule for p in errors[0].folded}
     assert {"index_drift", "index_failure"} >= {p.rule for p in errors[0].folded}  # it may not have a later parent
 

@@ -86,8 +86,8 @@ def test_the_breach_names_no_block_and_says_how_many_are_held():
     stream = Stream(num_blocks=1)
     stream.observe_all([stored(1, 2), stored(3)])
     (problem,) = stream.problems
-    assert ("according to the events, 2 blocks are held after event 0", ()) == (problem.known, problem.blocks)
-    assert ("the engine has 1 block; what it evicts is published as Removed", 1) == (problem.right, problem.event_id)
+    assert ("according to the events, 2 blocks are held after event 0", ()) == (problem.observed, problem.blocks)
+    assert ("the engine has 1 block; what it evicts is published as Removed", 1) == (problem.expected, problem.event_id)
 
 
 def test_at_a_flush_the_breach_stands_after_the_last_event():
@@ -156,7 +156,7 @@ def test_the_block_and_both_events_are_named():
     stream.observe_all(HAZARD)
     first = stream.problems[0]
     assert ((1,), 2) == (first.blocks, first.event_id)
-    assert "block 1 was held already when event 1 stored it again" == first.known
+    assert "block 1 was held already when event 1 stored it again" == first.observed
 
 
 def test_ids_and_tiers_must_be_those_of_one_use():
@@ -199,7 +199,7 @@ def test_later_trouble_of_the_block_is_listed_under_it():
     assert ["(block_not_found)"] == stream.observe(Removed((1,)))
     assert {"engine_drift": 1, "block_not_found": 1} == Counter(p.rule for p in one.folded)
     assert {"engine_drift": 1, "parent_block_not_found": 1} == Counter(p.rule for p in two.folded)
-    known = two.folded[1].known
+    known = two.folded[1].observed
     assert "block 2 was removed by event 2, right after it was stored again" == known
 
 
@@ -252,9 +252,9 @@ def test_what_a_recovery_tells_of_it_is_news_and_later_trouble_is_listed_there()
     published.observe_all([*HAZARD, stored(30)])
     stream.observe(HAZARD[0])
     assert ["event_id_gap"] == stream.observe(stored(30), 3)
-    news = stream.ledger.recovered(published.known, range(1, 4))
+    news = stream.ledger.recovered(published.observed, range(1, 4))
     assert [(1,), (2,)] == [problem.blocks for problem in news]
-    assert [] == stream.ledger.recovered(published.known, range(1, 4))
+    assert [] == stream.ledger.recovered(published.observed, range(1, 4))
     assert ["(parent_block_not_found)"] == stream.observe(stored(4, parent=2))
     assert news[1] is stream.problems[-1].cause
     assert [] == published.problems[1].folded
@@ -264,21 +264,21 @@ def test_after_a_recovery_the_last_event_that_it_told_is_the_one_before():
     published, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
     published.observe_all(HAZARD[:2])
     stream.observe(HAZARD[0])
-    stream.ledger.recovered(published.known.copy(), range(1, 2))
+    stream.ledger.recovered(published.observed.copy(), range(1, 2))
     assert ["evicted_and_restored"] * 2 == stream.observe(HAZARD[2], 2)
 
 
 def test_what_a_recovery_tells_of_a_parent_that_was_not_held_is_not_forgotten():
     published, stream = Stream(), Stream()
     published.observe(stored(2, parent=9))
-    stream.ledger.recovered(published.known.copy(), range(1))
+    stream.ledger.recovered(published.observed.copy(), range(1))
     assert ["orphaned_child"] == stream.observe(stored(9), 1) + stream.observe(Removed((9,)))
 
 
 def test_what_a_recovery_tells_is_held_with_children_and_copies():
     published, stream = Stream(residency="counted", num_blocks=3), Stream(residency="counted", num_blocks=3)
     published.observe_all([stored(1, 2), stored(3, parent=1), stored(3, parent=1)])
-    stream.ledger.recovered(published.known.copy(), range(3))
+    stream.ledger.recovered(published.observed.copy(), range(3))
     assert ["over_capacity", "orphaned_child"] == stream.flush() + stream.observe(Removed((1,)), 3)
     assert (2, 3) == stream.problems[-1].blocks
     assert [] == stream.drift([2, 3, 3])
@@ -327,7 +327,7 @@ def test_the_child_and_its_parent_are_named():
     (problem,) = stream.problems
     assert (
         "block 2 was stored by event 0 and never removed, and its parent 1 is no longer held; likewise 1 more"
-        == problem.known
+        == problem.observed
     )
 
 
@@ -416,7 +416,7 @@ def test_copies_are_compared_with_the_engine_by_number(resident, known):
     stream = Stream(residency="counted")
     stream.observe_all([stored(1, 2), stored(2, parent=1)])
     stream.drift(resident)
-    assert [known] * bool(known) == [problem.known for problem in stream.problems]
+    assert [known] * bool(known) == [problem.observed for problem in stream.problems]
     assert [] == stream.drift(resident)  # reported once
 
 
@@ -455,4 +455,4 @@ def test_a_block_that_one_removed_names_too_often_is_told_so(residency, copies, 
     stream = Stream(residency=residency)
     stream.observe_all([stored(1)] * copies)
     assert ["block_not_found"] == stream.observe(Removed((1,) * (copies + 1)))
-    assert known == stream.problems[-1].known
+    assert known == stream.problems[-1].observed

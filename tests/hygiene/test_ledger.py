@@ -149,7 +149,7 @@ def test_an_id_that_comes_twice_is_a_repeat_or_a_restart(first, second, known):
     ledger = Ledger()
     ledger.observe(RouterEvent(0, KvCacheEvent(0, first)), 0)
     gap, *_ = ledger.observe(RouterEvent(0, KvCacheEvent(0, second)), 1)
-    assert ("event_id_gap", known) == (gap.rule, gap.known)
+    assert ("event_id_gap", known) == (gap.rule, gap.observed)
 
 
 def test_a_stream_that_may_begin_anywhere_does():
@@ -218,7 +218,7 @@ def test_what_was_published_and_never_arrived_is_a_gap_said_once():
     stream = Stream()
     stream.observe(stored(1))
     (gap,) = stream.ledger.published((0, 0), 3, 0)
-    assert "the worker published ids up to 2; events 1 to 2 did not arrive" == gap.known
+    assert "the worker published ids up to 2; events 1 to 2 did not arrive" == gap.observed
     assert [] == stream.ledger.published((0, 0), 3, 0)
     assert [] == stream.observe(stored(2), 3)
     assert [] == stream.observe(stored(3), 1)  # late, but it comes
@@ -229,7 +229,7 @@ def test_drift_names_what_is_not_there_and_what_was_not_said_once_each():
     stream.observe(stored(1, 2))
     extra, silent = stream.ledger.drift((0, 0), {2, 3, 4}, 0)
     assert ((1,), {3, 4}) == (extra.blocks, set(silent.blocks))
-    assert "the engine does not hold block 1; block 1 was stored by event 0 and never removed" == extra.known
+    assert "the engine does not hold block 1; block 1 was stored by event 0 and never removed" == extra.observed
     assert [] == stream.ledger.drift((0, 0), {2, 3, 4}, 0)
     (more,) = stream.ledger.drift((0, 0), {3, 4}, 0)
     assert (2,) == more.blocks

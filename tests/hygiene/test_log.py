@@ -277,14 +277,14 @@ def test_an_event_from_before_a_restart_is_told_from_its_namesake():
     worker.restart(announced=True)
     kv.apply([one(1), one(2), Removed((1,)), Removed((1,))])
     (again,) = kv.judge().errors
-    assert "block 1 was removed by event 2" == again.known
+    assert "block 1 was removed by event 2" == again.observed
     worker.restart(announced=True)
     kv.apply([one(3), Removed((1,)), Removed((2,))])
     first, second = kv.judge().errors
     assert [
         "block 1 was removed by event 3 (before the restart)",
         "block 2 was stored by event 1 and dropped when worker 0 restarted",
-    ] == [first.known, second.known]
+    ] == [first.observed, second.observed]
     headline, _, header, *_ = failure_text([first]).splitlines()
     assert "1 KV event error: block_not_found (worker 0, event 1 after 2 restarts)" == headline
     assert "  event 1 after 2 restarts  worker 0  Removed block 1" == header
@@ -292,7 +292,7 @@ def test_an_event_from_before_a_restart_is_told_from_its_namesake():
     kv.apply(Removed((3,)))
     kv.apply(Removed((2,)))
     _, last = kv.judge().errors
-    assert "block 2 was removed by event 2 (before the restart)" == last.known
+    assert "block 2 was removed by event 2 (before the restart)" == last.observed
 
 
 def test_two_restarts_ago_is_said_so():
@@ -304,7 +304,7 @@ def test_two_restarts_ago_is_said_so():
     assert [
         "block 1 was removed by event 1 (2 restarts ago)",
         "block 2 was stored by event 2 (2 restarts ago) and dropped when worker 0 restarted",
-    ] == [problem.known for problem in kv.judge().errors]
+    ] == [problem.observed for problem in kv.judge().errors]
 
 
 def test_ids_that_go_backwards_are_a_line_and_told_apart():
@@ -315,7 +315,7 @@ def test_ids_that_go_backwards_are_a_line_and_told_apart():
     sink(KvCacheEvent(2, Removed((1,))))
     (gap,) = kv.judge().errors
     assert "event_id_gap" == gap.rule
-    assert ["block 1 was removed by event 2 (before ids went backwards)"] == [p.known for p in gap.folded]
+    assert ["block 1 was removed by event 2 (before ids went backwards)"] == [p.observed for p in gap.folded]
     assert (
         "1 KV event error: event_id_gap (worker 65536, event 0 after ids went backwards)"
         == failure_text([gap]).partition("\n")[0]
@@ -357,14 +357,16 @@ HISTORIES = {
 def test_what_made_a_block_go_is_said_with_its_event(known):
     kv = RouterHarness(backend=None)
     kv.apply([*HISTORIES[known], Removed((1,))])
-    assert [known] == [problem.known for problem in kv.judge().errors]
+    assert [known] == [problem.observed for problem in kv.judge().errors]
 
 
 def test_a_restart_before_a_block_was_stored_did_not_make_it_go():
     kv = RouterHarness()
     kv.worker(0).restart(announced=True)
     kv.apply([one(1), Cleared(), Removed((1,))])
-    assert ["block 1 was stored by event 0 and cleared by event 1"] == [problem.known for problem in kv.judge().errors]
+    assert ["block 1 was stored by event 0 and cleared by event 1"] == [
+        problem.observed for problem in kv.judge().errors
+    ]
 
 
 def test_a_copy_that_was_removed_is_not_called_never_removed():
@@ -375,7 +377,7 @@ def test_a_copy_that_was_removed_is_not_called_never_removed():
     sink.compare(list)
     (problem,) = kv.judge().errors
     known = "the engine does not hold block 1; block 1 was stored by event 2; event 3 removed a copy, and 2 are held"
-    assert known == problem.known
+    assert known == problem.observed
 
 
 def test_a_block_that_went_from_one_tier_is_said_to_be_stored_in_the_other():
@@ -387,7 +389,7 @@ def test_a_block_that_went_from_one_tier_is_said_to_be_stored_in_the_other():
     sink.compare(list)
     (problem,) = kv.judge().errors
     known = "the engine does not hold block 1; block 1 was stored in device by event 0 and never removed"
-    assert known == problem.known
+    assert known == problem.observed
 
 
 def test_a_parent_that_was_only_named_is_said_to_be_that():
@@ -397,5 +399,5 @@ def test_a_parent_that_was_only_named_is_said_to_be_that():
     sink.compare(lambda: [2, 3])
     sink(one(3, parent=1))
     (problem,) = kv.judge().errors
-    assert ("block 1 was never stored", "parent_block_not_found") == (problem.known, problem.rule)
+    assert ("block 1 was never stored", "parent_block_not_found") == (problem.observed, problem.rule)
     assert "block 1 was named as a parent and never stored" == kv.streams[65536, 0].history(1)

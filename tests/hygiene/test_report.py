@@ -62,7 +62,7 @@ def test_hashes_below_65536_are_decimal_and_others_are_16_digits(block, text):
     kv = RouterHarness()
     kv.make_sink()(Removed((block,)))
     (problem,) = kv.events.errors
-    assert problem.known.startswith(f"block {text} ")
+    assert problem.observed.startswith(f"block {text} ")
 
 
 def test_what_one_event_breaks_many_times_is_one_mark():
@@ -313,7 +313,7 @@ def test_a_block_reads_alike_in_log_message_and_headers(block, text):
     problem = kv.judge().errors[0]
 
     lines = problems_text([problem]).splitlines()
-    assert [f"  event 2  worker 0  Removed block {text}", f"    known:  block {text} was removed by event 1"] == [
+    assert [f"  event 2  worker 0  Removed block {text}", f"    observed:  block {text} was removed by event 1"] == [
         lines[2],
         lines[4],
     ]
@@ -385,7 +385,7 @@ def test_hashes_read_alike_in_what_events_and_moves_show_of_themselves():
 def test_the_parent_that_a_fault_was_given_reads_as_in_the_log():
     kv = RouterHarness()
     fault = kv.faults.wrong_parent(parent=LARGE)
-    assert f"<kv_router.faults.wrong_parent(1, parent={TEXT}): 0 injected>" == repr(fault)
+    assert f"<kv_harness.faults.wrong_parent(1, parent={TEXT}): 0 injected>" == repr(fault)
     fault.stop()
 
 

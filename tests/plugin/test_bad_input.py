@@ -219,7 +219,7 @@ def pattern(text):
 
 
 @pytest.mark.parametrize(("marker", "message"), MARKERS)
-@pytest.mark.parametrize("fixture", ["kv_router", "kv_sink"])
+@pytest.mark.parametrize("fixture", ["kv_harness", "kv_sink"])
 def test_a_wrong_marker_is_one_line_at_collection(nested, marker, message, fixture):
     result = nested(f"@pytest.mark.{marker}\ndef test({fixture}): pass\ndef test_other(): pass")
 
@@ -237,7 +237,7 @@ def test_a_wrong_marker_is_found_on_a_test_that_uses_no_fixture_of_ours(nested):
 
 
 def test_a_block_size_that_the_backend_refuses_says_where_it_comes_from(nested):
-    result = nested("@pytest.mark.kvmock(block_size=12)\ndef test(kv_router): pass\ndef test_other(kv_sink): pass")
+    result = nested("@pytest.mark.kvmock(block_size=12)\ndef test(kv_harness): pass\ndef test_other(kv_sink): pass")
 
     result.assert_outcomes(errors=3, passed=1)
     result.stdout.fnmatch_lines(["kvmock: backend lru: block_size must be *, got 12 (kvmock(block_size=12))"])
@@ -396,7 +396,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.mark.parametrize(("marker", "message"), MARKERS)
 def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested, marker, message):
-    result = nested("def test(kv_router): pass", files={"conftest.py": LATE.replace("{marker}", marker)})
+    result = nested("def test(kv_harness): pass", files={"conftest.py": LATE.replace("{marker}", marker)})
 
     result.assert_outcomes(errors=3)
     result.stdout.fnmatch_lines([f"kvmock: {pattern(marker)}: {message}"])
@@ -405,7 +405,7 @@ def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested, marker, mess
 def test_a_wrong_marker_that_came_late_is_the_same_over_the_matrix_and_under_xdist(nested):
     files = {"conftest.py": LATE.replace("{marker}", "kv_backends('lruu')")}
 
-    result = nested("def test(kv_router): pass", "-n", "2", plugins=["xdist"], files=files)
+    result = nested("def test(kv_harness): pass", "-n", "2", plugins=["xdist"], files=files)
 
     result.assert_outcomes(errors=3)
     result.stdout.fnmatch_lines(

@@ -121,12 +121,12 @@ WITH_AN_INDEX = (
     + """
 @pytest.mark.kvmock(num_blocks=30)
 @pytest.mark.kv_backends("lru")
-def test(kv_router, kv_worker, kv_prompt):
+def test(kv_harness, kv_worker, kv_prompt):
     first = kv_prompt(blocks=5)
     kv_worker.serve(first)
     for _ in range(40):
         kv_worker.serve(kv_prompt(blocks=5))
-    assert {} == kv_router.overlap(first)
+    assert {} == kv_harness.overlap(first)
 """
 )
 
@@ -401,21 +401,21 @@ def anyio_backend():
 """
 
 SYNC_BODY = """
-def test(kv_router, kv_sink):
+def test(kv_harness, kv_sink):
     async def body():
         for n in range(40):
             kv_sink(Stored(None, (n,), (n,)))
         kv_sink(Removed((20,)))
-        await kv_router.aflush()
+        await kv_harness.aflush()
     asyncio.run(body())
 """
 
 ASYNC_BODY = """
-async def test(kv_router, kv_sink):
+async def test(kv_harness, kv_sink):
     for n in range(40):
         kv_sink(Stored(None, (n,), (n,)))
     kv_sink(Removed((20,)))
-    await kv_router.aflush()
+    await kv_harness.aflush()
 """
 
 
@@ -537,8 +537,8 @@ def check_report_of_a_trace(result):
     result.stdout.fnmatch_lines(
         [
             "*KV event error*: index_drift (worker 0, event *",
-            "    known:  find_matches() of your index (Forgetful) returned *; block * was removed by event *",
-            "    right:  *, as the reference index returned",
+            "    observed:  find_matches() of your index (Forgetful) returned *; block * was removed by event *",
+            "    expected:  *, as the reference index returned",
             "*Captured kvmock events call*",
             "* events; those around the first problem*",
             "*Removed blocks *  !! index_drift*",
@@ -562,10 +562,10 @@ def test_the_failure_of_the_whole_conversation_trace_is_readable(nested, traces_
 def test_the_log_of_a_failure_shows_where_a_worker_was_removed(nested):
     """And its own events from before and after are told apart, in message and log."""
     source = """
-    def test(kv_router):
-        kv_router.apply([GOOD, Removed((2,))])
-        kv_router.remove_worker(0)
-        kv_router.apply([Removed((2,))])
+    def test(kv_harness):
+        kv_harness.apply([GOOD, Removed((2,))])
+        kv_harness.remove_worker(0)
+        kv_harness.apply([Removed((2,))])
     """
 
     printed = nested(source, "--kv-backend=lineage").stdout.str()
@@ -575,8 +575,8 @@ def test_the_log_of_a_failure_shows_where_a_worker_was_removed(nested):
         "1 KV event error: block_not_found (worker 0, event 0 after the worker was removed)",
         "",
         "  event 0 after the worker was removed  worker 0  Removed block 2",
-        "    rule:   block_not_found: a Removed names a block that this worker and rank does not hold in that tier",
-        "    known:  block 2 was removed by event 1 (before the worker was removed)",
+        "    rule:      block_not_found: a Removed names a block that this worker and rank does not hold in that tier",
+        "    observed:  block 2 was removed by event 1 (before the worker was removed)",
     ] == printed[start:].splitlines()[:5]
     log = printed[printed.index("3 events\n") :].splitlines()
     assert [

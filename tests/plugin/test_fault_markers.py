@@ -5,9 +5,9 @@ from __future__ import annotations
 from pytest_kvmock.backends import BACKENDS
 
 SERVE = """
-def serve(kv_router, n=1):
+def serve(kv_harness, n=1):
     for _ in range(n):
-        kv_router.worker(0).serve(kv_router.prompt(1))
+        kv_harness.worker(0).serve(kv_harness.prompt(1))
 """
 
 INDEX = """
@@ -23,21 +23,21 @@ ONE = "--kv-backend=lineage"
 
 
 def test_an_injected_fault_fails_and_is_said_to_be_one(nested):
-    result = nested(SERVE + "def test(kv_router):\n kv_router.faults.lose()\n serve(kv_router, 2)", ONE)
+    result = nested(SERVE + "def test(kv_harness):\n kv_harness.faults.lose()\n serve(kv_harness, 2)", ONE)
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
             "1 KV event error: event_id_gap (worker 0, event 1)",
-            "    fault:  injected: lose, event 0 of worker 0",
-            '  must it be survived?     kv_router.faults.survive("lose")',
+            "    fault:     injected: lose, event 0 of worker 0",
+            '  must it be survived?     kv_harness.faults.survive("lose")',
             "*!! event_id_gap (injected: lose, event 0 of worker 0)",
         ]
     )
 
 
 def test_faults_of_a_marker_strike_the_same_events_in_each_run(nested):
-    source = SERVE + "@pytest.mark.kvmock(faults={'lose': 0.3})\ndef test(kv_router):\n serve(kv_router, 20)"
+    source = SERVE + "@pytest.mark.kvmock(faults={'lose': 0.3})\ndef test(kv_harness):\n serve(kv_harness, 20)"
     runs = [[line for line in nested(source, ONE).outlines if "injected: lose, event" in line] for _ in range(2)]
 
     assert runs[0]
@@ -50,7 +50,7 @@ def test_the_inner_marker_wins(nested):
     source = (
         SERVE
         + "pytestmark = pytest.mark.kvmock(faults={'lose': 1})\n"
-        + "@pytest.mark.kvmock(faults={})\ndef test(kv_router, kv_events):\n serve(kv_router, 2)\n assert len(kv_events) == 2"
+        + "@pytest.mark.kvmock(faults={})\ndef test(kv_harness, kv_events):\n serve(kv_harness, 2)\n assert len(kv_events) == 2"
     )
     nested(source, ONE).assert_outcomes(passed=1)
 
@@ -58,7 +58,7 @@ def test_the_inner_marker_wins(nested):
 def test_what_must_be_survived_is_excused_and_shown(nested):
     source = (
         SERVE
-        + "@pytest.mark.kvmock(faults={'lose': 0.5}, survive=['lose'])\ndef test(kv_router):\n serve(kv_router, 10)"
+        + "@pytest.mark.kvmock(faults={'lose': 0.5}, survive=['lose'])\ndef test(kv_harness):\n serve(kv_harness, 10)"
     )
     result = nested(source, ONE, "--kv-events=all", "-rA")
 
@@ -70,7 +70,7 @@ def test_an_index_that_does_not_survive_fails(nested):
     source = (
         SERVE
         + INDEX
-        + "@pytest.mark.kvmock(survive=['lose'])\ndef test(kv_router):\n kv_router.faults.lose()\n serve(kv_router, 2)"
+        + "@pytest.mark.kvmock(survive=['lose'])\ndef test(kv_harness):\n kv_harness.faults.lose()\n serve(kv_harness, 2)"
     )
     result = nested(source, ONE)
 
@@ -79,25 +79,27 @@ def test_an_index_that_does_not_survive_fails(nested):
 
 
 def test_a_fault_that_never_struck_fails(nested):
-    result = nested(SERVE + "def test(kv_router):\n kv_router.faults.lose(3, kind='cleared')\n serve(kv_router)", ONE)
+    result = nested(
+        SERVE + "def test(kv_harness):\n kv_harness.faults.lose(3, kind='cleared')\n serve(kv_harness)", ONE
+    )
 
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["kv_router.faults.lose(3, kind='cleared'): unused, no event matched"])
+    result.stdout.fnmatch_lines(["kv_harness.faults.lose(3, kind='cleared'): unused, no event matched"])
 
 
 def test_one_that_struck_less_often_than_it_was_to_fails(nested):
     source = (
         SERVE
-        + "@pytest.mark.kvmock(allow=['event_id_gap'])\ndef test(kv_router):\n kv_router.drop_next(3)\n serve(kv_router, 2)"
+        + "@pytest.mark.kvmock(allow=['event_id_gap'])\ndef test(kv_harness):\n kv_harness.drop_next(3)\n serve(kv_harness, 2)"
     )
     result = nested(source, ONE)
 
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["kv_router.faults.lose(3): 2 of 3 injected"])
+    result.stdout.fnmatch_lines(["kv_harness.faults.lose(3): 2 of 3 injected"])
 
 
 def test_a_body_that_failed_hears_nothing_of_faults_that_never_struck(nested):
-    result = nested("def test(kv_router):\n kv_router.faults.lose()\n assert 0", ONE)
+    result = nested("def test(kv_harness):\n kv_harness.faults.lose()\n assert 0", ONE)
 
     result.assert_outcomes(failed=1)
     result.stdout.no_fnmatch_line("*unused, no event matched*")
@@ -107,13 +109,13 @@ def test_what_must_be_survived_is_said_in_the_body_over_every_backend_also_after
     source = f"""
     @pytest.mark.kv_backends{tuple(BACKENDS)}
     @pytest.mark.parametrize("before", [0, 3])
-    def test(kv_router, before):
+    def test(kv_harness, before):
         def serve(times):
             for _ in range(times):
-                kv_router.worker(0).serve(kv_router.prompt(2))
+                kv_harness.worker(0).serve(kv_harness.prompt(2))
         serve(before)
-        kv_router.faults.survive("lose")
-        with kv_router.faults.lose(2):
+        kv_harness.faults.survive("lose")
+        with kv_harness.faults.lose(2):
             serve(4)
     """
     nested(source).assert_outcomes(passed=2 * len(BACKENDS))

@@ -8,8 +8,8 @@ import pytest
 def test_all_fixtures_of_a_test_share_one_harness(nested):
     result = nested(
         """
-        def test(kv_events, kv_sink, make_kv_sink, kv_router, kv_worker, make_kv_manager, kv_prompt):
-            assert kv_events is kv_router.events
+        def test(kv_events, kv_sink, make_kv_sink, kv_harness, kv_worker, make_kv_manager, kv_prompt):
+            assert kv_events is kv_harness.events
             kv_sink(GOOD)
             other = make_kv_sink(chained=True)
             other(Stored(None, (3,), (3,)))
@@ -28,10 +28,10 @@ def test_the_harness_of_each_test_is_new(nested):
     result = nested(
         """
         seen = []
-        def test_1(kv_router): seen.append(kv_router)
-        def test_2(kv_router):
-            assert kv_router not in seen
-            assert not len(kv_router.events)
+        def test_1(kv_harness): seen.append(kv_harness)
+        def test_2(kv_harness):
+            assert kv_harness not in seen
+            assert not len(kv_harness.events)
         """,
         "--kv-backend=lru",
     )
@@ -55,10 +55,10 @@ def test_a_second_manager_is_that_of_the_next_worker(nested):
     result = nested(
         """
         @pytest.mark.kvmock(workers=2)
-        def test(make_kv_manager, kv_router):
+        def test(make_kv_manager, kv_harness):
             managers = [make_kv_manager(), make_kv_manager(backend="lru")]
-            assert managers == [kv_router.worker(2).manager, kv_router.worker(3).manager]
-            assert [manager.backend for manager in managers] == [kv_router.backend, "lru"]
+            assert managers == [kv_harness.worker(2).manager, kv_harness.worker(3).manager]
+            assert [manager.backend for manager in managers] == [kv_harness.backend, "lru"]
         """
     )
 
@@ -83,11 +83,11 @@ def test_prompts_are_fresh_and_share_what_they_come_after(nested):
 def test_kv_index_is_none_by_default_and_the_reference_answers(nested):
     result = nested(
         """
-        def test(kv_index, kv_router, kv_worker, kv_prompt):
+        def test(kv_index, kv_harness, kv_worker, kv_prompt):
             assert kv_index is None
             prompt = kv_prompt()
             kv_worker.serve(prompt)
-            assert kv_router.overlap(prompt) == {0: 4}
+            assert kv_harness.overlap(prompt) == {0: 4}
         """
     )
 
@@ -142,20 +142,20 @@ def test_what_a_cleared_empties_and_bursts_are_said_by_the_marker(nested):
         @pytest.mark.kv_backends("lru")
         @pytest.mark.kvmock(index_semantics="e1", sync="burst", dp_size=2, block_size=4)
         class TestC:
-            def test_e1(self, kv_router, kv_index):
+            def test_e1(self, kv_harness, kv_index):
                 for rank in (0, 1):
-                    kv_router.worker(0, rank).serve([1] * 4)
-                kv_router.worker(0, 0).clear()
+                    kv_harness.worker(0, rank).serve([1] * 4)
+                kv_harness.worker(0, 0).clear()
                 assert not kv_index.asked
-                assert kv_router.overlap([1] * 4) == {}
+                assert kv_harness.overlap([1] * 4) == {}
                 assert kv_index.asked
 
             @pytest.mark.kvmock(index_semantics=None, allow=["index_drift"])
-            def test_default(self, kv_router, kv_events):
+            def test_default(self, kv_harness, kv_events):
                 for rank in (0, 1):
-                    kv_router.worker(0, rank).serve([1] * 4)
-                kv_router.worker(0, 0).clear()
-                kv_router.flush()
+                    kv_harness.worker(0, rank).serve([1] * 4)
+                kv_harness.worker(0, 0).clear()
+                kv_harness.flush()
                 assert {p.rule for p in kv_events.problems} == {"index_drift"}
         """
     )
@@ -179,10 +179,10 @@ def test_an_index_reads_the_traits_of_the_tests_backend(nested):
         + """
     @pytest.mark.kv_backends("lineage", "vllm", "vllm_0_19", "sglang")
     @pytest.mark.kvmock(block_size=4, num_blocks=3)
-    def test(kv_router, kv_traits, kv_backend):
-        assert kv_traits == BACKENDS[kv_backend].traits == kv_router.worker(0).traits
+    def test(kv_harness, kv_traits, kv_backend):
+        assert kv_traits == BACKENDS[kv_backend].traits == kv_harness.worker(0).traits
         for number in (1, 1, 2, 3):
-            kv_router.worker(0).serve([number] * 4)
+            kv_harness.worker(0).serve([number] * 4)
 
     @pytest.mark.parametrize("kv_backend", ["vllm"])
     def test_a_parameter(kv_traits, kv_backend): assert kv_traits.copies
@@ -191,7 +191,7 @@ def test_an_index_reads_the_traits_of_the_tests_backend(nested):
     class TestCase(unittest.TestCase):
         @pytest.fixture(autouse=True)
         def ask(self, request):
-            self.router = request.getfixturevalue("kv_router")
+            self.router = request.getfixturevalue("kv_harness")
             self.traits = request.getfixturevalue("kv_traits")
         def test(self): assert self.traits == self.router.worker(0).traits
     """
@@ -246,3 +246,39 @@ def test_a_misspelt_argument_of_a_fixture_is_answered_with_the_nearest(nested, c
     result = nested(f"def test(make_kv_sink, kv_prompt):\n    {call}\n")
     result.assert_outcomes(failed=1)
     assert f"E       TypeError: {message}" in result.outlines
+
+
+RENAMED = "the fixture kv_router is kv_harness now: rename it"
+
+
+@pytest.mark.parametrize(
+    ("source", "conftest"),
+    [
+        ("def test(kv_router): pass", ""),
+        ("def test(mine): pass", "import pytest\n@pytest.fixture\ndef mine(kv_router): return kv_router"),
+        ("def test(kv_router): pass", "import pytest\n@pytest.fixture\ndef kv_router(): return 1"),
+    ],
+    ids=["asked for", "asked for by a fixture", "overridden"],
+)
+def test_the_former_name_of_the_harness_is_one_line_of_a_collection_error(nested, source, conftest):
+    result = nested(source, files={"conftest.py": conftest})
+
+    result.assert_outcomes(errors=1)
+    at = next(i for i, line in enumerate(result.outlines) if "ERROR collecting" in line)
+    assert RENAMED == result.outlines[at + 1]
+    assert "=" == result.outlines[at + 2][0]
+
+
+def test_the_former_name_fails_in_one_line_where_it_is_found_only_at_setup(nested):
+    result = nested(
+        """
+        class T(unittest.TestCase):
+            @pytest.mark.usefixtures("kv_router")
+            def test(self): pass
+        def test(request): request.getfixturevalue("kv_router")
+        """,
+        "-rfE",
+    )
+
+    result.assert_outcomes(errors=1, failed=1)
+    assert 2 == sum(line.endswith(f"- Failed: {RENAMED}") for line in result.outlines)

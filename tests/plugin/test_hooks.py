@@ -22,15 +22,15 @@ def spec(name="mine", **fields):
 """
 HOOK = "@pytest.hookimpl(optionalhook=True)\ndef pytest_kvmock_backends(config): return "
 REGISTERS = MINE + HOOK + '{"mine": spec()}\n'
-USES = "def test(kv_router): pass"
+USES = "def test(kv_harness): pass"
 IN_USE = """
 from pytest_kvmock import RouterHarness, create_manager
 
-def test(kv_backend, kv_router, kv_manager, make_kv_manager, kv_prompt):
-    assert kv_backend == kv_router.backend == kv_manager.backend
+def test(kv_backend, kv_harness, kv_manager, make_kv_manager, kv_prompt):
+    assert kv_backend == kv_harness.backend == kv_manager.backend
     prompt = kv_prompt()
-    kv_router.worker(0).serve(prompt)
-    assert kv_router.overlap(prompt) == {0: 4}
+    kv_harness.worker(0).serve(prompt)
+    assert kv_harness.overlap(prompt) == {0: 4}
     assert make_kv_manager("mine").backend == "mine" == create_manager("mine", num_blocks=1).backend
     with RouterHarness(backend=kv_backend) as of_its_own:
         assert of_its_own.backend == kv_backend
@@ -88,9 +88,9 @@ def test_what_is_not_in_the_default_matrix_runs_where_it_is_named(ids):
         USES
         + """
 @pytest.mark.kv_backends("mine", "lru")
-def test_marked(kv_router): pass
+def test_marked(kv_harness): pass
 @pytest.mark.parametrize("kv_backend", ["mine"])
-def test_parametrized(kv_router): assert kv_router.backend == "mine"
+def test_parametrized(kv_harness): assert kv_harness.backend == "mine"
 """
     )
     files = {"conftest.py": MINE + HOOK + '{"mine": spec(in_matrix=False)}\n'}

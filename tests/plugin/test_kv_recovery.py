@@ -23,10 +23,10 @@ class Recovering:
     def find_matches(self, local_hashes):
         return self.tree.find_matches(local_hashes)
 
-def lose_one(kv_router, kv_prompt):
+def lose_one(kv_harness, kv_prompt):
     for n in range(3):
-        with kv_router.drop_next() if n == 1 else suppress():
-            kv_router.worker(0).serve(kv_prompt(2))
+        with kv_harness.drop_next() if n == 1 else suppress():
+            kv_harness.worker(0).serve(kv_prompt(2))
 """
 
 
@@ -39,11 +39,11 @@ def kv_index(kv_recovery):
     return Recovering(kv_recovery)
 
 @pytest.mark.parametrize("ring", [1, 4096])
-def test(kv_router, kv_events, kv_recovery, kv_prompt, ring):
+def test(kv_harness, kv_events, kv_recovery, kv_prompt, ring):
     kv_recovery.ring = ring
     with kv_events.expect_error("event_id_gap"):
-        lose_one(kv_router, kv_prompt)
-    kv_router.assert_in_sync()
+        lose_one(kv_harness, kv_prompt)
+    kv_harness.assert_in_sync()
     assert len(kv_recovery.queries) == 2
     assert isinstance(kv_recovery.answers[-1], TreeDump) == (ring == 1)
 """,
@@ -65,8 +65,8 @@ def test_it_joins_a_harness_that_is_there_already(nested):
             assert len(kv_recovery(kv_sink.worker_id).events) == 1
 
         @pytest.mark.kvmock(workers=2)
-        def test_with_workers(kv_router, kv_recovery, kv_prompt):
-            kv_router.worker(1).serve(kv_prompt(3))
+        def test_with_workers(kv_harness, kv_recovery, kv_prompt):
+            kv_harness.worker(1).serve(kv_prompt(3))
             assert len(kv_recovery(1).events) == 3
         """,
         "--kv-backend=lru",
@@ -79,8 +79,8 @@ def test_it_comes_too_late_after_the_first_event(nested):
     result = nested(
         """
         @pytest.fixture
-        def warm(kv_router, kv_prompt):
-            kv_router.worker(0).serve(kv_prompt())
+        def warm(kv_harness, kv_prompt):
+            kv_harness.worker(0).serve(kv_prompt())
 
         def test(warm, kv_recovery): pass
         """,
@@ -119,9 +119,9 @@ class Adds(Recovering):
 def kv_index(kv_recovery):
     return Adds(kv_recovery)
 
-def test(kv_router, kv_events, kv_prompt):
+def test(kv_harness, kv_events, kv_prompt):
     kv_events.expect_error("event_id_gap")
-    lose_one(kv_router, kv_prompt)
+    lose_one(kv_harness, kv_prompt)
 """,
         "--kv-backend=lru",
     )
@@ -163,20 +163,20 @@ def kv_index(kv_recovery):
 
 @pytest.mark.kvmock(num_blocks=16, faults={"lose": 0.1, "double": 0.1}, survive=["lose", "double"], sync="every")
 @pytest.mark.parametrize("ring", [1, 4096])
-def test(kv_router, kv_recovery, kv_prompt, ring):
+def test(kv_harness, kv_recovery, kv_prompt, ring):
     kv_recovery.ring = ring
     for n in range(60):
-        kv_router.worker(0).serve(kv_prompt(3))
+        kv_harness.worker(0).serve(kv_prompt(3))
     assert 5 < len(kv_recovery.queries)
 
 @pytest.mark.kvmock(survive=["delay", "reorder", "late_join"])
-def test_late(kv_router, kv_prompt):
-    with kv_router.faults.late_join():
-        kv_router.worker(0).serve(kv_prompt(3))
-    for fault in (kv_router.faults.delay, kv_router.faults.reorder):
+def test_late(kv_harness, kv_prompt):
+    with kv_harness.faults.late_join():
+        kv_harness.worker(0).serve(kv_prompt(3))
+    for fault in (kv_harness.faults.delay, kv_harness.faults.reorder):
         fault(1)
         for n in range(4):
-            kv_router.worker(0).serve(kv_prompt(3))
+            kv_harness.worker(0).serve(kv_prompt(3))
 """,
         "--kv-backend=lru",
     )

@@ -22,12 +22,12 @@ def ran(result):
     return re.findall(r"ran on (\S+)", result.stdout.str())
 
 
-USES = "def test(kv_router): print('ran on', kv_router.backend)"
+USES = "def test(kv_harness): print('ran on', kv_harness.backend)"
 
 # ---------------------------------------------------------------------------------------------------- who is in
 
 
-@pytest.mark.parametrize("fixture", ["kv_backend", "kv_router", "kv_worker", "kv_manager", "make_kv_manager"])
+@pytest.mark.parametrize("fixture", ["kv_backend", "kv_harness", "kv_worker", "kv_manager", "make_kv_manager"])
 def test_fixtures_that_need_an_engine_pull_in_the_matrix(ids, fixture):
     assert [f"test[{name}]" for name in ALL] == ids(f"def test({fixture}): pass")
 
@@ -82,18 +82,18 @@ def test_the_users_own_parameters_come_first_in_the_id(ids):
 
 
 def test_it_multiplies_with_the_backends_of_anyio(ids):
-    assert 2 * 3 == len(ids("@pytest.mark.anyio\nasync def test(kv_router): pass", plugins=["anyio"]))
+    assert 2 * 3 == len(ids("@pytest.mark.anyio\nasync def test(kv_harness): pass", plugins=["anyio"]))
 
 
 def test_every_fixture_of_a_test_has_the_backend_of_its_id(nested):
     result = nested(
         """
-        def test(kv_backend, kv_router, kv_worker, kv_manager, make_kv_manager, request):
+        def test(kv_backend, kv_harness, kv_worker, kv_manager, make_kv_manager, request):
             assert type(kv_backend) is str
             assert request.node.name == f"test[{kv_backend}]"
-            assert kv_router.backend == kv_backend
+            assert kv_harness.backend == kv_backend
             assert kv_manager.backend == kv_backend
-            assert kv_worker is kv_router.worker(0)
+            assert kv_worker is kv_harness.worker(0)
             assert kv_worker.manager is kv_manager
             more = make_kv_manager()
             assert more is not kv_manager
@@ -114,7 +114,7 @@ OVERRIDES = {
         class TestC:
             @pytest.fixture
             def kv_backend(self): return "lru"
-            def test(self, kv_router): print('ran on', kv_router.backend)
+            def test(self, kv_harness): print('ran on', kv_harness.backend)
         """,
         {},
         ["lru"],
@@ -131,7 +131,7 @@ OVERRIDES = {
         ["lru", "lineage"],
     ),
     "direct parametrize with another": (
-        "@pytest.mark.parametrize('n, kv_backend', [(1, 'lru')])\n" + USES.replace("(kv_router", "(n, kv_router"),
+        "@pytest.mark.parametrize('n, kv_backend', [(1, 'lru')])\n" + USES.replace("(kv_harness", "(n, kv_harness"),
         {},
         ["lru"],
     ),
@@ -175,8 +175,8 @@ OVERRIDES = {
         @pytest.mark.kv_backends("lineage")
         class TestC:
             @pytest.mark.kv_backends("lru")
-            def test(self, kv_router): print('ran on', kv_router.backend)
-            def test_outer(self, kv_router): print('ran on', kv_router.backend)
+            def test(self, kv_harness): print('ran on', kv_harness.backend)
+            def test_outer(self, kv_harness): print('ran on', kv_harness.backend)
         """,
         {},
         ["lru", "lineage"],
@@ -186,7 +186,7 @@ OVERRIDES = {
         @pytest.mark.kv_backends("lineage")
         class TestC:
             @pytest.mark.kv_backends(exclude=["lineage"])
-            def test(self, kv_router): print('ran on', kv_router.backend)
+            def test(self, kv_harness): print('ran on', kv_harness.backend)
         """,
         {},
         ["lru", "multi_lru"],
@@ -221,11 +221,11 @@ def test_the_command_line_does_not_touch_a_test_that_fixes_its_backend(nested):
     result = nested(
         """
         @pytest.mark.parametrize("kv_backend", ["lru"])
-        def test(kv_router): print("ran on", kv_router.backend)
+        def test(kv_harness): print("ran on", kv_harness.backend)
         class TestC:
             @pytest.fixture
             def kv_backend(self): return "lru"
-            def test(self, kv_router): print("ran on", kv_router.backend)
+            def test(self, kv_harness): print("ran on", kv_harness.backend)
         """,
         "-s",
         "--kv-backend=lineage",
@@ -235,14 +235,14 @@ def test_the_command_line_does_not_touch_a_test_that_fixes_its_backend(nested):
 
 
 @follows_overrides
-@pytest.mark.parametrize("name", ["kv_router", "kv_manager"])
+@pytest.mark.parametrize("name", ["kv_harness", "kv_manager"])
 def test_an_override_that_calls_its_original_keeps_the_matrix(nested, name):
     source = f"@pytest.fixture\ndef {name}({name}): return {name}\ndef test({name}): print('ran on', {name}.backend)"
 
     assert ALL == ran(nested(source, "-s"))
 
 
-@pytest.mark.parametrize("name", ["kv_router", "kv_manager"])
+@pytest.mark.parametrize("name", ["kv_harness", "kv_manager"])
 def test_an_override_that_calls_its_original_and_names_kv_backend_keeps_the_matrix_everywhere(nested, name):
     source = (
         f"@pytest.fixture\ndef {name}({name}, kv_backend): return {name}\n"
@@ -266,8 +266,8 @@ def test_fixtures_of_any_scope_may_use_kv_backend(nested, scope):
         f"""
         @pytest.fixture(scope="{scope}")
         def mine(kv_backend): return kv_backend
-        def test_1(mine, kv_router):
-            assert mine == kv_router.backend
+        def test_1(mine, kv_harness):
+            assert mine == kv_harness.backend
             print("ran on", mine)
         def test_2(mine): print("ran on", mine)
         """,
@@ -280,7 +280,7 @@ def test_fixtures_of_any_scope_may_use_kv_backend(nested, scope):
 def test_nothing_is_reordered(ids):
     before, after = ([f"{test}[{name}]" for name in ALL] for test in ("test_b", "test_a"))
     assert [*before, "test_x", *after] == ids(
-        "def test_b(kv_router): pass\ndef test_x(): pass\ndef test_a(kv_router): pass"
+        "def test_b(kv_harness): pass\ndef test_x(): pass\ndef test_a(kv_harness): pass"
     )
 
 
@@ -289,14 +289,14 @@ def test_nothing_is_reordered(ids):
 TEST_CASE = """
 class T(unittest.TestCase):
     @pytest.fixture(autouse=True)
-    def _kv(self, kv_router): self.router = kv_router
+    def _kv(self, kv_harness): self.router = kv_harness
     {marker}
     def test(self): print("ran on", self.router.backend)
 """
 
 
 def test_getfixturevalue_runs_on_the_only_backend(nested):
-    source = "@pytest.mark.kv_backends('lru')\ndef test(request): print('ran on', request.getfixturevalue('kv_router').backend)"
+    source = "@pytest.mark.kv_backends('lru')\ndef test(request): print('ran on', request.getfixturevalue('kv_harness').backend)"
 
     assert ["lru"] == ran(nested(source, "-s"))
     assert ["lru"] == ran(nested(source.partition("\n")[2], "-s", "--kv-backend=lru"))
@@ -317,7 +317,7 @@ def test_getfixturevalue_without_a_choice_says_which_marker_to_add(nested):
 def test_usefixtures_gives_getfixturevalue_the_whole_matrix(nested):
     source = """
     @pytest.mark.usefixtures("kv_backend")
-    def test(request): print("ran on", request.getfixturevalue("kv_router").backend)
+    def test(request): print("ran on", request.getfixturevalue("kv_harness").backend)
     """
 
     assert ALL == ran(nested(source, "-s"))
@@ -368,10 +368,10 @@ def test_a_test_left_without_backend_is_deselected_and_counted(nested):
     result = nested(
         """
         @pytest.mark.kv_backends("lineage")
-        def test_gone(kv_router): pass
+        def test_gone(kv_harness): pass
         @pytest.mark.kv_backends(exclude=["lineage", "lru", "multi_lru"])
-        def test_gone_too(kv_router): pass
-        def test_stays(kv_router): print("ran on", kv_router.backend)
+        def test_gone_too(kv_harness): pass
+        def test_stays(kv_harness): print("ran on", kv_harness.backend)
         def test_unused(): pass
         """,
         "-s",
@@ -384,7 +384,7 @@ def test_a_test_left_without_backend_is_deselected_and_counted(nested):
 
 def test_the_rest_runs_the_same_under_xdist(nested):
     result = nested(
-        "@pytest.mark.kv_backends('lineage')\ndef test_gone(kv_router): pass\ndef test_stays(kv_router): pass",
+        "@pytest.mark.kv_backends('lineage')\ndef test_gone(kv_harness): pass\ndef test_stays(kv_harness): pass",
         "--kv-backend=lru",
         "-n",
         "2",
@@ -401,7 +401,7 @@ def test_a_marker_of_a_parameter_deselects_what_it_excludes(ids):
             pytest.param(1, id="a", marks=pytest.mark.kv_backends("lru")),
             pytest.param(2, id="b"),
         ])
-        def test(kv_router, n): pass
+        def test(kv_harness, n): pass
         """
     )
 
@@ -466,7 +466,7 @@ def test_a_pytest_generate_tests_over_kv_backend_is_refused(nested, place, indir
 
 
 def test_an_error_of_the_users_own_parametrisation_stays_what_it_is(nested):
-    result = nested("@pytest.mark.parametrize('missing', [1])\ndef test(kv_router): pass")
+    result = nested("@pytest.mark.parametrize('missing', [1])\ndef test(kv_harness): pass")
 
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*uses no *'missing'*"])
@@ -515,9 +515,9 @@ def test_a_backend_that_lies_about_its_name_is_caught(nested):
 def test_collection_is_the_same_for_any_hash_seed(nested, monkeypatch):
     source = """
     @pytest.mark.kv_backends("lru", "lineage")
-    def test_1(kv_router): pass
+    def test_1(kv_harness): pass
     @pytest.mark.kv_backends(exclude={"multi_lru", "lru"} - {"lru"})
-    def test_2(kv_router): pass
+    def test_2(kv_harness): pass
     def test_3(kv_manager, kv_events): pass
     """
     seen = []

@@ -98,7 +98,7 @@ TABLE = {
     ),
     # ------------------------------------------------------------------------------------ other rules
     "an event is lost": Row(
-        "def test(kv_router, kv_prompt):\n kv_router.drop_next()\n kv_router.worker(0).serve(kv_prompt())",
+        "def test(kv_harness, kv_prompt):\n kv_harness.drop_next()\n kv_harness.worker(0).serve(kv_prompt())",
         {"failed": 3},
         shown=["1 KV event error: event_id_gap (worker 0*", "FAILED*test?lru?*1 KV event error: event_id_gap*"],
     ),
@@ -113,8 +113,8 @@ TABLE = {
 @pytest.fixture
 def kv_index(): return Index()
 
-def test(kv_router, kv_prompt):
-    worker = kv_router.worker(0)
+def test(kv_harness, kv_prompt):
+    worker = kv_harness.worker(0)
     worker.serve(kv_prompt())
     worker.clear()
         """,
@@ -504,11 +504,11 @@ def test(kv_sink): kv_sink(GOOD)
         ASYNC_INDEX
         + """
 @pytest.mark.asyncio
-async def test(kv_router, kv_worker, kv_prompt):
+async def test(kv_harness, kv_worker, kv_prompt):
     prompt = kv_prompt()
     kv_worker.serve(prompt)
-    await kv_router.aflush()
-    assert await kv_router.aoverlap(prompt) == {0: 4}
+    await kv_harness.aflush()
+    assert await kv_harness.aoverlap(prompt) == {0: 4}
         """,
         {"passed": 3},
         plugins=["pytest_asyncio.plugin"],
@@ -517,11 +517,11 @@ async def test(kv_router, kv_worker, kv_prompt):
         ASYNC_INDEX
         + """
 @pytest.mark.anyio
-async def test(kv_router, kv_worker, kv_prompt):
+async def test(kv_harness, kv_worker, kv_prompt):
     prompt = kv_prompt()
     kv_worker.serve(prompt)
-    await kv_router.aflush()
-    assert await kv_router.aoverlap(prompt) == {0: 4}
+    await kv_harness.aflush()
+    assert await kv_harness.aoverlap(prompt) == {0: 4}
         """,
         {"passed": 6},
         plugins=["anyio"],
@@ -632,7 +632,7 @@ def test_junit_has_one_testcase_with_backend_events_and_errors(nested, pytester)
     nested(
         """
         @pytest.mark.kv_backends("lru")
-        def test(kv_router, kv_sink):
+        def test(kv_harness, kv_sink):
             kv_sink(GOOD)
             kv_sink(BAD)
             assert 0
@@ -743,16 +743,16 @@ def test_a_test_does_not_see_the_errors_of_the_one_before(nested):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("kv_router.events.check(at_least=1)", "*KvEventsError: expected at least 1 KV events by now, 0 arrived"),
+        ("kv_harness.events.check(at_least=1)", "*KvEventsError: expected at least 1 KV events by now, 0 arrived"),
         (
-            "\n with kv_router.events.expect_error('block_not_found'): pass",
+            "\n with kv_harness.events.expect_error('block_not_found'): pass",
             "*KvEventsError: expected 1 block_not_found*",
         ),
-        ("kv_router.apply(BAD); kv_router.assert_no_event_errors()", "*KvEventsError: 1 KV event error*"),
+        ("kv_harness.apply(BAD); kv_harness.assert_no_event_errors()", "*KvEventsError: 1 KV event error*"),
     ],
 )
 def test_a_failure_inside_a_call_of_ours_shows_the_test_and_not_our_frames(nested, call, message):
-    result = nested(f"@pytest.mark.kv_backends('lru')\ndef test(kv_router): {call}")
+    result = nested(f"@pytest.mark.kv_backends('lru')\ndef test(kv_harness): {call}")
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([message])

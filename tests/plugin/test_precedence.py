@@ -185,10 +185,10 @@ def test_a_profile_is_laid_over_the_base_of_ini_or_override(nested):
         @pytest.mark.kvmock(num_blocks=8)
         class TestIni:
             @pytest.mark.kvmock(block_size=2)
-            def test(self, kv_profile, kv_router, kv_manager):
+            def test(self, kv_profile, kv_harness, kv_manager):
                 assert kv_profile == EngineProfile(block_size=2, num_blocks=8, workers=3, seed=7)
-                assert kv_profile == kv_router.profile
-                assert len(kv_router.workers) == 3
+                assert kv_profile == kv_harness.profile
+                assert len(kv_harness.workers) == 3
                 assert (kv_manager.block_size, kv_manager.max_capacity) == (2, 8)
 
         class TestOverride:
@@ -196,9 +196,9 @@ def test_a_profile_is_laid_over_the_base_of_ini_or_override(nested):
             def kv_base_profile(self): return EngineProfile(block_size=32, seed=5)
 
             @pytest.mark.kvmock(num_blocks=8)
-            def test(self, kv_profile, kv_router):
+            def test(self, kv_profile, kv_harness):
                 assert kv_profile == EngineProfile(block_size=32, num_blocks=8, seed=7)
-                assert kv_profile == kv_router.profile
+                assert kv_profile == kv_harness.profile
 
         class TestOverrideThatCallsTheOriginal:
             @pytest.fixture
@@ -225,9 +225,9 @@ def test_an_index_reads_the_effective_block_size(nested):
         def kv_index(kv_profile): return Index(kv_profile.block_size)
 
         @pytest.mark.kvmock(block_size=4)
-        def test(kv_index, kv_router):
+        def test(kv_index, kv_harness):
             assert kv_index.block_size == 4
-            assert kv_router.index is kv_index
+            assert kv_harness.index is kv_index
         """
     )
 

@@ -35,9 +35,9 @@ def test_a_marker_names_a_profile(run):
         @pytest.mark.kvmock(profile="small-fleet")
         class Test:
             @pytest.mark.kv_backends("lru")
-            def test(self, kv_profile, kv_router, kv_manager):
-                assert kv_profile == kv_router.profile == EngineProfile(block_size=4, num_blocks=9, workers=4)
-                assert len(kv_router.workers) == 4
+            def test(self, kv_profile, kv_harness, kv_manager):
+                assert kv_profile == kv_harness.profile == EngineProfile(block_size=4, num_blocks=9, workers=4)
+                assert len(kv_harness.workers) == 4
                 assert (kv_manager.block_size, kv_manager.max_capacity) == (4, 9)
 
             @pytest.mark.kvmock(profile="small", num_blocks=7)
@@ -163,7 +163,7 @@ def test_an_unknown_default_is_a_usage_error(run):
 
 def test_a_block_size_that_a_backend_refuses_is_traced_to_the_profile(run):
     result = run(
-        "@pytest.mark.kv_backends('lru')\n@pytest.mark.kvmock(profile='odd')\ndef test(kv_router): pass",
+        "@pytest.mark.kv_backends('lru')\n@pytest.mark.kvmock(profile='odd')\ndef test(kv_harness): pass",
         profiles="profiles: {odd: {block_size: 24}}",
     )
 

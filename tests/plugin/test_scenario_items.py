@@ -126,8 +126,8 @@ def test_a_scenario_runs_in_a_test_of_ones_own(nested):
 
     @pytest.mark.parametrize("scenario", load_scenarios("a.kv.yaml"), ids=lambda scenario: scenario.name)
     @pytest.mark.kv_backends("lru")
-    def test_mine(kv_router, scenario):
-        play(kv_router, scenario)
+    def test_mine(kv_harness, scenario):
+        play(kv_harness, scenario)
     """
     nested(source, files={"a.kv.yaml": PASSES}).assert_outcomes(passed=1)
 
@@ -176,12 +176,12 @@ def test_a_saved_scenario_about_an_index_is_skipped_and_says_where_it_is_played(
     ini = {"pytest.ini": INI}
     again = nested("", "saved", "-rs", files=ini)
     again.assert_outcomes(skipped=1)
-    again.stdout.fnmatch_lines(["SKIPPED*it needs the index under test: play(kv_router, load_scenarios(path)[[]0])*"])
+    again.stdout.fnmatch_lines(["SKIPPED*it needs the index under test: play(kv_harness, load_scenarios(path)[[]0])*"])
     played = """
     from pytest_kvmock.scenarios import load_scenarios, play
 
-    def test_saved(kv_router):
-        play(kv_router, load_scenarios("saved/test_it.py-test_it.kv.yaml")[0])
+    def test_saved(kv_harness):
+        play(kv_harness, load_scenarios("saved/test_it.py-test_it.kv.yaml")[0])
     """
     result = nested(index + played, "--kv-backend", "lru")
     result.assert_outcomes(failed=1)

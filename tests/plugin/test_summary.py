@@ -11,7 +11,7 @@ FAIL = "(--kv-event-warnings=fail makes them fail)"
 HOLE = """
         @pytest.mark.kv_backends("multi_lru")
         @pytest.mark.kvmock(num_blocks=3)
-        def test_hole(kv_router, kv_worker, kv_prompt):
+        def test_hole(kv_harness, kv_worker, kv_prompt):
             a, c, d = kv_prompt(1), kv_prompt(1), kv_prompt(1)
             a_b = kv_prompt(1, after=a)
             with kv_worker.prefill(a):
@@ -114,8 +114,8 @@ RUNS = {
     "and what a test does by hand": (
         """
         @pytest.mark.kv_backends("multi_lru")
-        def test_by_hand(kv_router):
-            kv_router.apply([GOOD, TWICE, Removed((2,))])
+        def test_by_hand(kv_harness):
+            kv_harness.apply([GOOD, TWICE, Removed((2,))])
         def test_sink(make_kv_sink):
             sink = make_kv_sink(prefix_closed=False)
             sink(GOOD); sink(TWICE); sink(Removed((2,)))

@@ -226,7 +226,7 @@ def test_a_lost_event_is_replayed_as_one_that_was_left_out(failure_of):
     found = reproduce(kv)
 
     assert [0, 2] == [event.event.event_id for event in found.events]
-    assert "event 60 did not arrive after event 59" == kv.events.errors[0].known
+    assert "event 60 did not arrive after event 59" == kv.events.errors[0].observed
     assert "non-consecutive event id: expected 1, got 2; the worker never published event 1" in failure_of(found)
 
 
@@ -286,7 +286,7 @@ def test_a_restart_that_only_names_an_event_is_left_out():
     (problem,) = kv.judge().errors
     found = reproduce(kv)
 
-    assert "block 1 was removed by event 1 (before the restart)" == problem.known
+    assert "block 1 was removed by event 1 (before the restart)" == problem.observed
     assert 3 == found.size
     assert "restart" not in found.as_test()
 

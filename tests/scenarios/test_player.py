@@ -139,7 +139,7 @@ steps:
 
 
 def test_a_fault_that_never_strikes_fails_as_in_any_test(played):
-    with pytest.raises(KvEventsError, match=r"kv_router\.faults\.lose\(2\): 1 of 2 injected"):
+    with pytest.raises(KvEventsError, match=r"kv_harness\.faults\.lose\(2\): 1 of 2 injected"):
         played("""
 steps:
 - fault: {lose: 2}

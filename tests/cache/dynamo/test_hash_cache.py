@@ -407,7 +407,7 @@ def test_what_a_failed_use_kept_to_itself_is_a_drift_that_names_it():
     worker.manager.use([1, 3, 4, 5])
     (problem,) = kv.judge().errors
     assert ("engine_drift", (3, 4)) == (problem.rule, problem.blocks)
-    assert "block 3 was never stored" in problem.known
+    assert "block 3 was never stored" in problem.observed
 
 
 def a_request_preempted_when_its_last_block_is_full(kv, worker):
@@ -427,7 +427,7 @@ def test_shifted_local_hashes_are_wrong_hashes():
     request = a_request_preempted_when_its_last_block_is_full(kv, worker)
     (problem,) = kv.events.warnings
     assert ("wrong_hash", (request.blocks[0],)) == (problem.rule, problem.blocks)
-    assert "its 4 tokens have local hash" in problem.right
+    assert "its 4 tokens have local hash" in problem.expected
     assert {"wrong_hash": 1} == kv.warning_counts()
     request.finish()
     assert [] == kv.judge().errors
