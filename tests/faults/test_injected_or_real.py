@@ -79,7 +79,7 @@ def test_so_it_is_with_faults_by_hand(backend, seed, kinds):
 
 
 @pytest.mark.parametrize("kind", RATES)
-def test_a_problem_names_the_kind_that_struck(kind):
+def test_a_problem_names_the_kind_that_was_injected(kind):
     kv = Traffic("lineage", 1, faults={kind: 0.2}).run(40)
     kv.judge()
     errors = kv.events.errors
@@ -130,7 +130,7 @@ def name_of(event):
     return event.worker_id, event.event.event_id
 
 
-def test_the_same_seed_and_name_strike_the_same_events():
+def test_the_same_seed_and_name_change_the_same_events():
     def injections(seed, **rates):
         kv = Traffic("lineage", seed, faults=rates).run(40)
         kv.judge()
@@ -164,7 +164,7 @@ def test_no_faults_cost_no_ledger():
 # ------------------------------------------------------------------------------------------ which of several faults
 
 
-def test_a_problem_names_the_fault_that_struck_its_block_and_not_a_later_one():
+def test_a_problem_names_the_fault_that_changed_its_block_and_not_a_later_one():
     kv = RouterHarness(PROFILE)
     kv.apply([Stored(None, (block,), (block,)) for block in (1, 9)])
     kv.faults.wrong_parent(parent=9)
@@ -176,7 +176,7 @@ def test_a_problem_names_the_fault_that_struck_its_block_and_not_a_later_one():
     assert (2, "wrong_parent", 2) == (orphan.block, orphan.fault.kind, orphan.fault.event_id)
 
 
-def test_of_two_faults_that_struck_its_block_it_names_the_later_one():
+def test_of_two_faults_that_changed_its_block_it_names_the_later_one():
     kv = RouterHarness(PROFILE)
     kv.apply([Stored(None, (block,), (block,)) for block in (1, 8, 9)])
     for parent in (8, 9):

@@ -60,7 +60,7 @@ def test_it_is_the_latest_of_those_that_touched_the_block():
     assert "lose, event 2" == world.fault_of("parent_block_not_found", 1)
 
 
-def test_an_ancestor_that_was_struck_later_than_the_block_counts():
+def test_an_ancestor_that_was_changed_later_than_the_block_counts():
     world = World()
     world.publish(chain(1))
     world.inject("lose", chain(2, parent=1))
@@ -70,7 +70,7 @@ def test_an_ancestor_that_was_struck_later_than_the_block_counts():
     assert "lose, event 2" == world.fault_of("parent_block_not_found", 2)
 
 
-def test_the_block_that_was_struck_later_than_its_ancestor_counts():
+def test_the_block_that_was_changed_later_than_its_ancestor_counts():
     world = World()
     world.inject("lose", chain(1))
     world.inject("lose", chain(2, parent=1))
@@ -212,7 +212,7 @@ def test_what_came_after_a_cleared_that_is_late_is_not():
     assert "lose, event 3" == raised_for(world)
 
 
-def test_what_a_recovery_told_is_recovered():
+def test_what_was_part_of_a_recovery_is_recovered():
     recovery = Recovery()
     world = untouched(recovery)
     world.publish(chain(1), chain(2))
@@ -298,7 +298,7 @@ def test_what_was_missing_before_a_recovery_makes_no_gap_after_it():
     assert "lose, event 3" == world.fault_of("event_id_gap")
 
 
-def test_a_restart_that_the_router_knows_of_ends_it_all():
+def test_a_restart_that_is_announced_ends_it_all():
     kv = RouterHarness(PROFILE)
     kv.faults.lose()
     kv.apply([chain(1)])

@@ -40,11 +40,11 @@ def test_every_fault_is_a_method_of_its_name(kv):
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in FAULTS.values() if kind.has_rate] + ["missing_first"])
-def test_a_fault_strikes_one_event_unless_it_is_told_how_many(kv, name):
+def test_a_fault_is_injected_into_one_event_by_default(kv, name):
     assert 1 == getattr(kv.faults, name)().left
 
 
-def test_a_late_joiner_and_salt_and_signed_hashes_strike_until_they_are_stopped():
+def test_a_late_joiner_and_salt_and_signed_hashes_last_until_they_are_stopped():
     faults = RouterHarness(PROFILE, index=RadixIndex()).faults
     assert [None, None, None] == [
         fault.left for fault in (faults.late_join(), faults.salt(lora_name="l"), faults.signed())
@@ -193,7 +193,7 @@ def test_the_first_event_of_a_worker_is_missing(kv):
     assert [("event_id_gap", "missing_first")] == errors(kv)
 
 
-def test_a_router_that_joins_late_hears_what_comes_then(kv):
+def test_a_router_that_joins_late_receives_what_comes_then(kv):
     with kv.faults.late_join():
         kv.apply([one_block(1), one_block(2)])
     kv.apply(one_block(3))
@@ -209,7 +209,7 @@ def test_a_router_may_not_hear_one_worker(kv):
     assert ([0], []) == (ids(kv, 0), ids(kv, 1))
 
 
-def test_a_worker_restarts_and_nobody_says_so(kv):
+def test_a_worker_restarts_unannounced(kv):
     kv.worker(0).serve(kv.prompt(2))
     kv.worker(0).serve(kv.prompt(2))
     kv.faults.restart()
@@ -359,14 +359,14 @@ def test_a_worker_may_be_a_rank():
     assert [0] == [e.event.event.dp_rank for e in kv.events]
 
 
-def test_a_sink_of_the_tests_own_can_be_struck(kv):
+def test_a_sink_of_the_tests_own_can_be_faulty(kv):
     sink = kv.make_sink()
     kv.faults.lose(worker=sink.worker_id)
     sink(one_block(1))
     assert 0 == len(kv.events)
 
 
-def test_an_event_is_struck_by_the_fault_that_was_asked_for_first(kv):
+def test_an_event_gets_the_fault_that_was_asked_for_first(kv):
     kv.faults.lose()
     kv.faults.double()
     kv.apply([one_block(1), one_block(2)])
@@ -381,7 +381,7 @@ def test_every_one_until_it_is_stopped(kv):
     assert ([2], 2, None) == (ids(kv), losing.injected, losing.left)
 
 
-def test_a_fault_that_may_not_strike_an_event_waits_for_the_next(kv):
+def test_a_fault_that_does_not_apply_to_an_event_waits_for_the_next(kv):
     kv.faults.self_parent()
     kv.apply([Removed((1,)), one_block(2)])
     assert 2 == kv.events.stored[0].data.parent_hash
@@ -397,7 +397,7 @@ def test_faults_of_a_transport_come_after(kv):
 # --------------------------------------------------------------------------------------------------- unused faults
 
 
-def test_a_fault_that_never_struck_is_said_once(kv):
+def test_an_unused_fault_is_reported_once(kv):
     kv.faults.lose(3)
     kv.apply([one_block(1), one_block(2)])
     assert ["kv_harness.faults.lose(3): 2 of 3 injected"] == kv.judge().unmet
@@ -427,7 +427,7 @@ def test_every_one_must_be_one_at_least(kv):
     assert ["kv_harness.faults.late_join(): unused, no event matched"] == kv.judge().unmet
 
 
-def test_a_fault_that_is_stopped_need_not_have_struck(kv):
+def test_a_fault_that_is_stopped_need_not_be_used(kv):
     kv.faults.lose(3).stop()
     assert [] == kv.judge().unmet
 

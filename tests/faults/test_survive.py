@@ -140,7 +140,7 @@ def test_an_index_that_has_recovered_is_compared_after_each_event_again():
 
 
 @pytest.mark.parametrize("kind", ["lose", "delay", "wrong_parent"])
-def test_an_index_that_does_not_recover_fails_and_is_told_which_fault(kind):
+def test_an_index_that_does_not_recover_fails_and_names_the_fault(kind):
     errors = []
     for seed in range(6):
         traffic = Traffic("lineage", seed, TakesWhatComes(), faults={kind: 0.3}, survive=[kind])
@@ -279,7 +279,7 @@ def test_other_workers_are_compared_meanwhile():
     assert (1, 0) in {(p.worker_id, p.dp_rank) for p in kv.events.errors if p.rule == "index_drift"}
 
 
-def test_of_a_stream_that_another_fault_has_struck_an_index_may_say_what_it_likes():
+def test_of_a_stream_that_another_fault_has_changed_any_answer_is_right():
     index = TakesWhatComes()
     kv = RouterHarness(PROFILE, index=index, survive=["lose"])
     kv.events.expect_error("event_id_gap")
@@ -368,7 +368,7 @@ def own_warnings(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("steps", [0, 12])
-def test_it_may_be_said_after_events_that_no_fault_has_struck(backend, steps):
+def test_it_may_be_called_after_events_without_a_fault(backend, steps):
     traffic = Traffic(backend, 1, counts(backend, WaitsForLateEvents()))
     kv = traffic.run(steps)
     kv.faults.survive("double", "delay")
@@ -436,7 +436,7 @@ def test_what_is_lost_last_is_not_due_though_there_were_events_before():
     assert ([], [], []) == tuple(kv.judge())
 
 
-def test_a_fault_that_waits_has_struck_nothing_yet():
+def test_a_fault_that_waits_has_changed_nothing_yet():
     kv = RouterHarness(PROFILE, index=TakesWhatComes())
     kv.faults.lose(kind="removed")
     kv.apply([Stored(None, (1,), (1,))])

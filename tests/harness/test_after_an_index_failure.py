@@ -130,7 +130,7 @@ def test_of_another_rank_it_does_not_end_there(make_kv):
     assert [FAILED] == standing(kv)
 
 
-def test_an_async_index_that_raises_when_it_is_told_has_failed_for_that_worker(make_kv):
+def test_an_async_index_that_raises_at_a_removal_has_failed_for_that_worker(make_kv):
     class Stubborn(Async):
         async def remove_worker(self, worker_id):
             raise OSError("no")

@@ -66,7 +66,7 @@ def test_a_copy_below_a_block_that_nobody_knows_counts_too():
         assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])
 
 
-def test_a_router_that_forgets_a_block_with_its_first_copy_is_found_out():
+def test_a_router_that_drops_a_block_with_its_first_copy_is_found_out():
     kv = harness(RadixIndex())
     sink = kv.make_sink(residency="counted")
     for data in (ONE, ONE, Removed((1,))):
@@ -78,7 +78,7 @@ def test_a_router_that_forgets_a_block_with_its_first_copy_is_found_out():
 
 
 @pytest.mark.parametrize("ring", [1, 2, 100])
-def test_a_router_that_recovers_can_count_what_it_is_told(ring):
+def test_a_router_that_recovers_can_count_what_it_gets(ring):
     """Whether it is given the events themselves, or all that is held: then every copy is named."""
     recovery = Recovery(ring=ring)
     index = counting()
@@ -142,7 +142,7 @@ def test_a_removed_of_one_copy_leaves_the_block_to_an_index_that_counts():
     ],
     ids=["Cleared", "clear_all_blocks", "remove_worker", "remove_worker_dp_rank"],
 )
-def test_copies_are_forgotten_with_the_rest(forget):
+def test_copies_are_dropped_with_the_rest(forget):
     index = counting()
     _apply(index, ONE, ONE)
     forget(index)
@@ -171,7 +171,7 @@ def test_a_dump_holds_a_block_of_which_a_copy_is_left():
         assert ((1,), [range(16)]) == (again.event.data.block_hashes, list(again.token_ids))
 
 
-def test_a_removed_that_is_told_again_takes_one_copy():
+def test_a_removed_that_comes_again_takes_one_copy():
     recovery = Recovery()
     index = counting()
     with harness(index, recovery=recovery, allow=["event_id_gap"]) as kv:

@@ -334,7 +334,7 @@ def test_an_index_that_does_not_apply_the_answer_has_no_excuse(recovering):
     assert ("index_drift", (2,)) == (problem.rule, problem.blocks)
 
 
-def test_a_drift_that_the_gap_had_excused_is_told_after_the_recovery(recovering):
+def test_a_drift_that_the_gap_had_excused_is_reported_after_the_recovery(recovering):
     class Stops(Plain):
         def apply(self, event):
             if event.event.event_id < 2:
@@ -380,7 +380,7 @@ def test_an_index_that_keeps_what_a_dump_has_not_drifts(recovering):
     assert ["index_drift"] == [problem.rule for problem in kv.judge().errors]
 
 
-def test_an_index_that_counts_what_is_told_again_drifts(recovering):
+def test_an_index_that_counts_what_comes_again_drifts(recovering):
     # bug catalogue (7): the overlap of a replay inflates counts
     class Counts:
         def __init__(self, ask):
@@ -431,7 +431,7 @@ class Delay:
 
 
 @pytest.mark.parametrize("ring", [1, 4096])
-def test_an_event_that_was_told_may_arrive_late(recovering, ring):
+def test_an_event_of_a_recovery_may_arrive_late(recovering, ring):
     kv = recovering(ring=ring)
     delay = Delay(kv, 1)
     store(kv, 1)
@@ -505,7 +505,7 @@ def test_who_asks_for_all_after_an_unannounced_restart_has_the_truth(recovering)
     assert [] == kv.judge().errors
 
 
-def test_ids_that_were_told_before_a_restart_mean_nothing_after_it(recovering):
+def test_ids_of_a_recovery_before_a_restart_mean_nothing_after_it(recovering):
     kv = recovering(index=None)
     store(kv, 1)
     kv.drop_next()

@@ -77,7 +77,7 @@ def test_without_one_the_reference_answers(make_kv):
 
 
 @pytest.mark.parametrize("kind", [Sound, ByTokens])
-def test_ranks_are_told_apart_by_an_index_that_does(make_kv, kind):
+def test_ranks_are_distinguished_by_an_index_that_does(make_kv, kind):
     with make_kv(index=kind(), dp_size=2) as kv:
         asked = kv.prompt(3)
         kv.worker(0, 0).serve(asked.tokens[:4])
@@ -161,7 +161,7 @@ def test_an_index_that_is_not_empty_and_cannot_say_so_is_found_at_the_first_drif
     assert "it never stored it, worker 0 did; was the index empty at the start?" in problem.observed
 
 
-def test_an_index_is_told_of_a_removed_worker(make_kv):
+def test_a_removed_worker_is_removed_from_an_index(make_kv):
     index = Manageable()
     with make_kv(index=index, workers=2) as kv:
         asked = kv.prompt(2)
@@ -172,7 +172,7 @@ def test_an_index_is_told_of_a_removed_worker(make_kv):
         assert {1: 2} == kv.overlap(asked)
 
 
-def test_an_index_is_told_of_an_announced_restart(make_kv):
+def test_an_announced_restart_removes_the_worker_from_an_index(make_kv):
     index = Manageable()
     with make_kv(index=index, dp_size=2) as kv:
         asked = kv.prompt(2)
@@ -184,7 +184,7 @@ def test_an_index_is_told_of_an_announced_restart(make_kv):
         kv.worker(0, 1).serve(asked)
 
 
-def test_an_index_that_cannot_be_told_is_refused_and_nothing_changes(make_kv):
+def test_an_index_that_cannot_remove_a_worker_is_refused_and_nothing_changes(make_kv):
     kv = make_kv(index=Sound(), workers=2)
     asked = kv.prompt(2)
     kv.worker(0).serve(asked)
@@ -199,7 +199,7 @@ def test_an_index_that_cannot_be_told_is_refused_and_nothing_changes(make_kv):
     kv.assert_in_sync()
 
 
-def test_an_index_that_raises_when_told_keeps_everything_as_it_was(make_kv):
+def test_an_index_that_raises_at_a_removal_keeps_everything_as_it_was(make_kv):
     class Stubborn(Manageable):
         def remove_worker(self, worker_id):
             raise OSError("no")
@@ -300,7 +300,7 @@ def test_what_an_index_raises_does_not_reach_the_code_under_test(make_kv):
 # ------------------------------------------------------------------------------------- wrong ones, and at which event
 
 
-def test_a_forgotten_removed_is_found_at_that_event(make_kv):
+def test_a_skipped_removed_is_found_at_that_event(make_kv):
     kv = make_kv(index=ForgetsOneRemoved())
     chain(kv, 1, 2, 3)
     kv.apply([Removed((3,)), Stored(2, (4,), (4,))])
@@ -422,7 +422,7 @@ def test_each_wrong_index_is_found_in_traffic(make_kv, kind, sync):
         assert set() < before_the_end
 
 
-def test_a_fault_is_told_once_a_block(make_kv):
+def test_a_fault_is_reported_once_a_block(make_kv):
     kv = make_kv(index=ForgetsOneRemoved())
     chain(kv, 1, 2)
     kv.apply([Removed((2,)), Removed((1,)), Stored(None, (1,), (1,))])
@@ -490,7 +490,7 @@ def test_what_is_found_when_an_async_index_is_flushed_stands_after_the_last_even
     assert (None, 1) == (problem.event, problem.position)
 
 
-def test_how_often_an_index_is_asked_is_said_by_sync(make_kv, monkeypatch):
+def test_how_often_an_index_is_asked_follows_from_sync(make_kv, monkeypatch):
     from pytest_kvmock.harness import index_comparison as comparison
 
     monkeypatch.setattr(comparison, "ALWAYS_UPTO", 10)
@@ -622,7 +622,7 @@ def test_an_async_index_that_raises_is_found_at_the_flush(make_kv):
 
 @pytest.mark.parametrize("what", ["remove", "restart"])
 @pytest.mark.parametrize("kind", [Async, AsyncManageable])
-def test_an_async_index_is_told_of_a_worker_that_is_gone_in_its_turn(make_kv, kind, what):
+def test_an_async_index_removes_a_worker_in_its_turn(make_kv, kind, what):
     class Index(kind):
         if kind is Async:
 
@@ -647,7 +647,7 @@ def test_an_async_index_is_told_of_a_worker_that_is_gone_in_its_turn(make_kv, ki
     assert ([], [], []) == tuple(kv.judge())
 
 
-def test_a_worker_that_is_gone_is_not_told_to_an_async_index_without_a_flush(make_kv, rules_of):
+def test_a_worker_is_not_removed_from_an_async_index_without_a_flush(make_kv, rules_of):
     kv = make_kv(index=AsyncManageable())
     kv.worker(0).serve(kv.prompt(1))
     kv.remove_worker(0)

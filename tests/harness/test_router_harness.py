@@ -230,7 +230,7 @@ def test_each_form_of_event_is_taken_one_or_many(kv):
 @pytest.mark.parametrize(
     "wrong", [None, 7, "stored", {"stored": 1}, b"", KvCacheEvent(0, "stored"), RouterEvent(0, KvCacheEvent(0, None))]
 )
-def test_what_is_no_event_is_refused_and_nothing_is_heard(kv, wrong):
+def test_what_is_no_event_is_refused_and_nothing_is_received(kv, wrong):
     with pytest.raises(TypeError, match="apply takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent"):
         kv.apply(wrong)
     assert 0 == len(kv.events) == kv.events.total
@@ -238,7 +238,7 @@ def test_what_is_no_event_is_refused_and_nothing_is_heard(kv, wrong):
     assert [0] == ids(kv.events)
 
 
-def test_events_before_one_that_is_none_have_been_heard(kv):
+def test_events_before_one_that_is_none_have_been_received(kv):
     with pytest.raises(TypeError, match=r"got None \(NoneType\)"):
         kv.apply([one_block(1), None, one_block(2)])
     assert [1] == kv.events.stored_blocks
@@ -276,7 +276,7 @@ def test_overlap_names_the_one_rank_that_is_not_the_first(kv):
 # --------------------------------------------------------------------------------------------------------- drops
 
 
-def test_a_dropped_event_is_neither_heard_nor_logged(kv, rules_of):
+def test_a_dropped_event_is_neither_received_nor_logged(kv, rules_of):
     kv.drop_next()
     kv.apply(one_block(1))
     assert (0, {}) == (len(kv.events), kv.overlap_for_hashes([1]))
@@ -325,7 +325,7 @@ def test_a_transport_may_lose_double_and_delay(kv):
 # ------------------------------------------------------------------------------------------ remove_worker, restart
 
 
-def test_a_removed_worker_is_forgotten_with_all_its_ranks(make_kv):
+def test_a_removed_worker_is_removed_with_all_its_ranks(make_kv):
     kv = make_kv(workers=2, dp_size=2)
     asked = kv.prompt(2)
     for worker in kv.workers.values():
@@ -381,7 +381,7 @@ def test_to_remove_an_unknown_worker_is_no_error(kv):
     assert [0] == list(kv.workers)
 
 
-def test_an_announced_restart_is_told_to_the_router(kv):
+def test_an_announced_restart_reaches_the_router(kv):
     asked, worker = kv.prompt(2), kv.worker(0)
     worker.serve(asked)
     worker.restart(announced=True)
@@ -644,7 +644,7 @@ def test_a_problem_is_handed_out_once_and_late_ones_the_next_time(kv, rules_of):
     assert ([], [], []) == tuple(kv.judge())
 
 
-def test_an_expectation_that_is_not_met_is_said_once(kv):
+def test_an_expectation_that_is_not_met_is_reported_once(kv):
     kv.events.expect_error("event_id_gap", times=2)
     assert ["expected 2 event_id_gap, saw none in 0 KV events"] == kv.judge().unmet
     assert [] == kv.judge().unmet

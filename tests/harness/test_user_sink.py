@@ -222,7 +222,7 @@ def test_a_callable_that_cannot_tell_what_is_resident_is_a_problem_and_loses_no_
 # ----------------------------------------------------------------------------------------------- what a manager is
 
 
-def test_capacity_is_judged_where_it_is_told(kv):
+def test_capacity_is_judged_where_it_is_given(kv):
     for num_blocks in (2, None):
         sink = kv.make_sink(num_blocks=num_blocks)
         for number in range(3):
@@ -231,7 +231,7 @@ def test_capacity_is_judged_where_it_is_told(kv):
     assert ("over_capacity", FIRST) == (problem.rule, problem.worker_id)
 
 
-def test_copies_are_counted_where_it_is_told(kv):
+def test_copies_are_counted_where_that_is_given(kv):
     resident = [1, 1]
     sink = kv.make_sink(residency="counted", num_blocks=2)
     sink.compare(lambda: resident)
@@ -345,7 +345,7 @@ def test_a_sink_takes_the_first_id_that_is_free(make_kv):
     kv.assert_no_event_errors()
 
 
-def test_the_id_of_a_sink_that_the_router_has_forgotten_is_not_free(kv, sink):
+def test_the_id_of_a_sink_that_the_router_has_removed_is_not_free(kv, sink):
     sink(one_block(1))
     kv.remove_worker(FIRST)
     assert FIRST + 1 == kv.make_sink().worker_id
@@ -642,7 +642,7 @@ def test_the_first_id_of_a_mock_worker_is_0(make_kv):
     ]
 
 
-def test_what_was_lost_and_what_was_left_out_are_told_apart(kv, sink):
+def test_what_was_lost_and_what_was_left_out_are_distinguished(kv, sink):
     sink(KvCacheEvent(5, one_block(5)))
     kv.drop_next()
     sink(KvCacheEvent(7, one_block(7)))
@@ -652,7 +652,7 @@ def test_what_was_lost_and_what_was_left_out_are_told_apart(kv, sink):
     )
 
 
-def test_what_was_lost_last_and_what_was_left_out_are_told_apart(kv, sink):
+def test_what_was_lost_last_and_what_was_left_out_are_distinguished(kv, sink):
     sink(KvCacheEvent(5, one_block(5)))
     kv.drop_next()
     sink(KvCacheEvent(7, one_block(7)))
@@ -665,7 +665,7 @@ def test_what_was_lost_last_and_what_was_left_out_are_told_apart(kv, sink):
     ] == gaps(kv)
 
 
-def test_what_was_lost_last_is_said_where_the_flush_was(kv, sink):
+def test_what_was_lost_last_is_reported_where_the_flush_was(kv, sink):
     sink(KvCacheEvent(5, one_block(5)))
     kv.drop_next()
     sink(KvCacheEvent(6, one_block(6)))

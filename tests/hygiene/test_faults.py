@@ -298,7 +298,7 @@ def test_an_announced_restart_is_no_fault(backend, seed):
 
 @pytest.mark.parametrize("seed", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_late_join_is_a_gap_at_the_first_event_heard(backend, seed):
+def test_a_late_join_is_a_gap_at_the_first_event_received(backend, seed):
     world = World(backend, seed)
     world.fault = lambda event: []
     world.run_until(lambda: world.kv.publisher.next_ids.get((0, 0), 0) > 3)

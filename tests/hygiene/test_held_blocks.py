@@ -247,7 +247,7 @@ def test_a_wound_takes_over_what_follows():
     assert "event_id_gap" == stream.problems[-1].cause.rule
 
 
-def test_what_a_recovery_tells_of_it_is_news_and_later_trouble_is_listed_there():
+def test_what_a_recovery_has_of_it_is_news_and_later_trouble_is_listed_there():
     published, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
     published.observe_all([*HAZARD, stored(30)])
     stream.observe(HAZARD[0])
@@ -260,7 +260,7 @@ def test_what_a_recovery_tells_of_it_is_news_and_later_trouble_is_listed_there()
     assert [] == published.problems[1].folded
 
 
-def test_after_a_recovery_the_last_event_that_it_told_is_the_one_before():
+def test_after_a_recovery_the_last_event_of_it_is_the_one_before():
     published, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
     published.observe_all(HAZARD[:2])
     stream.observe(HAZARD[0])
@@ -268,7 +268,7 @@ def test_after_a_recovery_the_last_event_that_it_told_is_the_one_before():
     assert ["evicted_and_restored"] * 2 == stream.observe(HAZARD[2], 2)
 
 
-def test_what_a_recovery_tells_of_a_parent_that_was_not_held_is_not_forgotten():
+def test_what_a_recovery_has_of_a_parent_that_was_not_held_is_kept():
     published, stream = Stream(), Stream()
     published.observe(stored(2, parent=9))
     stream.ledger.recovered(published.observed.copy(), range(1))
@@ -451,7 +451,7 @@ def test_a_rank_that_nobody_opened_is_like_the_first_of_its_worker():
         ("counted", 2, "block 1 is named 3 times, and was held 2"),
     ],
 )
-def test_a_block_that_one_removed_names_too_often_is_told_so(residency, copies, known):
+def test_a_block_that_one_removed_names_too_often_is_reported_so(residency, copies, known):
     stream = Stream(residency=residency)
     stream.observe_all([stored(1)] * copies)
     assert ["block_not_found"] == stream.observe(Removed((1,) * (copies + 1)))

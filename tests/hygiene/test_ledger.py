@@ -214,7 +214,7 @@ def test_a_wrong_hash_stands_by_itself_even_in_a_wound():
     assert ["wrong_hash"] == stream.observe(stored(5, local=[7]), chained=True)
 
 
-def test_what_was_published_and_never_arrived_is_a_gap_said_once():
+def test_what_was_published_and_never_arrived_is_a_gap_reported_once():
     stream = Stream()
     stream.observe(stored(1))
     (gap,) = stream.ledger.published((0, 0), 3, 0)
@@ -224,7 +224,7 @@ def test_what_was_published_and_never_arrived_is_a_gap_said_once():
     assert [] == stream.observe(stored(3), 1)  # late, but it comes
 
 
-def test_drift_names_what_is_not_there_and_what_was_not_said_once_each():
+def test_drift_names_what_is_not_there_and_what_was_not_reported_once_each():
     stream = Stream()
     stream.observe(stored(1, 2))
     extra, silent = stream.ledger.drift((0, 0), {2, 3, 4}, 0)

@@ -270,7 +270,7 @@ def test_a_long_log_shows_that_the_worker_of_the_problem_was_removed_before():
     assert 24 == len(lines)
 
 
-def test_an_event_from_before_a_restart_is_told_from_its_namesake():
+def test_an_event_from_before_a_restart_is_distinguished_from_its_namesake():
     kv = RouterHarness()
     worker = kv.worker(0)
     kv.apply([one(1), one(2), Removed((2,))])
@@ -295,7 +295,7 @@ def test_an_event_from_before_a_restart_is_told_from_its_namesake():
     assert "block 2 was removed by event 2 (before the restart)" == last.observed
 
 
-def test_two_restarts_ago_is_said_so():
+def test_two_restarts_ago_is_reported_so():
     kv = RouterHarness()
     kv.apply([one(1), Removed((1,)), one(2)])
     for _ in range(2):
@@ -307,7 +307,7 @@ def test_two_restarts_ago_is_said_so():
     ] == [problem.observed for problem in kv.judge().errors]
 
 
-def test_ids_that_go_backwards_are_a_line_and_told_apart():
+def test_ids_that_go_backwards_are_a_line_and_distinguished():
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     for event_id, data in ((0, one(1)), (1, one(2)), (2, Removed((1,))), (0, one(3)), (1, Removed((2,)))):
@@ -332,7 +332,7 @@ def test_ids_that_go_backwards_are_a_line_and_told_apart():
     ] == log_text(kv.events).splitlines()
 
 
-def test_a_removed_worker_that_comes_back_as_another_is_told_apart():
+def test_a_removed_worker_that_comes_back_as_another_is_distinguished():
     kv = RouterHarness()
     kv.apply(Removed((1,)))
     kv.remove_worker(0)

@@ -33,7 +33,7 @@ def positions(text):
     return [line.split()[0] for line in text.splitlines()[1:]]
 
 
-def test_of_many_problems_the_first_of_each_rule_is_told_and_the_others_are_counted():
+def test_of_many_problems_the_first_of_each_rule_is_shown_and_the_others_are_counted():
     kv = RouterHarness()
     kv.apply([Removed((n,)) for n in range(1, SEVERAL)])
     kv.apply(Stored(5000, (1,), (1,)))
