@@ -252,9 +252,9 @@ def test_what_a_recovery_has_of_it_is_news_and_later_trouble_is_listed_there():
     published.observe_all([*HAZARD, stored(30)])
     stream.observe(HAZARD[0])
     assert ["event_id_gap"] == stream.observe(stored(30), 3)
-    news = stream.ledger.recovered(published.observed, range(1, 4))
+    news = stream.ledger.recovered(published.known, range(1, 4))
     assert [(1,), (2,)] == [problem.blocks for problem in news]
-    assert [] == stream.ledger.recovered(published.observed, range(1, 4))
+    assert [] == stream.ledger.recovered(published.known, range(1, 4))
     assert ["(parent_block_not_found)"] == stream.observe(stored(4, parent=2))
     assert news[1] is stream.problems[-1].cause
     assert [] == published.problems[1].folded
@@ -264,21 +264,21 @@ def test_after_a_recovery_the_last_event_of_it_is_the_one_before():
     published, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
     published.observe_all(HAZARD[:2])
     stream.observe(HAZARD[0])
-    stream.ledger.recovered(published.observed.copy(), range(1, 2))
+    stream.ledger.recovered(published.known.copy(), range(1, 2))
     assert ["evicted_and_restored"] * 2 == stream.observe(HAZARD[2], 2)
 
 
 def test_what_a_recovery_has_of_a_parent_that_was_not_held_is_kept():
     published, stream = Stream(), Stream()
     published.observe(stored(2, parent=9))
-    stream.ledger.recovered(published.observed.copy(), range(1))
+    stream.ledger.recovered(published.known.copy(), range(1))
     assert ["orphaned_child"] == stream.observe(stored(9), 1) + stream.observe(Removed((9,)))
 
 
 def test_what_a_recovery_tells_is_held_with_children_and_copies():
     published, stream = Stream(residency="counted", num_blocks=3), Stream(residency="counted", num_blocks=3)
     published.observe_all([stored(1, 2), stored(3, parent=1), stored(3, parent=1)])
-    stream.ledger.recovered(published.observed.copy(), range(3))
+    stream.ledger.recovered(published.known.copy(), range(3))
     assert ["over_capacity", "orphaned_child"] == stream.flush() + stream.observe(Removed((1,)), 3)
     assert (2, 3) == stream.problems[-1].blocks
     assert [] == stream.drift([2, 3, 3])

@@ -60,7 +60,7 @@ def test_a_failure_tells_the_first_problems_in_full_and_names_the_others():
     kv.apply([Removed((block,)) for block in range(MOST_PROBLEMS + 2)])
     text = failure_text(kv.judge().errors)
     assert text.startswith("5 KV event errors: block_not_found (worker 0, event 0), and 4 more\n")
-    assert MOST_PROBLEMS == text.count("known:")
+    assert MOST_PROBLEMS == text.count("observed:")
     assert "and: block_not_found (worker 0, event 3), block_not_found (worker 0, event 4)" in text
     assert 'with kv_events.expect_error("block_not_found"):' in text
 

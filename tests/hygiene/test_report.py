@@ -43,7 +43,7 @@ def test_of_many_problems_the_first_of_each_rule_is_shown_and_the_others_are_cou
     lines = text.splitlines()
     assert "1,214 KV event errors: block_not_found (worker 0, event 0), and 1,213 more" == lines[0]
     assert ["block 1 was never stored", "block 5000 was never stored"] == [
-        line.partition("known:")[2].strip() for line in lines if "known:" in line
+        line.partition("observed:")[2].strip() for line in lines if "observed:" in line
     ]
     assert "  and 1,212 more: 1,212 block_not_found" == lines[-1]
 

@@ -75,7 +75,7 @@ def test_an_index_that_does_not_survive_fails(nested):
     result = nested(source, ONE)
 
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*KV event error*: index_drift (worker 0*", "*right:  1 block, as was published"])
+    result.stdout.fnmatch_lines(["*KV event error*: index_drift (worker 0*", "*expected:  1 block, as was published"])
 
 
 def test_a_fault_that_never_struck_fails(nested):
