@@ -1,4 +1,4 @@
-"""What engines say and routers hear: Stored, Removed, Cleared, and the two envelopes around them.
+"""What engines publish and routers receive: Stored, Removed, Cleared, and the two envelopes around them.
 
 The shapes, names and JSON are those of Dynamo's `kv-router` protocols. Blocks travel as parallel tuples, not as an
 object each; `Stored.blocks` makes pairs when somebody asks.
@@ -197,11 +197,11 @@ class KvCacheEvent:
 
 @dataclass(slots=True, unsafe_hash=True)
 class RouterEvent:
-    """An event as a router receives it: with the worker that said it.
+    """An event as a router receives it: with the worker that published it.
 
     Attributes:
         worker_id: which worker.
-        event: what it said.
+        event: what it published.
         storage_tier: where the blocks are.
         token_ids: for a Stored, the token ids of each block, where they are known. They travel beside the event:
             no part of equality, nor of Dynamo's JSON.
