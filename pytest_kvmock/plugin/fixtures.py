@@ -223,13 +223,13 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
-    """Make more sinks, `make_kv_sink(chained=None, num_blocks=None)`: each stands for a worker by itself."""
+    """Make more sinks, `make_kv_sink(chained=None, num_blocks=None, residency="unique", prefix_closed=True)`: each stands for a worker by itself."""
     return _checked("make_kv_sink", _kvmock_case.harness.make_sink)
 
 
 @pytest.fixture
 def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
-    """A callable by which a router asks a worker for events that it missed: `kv_recovery(worker_id, start=None)`.
+    """A callable by which a router asks a worker for events that it missed: `kv_recovery(worker_id, start, end, dp_rank)`.
 
     A `kv_index` may ask for it, so it stands before the harness; where the harness is there already, it joins it.
     """
@@ -251,7 +251,7 @@ def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
 
 @pytest.fixture
 def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
-    """Make prompts of fresh tokens, `kv_prompt(blocks=4, after=other)`: the second shares its prefix with `other`."""
+    """Make prompts of fresh tokens, `kv_prompt(blocks=4, after=other, tail=0)`: the second shares its prefix with `other`."""
     return _checked("kv_prompt", _kvmock_case.harness.prompt)
 
 

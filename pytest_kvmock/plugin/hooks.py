@@ -123,7 +123,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     yield
     names, keywords = metafunc.fixturenames, metafunc.definition.keywords
     if FORMER_NAME in names:  # a test asks for it, or something that it asks for is an override of it
-        raise pytest.Collector.CollectError(FORMER_NAME_TEXT)
+        raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {FORMER_NAME_TEXT}")
     if (
         AXIS in names
         or CASE_FIXTURE in names

@@ -140,6 +140,9 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None) -> str:
         body.append(f'assert [] == [p for p in kv.judge().warnings if p.rule == "{program.rule}"]')
     index = "kv_index" if program.with_index else ""
     marks = []
+    if program.with_index and _has_copies(program):  # for a kv_index that reads kv_traits
+        marks.append(f'@pytest.mark.parametrize("kv_backend", ["{program.backend}"])')
+        index = "kv_index, kv_backend"
     if program.with_index and size != EngineProfile().block_size:  # for a kv_index that reads kv_profile
         marks.append(f"@pytest.mark.kvmock(block_size={size})")
     if program.aflush is not None and awaited_by:
@@ -178,6 +181,12 @@ def _harness(program: Reproduction) -> str:
     if program.allow:
         arguments.append(f"allow=[{', '.join(map(_quoted, program.allow))}]")
     return ", ".join(arguments)
+
+
+def _has_copies(program: Reproduction) -> bool:
+    """Whether the engine publishes every copy of a block, which an index may have to count."""
+    spec = known_backends().get(program.backend)
+    return spec is not None and spec.traits.copies
 
 
 def _publishers(program: Reproduction) -> set[int]:

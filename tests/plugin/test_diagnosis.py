@@ -585,3 +585,43 @@ def test_the_log_of_a_failure_shows_where_a_worker_was_removed(nested):
         "    1  event 1  worker 0  Removed block 2",
         "       worker 0 removed, all ranks: your router drops its blocks",
     ] == log[:4]
+
+
+COPIES = """
+import pytest
+from pytest_kvmock import RadixIndex, Removed
+
+class Counts(RadixIndex):
+    def __init__(self, copies):
+        self.copies = copies
+        super().__init__(count_copies=copies)
+    def new(self):
+        return type(self)(self.copies)
+    def apply(self, event):
+        if not {bug} or not isinstance(event.event.data, Removed):
+            super().apply(event)
+
+@pytest.fixture
+def kv_index(kv_traits):
+    return Counts(kv_traits.copies)
+
+"""
+
+
+def test_a_reproduction_has_the_engine_for_an_index_that_reads_its_traits(nested):
+    test = """
+    @pytest.mark.kv_backends("vllm")
+    @pytest.mark.kvmock(num_blocks=8)
+    def test(kv_worker, kv_prompt):
+        prompt = kv_prompt(blocks=3)
+        for _ in range(4):
+            with kv_worker.prefill(prompt), kv_worker.prefill(prompt):
+                pass
+            kv_worker.serve(kv_prompt(blocks=5))
+    """
+    result = nested(test, files={"conftest.py": COPIES.replace("{bug}", "True")})
+    printed = result.stdout.str().partition("smallest reproduction call -")[2].partition("\n")[2].partition("\n==")[0]
+    assert '@pytest.mark.parametrize("kv_backend", ["vllm"])' in printed.splitlines()
+
+    nested(printed, files={"conftest.py": COPIES.replace("{bug}", "True")}).assert_outcomes(failed=1)
+    nested(printed, files={"conftest.py": COPIES.replace("{bug}", "False")}).assert_outcomes(passed=1)

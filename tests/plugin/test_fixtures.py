@@ -265,7 +265,7 @@ def test_the_former_name_of_the_harness_is_one_line_of_a_collection_error(nested
 
     result.assert_outcomes(errors=1)
     at = next(i for i, line in enumerate(result.outlines) if "ERROR collecting" in line)
-    assert RENAMED == result.outlines[at + 1]
+    assert f"test_it.py::test: {RENAMED}" == result.outlines[at + 1]
     assert "=" == result.outlines[at + 2][0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from inspect import signature
 from types import MappingProxyType
 
 import pytest
@@ -48,8 +49,10 @@ def failure_of():
     def run(reproduction, index=None):
         module = {}
         exec(compile(reproduction.as_test(), "pasted", "exec"), module)
+        asked = signature(module["test_reproduction"]).parameters
+        fixtures = {"kv_index": index, "kv_backend": reproduction.backend}
         with pytest.raises(KvEventsError) as raised:
-            module["test_reproduction"](*([] if index is None else [index]))
+            module["test_reproduction"](**{name: fixtures[name] for name in asked})
         return str(raised.value)
 
     return run
