@@ -134,9 +134,11 @@ class Judge:
             injection: what it did.
             event: the event that it changed, as published; None: it changed a worker, or made an event up.
         """
-        streams = [self.ledger.streams[key] for key in injection.keys if key in self.ledger.streams]
-        emptied = {block for stream in streams for held in stream.tiers.values() for block in held}
-        self.keep_book().injected(injection, event, emptied if injection.empties else ())
+        emptied: set[int] = set()
+        if injection.empties:
+            streams = [self.ledger.streams[key] for key in injection.keys if key in self.ledger.streams]
+            emptied.update(block for stream in streams for held in stream.tiers.values() for block in held)
+        self.keep_book().injected(injection, event, emptied)
         if injection.kind == "sink_failure" and event is not None:
             key = (injection.worker_id, injection.dp_rank)
             observed = "a sink raised on purpose; the router never got the event"
