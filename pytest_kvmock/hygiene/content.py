@@ -208,14 +208,12 @@ def wrong_hash(
         tokens = ()
     if tokens and size is not None:
         flat = [token for ids in tokens for token in ids]
-        for block, local, expected in zip(
-            data.block_hashes, data.tokens_hashes, block_hashes(flat, size), strict=False
-        ):
-            if local != expected:
+        for block, local, made in zip(data.block_hashes, data.tokens_hashes, block_hashes(flat, size), strict=False):
+            if local != made:
                 return Flaw(
                     block,
                     f"block {block_text(block)} has local hash {block_text(local)}",
-                    f"its {size} tokens have local hash {block_text(expected)}",
+                    f"its {size} tokens have local hash {block_text(made)}",
                 )
     rights = chain.expected(data, tokens, size)
     if rights is not None and tuple(rights) != data.block_hashes:

@@ -92,9 +92,9 @@ class Ledger:
 
     def stream(self, key: StreamKey) -> Stream:
         """The stream of a worker and rank; one that was not opened is like the worker's first rank, if there is one."""
-        observed = self.streams.get(key)
-        if observed is not None:
-            return observed
+        stream = self.streams.get(key)
+        if stream is not None:
+            return stream
         first = self.streams.get((key[0], 0))
         if first is None:
             return self.open(key, first_id=None)
@@ -414,12 +414,12 @@ class Ledger:
             their parent.
         """
         stream = self.stream((published.worker_id, published.dp_rank))
-        observed = {*stream.removed_but_resident.values(), *stream.orphaned.values()}
+        before = {*stream.removed_but_resident.values(), *stream.orphaned.values()}
         stream.recover(published, ids)
         news: dict[Problem, Problem] = {}
         for table in (stream.removed_but_resident, stream.orphaned):
             for block, problem in table.items():
-                if problem not in observed:
+                if problem not in before:
                     if problem not in news:
                         news[problem] = dataclasses.replace(problem, cause=None, folded=[])
                     table[block] = news[problem]
@@ -533,8 +533,8 @@ class Ledger:
         """
         desync = stream.desync
         if desync is not None and problem is not desync.cause:
-            observed = desync.resynced.issuperset(problem.blocks) if every else problem.block in desync.resynced
-            if not problem.blocks or not observed:
+            resynced = desync.resynced.issuperset(problem.blocks) if every else problem.block in desync.resynced
+            if not problem.blocks or not resynced:
                 problem.follows_from(desync.cause)
         if problem.cause is None and problem.block in stream.removed_but_resident:
             problem.follows_from(stream.removed_but_resident[problem.block])

@@ -182,16 +182,16 @@ class Stream(History):
 
     def _link(self, held: dict[int, int], parent: int, child: int) -> None:
         """Record a child; `FORK` stands for those that `forks` has."""
-        observed = held.get(parent)
-        if child in (observed, LAST):
+        known = held.get(parent)
+        if child in (known, LAST):
             return
-        if observed is None:
+        if known is None:
             self.forks.setdefault(parent, set()).add(child)
             self.unmarked.add(parent)
-        elif child != FORK and (observed == LAST or (observed != FORK and observed not in held)):
+        elif child != FORK and (known == LAST or (known != FORK and known not in held)):
             held[parent] = child
         else:
-            self.forks.setdefault(parent, set()).update({observed, child} - {LAST, FORK})
+            self.forks.setdefault(parent, set()).update({known, child} - {LAST, FORK})
             held[parent] = FORK
             self.unmarked.discard(parent)
 
