@@ -49,10 +49,10 @@ def traffic(kv, amid=lambda _: None):
     """Requests of 8 to 16 blocks that share prefixes, until there are 10,000 events."""
     rng = random.Random(0)
     shared = [kv.prompt(8) for _ in range(30)]
-    told = False
+    is_faulty = False
     while kv.events.total < EVENTS:
-        if not told and kv.events.total > EVENTS - 100:
-            told = True
+        if not is_faulty and kv.events.total > EVENTS - 100:
+            is_faulty = True
             amid(kv)
         kv.worker(rng.randrange(2)).serve(kv.prompt(rng.randrange(1, 9), after=rng.choice(shared)))
     return kv

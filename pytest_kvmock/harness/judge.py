@@ -139,7 +139,7 @@ class Judge:
             streams = [self.ledger.streams[key] for key in injection.keys if key in self.ledger.streams]
             emptied.update(block for stream in streams for held in stream.tiers.values() for block in held)
         self.keep_book().injected(injection, event, emptied)
-        if injection.kind == "sink_failure" and event is not None:
+        if injection.fails_sink and event is not None:
             key = (injection.worker_id, injection.dp_rank)
             observed = "a sink raised on purpose; the router never got the event"
             problem = Problem("sink_failure", *key, observed, "a sink takes every event", event, fault=injection)

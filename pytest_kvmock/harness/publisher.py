@@ -102,7 +102,7 @@ class Publisher:
                     judge.injected(injection, event)
                 for delivery in deliveries:
                     self.deliver(delivery)
-                if injection is not None and injection.kind == "sink_failure":
+                if injection is not None and injection.fails_sink:
                     return
             if self._after:
                 self._publish_to(self._after, event, missed=False)

@@ -55,7 +55,7 @@ class Attribution:
         if injection.event_id is None:  # a restart: the ids before it no longer count
             self._missing.pop(key, None)
             self._of(key).recover()
-        elif injection.missing and injection.kind != "sink_failure":  # that one is a problem of its own
+        elif injection.missing and not injection.fails_sink:  # that one is a problem of its own
             self._missing.setdefault(key, []).append(injection)
         for each in injection.keys:
             self._of(each).add(injection, emptied, recovered=injection.whole)

@@ -43,6 +43,11 @@ class Injection:
     late: bool = False
     whole: bool = False
 
+    @property
+    def fails_sink(self) -> bool:
+        """Whether a sink before the router raises: that is a problem of its own, and sinks after it get no event."""
+        return self.kind == "sink_failure"
+
     def __str__(self) -> str:
         who = worker_text(self.worker_id, self.dp_rank)
         return f"{self.kind} of {who}" if self.event_id is None else f"{self.kind}, event {self.event_id} of {who}"

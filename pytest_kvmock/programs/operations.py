@@ -216,7 +216,7 @@ class Restart(Operation):
     Attributes:
         worker: which worker.
         rank: which of its ranks.
-        announced: whether the router is told of it, as by a discovery service.
+        announced: whether the router removes it, as after a notice of a discovery service.
     """
 
     kind = "restart"

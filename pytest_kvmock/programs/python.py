@@ -88,7 +88,7 @@ def _lines(step: Operation, block_size: int, *, named: bool) -> Iterator[str]:
             yield f"kv.remove_worker({step.worker})"
         case DropNext():
             count = str(step.count) if step.count > 1 or step.of else ""
-            yield f"kv.drop_next({count}{'' if step.of is None else f', kind={_quoted(step.of)}'})"
+            yield f"kv.drop_next({count}{'' if step.of is None else f', kind={quoted(step.of)}'})"
 
 
 def _request(name: Name) -> str:
@@ -99,7 +99,8 @@ def _worker(worker_id: int, rank: int) -> str:
     return f"kv.worker({worker_id}{f', {rank}' if rank else ''})"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as Python writes it with double quotes."""
     return f'"{text}"'
 
 

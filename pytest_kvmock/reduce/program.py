@@ -14,7 +14,7 @@ from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.content import is_chained
 from pytest_kvmock.hygiene.stream import Residency
 from pytest_kvmock.programs.operations import Operation, Prefill
-from pytest_kvmock.programs.python import calls
+from pytest_kvmock.programs.python import calls, quoted
 from pytest_kvmock.reduce.breach import Breach
 from pytest_kvmock.reduce.text import event_lines, sink_name
 
@@ -175,11 +175,11 @@ def _harness(program: Reproduction) -> str:
     if program.with_index:
         arguments.append("index=kv_index")
     if program.sync != "auto":
-        arguments.append(f"sync={_quoted(program.sync)}")
+        arguments.append(f"sync={quoted(program.sync)}")
     if program.index_semantics is not None:
-        arguments.append(f"index_semantics={_quoted(program.index_semantics)}")
+        arguments.append(f"index_semantics={quoted(program.index_semantics)}")
     if program.allow:
-        arguments.append(f"allow=[{', '.join(map(_quoted, program.allow))}]")
+        arguments.append(f"allow=[{', '.join(map(quoted, program.allow))}]")
     return ", ".join(arguments)
 
 
@@ -193,10 +193,6 @@ def _publishers(program: Reproduction) -> set[int]:
     return {event.worker_id for event in program.events}
 
 
-def _quoted(text: str) -> str:
-    return f'"{text}"'
-
-
 def _world(program: Reproduction) -> Iterator[str]:
     for (worker_id, rank), backend in program.workers:
         of = "" if backend is None else f', backend="{backend}"'
@@ -207,7 +203,7 @@ def _world(program: Reproduction) -> Iterator[str]:
         if not sink.chained and any(map(_is_chained, own)):  # it would be found out
             fields["chained"] = False
         arguments = ", ".join(
-            f"{name}={_quoted(value) if isinstance(value, str) else value}" for name, value in fields.items()
+            f"{name}={quoted(value) if isinstance(value, str) else value}" for name, value in fields.items()
         )
         yield f"{sink_name(FIRST_SINK_WORKER + i, len(program.sinks))} = kv.make_sink({arguments})"
 

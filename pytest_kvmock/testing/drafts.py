@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.harness.router_harness import RouterHarness
@@ -48,11 +48,8 @@ class Player(Interpreter):
         requests: the requests that were admitted, by the names that their Prefill gave them.
     """
 
-    def __init__(self, harness: RouterHarness) -> None:
-        super().__init__(harness)
-
-    def do(self, step: Operation) -> None:
-        """Do one step.
+    def do(self, step: Operation) -> Any:
+        """Do one step, and return its answer; None where it does not fit.
 
         Raises:
             TypeError: it is no step.
@@ -62,9 +59,10 @@ class Player(Interpreter):
         elif isinstance(step, OnRequest):
             request = self.requests.get(step.name)
             if request is None or request.status not in _FITTING[type(step)]:
-                return
+                return None
         with suppress(OutOfBlocks):
-            super().do(step)
+            return super().do(step)
+        return None
 
 
 def play(harness: RouterHarness, program: Iterable[Step]) -> None:
