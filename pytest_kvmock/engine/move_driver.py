@@ -207,18 +207,30 @@ class WholeMoveDriver(MoveDriver):
         sequence.commit_allocation(len(sequence))
 
     def allocate(self, request: _MoveRequest, upto: int) -> int:
-        """Use the blocks of the first `upto` tokens that it does not hold yet; all of them, or nothing changes."""
+        """Use the blocks of the first `upto` tokens that it does not hold yet, as many of them as fit.
+
+        Chunk by chunk, as the scheduler of 1.1.1 does over this manager; a Use that does not fit is not tried, as it
+        would keep what it took.
+        """
         sequence = request.sequence
-        if upto > sequence.num_allocated_tokens:
-            if not self.fits(request, upto):
-                return sequence.num_allocated_tokens
-            size, blocks = sequence.block_size, sequence.unique_blocks
-            start, end = -(-sequence.num_allocated_tokens // size), -(-upto // size)
-            if start < end:
-                hashes = sequence.block_hashes[start:end]
-                self.manager.process(Use(blocks[start:end], hashes, (), None, blocks[start - 1] if start else None))
-            sequence.commit_allocation(upto)
-        return upto
+        size, held = sequence.block_size, sequence.num_allocated_tokens
+        if upto > held:
+            start, end = -(-held // size), -(-upto // size)
+            blocks = sequence.unique_blocks[:end]
+            references, free = self.manager.references, self._free()
+            for position in range(start, end):
+                if not references(blocks[position]):
+                    if not free:
+                        upto = position * size
+                        del blocks[position:]
+                        break
+                    free -= 1
+            if start < len(blocks):
+                hashes = sequence.block_hashes[start : len(blocks)]
+                parent = blocks[start - 1] if start else None
+                self.manager.process(Use(blocks[start:], hashes, (), None, parent))
+            sequence.commit_allocation(max(upto, held))
+        return max(upto, held)
 
     def release(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first, if it has any."""
