@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.checks import unknown_text
+from pytest_kvmock.checks import is_integer
 
 if TYPE_CHECKING:
     from zipfile import ZipFile
@@ -45,25 +45,33 @@ def read_npz(path: Path, names: Sequence[str]) -> dict[str, NpyArray]:
         ValueError: there is no such file, it is no `.npz` file, an array is missing or cannot be read. The message has
             the path, and the array's name.
     """
-    from zipfile import BadZipFile, ZipFile  # for those who have such a file
-    from zlib import error as ZlibError
+    import zlib  # for those who have such a file
+    from zipfile import BadZipFile, ZipFile
 
     try:
         with ZipFile(path) as archive:
             members = _members(archive)
             for name in names:
                 if name not in members:
-                    raise ValueError(f"{path} has no array {name!r}: {unknown_text('array', name, sorted(members))}")
+                    raise ValueError(f"{path} has no array {name!r}; it has {', '.join(sorted(members)) or 'none'}")
             arrays = {}
             for name in names:
                 try:
                     arrays[name] = parse_npy(archive.read(members[name]))
-                except (BadZipFile, ZlibError, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+                except (
+                    BadZipFile,
+                    zlib.error,
+                    EOFError,
+                    NotImplementedError,
+                    RuntimeError,
+                    OSError,
+                    ValueError,
+                ) as error:
                     raise ValueError(f"array {name!r} of {path} cannot be read: {error}") from None
             return arrays
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}") from None
-    except BadZipFile as error:
+    except (BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error) as error:  # of its directory
         raise ValueError(f"{path} is no .npz file (a zip archive of .npy arrays): {error}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -86,9 +94,9 @@ def parse_npy(data: bytes) -> NpyArray:
     if width is None:
         raise ValueError(f"version {data[6]}.{data[7]} of the .npy format is not known")
     begin = 8 + struct.calcsize(width)
-    if len(data) < begin:
+    end = begin + struct.unpack_from(width, data, 8)[0] if len(data) >= begin else begin
+    if len(data) < end:
         raise ValueError("its header is cut off")
-    end = begin + struct.unpack_from(width, data, 8)[0]
     dtype, is_fortran, shape = _header(data[begin:end])
     kind = _FORMATS.get(dtype[1:]) if dtype[:1] in ("<", ">") else None
     if kind is None:
@@ -97,7 +105,7 @@ def parse_npy(data: bytes) -> NpyArray:
     count = math.prod(shape)
     expected = count * int(dtype[2:])
     if len(data) - end != expected:
-        raise ValueError(f"an array of shape {shape} must have {expected} bytes of data, got {max(0, len(data) - end)}")
+        raise ValueError(f"an array of shape {shape} must have {expected} bytes of data, got {len(data) - end}")
     values = struct.unpack_from(f"{dtype[0]}{count}{kind}", data, end)
     if is_fortran and len(shape) > 1:
         if len(shape) > 2:
@@ -111,11 +119,11 @@ def _header(text: bytes) -> tuple[str, bool, tuple[int, ...]]:
     """Return the type, whether the array is in Fortran order, and its shape."""
     try:
         header = ast.literal_eval(text.decode("utf-8"))
-        dtype, is_fortran, shape = header["descr"], header["fortran_order"], header["shape"]
-        if not (isinstance(shape, tuple) and all(type(each) is int and each >= 0 for each in shape)):
-            raise TypeError
-        if not isinstance(is_fortran, bool):
-            raise TypeError
-    except (ValueError, SyntaxError, KeyError, TypeError):
-        raise ValueError(f"its header is not that of an .npy array: {text[:60]!r}") from None
-    return str(dtype), is_fortran, shape
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # what literal_eval raises
+        header = None
+    if isinstance(header, dict):
+        dtype, is_fortran, shape = (header.get(key) for key in ("descr", "fortran_order", "shape"))
+        sizes = shape if isinstance(shape, tuple) else (None,)
+        if isinstance(is_fortran, bool) and all(is_integer(size, 0) for size in sizes):
+            return str(dtype), is_fortran, sizes
+    raise ValueError(f"its header is not that of an .npy array: {text[:60]!r}")

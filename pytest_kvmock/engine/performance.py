@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from os import PathLike, fspath
@@ -128,6 +128,8 @@ class InterpolatedModel:
         for name in ("prefill_isl", "decode_active_kv_tokens", "decode_context_length"):
             _check_axis(name, getattr(self, name))
         _check_length("prefill_ttft_ms", self.prefill_ttft_ms, "prefill_isl", self.prefill_isl)
+        if not isinstance(self.decode_itl, Iterable):
+            raise ValueError(f"decode_itl must be a sequence of rows of numbers, got {self.decode_itl!r:.80}")  # noqa: TRY004 - one error
         rows = tuple(_numbers(f"decode_itl[{number}]", row) for number, row in enumerate(self.decode_itl))
         object.__setattr__(self, "decode_itl", rows)
         _check_length("decode_itl", rows, "decode_active_kv_tokens", self.decode_active_kv_tokens)
@@ -151,7 +153,9 @@ class InterpolatedModel:
         for name, dimensions in _DIMENSIONS.items():
             shape = arrays[name].shape
             if len(shape) != dimensions:
-                raise ValueError(f"{file}: {name} must have {dimensions} dimension{'s' * (dimensions > 1)}, got shape {shape}")
+                raise ValueError(
+                    f"{file}: {name} must have {dimensions} dimension{'s' * (dimensions > 1)}, got shape {shape}"
+                )
         itl = arrays.pop("decode_itl")
         columns = itl.shape[1]
         rows = [itl.values[row * columns : (row + 1) * columns] for row in range(itl.shape[0])]
@@ -309,6 +313,6 @@ def make_performance_model(given: object, semantics: Semantics = "1.2.1") -> Per
     if not isinstance(given, type) and isinstance(given, PerformanceModel):
         return CallableModel(given.prefill_ms, given.decode_ms)
     raise ValueError(
-        "performance_model must have the methods prefill_ms() and decode_ms(), or be a pair of callables "
-        f"(prefill, decode), or None, got {given!r:.80}"
+        "performance_model must have the methods prefill_ms() and decode_ms(), or be a pair of callables or of "
+        f"milliseconds (prefill, decode), or None, got {given!r:.80}"
     )
