@@ -84,6 +84,10 @@ class ScheduledRequest:
         """The token that it generates next; subclasses know which."""
         return 0
 
+    def next_tokens(self, count: int) -> Sequence[int]:
+        """The tokens that it generates next, as so many calls of `next_token` would return them."""
+        return [0] * count
+
 
 class Scheduled(NamedTuple):
     """What a pass computed of one request's prompt, or of what it recomputes.
@@ -160,10 +164,10 @@ class Scheduler(Protocol):
     def execute_pass(self, now_ms: float) -> ForwardPass:
         """Run one forward pass from this moment; its requests' `token_ms` are set, its events published."""
 
-    def fast_forward(self, now_ms: float, until_ms: float) -> float:
-        """Run passes that only decode, in one go, while each ends at or before a moment.
+    def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
+        """Run passes that only decode, in one go, as long as each starts before a moment and no block is touched.
 
         Returns:
-            The end of the last one; `now_ms` if there was none.
+            The end of the last one, and how many there were; `now_ms` and 0 where the next pass does more.
         """
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_kvmock.backends import BackendSpec, backend_spec
 from pytest_kvmock.checks import check_integer, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.performance import PerformanceModel, PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
+from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
 from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, RequestError
 from pytest_kvmock.fleet.report import EngineReport
 from pytest_kvmock.tokens import Prompt, TokenIds
@@ -69,7 +69,7 @@ class EngineRequest(ScheduledRequest):
         and those of `ScheduledRequest`.
     """
 
-    __slots__ = ("_engine", "_reasoning", "_rng", "number", "prompt")
+    __slots__ = ("_engine", "_planned", "_rng", "number", "prompt")
 
     def __init__(self, engine: MockEngine, prompt: Prompt, max_output_tokens: int, **options: Any) -> None:
         super().__init__(
@@ -79,9 +79,13 @@ class EngineRequest(ScheduledRequest):
         self.number = engine._submitted
         self._engine = engine
         self._rng = Random(engine._rng.getrandbits(64)) if prompt.tokens is not None else None  # noqa: S311 - mock data
+        self._planned: dict[int, int] = {}
         reasoning = engine.args.reasoning
-        thinking = 0 if reasoning is None else reasoning.num_thinking_tokens(max_output_tokens)
-        self._reasoning = {0: reasoning.start_thinking_token_id, thinking - 1: reasoning.end_thinking_token_id} if reasoning and thinking else {}
+        if reasoning is not None:
+            for position in (0, reasoning.num_thinking_tokens(max_output_tokens) - 1):
+                token = reasoning.token_at(position, max_output_tokens)
+                if token is not None:
+                    self._planned[position] = token
 
     @property
     def blocks(self) -> list[Block]:
@@ -110,7 +114,7 @@ class EngineRequest(ScheduledRequest):
 
     def next_token(self) -> int:
         """The token that it generates next: random, or one that `reasoning` names."""
-        planned = self._reasoning.get(self.generated_tokens)
+        planned = self._planned.get(self.generated_tokens)
         if planned is not None:
             return planned
         return 0 if self._rng is None else self._rng.getrandbits(32)
@@ -119,7 +123,7 @@ class EngineRequest(ScheduledRequest):
         """The tokens that it generates next."""
         if self._rng is None:
             return [0] * count
-        draw, planned, start = self._rng.getrandbits, self._reasoning, self.generated_tokens
+        draw, planned, start = self._rng.getrandbits, self._planned, self.generated_tokens
         if not planned:
             return [draw(32) for _ in range(count)]
         return [planned[i] if i in planned else draw(32) for i in range(start, start + count)]
@@ -212,7 +216,7 @@ class MockEngine:
     def _begin(self) -> None:
         """Make the scheduler, over the worker's driver of now."""
         self._driver: SchedulerDriver = self.worker.attach(self)
-        self.scheduler: Scheduler = _make_scheduler(self.args, self._driver, self.args.performance_model)
+        self.scheduler: Scheduler = _make_scheduler(self.args, self._driver)
 
     def restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives; the time stays."""
@@ -243,6 +247,11 @@ class MockEngine:
     def is_idle(self) -> bool:
         """Whether no request is open."""
         return not (self.scheduler.running or self.scheduler.waiting or self._arriving)
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a pass was started and has not ended."""
+        return self._under_way is not None
 
     def on_pass(self, listener: Callable[[ForwardPass], None]) -> None:
         """Call a listener after each forward pass; while there is one, no passes are run in one go."""
@@ -363,19 +372,26 @@ class MockEngine:
             if not (self.scheduler.running or self.scheduler.waiting) and self._arriving[0].arrival_ms >= until:
                 break
             self.step()
-            if not self._listeners and not self.is_idle:
-                self._fast_forward(until)
+            next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf
+            self.fast_forward(self.now_ms, min(until, next_arrival))
         if until_ms is not None:
             self.now_ms = max(self.now_ms, until_ms)
         return self.report
 
-    def _fast_forward(self, until: float) -> None:
-        """Run passes that only decode in one go, up to the next arrival."""
-        if self._arriving:
-            until = min(until, self._arriving[0].arrival_ms)
-        end, passes = self.scheduler.fast_forward(self.now_ms, until)
-        self.now_ms = end
-        self.passes += passes
+    def fast_forward(self, now_ms: float, until_ms: float) -> float:
+        """Run passes that only decode in one go, while each starts before a moment; see `Scheduler.fast_forward`.
+
+        Returns:
+            The end of the last one, which is the engine's time now; `now_ms` where there was none.
+        """
+        if self._listeners:
+            return now_ms
+        end, passes = self.scheduler.fast_forward(now_ms, until_ms)
+        if passes:
+            self.now_ms = end
+            self.passes += passes
+            self._idle_passes = 0
+        return end
 
     def start_pass(self, now_ms: float) -> ForwardPass:
         """Run the next pass from this moment, without the end of it: for who drives several engines on one clock.
@@ -387,7 +403,7 @@ class MockEngine:
         while arriving and arriving[0].arrival_ms <= now_ms:
             self.scheduler.submit(arriving.popleft())
         worker = self.worker
-        if self.args.visible_at_end:
+        if self.args.events_visible_at == "pass_end":
             worker.hold_events()
         with worker.serving_requests():
             done = self.scheduler.execute_pass(now_ms)
@@ -440,9 +456,6 @@ def _make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng
     )
 
 
-def _make_scheduler(args: MockEngineArgs, driver: SchedulerDriver, performance: PerformanceModel | None) -> Scheduler:
+def _make_scheduler(args: MockEngineArgs, driver: SchedulerDriver) -> Scheduler:
     """Make the scheduler that `args` name."""
-    semantics = args.semantics or "1.2.1"
-    from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
-
-    return VllmScheduler(driver, args, performance or PolynomialModel(semantics), semantics)
+    return VllmScheduler(driver, args)

@@ -119,7 +119,7 @@ class _Replay:
         firsts: list[_Turn] = []
         last: dict[str, tuple[_Turn, float]] = {}
         for request in requests:
-            turn, session = _Turn(request, self._prompt(request, trace_block_size)), request.session_id
+            turn, session = _Turn(request, self._prompt(request, trace_block_size, self.engines[0].args.block_size)), request.session_id
             if session is None or session not in last:
                 firsts.append(turn)
                 moment = request.timestamp or 0.0
@@ -137,9 +137,9 @@ class _Replay:
         return firsts
 
     @staticmethod
-    def _prompt(request: TraceRequest, trace_block_size: int | None) -> Prompt:
+    def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int) -> Prompt:
         if trace_block_size is None:
-            raise NotImplementedError
+            return request.prompt(block_size)
         tokens = [hash_id & 0xFFFFFFFF for hash_id in request.hash_ids for _ in range(trace_block_size)]
         return Prompt(tokens[: request.input_length])
 
@@ -154,6 +154,8 @@ class _Replay:
             for engine in engines:
                 if self.busy.get(engine, math.inf) <= self.now:
                     del self.busy[engine]
+                    if not engine.is_in_pass:
+                        continue
                     done = engine.finish_pass()
                     for request in done.finished:
                         self._finished(engine, request)
@@ -188,9 +190,28 @@ class _Replay:
         at_once = False
         for engine in engines:
             if engine not in self.busy and (engine.scheduler.running or engine.scheduler.waiting):
-                end = self.busy[engine] = engine.start_pass(self.now).end_ms
+                end = engine.fast_forward(self.now, self._next_moment(engine))
+                if end <= self.now:
+                    end = engine.start_pass(self.now).end_ms
+                self.busy[engine] = end
                 at_once |= end <= self.now
         return at_once
+
+    def _next_moment(self, engine: MockEngine) -> float:
+        """When anything else happens, while one engine goes on; now, if another engine is about to start a pass."""
+        moments = [math.inf]
+        for other in (*self.prefill, *self.engines):
+            if other in self.busy:
+                moments.append(self.busy[other])
+            elif other is not engine and (other.scheduler.running or other.scheduler.waiting):
+                return self.now
+        if self.arrivals:
+            moments.append(self.arrivals[0][0])
+        if self.ready and self.concurrency is not None and self.open < self.concurrency:
+            moments.append(self.ready[0][0])
+        if self.handoffs:
+            moments.append(self.handoffs[0][0])
+        return min(moments)
 
     def _dispatch(self, turn: _Turn, arrival: float) -> None:
         if not (self.concurrency is not None and turn.held):
