@@ -249,7 +249,9 @@ class VllmScheduler:
         size = manager.block_size
         active, total = manager.num_active_blocks * size, manager.max_capacity * size
         mean = sum(map(len, running)) // len(running)
-        if isinstance(model, PolynomialModel):  # the one that does not look at the mean length, which grows by a token a pass
+        if isinstance(
+            model, PolynomialModel
+        ):  # the one that does not look at the mean length, which grows by a token a pass
             return moments(now_ms, rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup), count)
         steps = [rounded_ms(model.decode_ms(active, total, mean + i), self._decode_speedup) for i in range(count)]
         ends = accumulate(steps, initial=now_ms)

@@ -9,14 +9,15 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from pytest_kvmock.backends import BackendSpec, backend_spec
 from pytest_kvmock.checks import check_integer, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
 from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
-from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, RequestError
+from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks
+from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.report import EngineReport
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.driver import SchedulerDriver
     from pytest_kvmock.engine.scheduler import Scheduler
-    from pytest_kvmock.moves import Block
     from pytest_kvmock.sinks import Sink
 
 MOST_IDLE_PASSES: Final = 1024
@@ -58,75 +58,6 @@ class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOf
             f"the engine makes no progress: {self.passes} passes up to {self.now_ms:g} ms generated no token, with "
             f"{len(self.running)} requests running and {len(self.waiting)} waiting{first}"
         )
-
-
-class EngineRequest(ScheduledRequest):
-    """One request of an engine, from its arrival to its last token. `MockEngine.submit` makes one.
-
-    Attributes:
-        prompt: what was asked.
-        number: how many requests the engine was given before it.
-        and those of `ScheduledRequest`.
-    """
-
-    __slots__ = ("_engine", "_planned", "_rng", "number", "prompt")
-
-    def __init__(self, engine: MockEngine, prompt: Prompt, max_output_tokens: int, **options: Any) -> None:
-        super().__init__(
-            engine._driver.open(prompt), prompt.length(engine.worker.manager.block_size), max_output_tokens, **options
-        )
-        self.prompt = prompt
-        self.number = engine._submitted
-        self._engine = engine
-        self._rng = Random(engine._rng.getrandbits(64)) if prompt.tokens is not None else None  # noqa: S311 - mock data
-        self._planned: dict[int, int] = {}
-        reasoning = engine.args.reasoning
-        if reasoning is not None:
-            for position in (0, reasoning.num_thinking_tokens(max_output_tokens) - 1):
-                token = reasoning.token_at(position, max_output_tokens)
-                if token is not None:
-                    self._planned[position] = token
-
-    @property
-    def blocks(self) -> list[Block]:
-        """Its blocks in order: sequence hashes, and the UUID of a last one that is not full."""
-        return list(self.state.blocks)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that its first admission found cached; 0 before."""
-        return self.first_reused_tokens
-
-    def abort(self) -> None:
-        """Abort the request: it leaves the engine, and its blocks are freed; full ones stay cached.
-
-        Raises:
-            RequestError: it is finished, rejected, aborted or lost.
-        """
-        if not self.is_open:
-            raise RequestError(f"abort on a request that is {self.status}; it must be waiting, running or preempted")
-        self._engine._abort(self)
-
-    def lose(self) -> None:
-        """Give the request up, as its worker restarts."""
-        self.status = "lost"
-        self._engine.worker.requests.remove(self)
-
-    def next_token(self) -> int:
-        """The token that it generates next: random, or one that `reasoning` names."""
-        planned = self._planned.get(self.generated_tokens)
-        if planned is not None:
-            return planned
-        return 0 if self._rng is None else self._rng.getrandbits(32)
-
-    def next_tokens(self, count: int) -> list[int]:
-        """The tokens that it generates next."""
-        if self._rng is None:
-            return [0] * count
-        draw, planned, start = self._rng.getrandbits, self._planned, self.generated_tokens
-        if not planned:
-            return [draw(32) for _ in range(count)]
-        return [planned[i] if i in planned else draw(32) for i in range(start, start + count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +129,12 @@ class MockEngine:
         self.args = args = args or MockEngineArgs()
         self._rng = Random(seed)  # noqa: S311 - mock data
         self.worker = worker or _make_worker(args, backend_spec(backend), sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
+        self._check_worker()
         self.now_ms = 0.0
         self.requests: list[EngineRequest] = []
         self.passes = 0
         self._listeners: list[Callable[[ForwardPass], None]] = []
         self._arriving: deque[EngineRequest] = deque()
-        self._submitted = 0
         self._last_arrival = 0.0
         self._preemptions = 0
         self._idle_passes = 0
@@ -215,8 +146,28 @@ class MockEngine:
 
     def _begin(self) -> None:
         """Make the scheduler, over the worker's driver of now."""
-        self._driver: SchedulerDriver = self.worker.attach(self)
+        self._driver = self.worker.attach(self, publishes=self.args.needs_kv_publisher)
         self.scheduler: Scheduler = _make_scheduler(self.args, self._driver)
+
+    def _check_worker(self) -> None:
+        """Compare the worker's sizes and the arguments.
+
+        Raises:
+            ValueError: they differ.
+        """
+        args, worker = self.args, self.worker
+        manager = worker.manager
+        of_worker = (manager.max_capacity, manager.block_size, worker.prefix_caching)
+        wanted = (args.num_gpu_blocks, args.block_size, args.enable_prefix_caching)
+        names = ("num_gpu_blocks", "block_size", "enable_prefix_caching")
+        for name, has, asked in zip(names, of_worker, wanted, strict=True):
+            if has != asked:
+                raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
+        scheduler = getattr(backend_spec(manager.backend), "scheduler", args.engine_type)
+        if scheduler != args.engine_type:
+            raise ValueError(
+                f"engine_type={args.engine_type!r}, and backend {manager.backend!r} has the scheduler of {scheduler}"
+            )
 
     def restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives; the time stays."""
@@ -284,11 +235,7 @@ class MockEngine:
         check_integer("max_output_tokens", max_output_tokens, 1, " (tokens)")
         arrival = self._check_arrival(arrival_ms)
         self._check_priority(priority)
-        manager = self.worker.manager
-        size = manager.block_size
-        needed = -(-(prompt.length(size) + max_output_tokens) // size)
-        if needed > manager.max_capacity:
-            raise OutOfBlocks(needed, manager.max_capacity)
+        self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival, priority or 0)
         self._last_arrival = arrival
         if arrival > self.now_ms:
@@ -297,12 +244,58 @@ class MockEngine:
             self.scheduler.submit(request)
         return request
 
+    def dispatch(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float) -> EngineRequest:
+        """Give it a request that has arrived: for who drives several engines on one clock, and has its order.
+
+        Returns:
+            The request; in the semantics of 1.3.1 it is rejected where the prompt alone is larger than all blocks
+            (vllm).
+
+        Raises:
+            OutOfBlocks: prompt and output can never fit.
+        """
+        args = self.args
+        rejects = args.scheduler_semantics == "1.3.1" and args.engine_type == "vllm"
+        fits = -(-prompt.length(args.block_size) // args.block_size) <= args.num_gpu_blocks
+        if fits or not rejects:
+            self._check_size(prompt, max_output_tokens)
+        request = self._open(prompt, max_output_tokens, arrival_ms, 0)
+        if fits:
+            self.scheduler.submit(request)
+        else:
+            request.status = "rejected"
+            self.worker.requests.remove(request)
+        return request
+
     def _open(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float, priority: int) -> EngineRequest:
-        request = EngineRequest(self, prompt, max_output_tokens, arrival_ms=arrival_ms, priority=priority)
-        self._submitted += 1
+        rng = None if prompt.tokens is None else Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
+        reasoning = self.args.reasoning
+        planned: dict[int, int] = {}
+        if reasoning is not None:
+            for position in (0, reasoning.num_thinking_tokens(max_output_tokens) - 1):
+                token = reasoning.token_at(position, max_output_tokens)
+                if token is not None:
+                    planned[position] = token
+        request = EngineRequest(
+            self,
+            self._driver.open(prompt),
+            prompt,
+            prompt.length(self.args.block_size),
+            max_output_tokens,
+            rng=rng,
+            planned=planned,
+            arrival_ms=arrival_ms,
+            priority=priority,
+        )
         self.requests.append(request)
         self.worker.requests.append(request)
         return request
+
+    def _check_size(self, prompt: Prompt, max_output_tokens: int) -> None:
+        size, blocks = self.args.block_size, self.args.num_gpu_blocks
+        needed = -(-(prompt.length(size) + max_output_tokens) // size)
+        if needed > blocks:
+            raise OutOfBlocks(needed, blocks)
 
     def _check_arrival(self, arrival_ms: float | None) -> float:
         if arrival_ms is None:
@@ -323,11 +316,10 @@ class MockEngine:
         if not is_integer(priority):
             raise ValueError(f"priority must be an integer, got {priority!r:.80}")
         if not getattr(self.scheduler, "has_priorities", False):
-            raise ValueError(
-                f"priority is for engines whose policy has priorities (backend sglang); this is {self!r}"
-            )
+            raise ValueError(f"priority is for engines whose policy has priorities (backend sglang); this is {self!r}")
 
-    def _abort(self, request: EngineRequest) -> None:
+    def abort(self, request: EngineRequest) -> None:
+        """Take an open request out of scheduler and worker; `EngineRequest.abort` calls it."""
         if request in self._arriving:
             self._arriving.remove(request)
         else:
@@ -347,11 +339,13 @@ class MockEngine:
         Raises:
             EngineStalled: its requests can never make progress.
         """
+        return self._step()
+
+    def _step(self) -> ForwardPass:
         if self._arriving and not (self.scheduler.running or self.scheduler.waiting):
             self.now_ms = max(self.now_ms, self._arriving[0].arrival_ms)
-        done = self.start_pass(self.now_ms)
-        self.finish_pass()
-        return done
+        self.start_pass(self.now_ms)
+        return self.finish_pass()
 
     def run(self, until_ms: float | None = None) -> EngineReport:
         """Run passes until no request is open, or until a moment.
@@ -371,7 +365,7 @@ class MockEngine:
         while not self.is_idle and self.now_ms < until:
             if not (self.scheduler.running or self.scheduler.waiting) and self._arriving[0].arrival_ms >= until:
                 break
-            self.step()
+            self._step()
             next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf
             self.fast_forward(self.now_ms, min(until, next_arrival))
         if until_ms is not None:
@@ -407,8 +401,8 @@ class MockEngine:
             worker.hold_events()
         with worker.serving_requests():
             done = self.scheduler.execute_pass(now_ms)
-        for request in (*done.finished, *done.rejected):
-            worker.requests.remove(request)
+        for request in done.finished:
+            worker.requests.remove(cast("EngineRequest", request))  # it was given no other
         self._under_way = done
         self._preemptions += len(done.preempted)
         self.passes += 1
@@ -428,7 +422,7 @@ class MockEngine:
 
     def _watch(self, done: ForwardPass) -> None:
         """Raise once so many passes made no progress that none will."""
-        if done.generated or done.finished or done.rejected or self.is_idle:
+        if done.generated or self.is_idle:
             self._idle_passes = 0
             return
         self._idle_passes += 1

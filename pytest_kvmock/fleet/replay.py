@@ -6,7 +6,6 @@ One subject: who is next on the clock.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
@@ -119,7 +118,10 @@ class _Replay:
         firsts: list[_Turn] = []
         last: dict[str, tuple[_Turn, float]] = {}
         for request in requests:
-            turn, session = _Turn(request, self._prompt(request, trace_block_size, self.engines[0].args.block_size)), request.session_id
+            turn, session = (
+                _Turn(request, self._prompt(request, trace_block_size, self.engines[0].args.block_size)),
+                request.session_id,
+            )
             if session is None or session not in last:
                 firsts.append(turn)
                 moment = request.timestamp or 0.0
@@ -168,7 +170,12 @@ class _Replay:
             while self.arrivals and self.arrivals[0][0] <= self.now:
                 moment, _, turn = heappop(self.arrivals)
                 self._dispatch(turn, moment if self.concurrency is None else self.now)
-            while self.concurrency is not None and self.open < self.concurrency and self.ready and self.ready[0][0] <= self.now:
+            while (
+                self.concurrency is not None
+                and self.open < self.concurrency
+                and self.ready
+                and self.ready[0][0] <= self.now
+            ):
                 self._dispatch(heappop(self.ready)[2], self.now)
             # A prefill pass of no time hands over before a decode engine starts its pass.
             if self._start_passes(self.prefill) or self._start_passes(self.engines):

@@ -446,6 +446,7 @@ class WorkerContract(OverBackend):
             world.play(seed, workers=2)
             for worker in world.harness.workers.values():
                 for request in list(worker.requests):
+                    assert isinstance(request, Request)  # no engine uses the worker
                     world.do(request.finish)
                 active = worker.manager.num_active_blocks
                 assert 0 == active, f"all requests have finished, and {active} blocks of {worker} are in use"
