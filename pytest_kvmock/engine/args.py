@@ -339,7 +339,7 @@ class MockEngineArgs:
 
     def to_json(self) -> str:
         """Dynamo's JSON form, as its `dump_json` writes it."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, source: str | bytes | Mapping[str, Any], **additions: Any) -> MockEngineArgs:
@@ -443,7 +443,7 @@ def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     arguments = dict(values)
     for name, value in values.items():
         if name in _TIERS:
-            if value is not None:
+            if value is not None and value is not False:
                 raise ValueError(f"{name}={value!r:.80}: offload tiers are not built yet; leave it out")
             del arguments[name]
         elif name not in known:
