@@ -338,7 +338,7 @@ class MockEngineArgs:
         return values
 
     def to_json(self) -> str:
-        """Dynamo's JSON form, as its `dump_json` writes it."""
+        """Dynamo's JSON form, laid out as by its `dump_json`."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     @classmethod
@@ -437,7 +437,7 @@ def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by the names of their fields, from those and the other keys that Dynamo's JSON may have.
 
     Raises:
-        ValueError: one is unknown, or is not built yet, or the two forms of `worker_type` contradict each other.
+        ValueError: one is unknown, or is not built yet, or of a wrong type, or `is_prefill` and `is_decode` are both true.
     """
     known = (*_JSON_FIELDS, *_OURS, *_JSON_ONLY)
     arguments = dict(values)
@@ -453,9 +453,9 @@ def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} must be True or False, got {arguments[name]!r:.80}")  # noqa: TRY004 - one error
     older = [kind for kind in ("prefill", "decode") if arguments.pop(f"is_{kind}", False)]
     arguments.pop("has_perf_model", None)
-    if len(older) == 2:
-        raise ValueError("is_prefill and is_decode cannot both be true")
     if older and "worker_type" not in arguments:
+        if len(older) == 2:
+            raise ValueError("is_prefill and is_decode cannot both be true")
         arguments["worker_type"] = older[0]
     return arguments
 

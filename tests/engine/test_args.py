@@ -177,6 +177,7 @@ def test_our_additions_are_passed_by_keyword_and_are_not_written():
         ({"is_prefill": True, "is_decode": False}, "prefill"),
         ({"is_prefill": True, "worker_type": "decode"}, "decode"),
         ({"is_prefill": True, "worker_type": "aggregated"}, "aggregated"),
+        ({"is_prefill": True, "is_decode": True, "worker_type": "prefill"}, "prefill"),
         ({"has_perf_model": True}, "aggregated"),
     ],
 )
