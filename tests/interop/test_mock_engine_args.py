@@ -238,3 +238,25 @@ def test_times_of_a_random_profile_are_theirs_to_the_bit(tmp_path, seed):
 @pytest.mark.parametrize("isl", [1, 64, 128, 999, 5000, 6399])
 def test_times_of_the_polynomial_are_theirs_to_the_bit(tmp_path, isl):
     assert replayed(tmp_path, isl) == expected_of(PolynomialModel(), isl)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_time_of_a_handoff_is_theirs_to_the_bit(tmp_path, seed):
+    """It is not rounded to nanoseconds, as the other times are."""
+    rnd = random.Random(seed)
+    link = {"kv_bytes_per_token": rnd.randint(1, 10**7), "kv_transfer_bandwidth": rnd.uniform(0.01, 100)}
+    isl = rnd.randint(1, 3000)
+    trace = tmp_path / "trace.jsonl"
+    ids = list(range(-(-isl // 64)))
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": isl, "output_length": 1, "hash_ids": ids}) + "\n")
+    sizes = {"num_gpu_blocks": 100, "block_size": 64}
+    theirs = core.run_mocker_trace_replay(
+        str(trace),
+        prefill_engine_args=core.MockEngineArgs(worker_type="prefill", **sizes, **link),
+        decode_engine_args=core.MockEngineArgs(worker_type="decode", **sizes),
+        trace_block_size=64,
+    )["mean_ttft_ms"]
+    model, args = PolynomialModel(), MockEngineArgs(worker_type="prefill", **sizes, **link)
+    prefill = as_ms(nanoseconds(model.prefill_ms(1, isl, 0)))
+    decode = as_ms(nanoseconds(model.decode_ms(len(ids) * 64, 6400, isl)))
+    assert theirs == (prefill + args.handoff_ms(isl)) + decode
