@@ -312,7 +312,8 @@ class MockEngineArgs:
     def handoff_ms(self, prompt_tokens: int) -> float:
         """Return how long the KV cache of a prompt takes from the prefill to the decode engine, in ms, unrounded.
 
-        Dynamo does not round it either. 0 where `kv_bytes_per_token` or `kv_transfer_bandwidth` is not set, or 0. No speedup applies.
+        Dynamo does not round it either. No speedup applies. 0 where `kv_bytes_per_token` or `kv_transfer_bandwidth` is not
+        set, or 0.
         """
         if not self.kv_bytes_per_token or not self.kv_transfer_bandwidth:
             return 0.0
