@@ -195,9 +195,14 @@ class MockEngine:
         return EngineReport(tuple(self.requests), self.passes)
 
     @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    @property
     def is_idle(self) -> bool:
-        """Whether no request is open."""
-        return not (self.scheduler.running or self.scheduler.waiting or self._arriving)
+        """Whether no request is open: none runs, waits or is to arrive."""
+        return not (self.has_work or self._arriving)
 
     @property
     def is_in_pass(self) -> bool:
@@ -342,7 +347,7 @@ class MockEngine:
         return self._step()
 
     def _step(self) -> ForwardPass:
-        if self._arriving and not (self.scheduler.running or self.scheduler.waiting):
+        if self._arriving and not self.has_work:
             self.now_ms = max(self.now_ms, self._arriving[0].arrival_ms)
         self.start_pass(self.now_ms)
         return self.finish_pass()
@@ -363,7 +368,7 @@ class MockEngine:
             )
         until = math.inf if until_ms is None else until_ms
         while not self.is_idle and self.now_ms < until:
-            if not (self.scheduler.running or self.scheduler.waiting) and self._arriving[0].arrival_ms >= until:
+            if not self.has_work and self._arriving[0].arrival_ms >= until:
                 break
             self._step()
             next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf

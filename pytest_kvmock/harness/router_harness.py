@@ -109,9 +109,7 @@ class RouterHarness:
             raise ValueError(f"unknown index_semantics {index_semantics!r}; known: None, 'e1'")
         if profile is not None and not isinstance(profile, EngineProfile):
             raise TypeError(f"profile must be an EngineProfile, got {profile!r:.80}")
-        if isinstance(allow, str):
-            raise TypeError(f"allow takes a list or tuple of rules, got the string {allow!r}")
-        if isinstance(allow, Mapping) or not isinstance(allow, Iterable):
+        if isinstance(allow, str | Mapping) or not isinstance(allow, Iterable):
             raise TypeError(f"allow takes a list or tuple of rules, got {allow!r:.80}")
         self.profile = profile or EngineProfile()
         if engine:
@@ -559,7 +557,7 @@ class RouterHarness:
     def _raise_if_any(self, found: list[Problem]) -> None:
         __tracebackhide__ = True
         self.flush()
-        found = found + self._engines.differences(self._workers.by_key.values())
+        found += self._engines.differences(self._workers.by_key.values())
         if found:
             raise KvEventsError(problems_text(found))
 

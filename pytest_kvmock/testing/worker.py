@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
+from pytest_kvmock.engine.worker import OutOfBlocks, Request, RequestError
 from pytest_kvmock.events import Cleared, Removed, Stored, value_text
 from pytest_kvmock.testing.subject import OverBackend
 from pytest_kvmock.testing.world import World
