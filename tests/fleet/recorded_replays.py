@@ -76,9 +76,7 @@ def play(case, version, backend="lineage", *, watched=False):
 
 def rows_of(report):
     """One row a request, in no order."""
-    return sorted(
-        (tuple(row[column] for column in COLUMNS) for row in report.per_request()), key=lambda row: str(row)
-    )
+    return sorted((tuple(row[column] for column in COLUMNS) for row in report.per_request()), key=str)
 
 
 def check_summary(expected, report):
@@ -101,5 +99,5 @@ def check_run(case, version, backend="lineage", *, watched=False, semantics=None
     report = play(case, semantics, backend, watched=watched)
     check_summary(run["summary"], report)
     if "per_request" in run:
-        expected = sorted(map(tuple, run["per_request"]), key=lambda row: str(row))
+        expected = sorted(map(tuple, run["per_request"]), key=str)
         assert expected == rows_of(report)

@@ -43,9 +43,7 @@ MOONCAKE = recorded("replay_mooncake.json.gz")
 
 @pytest.mark.parametrize("run", MOONCAKE, ids=[run["id"] for run in MOONCAKE])
 def test_a_mooncake_trace_equals_the_recorded_replay(run, traces_dir):
-    engine = MockEngine(
-        MockEngineArgs(block_size=512, num_gpu_blocks=run["num_gpu_blocks"], semantics=run["version"])
-    )
+    engine = MockEngine(MockEngineArgs(block_size=512, num_gpu_blocks=run["num_gpu_blocks"], semantics=run["version"]))
     report = replay(read_mooncake(traces_dir / run["trace"]), [engine], concurrency=run["replay_concurrency"])
     check_summary(run["summary"], report)
     if "reused_blocks" in run:
