@@ -1,0 +1,234 @@
+"""Several engines on one clock: requests of a trace are dispatched to them in turn, and served in virtual time.
+
+One subject: who is next on the clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from itertools import cycle
+from typing import TYPE_CHECKING, cast
+
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.fleet.arrivals import Arrivals, Turn
+from pytest_kvmock.fleet.report import ReplayReport
+from pytest_kvmock.tokens import Prompt
+
+if TYPE_CHECKING:
+    from pytest_kvmock.fleet.engine_request import EngineRequest
+    from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.traces import TraceRequest
+
+# Theory of operation
+#
+# The clock jumps from one moment at which something happens to the next: a pass ends, a handoff is through, a request
+# arrives. At one moment passes end first, in the order of the engines, then handoffs arrive, then requests; then each
+# engine that runs no pass, and has requests, starts one. A prefill pass of no time ends before a decode engine starts its
+# pass.
+
+
+def replay(
+    requests: Iterable[TraceRequest],
+    engines: Sequence[MockEngine],
+    prefill: Sequence[MockEngine] = (),
+    concurrency: int | None = None,
+    arrival_speedup: float = 1.0,
+    *,
+    trace_block_size: int | None = None,
+) -> ReplayReport:
+    """Replay a trace on engines that share one clock, as Dynamo's offline replay does.
+
+    Args:
+        requests: what arrives. Sessions are sorted by their first timestamps, stably; the first arrives at 0.
+        engines: they take requests in turn.
+        prefill: engines that compute prompts, in turn; a request then moves to one of `engines`, which must be decode
+            engines, over a link (`kv_bytes_per_token`, `kv_transfer_bandwidth`).
+        concurrency: how many requests are open at once, whatever their timestamps; None: they arrive by those.
+        arrival_speedup: by what arrival times and delays are divided; above 0.
+        trace_block_size: tokens for each hash id; a prompt has then the tokens of Dynamo's loader, each id repeated
+            so often. None: an id is the local hash of a block of the engines' size, and prompts have no tokens.
+
+    Raises:
+        EngineStalled: an engine can never make progress.
+        OutOfBlocks: a request can never fit, and the engine does not reject it; see `MockEngine.dispatch`.
+        ValueError: an argument is not what it must be; nothing has happened.
+    """
+    _check(engines, prefill, concurrency, arrival_speedup, trace_block_size)
+    block_size = engines[0].args.block_size
+    turns = [Turn(request, _prompt(request, trace_block_size, block_size)) for request in requests]
+    if not turns:
+        raise ValueError("replay: there is no request")
+    later = engines[0].args.scheduler_semantics == "1.3.1"
+    arrivals = Arrivals(turns, concurrency, arrival_speedup, sessions_keep_place=later)
+    # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before.
+    only_between_passes = concurrency is not None and len(engines) == 1 and not prefill
+    return _Replay(engines, prefill, arrivals, only_between_passes=only_between_passes).run()
+
+
+def _check(
+    engines: Sequence[MockEngine],
+    prefill: Sequence[MockEngine],
+    concurrency: int | None,
+    arrival_speedup: float,
+    trace_block_size: int | None,
+) -> None:
+    if not engines:
+        raise ValueError("replay: engines must be at least one, got none")
+    everyone = [*prefill, *engines]
+    if len(set(map(id, everyone))) < len(everyone):
+        raise ValueError("replay: an engine is given twice; each takes part once")
+    for engine in everyone:
+        if not engine.is_idle or engine.is_in_pass:
+            raise ValueError(f"replay: {engine!r} has open requests; engines must be idle")
+    for name, wanted, group in (("prefill", "prefill", prefill), ("engines", "decode", engines if prefill else ())):
+        for engine in group:
+            if engine.args.worker_type != wanted:
+                raise ValueError(f"replay: {name} must have worker_type={wanted!r}, got {engine.args.worker_type!r}")
+    for field in ("block_size", "scheduler_semantics"):
+        if len(values := {getattr(engine.args, field): None for engine in everyone}) > 1:
+            raise ValueError(f"replay: all engines must have one {field}, got {', '.join(map(repr, values))}")
+    if concurrency is not None:
+        check_integer("replay: concurrency", concurrency, 1, ", or None")
+    if trace_block_size is not None:
+        check_integer("replay: trace_block_size", trace_block_size, 1, " (tokens), or None")
+    is_number = isinstance(arrival_speedup, int | float) and not isinstance(arrival_speedup, bool)
+    if not is_number or not 0 < arrival_speedup < math.inf:
+        raise ValueError(f"replay: arrival_speedup must be a finite number above 0, got {arrival_speedup!r:.80}")
+
+
+def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int) -> Prompt:
+    if trace_block_size is None:
+        return request.prompt(block_size)
+    tokens = [hash_id & 0xFFFFFFFF for hash_id in request.hash_ids for _ in range(trace_block_size)]
+    return Prompt(tokens[: request.input_length])
+
+
+class _Replay:
+    """One replay, from the first arrival to the last token.
+
+    Args:
+        engines: those that generate tokens.
+        prefill: those that compute prompts for them; may be empty.
+        arrivals: decides when which request arrives.
+        only_between_passes: whether requests arrive only when no pass is under way.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[MockEngine],
+        prefill: Sequence[MockEngine],
+        arrivals: Arrivals,
+        *,
+        only_between_passes: bool,
+    ) -> None:
+        self._engines = engines
+        self._prefill = prefill
+        self._everyone = [*prefill, *engines]
+        self._arrivals = arrivals
+        self._only_between_passes = only_between_passes
+        self._now = 0.0
+        self._busy: dict[MockEngine, float] = {}
+        self._turn_of: dict[EngineRequest, Turn] = {}
+        # (moment, order, turn, the request that was prefilled): what is on the link.
+        self._handoffs: list[tuple[float, int, Turn, EngineRequest]] = []
+        self._handed_over = 0
+        self._next_engine = cycle(range(len(engines)))
+        self._next_prefill = cycle(prefill)
+        self._order: list[EngineRequest] = []
+        self._served_by: list[int] = []
+
+    def run(self) -> ReplayReport:
+        """Replay until nothing is open."""
+        while True:
+            self._end_passes()
+            while self._handoffs and self._handoffs[0][0] <= self._now:
+                _, _, turn, prefilled = heappop(self._handoffs)
+                self._arrivals.enter()
+                self._decode(turn, prefilled)
+            for turn, arrival_ms in self._arrivals.take(self._now):
+                self._dispatch(turn, arrival_ms)
+            if self._start_passes(self._prefill) or self._start_passes(self._engines):
+                continue
+            moment = self._next_moment()
+            if moment == math.inf:
+                break
+            self._now = moment
+        passes = sum(engine.passes for engine in self._everyone)
+        return ReplayReport(tuple(self._order), passes, tuple(self._served_by))
+
+    # ------------------------------------------------------------------------------------------------ the clock
+
+    def _end_passes(self) -> None:
+        for engine in self._everyone:
+            if self._busy.get(engine, math.inf) <= self._now:
+                del self._busy[engine]
+                if engine.is_in_pass:
+                    for request in engine.finish_pass().finished:
+                        self._finished(engine, cast("EngineRequest", request))  # engines were given no other
+
+    def _start_passes(self, engines: Sequence[MockEngine]) -> bool:
+        """Start a pass on each engine that can; whether one took no time."""
+        at_once = False
+        for engine in engines:
+            if engine not in self._busy and engine.has_work:
+                end = engine.fast_forward(self._now, self._next_moment(engine))
+                if end <= self._now:
+                    end = engine.start_pass(self._now).end_ms
+                self._busy[engine] = end
+                at_once |= end <= self._now
+        return at_once
+
+    def _next_moment(self, idle: MockEngine | None = None) -> float:
+        """When something happens next; for an engine that is about to go on, when something else does."""
+        if idle is not None and any(
+            each.has_work for each in self._everyone if each is not idle and each not in self._busy
+        ):
+            return self._now  # another is about to start a pass
+        moments = [math.inf, *self._busy.values()]
+        if self._handoffs:
+            moments.append(self._handoffs[0][0])
+        if not (self._only_between_passes and self._busy):
+            moments.append(self._arrivals.next_ms)
+        return min(moments)
+
+    # ---------------------------------------------------------------------------------------------- a request
+
+    def _dispatch(self, turn: Turn, arrival_ms: float) -> None:
+        if self._prefill:
+            request = next(self._next_prefill).dispatch(turn.prompt, 1, arrival_ms)
+        else:
+            request = self._on_next_engine(turn, arrival_ms)
+        if request.is_open:
+            self._turn_of[request] = turn
+        else:  # rejected
+            self._arrivals.done(turn, self._now)
+
+    def _on_next_engine(self, turn: Turn, arrival_ms: float) -> EngineRequest:
+        position = next(self._next_engine)
+        request = self._engines[position].dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
+        self._order.append(request)
+        self._served_by.append(position)
+        return request
+
+    def _finished(self, engine: MockEngine, request: EngineRequest) -> None:
+        turn = self._turn_of.pop(request)
+        if engine not in self._prefill:
+            self._arrivals.done(turn, self._now)
+            return
+        delay_ms = engine.args.handoff_ms(request.prompt_tokens)
+        if not delay_ms:
+            self._decode(turn, request)
+            return
+        self._arrivals.leave()
+        heappush(self._handoffs, (self._now + delay_ms, self._handed_over, turn, request))
+        self._handed_over += 1
+
+    def _decode(self, turn: Turn, prefilled: EngineRequest) -> None:
+        """Give a request whose prompt is computed to a decode engine."""
+        request = self._on_next_engine(turn, prefilled.arrival_ms)
+        request.admitted_ms = prefilled.admitted_ms
+        request.reused_tokens = prefilled.reused_tokens
+        request.first_reused_tokens = prefilled.first_reused_tokens
+        self._turn_of[request] = turn
