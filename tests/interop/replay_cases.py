@@ -73,12 +73,12 @@ def _sglang(rng):
     if rng.random() < 0.35:
         options["chunked_prefill_size"] = page * rng.choice((1, 2, 4, 6, 8))
     if rng.random() < 0.2:
-        options["max_prefill_tokens"] = rng.choice((8, 16, 30, 32, 40))
+        options["max_prefill_tokens"] = rng.choice((16, 30, 32, 40, 64))
     if rng.random() < 0.25:
         options["schedule_conservativeness"] = rng.choice((0.0, 0.2, 0.5, 0.9, 1.0, 1.5))
     if rng.random() < 0.25:
         options["clip_max_new_tokens"] = rng.choice((1, 2, 4, 6))
-    blocks = rng.choice((10, 10, 12, 12, 16, 16, 24, 24, 60)) * 4 // page
+    blocks = rng.choice((10, 12, 16, 16, 24, 24, 24, 24, 60, 60)) * 4 // page
     engine = {"engine_type": "sglang", "block_size": page, "num_gpu_blocks": blocks, "sglang": options}
     if rng.random() < 0.3:
         engine["max_num_seqs"] = rng.randint(1, 3)
