@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 #
 # The requests of a session come one after the other, in the order of the trace: each a delay after the one before it is
 # done. Where the trace names none, the delay is the difference of their timestamps; where one of those is missing, 0.
-# Sessions begin in the order of their first timestamps, and so do requests without a session, which are one by
-# themselves.
+# A request without a session is one by itself.
 #
-# In an open loop the first request of a session arrives at its timestamp. In a closed loop it arrives when fewer than so
-# many requests are open. What counts there as open differs: in 1.3.1 a session keeps its place until its last request
+# In an open loop the first request of a session arrives at its timestamp. In a closed loop timestamps do not matter:
+# sessions begin in the order of the trace, each when fewer than so many requests are open. What counts there as open differs: in 1.3.1 a session keeps its place until its last request
 # is done; in 1.2.1 others are served meanwhile, and a request on the link between two engines does not count.
 
 
@@ -57,7 +56,7 @@ def link_sessions(turns: Iterable[Turn], speedup: float) -> list[Turn]:
         speedup: by what delays are divided.
 
     Returns:
-        The first turn of each session, sorted by timestamp, stably.
+        The first turn of each session, in the order of the trace.
     """
     firsts: list[Turn] = []
     last: dict[str, tuple[Turn, float]] = {}
@@ -76,7 +75,6 @@ def link_sessions(turns: Iterable[Turn], speedup: float) -> list[Turn]:
             known = known if timestamp is None else timestamp
         if session is not None:
             last[session] = turn, known
-    firsts.sort(key=lambda turn: turn.timestamp_ms)
     return firsts
 
 
@@ -101,9 +99,10 @@ class Arrivals:
         self._timed: list[tuple[float, int, Turn]] = []
         self._placeless: list[tuple[float, int, Turn]] = []
         firsts = link_sessions(turns, speedup)
+        begin_ms = min(turn.timestamp_ms for turn in firsts)
         for turn in firsts:
             if concurrency is None:
-                self._push(self._timed, (turn.timestamp_ms - firsts[0].timestamp_ms) / speedup, turn)
+                self._push(self._timed, (turn.timestamp_ms - begin_ms) / speedup, turn)
             else:
                 self._push(self._placeless, 0.0, turn)
 

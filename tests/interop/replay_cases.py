@@ -140,8 +140,11 @@ def _sessions(rng):
                 if said in ("delay", "both"):
                     row["delay"] = rng.choice((0, 0.5, 10, 50, 200))
             rows.append((at, row))
-    if rng.random() < 0.5:
+    order = rng.random()
+    if order < 0.5:
         rows.sort(key=lambda row: row[0])  # sessions interleave
+    elif order < 0.6:
+        rows.sort(key=lambda row: row[1]["session_id"], reverse=True)  # the later ones stand first
     return case | {"requests": [row for _, row in rows]}
 
 
@@ -175,6 +178,8 @@ def _requests(rng, engine, number, hash_size=None):
         ids = [*ids, *range(fresh, fresh + new)]
         fresh += new
         rows.append({"timestamp": now} | _lengths(rng, engine, ids, size))
+    if rng.random() < 0.1:
+        rng.shuffle(rows)
     return rows
 
 
