@@ -28,16 +28,18 @@ class Turn:
     Attributes:
         trace: the request as the trace has it.
         prompt: its prompt.
+        session: the number of its session, in the order of the trace.
         next: the request of its session that comes after it; None: there is none.
         delay_ms: how long after the one before it is done it arrives.
         keeps_place: whether it takes over the place of the one before it in a closed loop.
     """
 
-    __slots__ = ("delay_ms", "keeps_place", "next", "prompt", "trace")
+    __slots__ = ("delay_ms", "keeps_place", "next", "prompt", "session", "trace")
 
     def __init__(self, trace: TraceRequest, prompt: Prompt) -> None:
         self.trace = trace
         self.prompt = prompt
+        self.session = 0
         self.next: Turn | None = None
         self.delay_ms = 0.0
         self.keeps_place = False
@@ -63,10 +65,12 @@ def link_sessions(turns: Iterable[Turn], speedup: float) -> list[Turn]:
     for turn in turns:
         session, timestamp = turn.trace.session_id, turn.trace.timestamp
         if session is None or session not in last:
+            turn.session = len(firsts)
             firsts.append(turn)
             known = turn.timestamp_ms
         else:
             before, known = last[session]
+            turn.session = before.session
             before.next = turn
             delay = turn.trace.delay
             if delay is None:
@@ -94,21 +98,17 @@ class Arrivals:
         self._limit = concurrency
         self._sessions_keep_place = sessions_keep_place
         self._open = 0
-        self._pushed = 0
-        # (moment, order, turn): those that arrive whatever is open, and those that wait for a place.
+        # (moment, session, turn): those that arrive whatever is open, and those that wait for a place. Of one moment, the
+        # session that stands first in the trace comes first.
         self._timed: list[tuple[float, int, Turn]] = []
         self._placeless: list[tuple[float, int, Turn]] = []
         firsts = link_sessions(turns, speedup)
         begin_ms = min(turn.timestamp_ms for turn in firsts)
         for turn in firsts:
             if concurrency is None:
-                self._push(self._timed, (turn.timestamp_ms - begin_ms) / speedup, turn)
+                heappush(self._timed, ((turn.timestamp_ms - begin_ms) / speedup, turn.session, turn))
             else:
-                self._push(self._placeless, 0.0, turn)
-
-    def _push(self, queue: list[tuple[float, int, Turn]], moment: float, turn: Turn) -> None:
-        heappush(queue, (moment, self._pushed, turn))
-        self._pushed += 1
+                heappush(self._placeless, (0.0, turn.session, turn))
 
     @property
     def _has_place(self) -> bool:
@@ -151,9 +151,9 @@ class Arrivals:
             return
         moment = now_ms + after.delay_ms
         if self._limit is not None and not self._sessions_keep_place:
-            self._push(self._placeless, moment, after)
+            heappush(self._placeless, (moment, after.session, after))
             return
         if self._limit is not None:
             self._open += 1
             after.keeps_place = True
-        self._push(self._timed, moment, after)
+        heappush(self._timed, (moment, after.session, after))

@@ -43,7 +43,9 @@ def play(core, case, directory):
         rows = [json.loads(line) for line in report.read_text().splitlines()]
         for row in rows:
             del row["uuid"]  # random
-        answer["per_request"] = sorted(rows, key=lambda row: [(value is not None, str(value)) for value in row.values()])
+        answer["per_request"] = sorted(
+            rows, key=lambda row: [(value is not None, str(value)) for value in row.values()]
+        )
     return answer
 
 
