@@ -36,7 +36,7 @@ def play(core, case, directory):
         options["report_jsonl_path"] = str(report)
     try:
         summary = core.run_mocker_trace_replay([str(trace)] if reports else str(trace), **options)
-    except BaseException as error:  # a panic of the release is a BaseException
+    except BaseException as error:  # noqa: BLE001 - a panic of the release is one
         return {"error": f"{type(error).__name__}: {error}"}
     answer = {"summary": summary}
     if reports:
