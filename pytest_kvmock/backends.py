@@ -230,6 +230,14 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 chain=makers.hash_chain,
                 options=("policy", "protected_threshold", "dynamo_kv_event_format"),
             ),
+            BackendSpec(
+                "mocker_sglang",
+                "dynamo-mocker 1.3.1, its mock of SGLang",
+                makers.mocker_sglang,
+                in_matrix=False,
+                driver=makers.mocker_sglang_driver,
+                options=("semantics",),
+            ),
         )
     }
 )
