@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from os.path import commonprefix
-from typing import TypeGuard
+from sys import float_info
+from typing import Final, TypeGuard
 
 MOST_NEAREST = 3
 """How many nearest names a message lists."""
 
 LEAST_ALIKE = 0.7
 """How much like a name the nearest are, as difflib counts: `dp_size` is not meant by `blok_size`."""
+
+MOST_FLOAT: Final = float_info.max
+"""The largest finite float. An integer above it is none, and `math.isfinite` raises for it."""
 
 
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
@@ -42,6 +47,30 @@ def check_integer(
         return value
     error = ValueError if is_integer(value) else wrong_type
     raise error(f"{name} must be {integer_text(least)}{unit}, got {value!r:.80}")
+
+
+def check_number(name: str, value: object, least: float = 0.0, most: float = math.inf, unit: str = "") -> float:
+    """Return `value` as a float if it is a finite number from `least` to `most`.
+
+    Args:
+        name: what the message calls it.
+        value: what was passed in; True and False are no numbers.
+        least: the smallest number that is allowed.
+        most: the largest that is allowed; any where it is infinite.
+        unit: text of the message after the range: " seconds, or None".
+
+    Raises:
+        ValueError: it is out of range, not finite, or no number.
+    """
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and least <= value <= most
+        and abs(value) <= MOST_FLOAT
+    ):
+        return float(value)
+    wanted = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+    raise ValueError(f"{name} must be a finite number {wanted}{unit}, got {value!r:.80}")
 
 
 def nearest(name: object, known: Iterable[str]) -> list[str]:

@@ -82,5 +82,29 @@ class Driver(Protocol):
         """Drop all that is cached; False, and nothing changed, while a block is in use."""
 
 
+class SchedulerDriver(Driver, Protocol):
+    """Brings the requests of a scheduler to a block manager: in parts, and with an answer where blocks run short."""
+
+    def fits(self, request: Any, upto: int) -> bool:
+        """Return whether there are blocks for the first `upto` tokens. Changes nothing."""
+
+    def allocate(self, request: Any, upto: int) -> int:
+        """Allocate blocks for the first `upto` tokens, cached ones first.
+
+        Returns:
+            How many tokens, from the first, have blocks now: `upto`, or fewer where blocks ran short. A manager that
+            allocates all or nothing then has changed nothing.
+        """
+
+    def generate(self, request: Any, token: int) -> bool:
+        """Append a generated token, and allocate what it needs; False: no block is free, the token is taken back."""
+
+    def quiet_tokens(self, request: Any) -> int:
+        """Count the tokens that can be generated, one a pass, before one needs a block or fills one."""
+
+    def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
+        """Append as many tokens as `quiet_tokens` allows, at most."""
+
+
 MakeDriver: TypeAlias = Callable[["KvManager", bool, Random], Driver]
 """Makes the driver of a manager: called with it, whether prefix caching is on, and the source of random numbers."""

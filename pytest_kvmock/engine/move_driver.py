@@ -10,7 +10,7 @@ from uuid import UUID
 from pytest_kvmock.cache.base import RequestLevel
 from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.engine.sequence import ActiveSequence
-from pytest_kvmock.moves import Deref, Destroy
+from pytest_kvmock.moves import Deref, Destroy, Use
 from pytest_kvmock.tokens import Prompt, block_hashes, chained_hash
 
 if TYPE_CHECKING:
@@ -127,6 +127,50 @@ class MoveDriver:
                 sequence.commit_allocation(len(sequence))
         sequence.commit_allocation(len(sequence))
 
+    def fits(self, request: _MoveRequest, upto: int) -> bool:
+        """Whether the blocks of the first `upto` tokens that no request holds are at most as many as are free."""
+        sequence, free = request.sequence, self._free()
+        size = sequence.block_size
+        start, end = -(-sequence.num_allocated_tokens // size), -(-upto // size)
+        if end - start <= free:
+            return True
+        references = self.manager.references
+        return sum(not references(block) for block in sequence.unique_blocks[start:end]) <= free
+
+    def allocate(self, request: _MoveRequest, upto: int) -> int:
+        """Use the blocks of the first `upto` tokens that it does not hold yet; the manager may serve fewer."""
+        sequence = request.sequence
+        if upto <= sequence.num_allocated_tokens:
+            return upto
+        move = sequence.prepare_allocation(upto)
+        if move is not None:
+            served = self.manager.process(move)
+            if served < len(move.blocks):
+                held = -(-sequence.num_allocated_tokens // sequence.block_size) + served
+                upto = min(held * sequence.block_size, upto)
+        sequence.commit_allocation(upto)
+        return upto
+
+    def generate(self, request: _MoveRequest, token: int) -> bool:
+        """Push a token. Where the Use of its block is not served, the token is popped; a Promote before it stays."""
+        sequence = request.sequence
+        for move in sequence.push(token):
+            if not self.manager.process(move):
+                sequence.pop()
+                return False
+        sequence.commit_allocation(len(sequence))
+        return True
+
+    def quiet_tokens(self, request: _MoveRequest) -> int:
+        """Tokens that the last block still takes."""
+        sequence = request.sequence
+        return -len(sequence) % sequence.block_size
+
+    def generate_quietly(self, request: _MoveRequest, tokens: Sequence[int]) -> None:
+        """Append tokens to the last block."""
+        request.sequence.fill(tokens)
+        request.sequence.commit_allocation(len(request.sequence))
+
     def release(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first."""
         # One move instead of one a block, as the sequence would make them: a Deref publishes nothing, so it makes no difference.
@@ -156,13 +200,43 @@ class WholeMoveDriver(MoveDriver):
 
     def extend(self, request: _MoveRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
+        sequence = request.sequence
         for token in tokens:
-            for move in request.sequence.push(token):
+            for move in sequence.push(token):
                 self.manager.process(move)
+        sequence.commit_allocation(len(sequence))
+
+    def allocate(self, request: _MoveRequest, upto: int) -> int:
+        """Use the blocks of the first `upto` tokens that it does not hold yet, as many of them as fit.
+
+        Chunk by chunk, as the scheduler of 1.1.1 does over this manager; a Use that does not fit is not tried, as it
+        would keep what it took.
+        """
+        sequence = request.sequence
+        size, held = sequence.block_size, sequence.num_allocated_tokens
+        if upto > held:
+            start, end = -(-held // size), -(-upto // size)
+            blocks = sequence.unique_blocks[:end]
+            references, free = self.manager.references, self._free()
+            for position in range(start, end):
+                if not references(blocks[position]):
+                    if not free:
+                        upto = position * size
+                        del blocks[position:]
+                        break
+                    free -= 1
+            if start < len(blocks):
+                hashes = sequence.block_hashes[start : len(blocks)]
+                parent = blocks[start - 1] if start else None
+                self.manager.process(Use(blocks[start:], hashes, (), None, parent))
+            sequence.commit_allocation(max(upto, held))
+        return max(upto, held)
 
     def release(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first, if it has any."""
-        blocks = request.sequence.allocated_blocks[::-1]
+        sequence = request.sequence
+        # A scheduler may have allocated a part of them.
+        blocks = sequence.unique_blocks[: -(-sequence.num_allocated_tokens // sequence.block_size)][::-1]
         if blocks and isinstance(blocks[0], UUID):
             self.manager.process(Destroy(blocks[:1]))
             del blocks[0]

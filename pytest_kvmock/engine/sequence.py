@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Literal
 from uuid import UUID
@@ -253,6 +254,19 @@ class ActiveSequence:
         self.unique_blocks.append(partial)
         moves.append(Use([partial]))
         return moves
+
+    def fill(self, tokens: Sequence[int]) -> None:
+        """Add tokens that all belong to the last block, so that there are no moves.
+
+        Raises:
+            TypeError: a token is not an integer.
+            ValueError: one opens another block, or is below 0 or above 2**32 - 1.
+        """
+        if len(tokens) > -len(self) % self.block_size:
+            raise ValueError(f"the last block takes {-len(self) % self.block_size} tokens, got {len(tokens)}")
+        if self._tokens is not None:
+            self._tokens.extend(map(_checked, tokens))
+        self.generated_tokens += len(tokens)
 
     def _promote_last(self) -> Promote:
         """The block before the token just pushed is full: give it its hashes."""

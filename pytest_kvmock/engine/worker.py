@@ -7,11 +7,13 @@ one for each kind of manager, and nothing else depends on the kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
 from pytest_kvmock.checks import integer_text, is_integer
-from pytest_kvmock.engine.driver import Driver, MakeDriver, Traits
+from pytest_kvmock.cache.manager import protocol_mismatch
+from pytest_kvmock.engine.driver import Driver, MakeDriver, SchedulerDriver, Traits
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
 from pytest_kvmock.tokens import Prompt, TokenIds
@@ -43,6 +45,28 @@ class OutOfBlocks(RuntimeError):  # noqa: N818 - the name that engines use
 
 class RequestError(RuntimeError):
     """A request was asked for what its state does not allow."""
+
+
+class OpenRequest(Protocol):
+    """What a worker needs of its open requests, its own and those of an engine."""
+
+    @property
+    def status(self) -> str:
+        """What the request does; one word."""
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """Its blocks in order."""
+
+    def lose(self) -> None:
+        """Give the request up, as its worker restarts; it leaves `KvWorker.requests`."""
+
+
+class Engine(Protocol):
+    """What a worker needs of an engine that uses it."""
+
+    def restarted(self) -> None:
+        """Begin anew: the worker restarted, and has another driver."""
 
 
 class Served(NamedTuple):
@@ -116,6 +140,10 @@ class Request:
         with self._worker._serving():
             self._driver.extend(self._state, steps)
 
+    def lose(self) -> None:
+        """Give the request up, as its worker restarts."""
+        self._end("lost")
+
     def finish(self) -> None:
         """Finish the request and free its blocks. Full ones stay cached, evictable once nobody else holds them.
 
@@ -186,10 +214,11 @@ class KvWorker:
         rng: source of generated tokens and of the names of partial blocks.
         driver: makes the driver of a manager, from it, `prefix_caching` and `rng` (`BackendSpec.driver`); by default
             one for managers that take moves.
+        publishes: False: nothing is published, as by a decode engine.
 
     Attributes:
         manager: its block manager; another one after a restart.
-        requests: the requests that are open, oldest first.
+        requests: the requests that are open, oldest first; those of an engine that uses it too.
         serving: True while a request makes the manager move; what is published then has real hashes.
     """
 
@@ -204,13 +233,16 @@ class KvWorker:
         chunk: int | None = None,
         rng: Random | None = None,
         driver: MakeDriver | None = None,
+        publishes: bool = True,
     ) -> None:
         self.worker_id = worker_id
         self.dp_rank = dp_rank
         self.prefix_caching = prefix_caching
         self.chunk = chunk
-        self.requests: list[Request] = []
+        self.publishes = publishes and prefix_caching
+        self.requests: list[OpenRequest] = []
         self.serving = False
+        self._engine: Engine | None = None
         self._make_manager = make_manager
         self._recorder = _StoredRecorder(sink)
         self._rng = rng or Random()  # noqa: S311 - mock data
@@ -218,7 +250,7 @@ class KvWorker:
         self._driver = self._start()
 
     def _start(self) -> Driver:
-        recorder = self._recorder if self.prefix_caching else None
+        recorder = self._recorder if self.publishes else None
         return self._make_driver(self._make_manager(recorder), self.prefix_caching, self._rng)
 
     def __repr__(self) -> str:
@@ -293,8 +325,42 @@ class KvWorker:
             ValueError: it is announced, and the index under test has no way to drop a worker; nothing has changed.
         """
         for request in list(self.requests):
-            request._end("lost")
+            request.lose()
+        self._recorder.held.clear()
         self._driver = self._start()
+        if self._engine is not None:
+            self._engine.restarted()
+
+    # ---------------------------------------------------------------------------------------- for an engine
+
+    def attach(self, engine: Engine) -> SchedulerDriver:
+        """Have an engine use this worker: it schedules requests on its manager, and is told of restarts.
+
+        Returns:
+            The driver of its manager; after a restart, another one.
+
+        Raises:
+            ValueError: another engine uses it, or its driver is none for schedulers.
+        """
+        if self._engine is not None and self._engine is not engine:
+            raise ValueError(f"{self!r} is used by {self._engine!r}; a worker has one engine")
+        missing = protocol_mismatch(self._driver, SchedulerDriver)
+        if missing is not None:
+            raise ValueError(f"no engine can use {self!r}: its driver is {missing}")
+        self._engine = engine
+        return cast("SchedulerDriver", self._driver)
+
+    def serving_requests(self) -> AbstractContextManager[None]:
+        """Mark what the manager publishes meanwhile as published for requests."""
+        return self._serving()
+
+    def hold_events(self) -> None:
+        """Hold what is published from now on, until `release_events`."""
+        self._recorder.holds = True
+
+    def release_events(self) -> None:
+        """Publish the events that are held, in order, and hold none from now on."""
+        self._recorder.release()
 
     def _steps(self, tokens: int | Sequence[int]) -> Sequence[int]:
         """The tokens of so many decode steps."""
@@ -314,10 +380,12 @@ class KvWorker:
 class _StoredRecorder:
     """A sink that records which blocks are stored, while that is asked for, and passes every event on."""
 
-    __slots__ = ("published", "sink", "stored")
+    __slots__ = ("held", "holds", "published", "sink", "stored")
 
     def __init__(self, sink: Sink | None) -> None:
         self.sink = sink
+        self.holds = False
+        self.held: list[tuple[KvCacheEvent, StorageTier, BlockTokens | None]] = []
         self.published = False
         self.stored: list[int] | None = None
 
@@ -330,8 +398,18 @@ class _StoredRecorder:
         self.published = True
         if self.stored is not None and isinstance(event.data, Stored):
             self.stored += event.data.block_hashes
-        if self.sink is not None:
+        if self.holds:
+            self.held.append((event, storage_tier, token_ids))
+        elif self.sink is not None:
             self.sink.publish(event, storage_tier, token_ids)
+
+    def release(self) -> None:
+        """Pass on what is held, and hold nothing from now on."""
+        self.holds = False
+        held, self.held = self.held, []
+        if self.sink is not None:
+            for each in held:
+                self.sink.publish(*each)
 
 
 class _Serving:

@@ -1,0 +1,476 @@
+"""The arguments of a mock engine: those of Dynamo's mocker 1.2.1, read, checked and written as it does.
+
+One subject: one class of many fields, their ranges, and the three forms in which they are given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import replace as replace_fields
+from os import PathLike, fspath
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+from pytest_kvmock.checks import check_number, unknown_text
+from pytest_kvmock.engine.nested_args import (
+    MOST_COUNT,
+    ReasoningConfig,
+    SglangArgs,
+    check_choice,
+    check_integer_range,
+    check_optional_integer,
+    read_group,
+)
+from pytest_kvmock.engine.performance import (
+    SEMANTICS,
+    InterpolatedModel,
+    PerformanceModel,
+    Semantics,
+    make_performance_model,
+)
+
+EngineType: TypeAlias = Literal["vllm", "sglang"]
+WorkerType: TypeAlias = Literal["aggregated", "prefill", "decode"]
+PreemptionMode: TypeAlias = Literal["lifo", "fifo"]
+EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
+
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "engine_type": ("vllm", "sglang"),
+    "worker_type": ("aggregated", "prefill", "decode"),
+    "preemption_mode": ("lifo", "fifo"),
+}
+_OPTIONAL_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "router_queue_policy": ("fcfs", "lcfs", "wspt"),
+    "semantics": SEMANTICS,
+    "events_visible": ("pass_start", "pass_end"),
+}
+_INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
+    "num_gpu_blocks": (1, MOST_COUNT),
+    "block_size": (0, MOST_COUNT),
+    "dp_size": (1, 2**32 - 1),
+}
+_OPTIONAL_INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
+    "max_num_seqs": (1, MOST_COUNT),
+    "max_num_batched_tokens": (1, MOST_COUNT),
+    "aic_tp_size": (0, MOST_COUNT),
+    "aic_moe_tp_size": (0, MOST_COUNT),
+    "aic_moe_ep_size": (0, MOST_COUNT),
+    "aic_attention_dp_size": (0, MOST_COUNT),
+    "bootstrap_port": (0, 65535),
+    "kv_bytes_per_token": (0, MOST_COUNT),
+    "zmq_kv_events_port": (0, 65535),
+    "zmq_replay_port": (0, 65535),
+}
+_NUMBERS: Final = ("speedup_ratio", "decode_speedup_ratio")
+_OPTIONAL_NUMBERS: Final[Mapping[str, str]] = {"startup_time": " seconds", "kv_transfer_bandwidth": " GB/s"}
+_BOOLEANS: Final = ("enable_prefix_caching", "enable_chunked_prefill", "enable_local_indexer")
+_STRINGS: Final = ("aic_backend", "aic_system", "aic_backend_version", "aic_model_path")
+
+_OURS: Final = ("semantics", "performance_model", "events_visible")
+"""The fields that are no part of Dynamo's JSON."""
+
+_JSON_ONLY: Final = ("is_prefill", "is_decode", "has_perf_model")
+"""Keys that Dynamo's JSON may have beside the fields: two older forms of `worker_type`, and one without an effect."""
+
+_TIERS: Final = (
+    "num_g2_blocks",
+    "num_g3_blocks",
+    "enable_g4_storage",
+    "offload_batch_size",
+    "bandwidth_g1_to_g2_gbps",
+    "bandwidth_g2_to_g1_gbps",
+    "bandwidth_g2_to_g3_gbps",
+    "bandwidth_g3_to_g2_gbps",
+    "bandwidth_g2_to_g4_gbps",
+    "bandwidth_g4_to_g2_gbps",
+)
+"""Arguments of Dynamo's offload to further tiers, by 1.2.1 or later, which are refused."""
+
+
+class SizedProfile(Protocol):
+    """What an engine takes of a profile: the fields of `EngineProfile` of these names."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Capacity of one worker (of each rank), in blocks."""
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks of each worker."""
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether blocks are reused and published."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Prefill in chunks of this many tokens; None: in one go."""
+
+
+_FROM_PROFILE: Final = {
+    "num_gpu_blocks": "num_blocks",
+    "block_size": "block_size",
+    "enable_prefix_caching": "prefix_caching",
+    "dp_size": "dp_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MockEngineArgs:
+    """The arguments of a mock engine.
+
+    The fields, their defaults and ranges are those of Dynamo's mocker 1.2.1, and so is their JSON.
+
+    Attributes:
+        engine_type: "vllm" or "sglang": the scheduler.
+        num_gpu_blocks: capacity of a rank in blocks, at least 1.
+        block_size: tokens a block. 0, the default, becomes 64 for vllm; for sglang the page size, or 1.
+        max_num_seqs: most requests that run at once, at least 1; None: unlimited.
+        max_num_batched_tokens: most tokens that one pass computes, at least 1; None: unlimited.
+        enable_prefix_caching: False: nothing is reused.
+        enable_chunked_prefill: False: a prompt is computed in one pass or not at all.
+        speedup_ratio: divides times, finite and at least 0; by 0 nothing is divided, as by 1.
+        decode_speedup_ratio: finite and at least 0. Times of decode are divided by the product of both, if it is not 0.
+        dp_size: data-parallel ranks, at least 1.
+        startup_time: seconds, at least 0, or None. Inert.
+        worker_type: "aggregated", "prefill" (charges no decode) or "decode" (charges no prefill, publishes nothing).
+        planner_profile_data: path of an `.npz` profile (`InterpolatedModel.from_npz`); None: the polynomial model.
+        aic_backend: a string or None, as are `aic_system`, `aic_backend_version` and `aic_model_path`; `aic_tp_size`,
+            `aic_moe_tp_size`, `aic_moe_ep_size` and `aic_attention_dp_size` are integers of at least 0, or None. Arguments
+            of an external performance model. Inert.
+        aic_system: see `aic_backend`.
+        aic_backend_version: see `aic_backend`.
+        aic_tp_size: see `aic_backend`.
+        aic_model_path: see `aic_backend`.
+        aic_moe_tp_size: see `aic_backend`.
+        aic_moe_ep_size: see `aic_backend`.
+        aic_attention_dp_size: see `aic_backend`.
+        enable_local_indexer: True or False. Inert.
+        bootstrap_port: a port, 0 to 65535, or None. Inert.
+        kv_bytes_per_token: bytes of KV cache a token, at least 0, or None; see `handoff_ms`.
+        kv_transfer_bandwidth: GB/s (1e9 bytes) from prefill to decode engine, at least 0, or None; see `handoff_ms`.
+        reasoning: a `ReasoningConfig`, a mapping of its fields, or None.
+        zmq_kv_events_port: a port, or None. Inert.
+        zmq_replay_port: a port, or None. Inert.
+        preemption_mode: "lifo": the newest running request is preempted; "fifo": the oldest. vllm only.
+        router_queue_policy: "fcfs", "lcfs", "wspt" or None. Inert.
+        sglang: `SglangArgs`, a mapping of their fields, or None. Without effect for vllm.
+        semantics: "1.2.1" or "1.3.1": the release of Dynamo whose scheduler is followed; None: "1.2.1" for vllm, "1.3.1"
+            for sglang. An addition of ours, no part of the JSON.
+        performance_model: a `PerformanceModel`, or a pair of callables or milliseconds as `CallableModel` takes them; None:
+            as `planner_profile_data` says. An addition of ours.
+        events_visible: when the events of a pass are published: "pass_start" or "pass_end"; None: at the start for vllm, at
+            the end for sglang. An addition of ours.
+
+    Inert fields are accepted, checked, and written to JSON; they have no effect on a mock engine without a network.
+
+    Stricter than the original are:
+
+    - A value of a wrong type is an error; Dynamo's JSON takes the default instead. So are an unknown field in `sglang` or
+      `reasoning`, a key that is there twice, and a port above 65535.
+    - Numbers must be finite.
+    - `sglang.schedule_policy` must be one that exists (there any other is "fifo"), `sglang.schedule_conservativeness` at
+      least 0, the other numbers of `sglang`, but for `clip_max_new_tokens`, at least 1; `reasoning.thinking_ratio` must be
+      from 0 to 1.
+    - A profile that cannot be read is an error in JSON, too; Dynamo's takes the polynomial model instead.
+
+    Raises:
+        ValueError: a field out of range. The message has its name, what was given and what is allowed.
+    """
+
+    engine_type: EngineType = "vllm"
+    num_gpu_blocks: int = 16384
+    block_size: int = 0
+    max_num_seqs: int | None = 256
+    max_num_batched_tokens: int | None = 8192
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    speedup_ratio: float = 1.0
+    decode_speedup_ratio: float = 1.0
+    dp_size: int = 1
+    startup_time: float | None = None
+    worker_type: WorkerType = "aggregated"
+    planner_profile_data: str | PathLike[str] | None = None
+    aic_backend: str | None = None
+    aic_system: str | None = None
+    aic_backend_version: str | None = None
+    aic_tp_size: int | None = None
+    aic_model_path: str | None = None
+    aic_moe_tp_size: int | None = None
+    aic_moe_ep_size: int | None = None
+    aic_attention_dp_size: int | None = None
+    enable_local_indexer: bool = False
+    bootstrap_port: int | None = None
+    kv_bytes_per_token: int | None = None
+    kv_transfer_bandwidth: float | None = None
+    reasoning: ReasoningConfig | None = None
+    zmq_kv_events_port: int | None = None
+    zmq_replay_port: int | None = None
+    preemption_mode: PreemptionMode = "lifo"
+    router_queue_policy: Literal["fcfs", "lcfs", "wspt"] | None = None
+    sglang: SglangArgs | None = None
+    semantics: Semantics | None = None
+    performance_model: PerformanceModel | tuple[Any, Any] | None = None
+    events_visible: EventsVisible | None = None
+    _model: PerformanceModel = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check()
+        put = object.__setattr__
+        for name in _NUMBERS:
+            put(self, name, check_number(name, getattr(self, name)))
+        for name, unit in _OPTIONAL_NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None:
+                put(self, name, check_number(name, value, unit=f"{unit}, or None"))
+        put(self, "reasoning", read_group(ReasoningConfig, "reasoning", self.reasoning))
+        put(self, "sglang", read_group(SglangArgs, "sglang", self.sglang))
+        put(self, "block_size", self._normalised_block_size())
+        put(self, "_model", self._make_model())
+
+    def _check(self) -> None:
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        for name, choices in _OPTIONAL_CHOICES.items():
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), choices)
+        for name, (least, most) in _INTEGERS.items():
+            check_integer_range(name, getattr(self, name), least, most)
+        for name, (least, most) in _OPTIONAL_INTEGERS.items():
+            check_optional_integer(name, getattr(self, name), least, most)
+        for name in _BOOLEANS:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
+        for name in _STRINGS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{name} must be a string, or None, got {value!r:.80}")
+
+    def _normalised_block_size(self) -> int:
+        if self.engine_type != "sglang":
+            return self.block_size or 64
+        sglang = self.sglang or SglangArgs()
+        if self.block_size and sglang.page_size and self.block_size != sglang.page_size:
+            raise ValueError(
+                f"block_size and sglang.page_size must be equal where both are set, got {self.block_size} and {sglang.page_size}"
+            )
+        block_size = self.block_size or sglang.page_size or 1
+        if (sglang.chunked_prefill_size or 0) % block_size:
+            raise ValueError(
+                f"sglang.chunked_prefill_size must be a multiple of the block size, {block_size}, "
+                f"got {sglang.chunked_prefill_size}"
+            )
+        return block_size
+
+    def _make_model(self) -> PerformanceModel:
+        path = self.planner_profile_data
+        if path is None:
+            return make_performance_model(self.performance_model, self.scheduler_semantics)
+        if self.performance_model is not None:
+            raise ValueError("planner_profile_data and performance_model cannot both be set")
+        if not isinstance(path, str | PathLike):
+            raise ValueError(f"planner_profile_data must be the path of an .npz file, or None, got {path!r:.80}")  # noqa: TRY004 - one error
+        object.__setattr__(self, "planner_profile_data", fspath(path))
+        try:
+            return InterpolatedModel.from_npz(path, semantics=self.scheduler_semantics)
+        except ValueError as error:
+            raise ValueError(f"planner_profile_data: {error}") from None
+
+    # -------------------------------------------------------------------------------------------- what follows from them
+
+    @property
+    def scheduler_semantics(self) -> Semantics:
+        """The release of Dynamo whose scheduler is followed: `semantics`, or the default of the engine type."""
+        return self.semantics or ("1.3.1" if self.engine_type == "sglang" else "1.2.1")
+
+    @property
+    def events_visible_at(self) -> EventsVisible:
+        """When the events of a pass are published: `events_visible`, or the default of the engine type."""
+        return self.events_visible or ("pass_end" if self.engine_type == "sglang" else "pass_start")
+
+    @property
+    def performance(self) -> PerformanceModel:
+        """The model that predicts times: `performance_model`, the profile that was read, or the polynomial model."""
+        return self._model
+
+    @property
+    def sglang_options(self) -> SglangArgs:
+        """The arguments of SGLang's scheduler, with its defaults where none is set, and the block size as page size."""
+        return (self.sglang or SglangArgs()).filled(self.block_size)
+
+    @property
+    def needs_kv_publisher(self) -> bool:
+        """Whether the engine publishes events: not without prefix caching, and not as a decode worker."""
+        return self.enable_prefix_caching and self.worker_type != "decode"
+
+    def handoff_ms(self, prompt_tokens: int) -> float:
+        """Return how long the KV cache of a prompt takes from the prefill to the decode engine, in ms, unrounded.
+
+        0 where `kv_bytes_per_token` or `kv_transfer_bandwidth` is not set, or 0. No speedup applies.
+        """
+        if not self.kv_bytes_per_token or not self.kv_transfer_bandwidth:
+            return 0.0
+        size = float(prompt_tokens * self.kv_bytes_per_token)
+        return size / (self.kv_transfer_bandwidth * 1e9) * 1000.0
+
+    # -------------------------------------------------------------------------------------------- reading and writing
+
+    def replace(self, **changes: Any) -> MockEngineArgs:
+        """Return the same arguments with some changed. The block size stays; `block_size=0` chooses it anew.
+
+        Raises:
+            ValueError: no such field, or a value out of range.
+        """
+        return replace_fields(self, **_arguments(changes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dynamo's JSON form, as Python objects: all fields but our additions."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name in _JSON_FIELDS}
+        for group in ("reasoning", "sglang"):
+            if values[group] is not None:
+                values[group] = asdict(values[group])
+        return values
+
+    def to_json(self) -> str:
+        """Dynamo's JSON form, as its `dump_json` writes it."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, source: str | bytes | Mapping[str, Any], **additions: Any) -> MockEngineArgs:
+        """Read Dynamo's JSON form. What is absent has its default.
+
+        The older keys `is_prefill` and `is_decode` are read where there is no `worker_type`; `has_perf_model` has no effect.
+
+        Args:
+            source: the text, or a mapping such as `json.loads` returns.
+            **additions: fields that are no part of it: `semantics`, `performance_model`, `events_visible`.
+
+        Raises:
+            ValueError: no JSON, an unknown field, or a value out of range.
+        """
+        values = _loads(source) if isinstance(source, str | bytes) else source
+        if not isinstance(values, Mapping):
+            raise ValueError(f"the arguments of an engine must be a JSON object, got {values!r:.80}")  # noqa: TRY004 - one error
+        for name in values:
+            if name in _OURS:
+                raise ValueError(f"{name} is no part of Dynamo's JSON: pass it by keyword")
+        for name in additions:
+            if name not in _OURS:
+                raise ValueError(unknown_text("addition", name, _OURS))
+        return cls(**_arguments({**values, **additions}))
+
+    @classmethod
+    def from_profile(
+        cls, profile: SizedProfile, *, explicit: Collection[str] | None = None, **engine: Any
+    ) -> MockEngineArgs:
+        """Make the arguments of an engine of a profile's size.
+
+        Of the profile come `num_gpu_blocks` (its `num_blocks`), `block_size`, `enable_prefix_caching` (its
+        `prefix_caching`) and `dp_size`. Its `chunk`, if it has one, is the budget of a pass: `max_num_batched_tokens` for
+        vllm, `sglang.chunked_prefill_size` for sglang.
+
+        Args:
+            profile: an `EngineProfile`, or what has its fields.
+            explicit: names of fields that the profile sets explicitly; by default those that differ from their default.
+                One that `engine` sets too must be equal; what else the profile has gives way to `engine`.
+            **engine: fields of the arguments, and the keys that Dynamo's JSON may have. A `block_size` of 0 is as none.
+
+        Raises:
+            ValueError: a field contradicts one that the profile sets explicitly, is unknown, or out of range.
+        """
+        given = _arguments(engine)
+        sglang = read_group(SglangArgs, "sglang", given.get("sglang")) or SglangArgs()
+        is_sglang = given.get("engine_type") == "sglang"
+        # By our name: how the user names it, and what he gave.
+        theirs = {name: (name, given[name]) for name in _FROM_PROFILE if name in given}
+        if is_sglang and sglang.page_size and not given.get("block_size"):
+            theirs["block_size"] = ("sglang.page_size", sglang.page_size)
+        elif given.get("block_size") == 0:
+            del theirs["block_size"]
+        own = dict(_FROM_PROFILE)
+        if profile.chunk is not None:
+            own["chunk"] = "chunk"
+            if is_sglang and sglang.chunked_prefill_size is not None:
+                theirs["chunk"] = ("sglang.chunked_prefill_size", sglang.chunked_prefill_size)
+            elif not is_sglang and "max_num_batched_tokens" in given:
+                theirs["chunk"] = ("max_num_batched_tokens", given["max_num_batched_tokens"])
+        fixed = _set_fields(profile) if explicit is None else explicit
+        for name, field_name in own.items():
+            value = getattr(profile, field_name)
+            if name not in theirs:
+                if name != "chunk":
+                    given[name] = value
+                elif is_sglang:
+                    given["sglang"] = replace_fields(sglang, chunked_prefill_size=value)
+                else:
+                    given["max_num_batched_tokens"] = value
+            elif field_name in fixed and theirs[name][1] != value:
+                shown, asked = theirs[name]
+                raise ValueError(
+                    f"{shown}={asked!r:.80} contradicts {field_name}={value!r} of the profile; "
+                    "set one of them, or both to the same value"
+                )
+        return cls(**given)
+
+
+_JSON_FIELDS: Final = tuple(
+    each.name for each in fields(MockEngineArgs) if each.name not in _OURS and not each.name.startswith("_")
+)
+
+
+def _set_fields(profile: object) -> set[str]:
+    """Return the names of the fields that differ from their default; of what has no defaults, all."""
+    if not is_dataclass(profile):
+        return {*_FROM_PROFILE.values(), "chunk"}
+    return {
+        each.name for each in fields(profile) if each.default is MISSING or getattr(profile, each.name) != each.default
+    }
+
+
+def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by the names of their fields, from those and the other keys that Dynamo's JSON may have.
+
+    Raises:
+        ValueError: one is unknown, or is not built yet, or the two forms of `worker_type` contradict each other.
+    """
+    known = (*_JSON_FIELDS, *_OURS, *_JSON_ONLY)
+    arguments = dict(values)
+    for name, value in values.items():
+        if name in _TIERS:
+            if value is not None:
+                raise ValueError(f"{name}={value!r:.80}: offload tiers are not built yet; leave it out")
+            del arguments[name]
+        elif name not in known:
+            raise ValueError(unknown_text("field of the engine's arguments", name, known))
+    for name in _JSON_ONLY:
+        if not isinstance(arguments.get(name, False), bool):
+            raise ValueError(f"{name} must be True or False, got {arguments[name]!r:.80}")  # noqa: TRY004 - one error
+    older = [kind for kind in ("prefill", "decode") if arguments.pop(f"is_{kind}", False)]
+    arguments.pop("has_perf_model", None)
+    if len(older) == 2:
+        raise ValueError("is_prefill and is_decode cannot both be true")
+    if older and "worker_type" not in arguments:
+        arguments["worker_type"] = older[0]
+    return arguments
+
+
+def _loads(text: str | bytes) -> object:
+    try:
+        return json.loads(text, object_pairs_hook=_without_repetition)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"the arguments of an engine must be JSON: {error}") from None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} is there twice")
+        found[key] = value
+    return found

@@ -1,0 +1,169 @@
+"""What schedulers share: their requests, what a forward pass did, and the protocol by which an engine drives one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "aborted"]
+
+
+class ScheduledRequest:
+    """One request of a scheduler.
+
+    Attributes:
+        state: the driver's own request: blocks, and a length in tokens.
+        prompt_tokens: length of the prompt.
+        max_output_tokens: how many tokens it generates before it finishes.
+        priority: larger is served first, where the scheduler has priorities.
+        arrival_ms: when it arrived.
+        status: "waiting" before its first admission, "running", "preempted" (it waits again), "finished", "rejected" (it
+            could never fit) or "aborted".
+        computed_tokens: its first tokens whose KV is computed, cached ones included; 0 while it waits.
+        generated_tokens: how many it has generated.
+        reused_tokens: the most tokens of it that one admission found cached (Dynamo: the maximum over admissions).
+        first_reused_tokens: those that its first admission found cached.
+        admitted_ms: start of the pass that first gave it blocks; None before.
+        token_ms: when each generated token came out, in milliseconds.
+        preemptions: how often it was preempted.
+    """
+
+    __slots__ = (
+        "admitted_ms",
+        "arrival_ms",
+        "computed_tokens",
+        "first_reused_tokens",
+        "generated_tokens",
+        "max_output_tokens",
+        "preemptions",
+        "priority",
+        "prompt_tokens",
+        "reused_tokens",
+        "state",
+        "status",
+        "token_ms",
+    )
+
+    def __init__(
+        self, state: Any, prompt_tokens: int, max_output_tokens: int, *, arrival_ms: float = 0.0, priority: int = 0
+    ) -> None:
+        self.state = state
+        self.prompt_tokens = prompt_tokens
+        self.max_output_tokens = max_output_tokens
+        self.priority = priority
+        self.arrival_ms = arrival_ms
+        self.status: ScheduledStatus = "waiting"
+        self.computed_tokens = 0
+        self.generated_tokens = 0
+        self.reused_tokens = 0
+        self.first_reused_tokens = 0
+        self.admitted_ms: float | None = None
+        self.token_ms: list[float] = []
+        self.preemptions = 0
+
+    def __len__(self) -> int:
+        return self.prompt_tokens + self.generated_tokens
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.prompt_tokens} + {self.generated_tokens} tokens, {self.status}>"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still waits or runs."""
+        return self.status in ("waiting", "running", "preempted")
+
+    def admit(self, now_ms: float, reused_tokens: int) -> None:
+        """Note an admission that found so many tokens cached."""
+        if self.admitted_ms is None:
+            self.admitted_ms = now_ms
+            self.first_reused_tokens = reused_tokens
+        self.reused_tokens = max(self.reused_tokens, reused_tokens)
+
+    def next_token(self) -> int:
+        """The token that it generates next; subclasses know which."""
+        return 0
+
+
+class Scheduled(NamedTuple):
+    """What a pass computed of one request's prompt, or of what it recomputes.
+
+    Attributes:
+        request: which request.
+        tokens: how many tokens were computed, those of the output that are computed again included.
+        prompt_tokens: how many of these are the prompt's.
+        prefix_tokens: tokens before them, cached or computed in earlier passes.
+    """
+
+    request: ScheduledRequest
+    tokens: int
+    prompt_tokens: int
+    prefix_tokens: int
+
+
+@dataclass(slots=True)
+class ForwardPass:
+    """What one forward pass did, and when.
+
+    Attributes:
+        start_ms: when it started, in virtual milliseconds.
+        prefill_ms: how long its prefill took.
+        decode_ms: how long its decode took.
+        end_ms: when it ended; all its tokens came out then.
+        scheduled: the requests of which it computed tokens, in order; pure decode steps are not among them.
+        generated: the requests that generated a token in it, in order.
+        tokens: the tokens that they generated.
+        admitted: the requests that it admitted, those that resume included.
+        preempted: the requests that it preempted, in order.
+        finished: the requests that finished with it.
+        rejected: the requests that it rejected, as they can never fit.
+        active_blocks: blocks in use when its time was calculated.
+        running: how many requests run after it.
+        waiting: the requests that wait after it, in order.
+        decode_lengths: the length in tokens, before its token, of each request that it decoded.
+    """
+
+    start_ms: float
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    end_ms: float = 0.0
+    scheduled: list[Scheduled] = field(default_factory=list)
+    generated: list[ScheduledRequest] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    admitted: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[ScheduledRequest] = field(default_factory=list)
+    finished: list[ScheduledRequest] = field(default_factory=list)
+    rejected: list[ScheduledRequest] = field(default_factory=list)
+    active_blocks: int = 0
+    running: int = 0
+    waiting: Sequence[ScheduledRequest] = ()
+    decode_lengths: list[int] = field(default_factory=list)
+
+
+class Scheduler(Protocol):
+    """Decides what each forward pass computes; it has no clock and no arrivals, the engine has."""
+
+    @property
+    def running(self) -> Sequence[ScheduledRequest]:
+        """The requests that run, in the order in which they are served."""
+
+    @property
+    def waiting(self) -> Sequence[ScheduledRequest]:
+        """The requests that wait, those preempted included, in the order in which they are tried."""
+
+    def submit(self, request: ScheduledRequest) -> None:
+        """Take a request that has arrived."""
+
+    def abort(self, request: ScheduledRequest) -> None:
+        """Forget an open request, and free what it holds."""
+
+    def execute_pass(self, now_ms: float) -> ForwardPass:
+        """Run one forward pass from this moment; its requests' `token_ms` are set, its events published."""
+
+    def fast_forward(self, now_ms: float, until_ms: float) -> float:
+        """Run passes that only decode, in one go, while each ends at or before a moment.
+
+        Returns:
+            The end of the last one; `now_ms` if there was none.
+        """
+

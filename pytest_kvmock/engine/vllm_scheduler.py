@@ -1,0 +1,248 @@
+"""The scheduler of Dynamo's mock of vLLM: running requests first, then the waiting ones, first come, first served.
+
+One subject: what one forward pass computes, in the semantics of 1.2.1 and of 1.3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Final, Literal
+
+from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
+from pytest_kvmock.engine.timing import moments, rounded_ms
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_kvmock.engine.args import MockEngineArgs
+    from pytest_kvmock.engine.driver import SchedulerDriver
+    from pytest_kvmock.engine.performance import PerformanceModel
+
+# Theory of operation
+#
+# A pass has a budget of tokens. Running requests take from it in their order; then waiting ones are admitted, unless the
+# pass preempted somebody. A request is scheduled for as many of its tokens as are left and the budget allows; blocks are
+# allocated for them, and where those run short the newest running request (or the oldest: "fifo") is preempted: it
+# frees its blocks, keeps what it generated, and waits again, first in the queue. What is computed can be reused at once,
+# by the next request of the same pass. Then each request all of whose tokens are computed generates one; it needs a
+# block for it, and preempts in the same way where there is none.
+#
+# 1.2.1: a manager serves a part of what is asked, so a request may get some of its blocks, also a waiting one, which
+# preempts for the rest. 1.3.1: blocks are allocated all or nothing, and a waiting request never preempts: it is
+# admitted if blocks for all its tokens are there, whatever the budget lets it compute.
+
+_BLOCKED: Final = -1
+_PREEMPTED: Final = -2
+
+
+class VllmScheduler:
+    """Schedules requests as Dynamo's mock of vLLM does.
+
+    Args:
+        driver: brings its requests to the block manager.
+        args: budgets, modes and speedups of the engine.
+        performance: how long passes take.
+        semantics: the release that it follows; it matters where blocks run short.
+    """
+
+    def __init__(
+        self,
+        driver: SchedulerDriver,
+        args: MockEngineArgs,
+        performance: PerformanceModel,
+        semantics: Literal["1.2.1", "1.3.1"] = "1.2.1",
+    ) -> None:
+        self._driver = driver
+        self._performance = performance
+        self._whole = semantics == "1.3.1"
+        self._budget = args.max_num_batched_tokens or math.inf
+        self._max_running = args.max_num_seqs or math.inf
+        self._chunked = args.enable_chunked_prefill
+        self._oldest_first = args.preemption_mode == "fifo"
+        self._prefills = args.worker_type != "decode"
+        self._decodes = args.worker_type != "prefill"
+        self._speedup = args.speedup_ratio
+        self._decode_speedup = args.speedup_ratio * args.decode_speedup_ratio
+        self._waiting: deque[ScheduledRequest] = deque()
+        self._running: list[ScheduledRequest] = []
+        # Of the pass that is under way.
+        self._pass = ForwardPass(0.0)
+        self._used: dict[ScheduledRequest, int] = {}
+        self._left = self._budget
+
+    @property
+    def running(self) -> Sequence[ScheduledRequest]:
+        """The requests that run, oldest first."""
+        return self._running
+
+    @property
+    def waiting(self) -> Sequence[ScheduledRequest]:
+        """The requests that wait, those preempted included, in order."""
+        return self._waiting
+
+    def submit(self, request: ScheduledRequest) -> None:
+        """Take a request that has arrived."""
+        self._waiting.append(request)
+
+    def abort(self, request: ScheduledRequest) -> None:
+        """Forget an open request, and free what it holds."""
+        if request.status == "running":
+            self._running.remove(request)
+            self._driver.release(request.state)
+        else:
+            self._waiting.remove(request)
+        request.status = "aborted"
+
+    # ---------------------------------------------------------------------------------------------- one pass
+
+    def execute_pass(self, now_ms: float) -> ForwardPass:
+        """Run one forward pass from this moment."""
+        done = self._pass = ForwardPass(now_ms)
+        self._used = {}
+        self._left = self._budget
+        self._schedule_running()
+        if not done.preempted:
+            self._admit()
+        done.prefill_ms = self._prefill_ms()
+        self._decode()
+        done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
+        for request in done.generated:
+            request.token_ms.append(done.end_ms)
+        done.running = len(self._running)
+        done.waiting = tuple(self._waiting)
+        return done
+
+    def _schedule_running(self) -> None:
+        running, index = self._running, 0
+        while index < len(running) and self._left > 0:
+            outcome = self._schedule(running[index])
+            if outcome == _BLOCKED:
+                break
+            if outcome != _PREEMPTED:
+                index += 1
+
+    def _admit(self) -> None:
+        done, waiting, running, driver = self._pass, self._waiting, self._running, self._driver
+        while not done.preempted and waiting and len(running) < self._max_running:
+            head = waiting[0]
+            if self._whole and not driver.fits(head.state, len(head)):
+                break
+            outcome = self._schedule(head)
+            if outcome == _BLOCKED:
+                break
+            waiting.remove(head)  # no longer the first if it preempted somebody
+            running.append(head)
+            head.status = "running"
+            done.admitted.append(head)
+            if not outcome and not self._left:
+                break
+
+    def _schedule(self, request: ScheduledRequest) -> int:
+        """Compute tokens of a request; how many, or why none."""
+        driver, state, left = self._driver, request.state, self._left
+        waits = request.status != "running"
+        cached = driver.cached(state) if not request.computed_tokens else 0
+        start = request.computed_tokens + cached
+        remaining = len(request) - start
+        of_prompt = max(0, request.prompt_tokens - start)
+        if of_prompt > left and not self._chunked:
+            return _BLOCKED
+        desired = min(remaining, left)
+        if remaining and not desired:
+            return _BLOCKED
+        target = start + int(desired)
+        while True:
+            held = driver.allocate(state, target) if not self._whole or driver.fits(state, target) else 0
+            if held >= target:
+                request.computed_tokens = target
+                break
+            if held:
+                request.computed_tokens = held
+            victim = self._victim()
+            if victim is None:
+                break
+            self._preempt(victim)
+            if victim is request:
+                return _PREEMPTED
+        used = max(0, request.computed_tokens - start)
+        if not used and remaining:
+            return _BLOCKED
+        if waits:
+            request.admit(self._pass.start_ms, cached)
+        self._used[request] = used
+        self._left -= used
+        if used:
+            self._pass.scheduled.append(Scheduled(request, used, min(used, of_prompt), start))
+        return used
+
+    def _victim(self) -> ScheduledRequest | None:
+        running = self._running
+        if not running:
+            return None
+        return running[0] if self._oldest_first else running[-1]
+
+    def _preempt(self, victim: ScheduledRequest) -> None:
+        """Free the blocks of a running request; it waits again, before all others."""
+        done = self._pass
+        self._driver.preempt(victim.state)
+        self._running.remove(victim)
+        self._waiting.appendleft(victim)
+        victim.status = "preempted"
+        victim.computed_tokens = 0
+        victim.preemptions += 1
+        self._left += self._used.pop(victim, 0)
+        done.scheduled = [each for each in done.scheduled if each.request is not victim]
+        done.preempted.append(victim)
+
+    def _prefill_ms(self) -> float:
+        if not self._prefills:
+            return 0.0
+        prefills = [each for each in self._pass.scheduled if each.prompt_tokens]
+        count = len(prefills)
+        if not count:
+            return 0.0
+        prefix = sum(each.prefix_tokens for each in prefills)
+        isl = prefix + sum(each.prompt_tokens for each in prefills)
+        return rounded_ms(self._performance.prefill_ms(count, isl // count, prefix // count), self._speedup)
+
+    # ------------------------------------------------------------------------------------------------ decode
+
+    def _decode(self) -> None:
+        done, running, driver = self._pass, self._running, self._driver
+        ready = [
+            request
+            for request in running
+            if request.computed_tokens >= len(request) and request.generated_tokens < request.max_output_tokens
+        ]
+        manager = driver.manager
+        done.active_blocks = manager.num_active_blocks
+        if not ready:
+            return
+        lengths = [len(request) for request in ready]
+        for request in ready:
+            if request.status != "running":  # preempted for one before it
+                continue
+            token = request.next_token()
+            while not driver.generate(request.state, token):
+                victim = self._victim()
+                assert victim is not None  # it runs itself
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                request.generated_tokens += 1
+                done.generated.append(request)
+                done.tokens.append(token)
+                if request.generated_tokens == request.max_output_tokens:
+                    driver.release(request.state)
+                    running.remove(request)
+                    request.status = "finished"
+                    done.finished.append(request)
+        if self._decodes and done.generated:
+            size = manager.block_size
+            ms = self._performance.decode_ms(
+                done.active_blocks * size, manager.max_capacity * size, sum(lengths) // len(lengths)
+            )
+            done.decode_ms = rounded_ms(ms, self._decode_speedup)
+        done.decode_lengths = lengths

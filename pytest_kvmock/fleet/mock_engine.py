@@ -1,0 +1,448 @@
+"""A whole mock engine in virtual time: requests arrive, a scheduler decides, passes take time, tokens and events come out.
+
+One subject: the engine's clock, and the life of a request on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.backends import BackendSpec, backend_spec
+from pytest_kvmock.checks import check_integer, is_integer
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.performance import PerformanceModel, PolynomialModel
+from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
+from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, RequestError
+from pytest_kvmock.fleet.report import EngineReport
+from pytest_kvmock.tokens import Prompt, TokenIds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.engine.driver import SchedulerDriver
+    from pytest_kvmock.engine.scheduler import Scheduler
+    from pytest_kvmock.moves import Block
+    from pytest_kvmock.sinks import Sink
+
+MOST_IDLE_PASSES: Final = 1024
+"""Passes without progress after which an engine is stalled: as many as Dynamo's replay of 1.3.1 allows."""
+
+
+class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOfBlocks
+    """An engine that can never make progress: its requests wait for blocks, or for a budget, that never come.
+
+    Attributes:
+        now_ms: when, in virtual milliseconds.
+        running: the requests that run.
+        waiting: the requests that wait.
+        passes: how many passes made no progress.
+    """
+
+    def __init__(
+        self, now_ms: float, running: tuple[ScheduledRequest, ...], waiting: tuple[ScheduledRequest, ...], passes: int
+    ) -> None:
+        super().__init__(now_ms, running, waiting, passes)
+        self.now_ms = now_ms
+        self.running = running
+        self.waiting = waiting
+        self.passes = passes
+
+    def __str__(self) -> str:
+        first = f"; first in the queue: {self.waiting[0]!r}" if self.waiting else ""
+        return (
+            f"the engine makes no progress: {self.passes} passes up to {self.now_ms:g} ms generated no token, with "
+            f"{len(self.running)} requests running and {len(self.waiting)} waiting{first}"
+        )
+
+
+class EngineRequest(ScheduledRequest):
+    """One request of an engine, from its arrival to its last token. `MockEngine.submit` makes one.
+
+    Attributes:
+        prompt: what was asked.
+        number: how many requests the engine was given before it.
+        and those of `ScheduledRequest`.
+    """
+
+    __slots__ = ("_engine", "_reasoning", "_rng", "number", "prompt")
+
+    def __init__(self, engine: MockEngine, prompt: Prompt, max_output_tokens: int, **options: Any) -> None:
+        super().__init__(
+            engine._driver.open(prompt), prompt.length(engine.worker.manager.block_size), max_output_tokens, **options
+        )
+        self.prompt = prompt
+        self.number = engine._submitted
+        self._engine = engine
+        self._rng = Random(engine._rng.getrandbits(64)) if prompt.tokens is not None else None  # noqa: S311 - mock data
+        reasoning = engine.args.reasoning
+        thinking = 0 if reasoning is None else reasoning.num_thinking_tokens(max_output_tokens)
+        self._reasoning = {0: reasoning.start_thinking_token_id, thinking - 1: reasoning.end_thinking_token_id} if reasoning and thinking else {}
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Its blocks in order: sequence hashes, and the UUID of a last one that is not full."""
+        return list(self.state.blocks)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that its first admission found cached; 0 before."""
+        return self.first_reused_tokens
+
+    def abort(self) -> None:
+        """Abort the request: it leaves the engine, and its blocks are freed; full ones stay cached.
+
+        Raises:
+            RequestError: it is finished, rejected, aborted or lost.
+        """
+        if not self.is_open:
+            raise RequestError(f"abort on a request that is {self.status}; it must be waiting, running or preempted")
+        self._engine._abort(self)
+
+    def lose(self) -> None:
+        """Give the request up, as its worker restarts."""
+        self.status = "lost"
+        self._engine.worker.requests.remove(self)
+
+    def next_token(self) -> int:
+        """The token that it generates next: random, or one that `reasoning` names."""
+        planned = self._reasoning.get(self.generated_tokens)
+        if planned is not None:
+            return planned
+        return 0 if self._rng is None else self._rng.getrandbits(32)
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The tokens that it generates next."""
+        if self._rng is None:
+            return [0] * count
+        draw, planned, start = self._rng.getrandbits, self._reasoning, self.generated_tokens
+        if not planned:
+            return [draw(32) for _ in range(count)]
+        return [planned[i] if i in planned else draw(32) for i in range(start, start + count)]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """What an engine is doing now.
+
+    Attributes:
+        running: requests that run.
+        waiting: requests that arrived and wait, those preempted included.
+        arriving: requests that have not arrived yet.
+        active_blocks: blocks in use.
+        total_blocks: blocks that it has.
+        preemptions: how often a request was preempted.
+    """
+
+    running: int
+    waiting: int
+    arriving: int
+    active_blocks: int
+    total_blocks: int
+    preemptions: int
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the blocks that are in use, from 0 to 1."""
+        return self.active_blocks / self.total_blocks
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it by the keys of Dynamo's worker metrics."""
+        return {
+            "active_decode_blocks": self.active_blocks,
+            "gpu_cache_usage_perc": self.cache_usage,
+            "total_blocks": self.total_blocks,
+            "num_running_reqs": self.running,
+            "num_waiting_reqs": self.waiting,
+            "num_preemptions": self.preemptions,
+        }
+
+
+class MockEngine:
+    """One engine in virtual time: a worker, its scheduler and a clock that only passes move.
+
+    Args:
+        args: what it is; by default Dynamo's mocker as it starts.
+        backend: name or spec of its block manager, where no worker is given.
+        sink: where its events are published, where no worker is given.
+        seed: seed of generated tokens and of the names of partial blocks.
+        worker: the worker whose manager and requests it uses; its sizes must be those of `args`.
+
+    Raises:
+        ValueError: args and worker differ, the worker has an engine, or its backend has no scheduler of this type.
+
+    Attributes:
+        args: as above.
+        worker: its worker: manager, requests, restarts.
+        now_ms: its time, in milliseconds from its start.
+        requests: all requests that it was given.
+    """
+
+    def __init__(
+        self,
+        args: MockEngineArgs | None = None,
+        *,
+        backend: str | BackendSpec = "lineage",
+        sink: Sink | None = None,
+        seed: int = 0,
+        worker: KvWorker | None = None,
+    ) -> None:
+        self.args = args = args or MockEngineArgs()
+        self._rng = Random(seed)  # noqa: S311 - mock data
+        self.worker = worker or _make_worker(args, backend_spec(backend), sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
+        self.now_ms = 0.0
+        self.requests: list[EngineRequest] = []
+        self.passes = 0
+        self._listeners: list[Callable[[ForwardPass], None]] = []
+        self._arriving: deque[EngineRequest] = deque()
+        self._submitted = 0
+        self._last_arrival = 0.0
+        self._preemptions = 0
+        self._idle_passes = 0
+        self._under_way: ForwardPass | None = None
+        self._begin()
+
+    def __repr__(self) -> str:
+        return f"<MockEngine {self.args.engine_type} over {self.worker.backend} at {self.now_ms:g} ms>"
+
+    def _begin(self) -> None:
+        """Make the scheduler, over the worker's driver of now."""
+        self._driver: SchedulerDriver = self.worker.attach(self)
+        self.scheduler: Scheduler = _make_scheduler(self.args, self._driver, self.args.performance_model)
+
+    def restarted(self) -> None:
+        """Begin anew, as the worker did: nothing runs, waits or arrives; the time stays."""
+        self._arriving.clear()
+        self._under_way = None
+        self._idle_passes = 0
+        self._begin()
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """What it is doing now."""
+        manager = self.worker.manager
+        return EngineMetrics(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            arriving=len(self._arriving),
+            active_blocks=manager.num_active_blocks,
+            total_blocks=manager.max_capacity,
+            preemptions=self._preemptions,
+        )
+
+    @property
+    def report(self) -> EngineReport:
+        """What it served so far."""
+        return EngineReport(tuple(self.requests), self.passes)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is open."""
+        return not (self.scheduler.running or self.scheduler.waiting or self._arriving)
+
+    def on_pass(self, listener: Callable[[ForwardPass], None]) -> None:
+        """Call a listener after each forward pass; while there is one, no passes are run in one go."""
+        self._listeners.append(listener)
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def submit(
+        self,
+        prompt: Prompt | TokenIds,
+        max_output_tokens: int,
+        arrival_ms: float | None = None,
+        *,
+        priority: int | None = None,
+    ) -> EngineRequest:
+        """Give it a request.
+
+        Args:
+            prompt: tokens, or hashes.
+            max_output_tokens: how many tokens it generates, at least 1.
+            arrival_ms: when it arrives; not before the request before it. None: now, or with the request before it
+                where that arrives later.
+            priority: larger is served first, where the engine's policy has priorities.
+
+        Raises:
+            OutOfBlocks: prompt and output can never fit, however empty the engine is.
+            ValueError: an argument out of range; nothing has changed.
+        """
+        prompt = Prompt.of(prompt)
+        check_integer("max_output_tokens", max_output_tokens, 1, " (tokens)")
+        arrival = self._check_arrival(arrival_ms)
+        self._check_priority(priority)
+        manager = self.worker.manager
+        size = manager.block_size
+        needed = -(-(prompt.length(size) + max_output_tokens) // size)
+        if needed > manager.max_capacity:
+            raise OutOfBlocks(needed, manager.max_capacity)
+        request = self._open(prompt, max_output_tokens, arrival, priority or 0)
+        self._last_arrival = arrival
+        if arrival > self.now_ms:
+            self._arriving.append(request)
+        else:
+            self.scheduler.submit(request)
+        return request
+
+    def _open(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float, priority: int) -> EngineRequest:
+        request = EngineRequest(self, prompt, max_output_tokens, arrival_ms=arrival_ms, priority=priority)
+        self._submitted += 1
+        self.requests.append(request)
+        self.worker.requests.append(request)
+        return request
+
+    def _check_arrival(self, arrival_ms: float | None) -> float:
+        if arrival_ms is None:
+            return max(self.now_ms, self._last_arrival)
+        is_number = isinstance(arrival_ms, int | float) and not isinstance(arrival_ms, bool)
+        if not is_number or not 0 <= arrival_ms < math.inf:
+            raise ValueError(f"arrival_ms must be a finite number of at least 0 (milliseconds), got {arrival_ms!r:.80}")
+        if arrival_ms < self._last_arrival:
+            raise ValueError(
+                f"arrival_ms must be at least {self._last_arrival!r}, the arrival of the request before it, got "
+                f"{arrival_ms!r}: requests are submitted in the order of their arrival"
+            )
+        return float(arrival_ms)
+
+    def _check_priority(self, priority: int | None) -> None:
+        if priority is None:
+            return
+        if not is_integer(priority):
+            raise ValueError(f"priority must be an integer, got {priority!r:.80}")
+        if not getattr(self.scheduler, "has_priorities", False):
+            raise ValueError(
+                f"priority is for engines whose policy has priorities (backend sglang); this is {self!r}"
+            )
+
+    def _abort(self, request: EngineRequest) -> None:
+        if request in self._arriving:
+            self._arriving.remove(request)
+        else:
+            with self.worker.serving_requests():
+                self.scheduler.abort(request)
+        request.status = "aborted"
+        self.worker.requests.remove(request)
+
+    # -------------------------------------------------------------------------------------------------- time
+
+    def step(self) -> ForwardPass:
+        """Run one forward pass; where nothing runs or waits, first wait for the next arrival.
+
+        Returns:
+            What the pass did; a pass of no time that did nothing where no request is open.
+
+        Raises:
+            EngineStalled: its requests can never make progress.
+        """
+        if self._arriving and not (self.scheduler.running or self.scheduler.waiting):
+            self.now_ms = max(self.now_ms, self._arriving[0].arrival_ms)
+        done = self.start_pass(self.now_ms)
+        self.finish_pass()
+        return done
+
+    def run(self, until_ms: float | None = None) -> EngineReport:
+        """Run passes until no request is open, or until a moment.
+
+        Args:
+            until_ms: no pass is started at or after it; the engine's time is then at least that. None: to the end.
+
+        Raises:
+            EngineStalled: its requests can never make progress.
+            ValueError: `until_ms` is no number, or before the engine's time.
+        """
+        if until_ms is not None and not (isinstance(until_ms, int | float) and self.now_ms <= until_ms < math.inf):
+            raise ValueError(
+                f"until_ms must be a finite number of at least {self.now_ms!r} (the engine's time), got {until_ms!r:.80}"
+            )
+        until = math.inf if until_ms is None else until_ms
+        while not self.is_idle and self.now_ms < until:
+            if not (self.scheduler.running or self.scheduler.waiting) and self._arriving[0].arrival_ms >= until:
+                break
+            self.step()
+            if not self._listeners and not self.is_idle:
+                self._fast_forward(until)
+        if until_ms is not None:
+            self.now_ms = max(self.now_ms, until_ms)
+        return self.report
+
+    def _fast_forward(self, until: float) -> None:
+        """Run passes that only decode in one go, up to the next arrival."""
+        if self._arriving:
+            until = min(until, self._arriving[0].arrival_ms)
+        end, passes = self.scheduler.fast_forward(self.now_ms, until)
+        self.now_ms = end
+        self.passes += passes
+
+    def start_pass(self, now_ms: float) -> ForwardPass:
+        """Run the next pass from this moment, without the end of it: for who drives several engines on one clock.
+
+        What the pass computes is there at once; events that are visible at its end are held until `finish_pass`.
+        """
+        self.now_ms = now_ms
+        arriving = self._arriving
+        while arriving and arriving[0].arrival_ms <= now_ms:
+            self.scheduler.submit(arriving.popleft())
+        worker = self.worker
+        if self.args.visible_at_end:
+            worker.hold_events()
+        with worker.serving_requests():
+            done = self.scheduler.execute_pass(now_ms)
+        for request in (*done.finished, *done.rejected):
+            worker.requests.remove(request)
+        self._under_way = done
+        self._preemptions += len(done.preempted)
+        self.passes += 1
+        return done
+
+    def finish_pass(self) -> ForwardPass:
+        """End the pass that is under way: its events are published, its listeners called, and its end is now."""
+        done = self._under_way
+        assert done is not None, "no pass is under way"
+        self._under_way = None
+        self.now_ms = done.end_ms
+        self.worker.release_events()
+        self._watch(done)
+        for listener in self._listeners:
+            listener(done)
+        return done
+
+    def _watch(self, done: ForwardPass) -> None:
+        """Raise once so many passes made no progress that none will."""
+        if done.generated or done.finished or done.rejected or self.is_idle:
+            self._idle_passes = 0
+            return
+        self._idle_passes += 1
+        if self._idle_passes <= MOST_IDLE_PASSES:
+            return
+        scheduler = self.scheduler
+        # A long prompt may need many passes, in small parts, before its first token.
+        budget = self.args.max_num_batched_tokens or math.inf
+        open_tokens = sum(len(request) for request in (*scheduler.running, *scheduler.waiting))
+        if self._idle_passes > MOST_IDLE_PASSES + 2 * open_tokens / budget:
+            raise EngineStalled(done.end_ms, tuple(scheduler.running), tuple(scheduler.waiting), self._idle_passes)
+
+
+def _make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng: Random) -> KvWorker:
+    def make_manager(sink: Sink | None) -> KvManager:
+        return spec.make(num_blocks=args.num_gpu_blocks, block_size=args.block_size, dp_rank=0, sink=sink)
+
+    return KvWorker(
+        make_manager,
+        sink=sink,
+        prefix_caching=args.enable_prefix_caching,
+        publishes=args.needs_kv_publisher,
+        rng=rng,
+        driver=spec.driver,
+    )
+
+
+def _make_scheduler(args: MockEngineArgs, driver: SchedulerDriver, performance: PerformanceModel | None) -> Scheduler:
+    """Make the scheduler that `args` name."""
+    semantics = args.semantics or "1.2.1"
+    from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
+
+    return VllmScheduler(driver, args, performance or PolynomialModel(semantics), semantics)

@@ -1,0 +1,153 @@
+"""Reports of what engines served: latencies, throughput and reuse, as Dynamo's replay calculates them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
+from operator import mul, sub, truediv
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.scheduler import ScheduledRequest
+
+_PERCENTILES: Final = (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What was served, from the first arrival on.
+
+    All sums are over the requests that completed. A percentile is the value at `round((n - 1) * q)` of the n sorted
+    ones (half up), a standard deviation that of the population; without a value both are 0 (Dynamo's replay).
+
+    Attributes:
+        requests: all requests, in the order of their arrival.
+        passes: how many forward passes were run.
+    """
+
+    requests: Sequence[ScheduledRequest]
+    passes: int
+
+    @property
+    def completed(self) -> list[ScheduledRequest]:
+        """The requests that finished."""
+        return [request for request in self.requests if request.status == "finished"]
+
+    @property
+    def rejected(self) -> list[ScheduledRequest]:
+        """The requests that were rejected, as they could never fit."""
+        return [request for request in self.requests if request.status == "rejected"]
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request was preempted."""
+        return sum(request.preemptions for request in self.requests)
+
+    @property
+    def duration_ms(self) -> float:
+        """From the first arrival to the last token; 0 where there was none."""
+        ends = [request.token_ms[-1] for request in self.completed if request.token_ms]
+        return max(ends) - min(request.arrival_ms for request in self.completed) if ends else 0.0
+
+    @property
+    def reused_ratio(self) -> float:
+        """Share of the prompts' tokens that were cached, of each request the most that one admission found."""
+        return _ratio(
+            sum(request.reused_tokens for request in self.completed),
+            sum(request.prompt_tokens for request in self.completed),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures, by the keys of Dynamo's replay; times in milliseconds."""
+        done = self.completed
+        inputs = sum(request.prompt_tokens for request in done)
+        outputs = sum(request.generated_tokens for request in done)
+        duration = self.duration_ms
+        seconds = duration / 1000
+        out: dict[str, Any] = {
+            "num_requests": len(self.requests),
+            "completed_requests": len(done),
+            "total_input_tokens": inputs,
+            "total_output_tokens": outputs,
+            "duration_ms": duration,
+            "request_throughput_rps": _ratio(len(done), seconds),
+            "input_throughput_tok_s": _ratio(inputs, seconds),
+            "output_throughput_tok_s": _ratio(outputs, seconds),
+            "total_throughput_tok_s": _ratio(inputs + outputs, seconds),
+            "processed_tokens": inputs + outputs,
+            "prefix_cache_reused_ratio": self.reused_ratio,
+            "first_admission_prefix_cache_reused_ratio": _ratio(
+                sum(request.first_reused_tokens for request in done), inputs
+            ),
+        }
+        times = [(request.arrival_ms, request.token_ms) for request in done if request.token_ms]
+        later = [tokens for _, tokens in times if len(tokens) > 1]
+        gaps = list(chain.from_iterable(map(sub, islice(tokens, 1, None), tokens) for tokens in later))
+        out |= _statistics("ttft_ms", [tokens[0] - arrival for arrival, tokens in times])
+        out |= _statistics("ttst_ms", [tokens[1] - tokens[0] for tokens in later])
+        out |= _statistics("tpot_ms", [(tokens[-1] - tokens[0]) / (len(tokens) - 1) for tokens in later])
+        out |= _statistics("itl_ms", gaps)
+        out |= _statistics("e2e_latency_ms", [tokens[-1] - arrival for arrival, tokens in times])
+        gaps = list(filter(None, gaps))
+        out |= _statistics("output_token_throughput_per_user", list(map(truediv, repeat(1000.0), gaps)))
+        return out
+
+    def per_request(self) -> list[dict[str, Any]]:
+        """Return a row a request, by the keys of Dynamo's report of 1.3.1; what did not happen is None."""
+        rows = []
+        for request in self.requests:
+            tokens = request.token_ms
+            rows.append(
+                {
+                    "arrival_time_ms": request.arrival_ms,
+                    "first_admit_ms": request.admitted_ms,
+                    "first_token_ms": tokens[0] if tokens else None,
+                    "last_token_ms": tokens[-1] if tokens else None,
+                    "input_length": request.prompt_tokens,
+                    "output_length": request.max_output_tokens,
+                    "reused_input_tokens": request.reused_tokens,
+                    "ttft_ms": tokens[0] - request.arrival_ms if tokens else None,
+                }
+            )
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport(EngineReport):
+    """What several engines served on one clock.
+
+    Attributes:
+        requests: all requests, in the order in which they were dispatched.
+        passes: how many forward passes were run, by all engines together.
+        served_by: for each request, the position of the engine that generated its tokens.
+    """
+
+    served_by: Sequence[int] = ()
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _statistics(name: str, values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    count = len(ordered)
+    if not count:
+        keys = ["mean", "min", "max", *(key for key, _ in _PERCENTILES), "std"]
+        return {f"{key}_{name}": 0.0 for key in keys}
+    out = {f"mean_{name}": sum(values) / count, f"min_{name}": ordered[0], f"max_{name}": ordered[-1]}
+    for key, share in _PERCENTILES:
+        out[f"{key}_{name}"] = ordered[math.floor((count - 1) * share + 0.5)]
+    out[f"std_{name}"] = _deviation(values)
+    return out
+
+
+def _deviation(values: Iterable[float]) -> float:
+    """Return the standard deviation of the population, by differences from one value, which lose no digits."""
+    values = list(values)
+    pivot, count = values[0], len(values)
+    apart = list(map(sub, values, repeat(pivot, count)))
+    mean = math.fsum(apart) / count
+    return math.sqrt(max(0.0, math.fsum(map(mul, apart, apart)) / count - mean * mean))
