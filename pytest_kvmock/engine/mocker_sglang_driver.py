@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager, Semantics, check_semantics
+from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager, Semantics
 from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
 from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.tokens import Prompt
@@ -109,14 +109,7 @@ class MockerRadixDriver:
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
-    @property
-    def semantics(self) -> Semantics:
-        """The version of dynamo-mocker whose cache this is."""
-        return self.manager.semantics
-
-    def begin(self, semantics: str) -> None:
-        """Make it the cache of this version, before it has anything."""
-        self.manager.semantics = check_semantics(semantics)
+    has_priorities = False
 
     @property
     def page_size(self) -> int:
@@ -128,41 +121,55 @@ class MockerRadixDriver:
         """Tokens that there is room for."""
         return self.manager.num_tokens
 
+    def begin(self, semantics: Semantics) -> None:
+        """Make it the cache of this release (`MockerRadixManager.follow`)."""
+        self.manager.follow(semantics)
+
     def unheld(self) -> int:
         """Tokens that are free, or cached and evictable."""
         return self.manager.free_tokens + self.manager.evictable_tokens
-
-    def matched(self, request: PageRequest) -> int:
-        """Tokens of the whole request that are cached. Changes nothing."""
-        return self.manager.lookup(request) * self.manager.block_size
 
     def slack(self, request: PageRequest) -> int:
         """Tokens by which its last page is accounted for, and that count as unheld."""
         return request.slack
 
-    def opens_page(self, request: PageRequest) -> bool:
-        """Whether its next token needs another page."""
-        return len(request) >= request.allocated * self.manager.block_size
+    def matched(self, request: PageRequest) -> int:
+        """Tokens of the whole request that are cached. Changes nothing."""
+        return self.manager.lookup(request) * self.manager.block_size
 
     def prefill(self, request: PageRequest, upto: int) -> int | None:
         """Compute a chunk (`MockerRadixManager.allocate`)."""
         return self.manager.allocate(request, upto)
 
-    def checkpoint(self, request: PageRequest) -> None:
+    def chunk_done(self, request: PageRequest) -> None:
         """Insert what is computed into the tree."""
         self.manager.checkpoint(request)
 
+    def opens_page(self, request: PageRequest) -> bool:
+        """Whether its next token needs another page."""
+        return request.computed >= request.allocated * self.manager.block_size
+
+    def step_tokens(self, requests: Sequence[PageRequest]) -> int:
+        """One slot each."""
+        return len(requests)
+
     def make_room(self, requests: Sequence[PageRequest]) -> bool:
-        """Evict until each of these has room for a token; False if not all have, with all evicted that may be."""
+        """Evict until there is a slot for each."""
         return self.manager.make_room(len(requests))
 
     def generate(self, request: PageRequest, token: int) -> bool:
-        """Compute one token; False, and nothing is computed, where there is no room and none can be made."""
-        if not self.manager.make_room(1):
+        """Compute one token; False, and nothing is computed, where there is no slot and none can be made."""
+        manager = self.manager
+        if not manager.free_tokens and not manager.make_room(1):
             return False
         request.append(token)
-        self.manager.extend(request, len(request))
+        manager.extend(request, request.computed + 1)
         return True
+
+    def token_done(self, request: PageRequest) -> None:
+        """Insert a page that is complete into the tree, and with its first token the whole prompt."""
+        if request.computed // self.manager.block_size > request.protected:
+            self.manager.checkpoint(request)
 
     def finish(self, request: PageRequest) -> None:
         """Leave its whole pages in the cache, and free the rest as the original does; in 1.2.1 its copies are lost."""
@@ -171,3 +178,20 @@ class MockerRadixDriver:
     def retract(self, request: PageRequest) -> None:
         """Free its slots as the original does, faults included (`MockerRadixManager.retract`)."""
         self.manager.retract(request)
+
+    def quiet_passes(self, requests: Sequence[PageRequest]) -> int:
+        """Passes in which each generates a token and no page is opened or filled."""
+        size = self.manager.block_size
+        most = self.manager.free_tokens // len(requests)
+        for request in requests:
+            inside = request.computed % size
+            if not inside or request.computed // size > request.protected:
+                return 0
+            most = min(most, size - 1 - inside)
+        return most
+
+    def generate_quietly(self, request: PageRequest, tokens: Sequence[int]) -> None:
+        """Append tokens that complete no page."""
+        request.extend(tokens)
+        self.manager.free_tokens -= len(tokens)
+        request.computed += len(tokens)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import BackendSpec, backend_spec
 from pytest_kvmock.checks import check_integer, is_integer
+from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.driver import RadixSchedulerDriver, SchedulerDriver
 from pytest_kvmock.engine.performance import PerformanceModel, PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
 from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, RequestError
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.driver import SchedulerDriver
     from pytest_kvmock.engine.scheduler import Scheduler
     from pytest_kvmock.moves import Block
     from pytest_kvmock.sinks import Sink
@@ -440,9 +441,21 @@ def _make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng
     )
 
 
-def _make_scheduler(args: MockEngineArgs, driver: SchedulerDriver, performance: PerformanceModel | None) -> Scheduler:
-    """Make the scheduler that `args` name."""
-    semantics = args.semantics or "1.2.1"
+def _make_scheduler(args: MockEngineArgs, driver: Any, performance: PerformanceModel | None) -> Scheduler:
+    """Make the scheduler that `args` name, over the driver of a manager that it can use."""
+    semantics = args.scheduler_semantics
+    performance = performance or PolynomialModel(semantics)
+    if args.engine_type == "sglang":
+        from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
+
+        if protocol_mismatch(driver, RadixSchedulerDriver) is not None:
+            raise ValueError(
+                "engine_type 'sglang' schedules over a radix cache, backend mocker_sglang or sglang; "
+                f"got {driver.manager.backend!r}"
+            )
+        return SglangScheduler(driver, args, performance, semantics)
     from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
 
-    return VllmScheduler(driver, args, performance or PolynomialModel(semantics), semantics)
+    if protocol_mismatch(driver, SchedulerDriver) is not None:
+        raise ValueError(f"engine_type 'vllm' cannot schedule over {driver.manager.backend!r}; engine_type 'sglang' does")
+    return VllmScheduler(driver, args, performance, semantics)

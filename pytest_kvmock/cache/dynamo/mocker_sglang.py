@@ -55,7 +55,8 @@ class MockerRadixManager(RequestLevel):
         dp_rank: data-parallel rank that events name.
         sink: where events are published; None: nowhere, and no event id is consumed.
         semantics: "1.3.1", or "1.2.1": there only leaves count as evictable, and under the scheduler a request that
-            finishes loses its copies (`finish`). Events have the form of 1.3.1 in both.
+            finishes loses its copies (`finish`). Events have the form of 1.3.1 in both. None: as a scheduler says
+            (`follow`), else "1.3.1".
 
     Raises:
         ValueError: an argument is not what it must be.
@@ -76,16 +77,29 @@ class MockerRadixManager(RequestLevel):
         block_size: int = 16,
         dp_rank: int = 0,
         sink: Sink | None = None,
-        semantics: str = "1.3.1",
+        semantics: str | None = None,
     ) -> None:
         super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
-        self.semantics = check_semantics(semantics)
+        self._is_of_one_release = semantics is not None
+        self.semantics: Semantics = SEMANTICS[0] if semantics is None else check_semantics(semantics)
         self.requests: dict[PageRequest, None] = {}
         self._tree = PageTree()
         self.free_tokens = self.num_tokens
         self._next_page = 0
         self._hashes: dict[int, int] = {}  # of each page that has one
         self._copies: dict[int, int] = {}  # pages of each hash
+
+    def follow(self, semantics: Semantics) -> None:
+        """Follow this release from now on.
+
+        Raises:
+            ValueError: it was made for another one.
+        """
+        if self._is_of_one_release and semantics != self.semantics:
+            raise ValueError(
+                f"the backend {self.backend!r} has semantics={self.semantics!r}, and its engine semantics={semantics!r}"
+            )
+        self.semantics = semantics
 
     # ------------------------------------------------------------------------------------------------- queries
 

@@ -66,6 +66,10 @@ class PageRequest(RadixRequest):
         super().retract()
         self.pages: list[int] = []
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens behind a page that has some and that they do not fill."""
+        self.tokens.extend(tokens)
+
     @property
     def slack(self) -> int:
         """Tokens by which its last page is accounted for and that have no slot yet."""
