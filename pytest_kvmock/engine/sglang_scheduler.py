@@ -33,7 +33,9 @@ LPM_FALLBACK: Final = 128
 """With more waiting requests than this, the longest cached prefix is not looked for (they stay as they are)."""
 
 IN_BATCH_TOKENS: Final = 32
-"""A request of which no more tokens than this are cached yields to an earlier one that begins with the same ones."""
+"""A request of which no more tokens than this are cached yields to an earlier one that begins with as many of the same.
+
+Rounded up to whole pages. A shorter request yields to none."""
 
 INIT_RATIO: Final = 0.7
 """The share of outstanding output that is reserved for running requests, times the conservativeness, at the start."""
@@ -151,7 +153,7 @@ class SglangScheduler:
             for request in waiting:
                 matched = self._driver.matched(request.state)
                 late = False
-                if matched <= IN_BATCH_TOKENS:
+                if matched <= IN_BATCH_TOKENS and len(request) >= first:
                     beginning = _beginning(request.state.tokens, first)
                     late = beginning in seen
                     seen.add(beginning)
