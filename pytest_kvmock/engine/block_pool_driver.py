@@ -28,6 +28,8 @@ class BlockPoolDriver:
     """
 
     traits = Traits(recomputes_last_token=True, stores_when="full", copies=True, removed_first=True)
+    admits_whole = True
+    """As vLLM since 0.19, where `scheduler_reserve_full_isl` is on by default."""
 
     manager: BlockPoolManager
 
@@ -80,6 +82,41 @@ class BlockPoolDriver:
             request.tokens.extend(step)
             self.manager.allocate_slots(request, len(step))
             start += len(step)
+
+    def reusable(self, request: PoolRequest) -> int:
+        """Tokens of the request that are cached, generated ones included; its last one never counts."""
+        return len(self.manager.get_computed_blocks(request)) * self.manager.block_size
+
+    def _hits(self, request: PoolRequest) -> list[int]:
+        return [] if request.block_ids else self.manager.get_computed_blocks(request)
+
+    def fits(self, request: PoolRequest, upto: int) -> bool:
+        """Whether new blocks, and hits that nobody uses, are at most as many as the queue has."""
+        manager = self.manager
+        return manager.missing_blocks(request, upto, self._hits(request)) <= manager.num_free_blocks
+
+    def allocate(self, request: PoolRequest, upto: int) -> int:
+        """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
+        manager, hits = self.manager, self._hits(request)
+        new = upto - request.num_computed_tokens - len(hits) * manager.block_size
+        if new > 0 and manager.allocate_slots(request, new, hits) is None:
+            return request.num_computed_tokens
+        return upto
+
+    def generate(self, request: PoolRequest, token: int) -> bool:
+        """Append a token; it gets its slot in the pass that computes it, the next one."""
+        request.tokens.append(token)
+        return True
+
+    def quiet_tokens(self, request: PoolRequest) -> int:
+        """Tokens that are computed, from the last one on, before one needs a block or fills one."""
+        size, length = self.manager.block_size, len(request)
+        return -length % size if length <= len(request.block_ids) * size else 0
+
+    def generate_quietly(self, request: PoolRequest, tokens: Sequence[int]) -> None:
+        """Compute the last token and append one, as often as there are tokens."""
+        request.tokens.extend(tokens)
+        request.num_computed_tokens += len(tokens)
 
     def release(self, request: PoolRequest) -> None:
         """Free all blocks, tail first."""

@@ -85,6 +85,13 @@ class Driver(Protocol):
 class SchedulerDriver(Driver, Protocol):
     """Brings the requests of a scheduler to a block manager: in parts, and with an answer where blocks run short."""
 
+    @property
+    def admits_whole(self) -> bool:
+        """Whether a request is admitted only when blocks for all its tokens are there, whatever a pass computes of it."""
+
+    def reusable(self, request: Any) -> int:
+        """Count the tokens of a request without blocks that are cached now. Changes nothing."""
+
     def fits(self, request: Any, upto: int) -> bool:
         """Return whether there are blocks for the first `upto` tokens. Changes nothing."""
 

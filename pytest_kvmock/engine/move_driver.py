@@ -49,6 +49,7 @@ class MoveDriver:
     """
 
     traits = Traits()
+    admits_whole = False
     _semantics: ClassVar[Literal["e0"] | None] = None
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
@@ -127,6 +128,10 @@ class MoveDriver:
                 sequence.commit_allocation(len(sequence))
         sequence.commit_allocation(len(sequence))
 
+    def reusable(self, request: _MoveRequest) -> int:
+        """Tokens of its prompt that are cached."""
+        return self.cached(request)
+
     def fits(self, request: _MoveRequest, upto: int) -> bool:
         """Whether the blocks of the first `upto` tokens that no request holds are at most as many as are free."""
         sequence, free = request.sequence, self._free()
@@ -162,9 +167,10 @@ class MoveDriver:
         return True
 
     def quiet_tokens(self, request: _MoveRequest) -> int:
-        """Tokens that the last block still takes."""
+        """Tokens that the last block still takes, if the request has it."""
         sequence = request.sequence
-        return -len(sequence) % sequence.block_size
+        length = len(sequence)
+        return -length % sequence.block_size if sequence.num_allocated_tokens >= length else 0
 
     def generate_quietly(self, request: _MoveRequest, tokens: Sequence[int]) -> None:
         """Append tokens to the last block."""

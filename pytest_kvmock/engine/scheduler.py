@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "aborted"]
+ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "aborted", "lost"]
 
 
 class ScheduledRequest:
@@ -19,7 +19,7 @@ class ScheduledRequest:
         priority: larger is served first, where the scheduler has priorities.
         arrival_ms: when it arrived.
         status: "waiting" before its first admission, "running", "preempted" (it waits again), "finished", "rejected" (it
-            could never fit) or "aborted".
+            could never fit), "aborted" or "lost" (its worker restarted).
         computed_tokens: its first tokens whose KV is computed, cached ones included; 0 while it waits.
         generated_tokens: how many it has generated.
         reused_tokens: the most tokens of it that one admission found cached (Dynamo: the maximum over admissions).
@@ -84,6 +84,10 @@ class ScheduledRequest:
         """The token that it generates next; subclasses know which."""
         return 0
 
+    def next_tokens(self, count: int) -> Sequence[int]:
+        """The tokens that it generates next, as so many calls of `next_token` would return them."""
+        return [0] * count
+
 
 class Scheduled(NamedTuple):
     """What a pass computed of one request's prompt, or of what it recomputes.
@@ -116,7 +120,6 @@ class ForwardPass:
         admitted: the requests that it admitted, those that resume included.
         preempted: the requests that it preempted, in order.
         finished: the requests that finished with it.
-        rejected: the requests that it rejected, as they can never fit.
         active_blocks: blocks in use when its time was calculated.
         running: how many requests run after it.
         waiting: the requests that wait after it, in order.
@@ -133,7 +136,6 @@ class ForwardPass:
     admitted: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[ScheduledRequest] = field(default_factory=list)
     finished: list[ScheduledRequest] = field(default_factory=list)
-    rejected: list[ScheduledRequest] = field(default_factory=list)
     active_blocks: int = 0
     running: int = 0
     waiting: Sequence[ScheduledRequest] = ()
@@ -160,10 +162,9 @@ class Scheduler(Protocol):
     def execute_pass(self, now_ms: float) -> ForwardPass:
         """Run one forward pass from this moment; its requests' `token_ms` are set, its events published."""
 
-    def fast_forward(self, now_ms: float, until_ms: float) -> float:
-        """Run passes that only decode, in one go, while each ends at or before a moment.
+    def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
+        """Run passes that only decode, in one go, as long as each starts before a moment and no block is touched.
 
         Returns:
-            The end of the last one; `now_ms` if there was none.
+            The end of the last one, and how many there were; `now_ms` and 0 where the next pass does more.
         """
-

@@ -16,7 +16,6 @@ from pytest_kvmock.engine.timing import rounded_ms
 if TYPE_CHECKING:
     from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.driver import RadixSchedulerDriver
-    from pytest_kvmock.engine.performance import PerformanceModel, Semantics
 
 # Theory of operation
 #
@@ -54,25 +53,17 @@ class SglangScheduler:
 
     Args:
         driver: brings its requests to the cache.
-        args: budgets, modes and speedups of the engine.
-        performance: how long passes take.
-        semantics: the release that it follows.
+        args: budgets, modes, times and speedups of the engine, and the release that it follows.
 
     Raises:
         ValueError: the cache was made for another release.
     """
 
-    def __init__(
-        self,
-        driver: RadixSchedulerDriver,
-        args: MockEngineArgs,
-        performance: PerformanceModel,
-        semantics: Semantics = "1.3.1",
-    ) -> None:
-        driver.begin(semantics)
+    def __init__(self, driver: RadixSchedulerDriver, args: MockEngineArgs) -> None:
+        driver.begin(args.scheduler_semantics)
         self._driver = driver
-        self._performance = performance
-        self._newer = semantics == "1.3.1"
+        self._performance = args.performance
+        self._newer = args.scheduler_semantics == "1.3.1"
         options = args.sglang_options
         self._lpm = options.schedule_policy == "lpm"
         self._most_prefill = _given(options.max_prefill_tokens)
@@ -164,14 +155,16 @@ class SglangScheduler:
 
     def _outstanding(self, request: ScheduledRequest) -> int:
         """Tokens that a request may still generate, as far as room is reserved for them."""
-        return min(max(0, request.max_output_tokens - request.generated_tokens), self._clip)
+        left: int = min(max(0, request.max_output_tokens - request.generated_tokens), self._clip)
+        return left
 
     def _admit(self, done: ForwardPass) -> None:
         """Admit waiting requests, in order, while the budgets and the room last."""
         waiting, running, driver, newer, page = self._waiting, self._running, self._driver, self._newer, self._page
         if not waiting:
             return
-        slack = sum(driver.slack(request.state) for requests in (waiting, running) for request in requests)
+        slack = sum(driver.slack(request.state) for request in running)
+        slack += sum(driver.slack(request.state) for request in waiting if request.computed_tokens)
         room = max(0, driver.unheld() - slack) - sum(self._outstanding(request) * self._ratio for request in running)
         budget, chunk = self._most_prefill, self._chunk
         seats = None if self._max_running is None else self._max_running - len(running)
@@ -334,13 +327,10 @@ class SglangScheduler:
             ends.append(end)
             tokens += count
         for request in running:
-            generated = []
-            for _ in ends:
-                generated.append(request.next_token())
-                request.generated_tokens += 1
+            self._driver.generate_quietly(request.state, request.next_tokens(len(ends)))
+            request.generated_tokens += len(ends)
             request.computed_tokens += len(ends)
             request.token_ms += ends
-            self._driver.generate_quietly(request.state, generated)
         for _ in repeat(None, len(ends)):
             if self._ratio == self._min_ratio:
                 break

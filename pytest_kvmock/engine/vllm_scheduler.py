@@ -6,9 +6,12 @@ One subject: what one forward pass computes, in the semantics of 1.2.1 and of 1.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
-from typing import TYPE_CHECKING, Final, Literal
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
 
+from pytest_kvmock.engine.performance import PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
 from pytest_kvmock.engine.timing import moments, rounded_ms
 
@@ -17,7 +20,6 @@ if TYPE_CHECKING:
 
     from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.driver import SchedulerDriver
-    from pytest_kvmock.engine.performance import PerformanceModel
 
 # Theory of operation
 #
@@ -41,21 +43,17 @@ class VllmScheduler:
 
     Args:
         driver: brings its requests to the block manager.
-        args: budgets, modes and speedups of the engine.
-        performance: how long passes take.
-        semantics: the release that it follows; it matters where blocks run short.
+        args: budgets, modes, times and speedups of the engine, and the release that it follows.
     """
 
     def __init__(
         self,
         driver: SchedulerDriver,
         args: MockEngineArgs,
-        performance: PerformanceModel,
-        semantics: Literal["1.2.1", "1.3.1"] = "1.2.1",
     ) -> None:
         self._driver = driver
-        self._performance = performance
-        self._whole = semantics == "1.3.1"
+        self._performance = args.performance
+        self._whole = driver.admits_whole or args.scheduler_semantics == "1.3.1"
         self._budget = args.max_num_batched_tokens or math.inf
         self._max_running = args.max_num_seqs or math.inf
         self._chunked = args.enable_chunked_prefill
@@ -142,7 +140,7 @@ class VllmScheduler:
         """Compute tokens of a request; how many, or why none."""
         driver, state, left = self._driver, request.state, self._left
         waits = request.status != "running"
-        cached = driver.cached(state) if not request.computed_tokens else 0
+        cached = driver.reusable(state) if not request.computed_tokens else 0
         start = request.computed_tokens + cached
         remaining = len(request) - start
         of_prompt = max(0, request.prompt_tokens - start)
@@ -169,7 +167,7 @@ class VllmScheduler:
         if not used and remaining:
             return _BLOCKED
         if waits:
-            request.admit(self._pass.start_ms, cached)
+            request.admit(self._pass.start_ms, min(cached, request.prompt_tokens))
         self._used[request] = used
         self._left -= used
         if used:
@@ -205,6 +203,60 @@ class VllmScheduler:
         prefix = sum(each.prefix_tokens for each in prefills)
         isl = prefix + sum(each.prompt_tokens for each in prefills)
         return rounded_ms(self._performance.prefill_ms(count, isl // count, prefix // count), self._speedup)
+
+    # ---------------------------------------------------------------------------------------- passes in one go
+
+    def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
+        """Run passes that only decode, in one go, as long as each starts before a moment and no block is touched."""
+        count = self._quiet_passes() if now_ms < until_ms else 0
+        if not count:
+            return now_ms, 0
+        running = self._running
+        ends = self._decode_ends(now_ms, count)
+        del ends[1 + bisect_left(ends, until_ms) :]  # the first starts now; another, when the one before it ends
+        count = len(ends)
+        for request in running:
+            self._driver.generate_quietly(request.state, request.next_tokens(count))
+            request.generated_tokens += count
+            request.computed_tokens += count
+            request.token_ms += ends
+        return ends[-1], count
+
+    def _quiet_passes(self) -> int:
+        """How many passes from now on do nothing but decode every running request, within the blocks that it has."""
+        running, waiting = self._running, self._waiting
+        if not running or len(running) > self._budget or not self._decodes:
+            return 0
+        if waiting and len(running) < self._max_running:
+            head = waiting[0]
+            if not self._whole or self._driver.fits(head.state, len(head)):
+                return 0
+        count = None
+        for request in running:
+            generated = request.generated_tokens
+            # One token is left to compute, and it is none of the prompt, which would be prefill.
+            if not generated or request.computed_tokens != request.prompt_tokens + generated - 1:
+                return 0
+            quiet = min(self._driver.quiet_tokens(request.state), request.max_output_tokens - generated - 1)
+            count = quiet if count is None else min(count, quiet)
+            if count <= 0:
+                return 0
+        return count or 0
+
+    def _decode_ends(self, now_ms: float, count: int) -> list[float]:
+        """When so many passes end that only decode."""
+        manager, running, model = self._driver.manager, self._running, self._performance
+        size = manager.block_size
+        active, total = manager.num_active_blocks * size, manager.max_capacity * size
+        mean = sum(map(len, running)) // len(running)
+        if isinstance(
+            model, PolynomialModel
+        ):  # the one that does not look at the mean length, which grows by a token a pass
+            return moments(now_ms, rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup), count)
+        steps = [rounded_ms(model.decode_ms(active, total, mean + i), self._decode_speedup) for i in range(count)]
+        ends = accumulate(steps, initial=now_ms)
+        next(ends)
+        return list(ends)
 
     # ------------------------------------------------------------------------------------------------ decode
 

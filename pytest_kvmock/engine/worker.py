@@ -58,8 +58,11 @@ class OpenRequest(Protocol):
     def blocks(self) -> Sequence[Block]:
         """Its blocks in order."""
 
+    def __len__(self) -> int:
+        """Tokens of prompt and output so far."""
+
     def lose(self) -> None:
-        """Give the request up, as its worker restarts; it leaves `KvWorker.requests`."""
+        """Give the request up, as its worker restarts."""
 
 
 class Engine(Protocol):
@@ -142,7 +145,7 @@ class Request:
 
     def lose(self) -> None:
         """Give the request up, as its worker restarts."""
-        self._end("lost")
+        self._status = "lost"
 
     def finish(self) -> None:
         """Finish the request and free its blocks. Full ones stay cached, evictable once nobody else holds them.
@@ -243,6 +246,7 @@ class KvWorker:
         self.requests: list[OpenRequest] = []
         self.serving = False
         self._engine: Engine | None = None
+        self._watch: Sink | None = None
         self._make_manager = make_manager
         self._recorder = _StoredRecorder(sink)
         self._rng = rng or Random()  # noqa: S311 - mock data
@@ -250,8 +254,8 @@ class KvWorker:
         self._driver = self._start()
 
     def _start(self) -> Driver:
-        recorder = self._recorder if self.publishes else None
-        return self._make_driver(self._make_manager(recorder), self.prefix_caching, self._rng)
+        sink = self._recorder if self.publishes else self._watch
+        return self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
 
     def __repr__(self) -> str:
         return f"<KvWorker {self.worker_id} rank {self.dp_rank} {self.manager.backend}>"
@@ -324,8 +328,9 @@ class KvWorker:
         Raises:
             ValueError: it is announced, and the index under test has no way to drop a worker; nothing has changed.
         """
-        for request in list(self.requests):
+        for request in self.requests:
             request.lose()
+        self.requests.clear()
         self._recorder.held.clear()
         self._driver = self._start()
         if self._engine is not None:
@@ -333,8 +338,12 @@ class KvWorker:
 
     # ---------------------------------------------------------------------------------------- for an engine
 
-    def attach(self, engine: Engine) -> SchedulerDriver:
-        """Have an engine use this worker: it schedules requests on its manager, and is told of restarts.
+    def attach(self, engine: Engine, *, publishes: bool = True) -> SchedulerDriver:
+        """Have an engine use this worker: it schedules requests on its manager, and begins anew when it restarts.
+
+        Args:
+            engine: which engine.
+            publishes: False: nothing is published from now on.
 
         Returns:
             The driver of its manager; after a restart, another one.
@@ -348,7 +357,21 @@ class KvWorker:
         if missing is not None and protocol_mismatch(self._driver, RadixSchedulerDriver) is not None:
             raise ValueError(f"no engine can use {self!r}: its driver is {missing}")
         self._engine = engine
+        if self.publishes and not publishes:
+            self.publishes = False
+            self.manager.sink = self._watch
         return cast("SchedulerDriver", self._driver)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody is given the events that it would publish and does not."""
+        return self._watch is not None and not self.publishes
+
+    def watch(self, sink: Sink) -> None:
+        """Give a sink the events that this worker would publish and does not, without prefix caching for instance."""
+        self._watch = sink
+        if not self.publishes:
+            self.manager.sink = sink
 
     def serving_requests(self) -> AbstractContextManager[None]:
         """Mark what the manager publishes meanwhile as published for requests."""
