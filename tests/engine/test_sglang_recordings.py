@@ -15,9 +15,7 @@ def random_replays(recording):
 @pytest.fixture(scope="session")
 def small_replays(recording):
     return [
-        case
-        for case in recording("dynamo_replay.json.gz")["small"]
-        if case["engine"].get("engine_type") == "sglang"
+        case for case in recording("dynamo_replay.json.gz")["small"] if case["engine"].get("engine_type") == "sglang"
     ]
 
 
@@ -123,7 +121,9 @@ def test_passes_in_one_go_are_the_same_passes(random_replays, semantics, backend
             except EngineStalled:
                 found.append("stalled")
             else:
-                found.append((engine.report.to_json(), [request.token_ms for request in engine.requests], engine.passes))
+                found.append(
+                    (engine.report.to_json(), [request.token_ms for request in engine.requests], engine.passes)
+                )
                 went += engine.passes
         assert found[0] == found[1], case["seed"]
     assert went
