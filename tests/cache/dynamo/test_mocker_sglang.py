@@ -228,7 +228,7 @@ def test_an_unknown_release_is_refused():
 def test_a_release_that_was_chosen_stays():
     manager, _ = make(semantics="1.2.1")
     with pytest.raises(
-        ValueError, match="^the backend 'mocker_sglang' has semantics='1.2.1', and its engine semantics='1.3.1'$"
+        ValueError, match=r"^the backend 'mocker_sglang' has semantics='1\.2\.1', and its engine semantics='1\.3\.1'$"
     ):
         manager.follow("1.3.1")
     assert "1.2.1" == manager.semantics
