@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from pytest_kvmock.backends import BackendSpec, backend_spec
 from pytest_kvmock.cache.manager import protocol_mismatch
-from pytest_kvmock.checks import check_integer, is_integer
+from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.driver import RadixSchedulerDriver, SchedulerDriver
 from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
@@ -301,9 +301,7 @@ class MockEngine:
     def _check_arrival(self, arrival_ms: float | None) -> float:
         if arrival_ms is None:
             return max(self.now_ms, self._last_arrival)
-        is_number = isinstance(arrival_ms, int | float) and not isinstance(arrival_ms, bool)
-        if not is_number or not 0 <= arrival_ms < math.inf:
-            raise ValueError(f"arrival_ms must be a finite number of at least 0 (milliseconds), got {arrival_ms!r:.80}")
+        check_number("arrival_ms", arrival_ms, unit=" (milliseconds)")
         if arrival_ms < self._last_arrival:
             raise ValueError(
                 f"arrival_ms must be at least {self._last_arrival!r}, the arrival of the request before it, got "
@@ -358,10 +356,8 @@ class MockEngine:
             EngineStalled: its requests can never make progress.
             ValueError: `until_ms` is no number, or before the engine's time.
         """
-        if until_ms is not None and not (isinstance(until_ms, int | float) and self.now_ms <= until_ms < math.inf):
-            raise ValueError(
-                f"until_ms must be a finite number of at least {self.now_ms!r} (the engine's time), got {until_ms!r:.80}"
-            )
+        if until_ms is not None:
+            check_number("until_ms", until_ms, self.now_ms, unit=" (milliseconds; the engine's time)")
         until = math.inf if until_ms is None else until_ms
         while not self.is_idle and self.now_ms < until:
             if not self.has_work and self._arriving[0].arrival_ms >= until:
