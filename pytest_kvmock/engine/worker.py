@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import integer_text, is_integer
-from pytest_kvmock.engine.driver import Driver, MakeDriver, SchedulerDriver, Traits
+from pytest_kvmock.engine.driver import Driver, MakeDriver, RadixSchedulerDriver, SchedulerDriver, Traits
 from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.tokens import Prompt, TokenIds
@@ -356,7 +356,7 @@ class KvWorker:
         if self._engine is not None and self._engine is not engine:
             raise ValueError(f"{self!r} is used by {self._engine!r}; a worker has one engine")
         missing = protocol_mismatch(self._driver, SchedulerDriver)
-        if missing is not None:
+        if missing is not None and protocol_mismatch(self._driver, RadixSchedulerDriver) is not None:
             raise ValueError(f"no engine can use {self!r}: its driver is {missing}")
         self._engine = engine
         if self.publishes and not publishes:

@@ -12,8 +12,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from pytest_kvmock.backends import BackendSpec, backend_spec
+from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.driver import RadixSchedulerDriver, SchedulerDriver
 from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
 from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
 from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.driver import SchedulerDriver
     from pytest_kvmock.engine.scheduler import Scheduler
     from pytest_kvmock.sinks import Sink
 
@@ -163,11 +164,6 @@ class MockEngine:
         for name, has, asked in zip(names, of_worker, wanted, strict=True):
             if has != asked:
                 raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
-        scheduler = getattr(backend_spec(manager.backend), "scheduler", args.engine_type)
-        if scheduler != args.engine_type:
-            raise ValueError(
-                f"engine_type={args.engine_type!r}, and backend {manager.backend!r} has the scheduler of {scheduler}"
-            )
 
     def restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives; the time stays."""
@@ -451,6 +447,19 @@ def _make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng
     )
 
 
-def _make_scheduler(args: MockEngineArgs, driver: SchedulerDriver) -> Scheduler:
-    """Make the scheduler that `args` name."""
+def _make_scheduler(args: MockEngineArgs, driver: Any) -> Scheduler:
+    """Make the scheduler that `args` name, over the driver of a manager that it can use."""
+    if args.engine_type == "sglang":
+        from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
+
+        if protocol_mismatch(driver, RadixSchedulerDriver) is not None:
+            raise ValueError(
+                "engine_type 'sglang' schedules over a radix cache, backend mocker_sglang or sglang; "
+                f"got {driver.manager.backend!r}"
+            )
+        return SglangScheduler(driver, args)
+    if protocol_mismatch(driver, SchedulerDriver) is not None:
+        raise ValueError(
+            f"engine_type 'vllm' cannot schedule over backend {driver.manager.backend!r}; engine_type 'sglang' does"
+        )
     return VllmScheduler(driver, args)
