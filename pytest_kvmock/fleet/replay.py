@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.checks import check_integer
+from pytest_kvmock.fleet.handoff import Handoff, Handoffs
 from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.tokens import Prompt
 
@@ -104,6 +105,7 @@ class _Replay:
         self.turn_of: dict[EngineRequest, _Turn] = {}
         self.turns = [0, 0]
         self.busy: dict[MockEngine, float] = {}
+        self.reserved = Handoffs(engines, self.busy, self._route) if prefill and prefill[0].args.semantics == "1.3.1" else None
         turns = self._turns(requests, arrival_speedup, trace_block_size)
         first = turns[0].trace.timestamp or 0.0
         for turn in turns:
@@ -154,9 +156,11 @@ class _Replay:
             for engine in engines:
                 if self.busy.get(engine, math.inf) <= self.now:
                     del self.busy[engine]
-                    if not engine.is_in_pass:
+                    done = engine.finish_pass() if engine.is_in_pass else None
+                    if self.reserved is not None:
+                        self.reserved.pass_ended(engine, done, self.now)
+                    if done is None:
                         continue
-                    done = engine.finish_pass()
                     for request in done.finished:
                         self._finished(engine, request)
                     for request in done.rejected:
@@ -165,11 +169,15 @@ class _Replay:
                 _, _, turn, prefilled = heappop(self.handoffs)
                 self.open += 1
                 self._to_decode(turn, prefilled)
+            if self.reserved is not None:
+                self.reserved.finish_transfers(self.now)
             while self.arrivals and self.arrivals[0][0] <= self.now:
                 moment, _, turn = heappop(self.arrivals)
                 self._dispatch(turn, moment if self.concurrency is None else self.now)
             while self.concurrency is not None and self.open < self.concurrency and self.ready and self.ready[0][0] <= self.now:
                 self._dispatch(heappop(self.ready)[2], self.now)
+            if self.reserved is not None:
+                self.reserved.act(self.now)
             # A prefill pass of no time hands over before a decode engine starts its pass.
             if self._start_passes(self.prefill) or self._start_passes(self.engines):
                 continue
@@ -180,6 +188,8 @@ class _Replay:
                 moments.append(self.ready[0][0])
             if self.handoffs:
                 moments.append(self.handoffs[0][0])
+            if self.reserved is not None and self.reserved.next_moment < math.inf:
+                moments.append(self.reserved.next_moment)
             if not moments:
                 break
             self.now = min(moments)
@@ -190,7 +200,8 @@ class _Replay:
         at_once = False
         for engine in engines:
             if engine not in self.busy and (engine.scheduler.running or engine.scheduler.waiting):
-                end = engine.fast_forward(self.now, self._next_moment(engine))
+                quiet = self.reserved is None or self.reserved.is_quiet(engine)
+                end = engine.fast_forward(self.now, self._next_moment(engine)) if quiet else self.now
                 if end <= self.now:
                     end = engine.start_pass(self.now).end_ms
                 self.busy[engine] = end
@@ -211,6 +222,8 @@ class _Replay:
             moments.append(self.ready[0][0])
         if self.handoffs:
             moments.append(self.handoffs[0][0])
+        if self.reserved is not None:
+            moments.append(self.reserved.next_moment)
         return min(moments)
 
     def _dispatch(self, turn: _Turn, arrival: float) -> None:
@@ -220,6 +233,7 @@ class _Replay:
             engine = self.prefill[self.turns[0] % len(self.prefill)]
             self.turns[0] += 1
             request = engine._open(turn.prompt, 1, arrival, 0)
+            request.keeps_blocks = self.reserved is not None
         else:
             at = self.turns[1] % len(self.engines)
             engine = self.engines[at]
@@ -231,6 +245,8 @@ class _Replay:
         engine.scheduler.submit(request)
 
     def _finished(self, engine: MockEngine, request: EngineRequest) -> None:
+        if self.reserved is not None and engine in self.prefill:
+            return
         turn = self.turn_of.pop(request)
         if engine in self.prefill:
             args = engine.args
@@ -246,7 +262,15 @@ class _Replay:
             return
         self._complete(turn)
 
+    def _route(self, handoff: Handoff) -> tuple[MockEngine, EngineRequest]:
+        prefilled = handoff.prefilled
+        return self._open_decode(self.turn_of.pop(prefilled), prefilled)
+
     def _to_decode(self, turn: _Turn, prefilled: EngineRequest) -> None:
+        engine, request = self._open_decode(turn, prefilled)
+        engine.scheduler.submit(request)
+
+    def _open_decode(self, turn: _Turn, prefilled: EngineRequest) -> tuple[MockEngine, EngineRequest]:
         at = self.turns[1] % len(self.engines)
         engine = self.engines[at]
         self.turns[1] += 1
@@ -257,7 +281,7 @@ class _Replay:
         self.order.append(request)
         self.served_by.append(at)
         self.turn_of[request] = turn
-        engine.scheduler.submit(request)
+        return engine, request
 
     def _complete(self, turn: _Turn) -> None:
         self.open -= 1
