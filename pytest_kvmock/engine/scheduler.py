@@ -146,6 +146,13 @@ class ForwardPass:
     waiting: Sequence[ScheduledRequest] = ()
     decode_lengths: list[int] = field(default_factory=list)
 
+    @property
+    def did_something(self) -> bool:
+        """Whether it took time, or any request is other than before."""
+        return self.end_ms > self.start_ms or bool(
+            self.scheduled or self.generated or self.admitted or self.preempted or self.rejected
+        )
+
 
 class Scheduler(Protocol):
     """Decides what each forward pass computes; it has no clock and no arrivals, the engine has."""

@@ -64,11 +64,11 @@ class VllmScheduler:
         self._decode_speedup = args.speedup_ratio * args.decode_speedup_ratio
         self._waiting: deque[ScheduledRequest] = deque()
         self._running: list[ScheduledRequest] = []
+        self.holds_back_prompts = False
         # Of the pass that is under way.
         self._pass = ForwardPass(0.0)
         self._used: dict[ScheduledRequest, int] = {}
         self._left = self._budget
-        self.prepared_only = False
 
     @property
     def running(self) -> Sequence[ScheduledRequest]:
@@ -138,8 +138,8 @@ class VllmScheduler:
                 break
 
     def _next_waiting(self) -> ScheduledRequest | None:
-        """The request to admit next."""
-        if not self.prepared_only:
+        """The request to admit next: the first, or the first whose prompt is computed."""
+        if not self.holds_back_prompts:
             return self._waiting[0]
         return next((each for each in self._waiting if each.computed_tokens >= each.prompt_tokens), None)
 

@@ -1,24 +1,68 @@
-"""Handoffs of prompts from prefill engines to decode engines, as Dynamo's replay of 1.3.1 makes them."""
+"""Handoffs: a prefill engine computes a prompt, and a decode engine gets its KV over a link, and generates."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass
     from pytest_kvmock.fleet.mock_engine import EngineRequest, MockEngine
 
-_Action: TypeAlias = Literal["reserve", "transfer", "activate", "release"]
+# Theory of operation
+#
+# 1.2.1 (`Handoffs`). When a prefill pass has computed the whole prompt, its blocks are free, and the link takes the
+# request to the next decode engine in turn, where it arrives as any request does. While it is on the link it is not open,
+# so a closed loop dispatches another one. A prefill pass of no time hands over before a decode engine starts its pass.
+#
+# 1.3.1 (`ReservingHandoffs`). The KV has an owner at every moment. A handoff goes through these actions, each caused by
+# the one before it; they are taken one at a time, in the order in which they were caused:
+#
+#   reserve   The prompt is computed, and stays allocated at its source ("held"). The next decode engine in turn is its
+#             destination, where it queues for blocks.
+#   transfer  The destination has blocks for the whole prompt ("reserved"): those that it has cached, and new ones, which
+#             have no name yet, so that nobody else hits them. The transfer starts, of the whole prompt whatever is cached.
+#   activate  The transfer is through. The new blocks get their names; one that another request cached in the meantime is
+#             given back. The request waits at the decode engine as one whose prompt is computed.
+#   release   The source frees its blocks; they stay cached there.
+#
+# An engine in a pass is left alone: activation and release wait for the end of its pass, before what that end causes.
+# A destination looks at the first of its queue, and at no other: when a pass of its ends, when a request joins its
+# queue while it runs no pass, and after an activation. Nothing is reserved while as many requests run as may run at
+# once, nor, after a try that failed, before blocks or a place among the running ones have become free. While its queue is not
+# empty a decode engine admits no preempted request, which would compute its prompt anew, but those that are activated.
+# A prompt that the whole pool of its destination cannot hold fails: its source frees it, and nothing is generated.
+#
+# A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
+# after all passes that start at that moment.
+
+_ActionKind: TypeAlias = Literal["reserve", "transfer", "activate", "release", "cancel"]
 
 
 class Handoff:
+    """One prompt on its way from a prefill engine to a decode engine.
+
+    Attributes:
+        source: the prefill engine.
+        prefilled: the request there, which generates no token that counts.
+        destination: the decode engine; None before it has one.
+        request: the request there, the one that is reported.
+        held_ms: when the prompt was computed.
+        reserved_ms: when the destination had blocks for it.
+        activated_ms: when the destination was told that the transfer is through.
+        released_ms: when the source freed its blocks.
+        decode_admitted_ms: start of the pass that admitted it at the destination. As below, known once it has finished.
+        decode_reused_tokens: the most tokens that the destination found cached as it resumed it; what it found as it
+            reserved blocks does not count.
+    """
+
     __slots__ = (
         "activated_ms",
         "decode_admitted_ms",
+        "decode_reused_tokens",
         "destination",
         "held_ms",
         "prefilled",
@@ -31,144 +75,295 @@ class Handoff:
     def __init__(self, source: MockEngine, prefilled: EngineRequest, held_ms: float) -> None:
         self.source = source
         self.prefilled = prefilled
-        self.held_ms = held_ms
         self.destination: MockEngine | None = None
         self.request: EngineRequest | None = None
+        self.held_ms = held_ms
         self.reserved_ms: float | None = None
         self.activated_ms: float | None = None
         self.released_ms: float | None = None
+        self.decode_admitted_ms: float | None = None
+        self.decode_reused_tokens = 0
+
+    @property
+    def transfer_ms(self) -> float:
+        """How long its KV takes over the link of its source; 0 where that has none."""
+        args = self.source.args
+        if not (args.kv_bytes_per_token and args.kv_transfer_bandwidth):
+            return 0.0
+        return self.prefilled.prompt_tokens * args.kv_bytes_per_token / (args.kv_transfer_bandwidth * 1e9) * 1000.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it by the keys of Dynamo's report of 1.3.1; what did not happen is None."""
+        return {
+            "reused_input_tokens": self.prefilled.reused_tokens,
+            "prefill_admit_ms": self.prefilled.admitted_ms,
+            "source_held_ms": self.held_ms,
+            "destination_reserved_ms": self.reserved_ms,
+            "destination_activated_ms": self.activated_ms,
+            "decode_admit_ms": self.decode_admitted_ms,
+            "source_released_ms": self.released_ms,
+            "decode_reused_input_tokens": self.decode_reused_tokens,
+        }
+
+    def take_over(self) -> None:
+        """Let the request be reported with what its source found."""
+        request, prefilled = self.request, self.prefilled
+        assert request is not None
+        request.admitted_ms = prefilled.admitted_ms
+        request.reused_tokens = max(request.reused_tokens, prefilled.reused_tokens)
+        request.first_reused_tokens = prefilled.first_reused_tokens
 
 
-class _Destination:
-    """What a decode engine knows of the handoffs to it."""
-
-    __slots__ = ("generation", "pending", "tried")
-
-    def __init__(self) -> None:
-        self.pending: deque[Handoff] = deque()
-        self.generation = 0
-        self.tried: int | None = None
+class _Action(NamedTuple):
+    kind: _ActionKind
+    handoff: Handoff
 
 
 class Handoffs:
-    def __init__(
-        self,
-        engines: Iterable[MockEngine],
-        busy: Container[MockEngine],
-        route: Callable[[Handoff], tuple[MockEngine, EngineRequest]],
-    ) -> None:
-        self._busy = busy
-        self._route = route
-        self._destinations = {engine: _Destination() for engine in engines}
-        self._actions: deque[tuple[_Action, Handoff]] = deque()
-        self._deferred: dict[MockEngine, list[tuple[_Action, Handoff]]] = {}
+    """Handoffs as 1.2.1 makes them.
+
+    Args:
+        sources: the prefill engines.
+        open_request: opens the request of a handoff at the next decode engine in turn, and sets both.
+
+    Attributes:
+        on_link: requests on the link that a closed loop does not count.
+        keeps_blocks: whether a prompt stays allocated at its source when it is computed.
+        made: the handoffs, where they are noted.
+    """
+
+    keeps_blocks = False
+
+    def __init__(self, sources: Collection[MockEngine], open_request: Callable[[Handoff], None]) -> None:
+        self._sources = frozenset(sources)
+        self._open_request = open_request
+        # (when it is through, order, which)
         self._transfers: list[tuple[float, int, Handoff]] = []
         self._sequence = 0
-        self.log: list[Handoff] = []
+        self.on_link = 0
+        self.made: list[Handoff] = []
 
     @property
     def next_moment(self) -> float:
+        """When the next transfer is through; infinite where there is none."""
         return self._transfers[0][0] if self._transfers else math.inf
 
-    def is_quiet(self, engine: MockEngine) -> bool:
-        """Whether nothing waits for the end of the engine's next pass."""
-        return not (engine in self._destinations and self._destinations[engine].pending) and engine not in self._deferred
+    @property
+    def waiting(self) -> list[EngineRequest]:
+        """The requests that wait for blocks of a decode engine, which has not admitted them."""
+        return []
+
+    def needs_end(self, engine: MockEngine) -> bool:  # noqa: ARG002 - for who waits for it
+        """Whether something waits for the end of the engine's next pass."""
+        return False
 
     def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
-        destination = self._destinations.get(engine)
-        reserved = None
-        if destination is not None:
-            if done is not None and (done.finished or done.preempted or done.rejected):
-                destination.generation += 1
-            reserved = self._reserve_next(engine, now_ms)
-        self._actions.extend(self._deferred.pop(engine, ()))
-        if destination is None and done is not None:
-            for request in done.finished:
-                handoff = Handoff(engine, request, now_ms)
-                self.log.append(handoff)
-                self._actions.append(("reserve", handoff))
-        if reserved is not None:
-            self._actions.append(("transfer", reserved))
+        """Note the end of a pass; None: of passes that were made in one go."""
+        if done is None or engine not in self._sources:
+            return
+        for request in done.finished:
+            handoff = Handoff(engine, request, now_ms)
+            delay = handoff.transfer_ms
+            if delay:
+                self._start_transfer(handoff, now_ms + delay)
+                self.on_link += 1
+            else:
+                self._arrive(handoff)
+
+    def _start_transfer(self, handoff: Handoff, end_ms: float) -> None:
+        heappush(self._transfers, (end_ms, self._sequence, handoff))
+        self._sequence += 1
 
     def finish_transfers(self, now_ms: float) -> None:
-        while self._transfers and self._transfers[0][0] <= now_ms:
-            self._actions.append(("activate", heappop(self._transfers)[2]))
+        """End the transfers that are through."""
+        while self.next_moment <= now_ms:
+            self.on_link -= 1
+            self._arrive(heappop(self._transfers)[2])
+
+    def _arrive(self, handoff: Handoff) -> None:
+        self._open_request(handoff)
+        assert handoff.destination is not None
+        assert handoff.request is not None
+        handoff.take_over()
+        handoff.destination.scheduler.submit(handoff.request)
 
     def act(self, now_ms: float) -> None:
-        while self._actions:
-            action, handoff = self._actions.popleft()
-            if action == "reserve":
-                engine, request = self._route(handoff)
-                handoff.destination, handoff.request = engine, request
-                destination = self._destinations[engine]
-                if not destination.pending:
-                    destination.tried = None
-                destination.pending.append(handoff)
-                engine.scheduler.prepared_only = True
-                if engine not in self._busy:
-                    reserved = self._reserve_next(engine, now_ms)
-                    if reserved is not None:
-                        self._actions.append(("transfer", reserved))
-            elif action == "transfer":
-                delay = transfer_ms(handoff.source, handoff.prefilled)
-                if delay > 0:
-                    heappush(self._transfers, (now_ms + delay, self._sequence, handoff))
-                    self._sequence += 1
-                else:
-                    self._actions.append(("activate", handoff))
-            elif action == "activate":
-                engine = handoff.destination
-                if engine in self._busy:
-                    self._deferred.setdefault(engine, []).append((action, handoff))
-                    continue
-                self._activate(handoff, now_ms)
-            elif handoff.source in self._busy:
-                self._deferred.setdefault(handoff.source, []).append((action, handoff))
-            else:
-                handoff.source.scheduler._driver.release(handoff.prefilled.state)
-                handoff.released_ms = now_ms
+        """Take the actions that were caused."""
 
-    def _reserve_next(self, engine: MockEngine, now_ms: float) -> Handoff | None:
-        destination = self._destinations[engine]
-        if not destination.pending:
+
+class _Queue:
+    """The handoffs that queue for blocks of one decode engine.
+
+    Attributes:
+        handoffs: in the order in which they came.
+        freed: how often blocks, or a place among the running requests, became free.
+        tried: `freed` at the last try of the first one; None before.
+    """
+
+    __slots__ = ("freed", "handoffs", "tried")
+
+    def __init__(self) -> None:
+        self.handoffs: deque[Handoff] = deque()
+        self.freed = 0
+        self.tried: int | None = None
+
+
+class ReservingHandoffs(Handoffs):
+    """Handoffs as 1.3.1 makes them.
+
+    Args:
+        sources: the prefill engines.
+        destinations: the decode engines.
+        open_request: as above.
+        fail: told of a request whose prompt its destination can never hold.
+        busy: the engines that are in a pass.
+        blocked: the engines that cannot go on before something happens to them; those to which it does are taken out.
+    """
+
+    keeps_blocks = True
+
+    def __init__(
+        self,
+        sources: Collection[MockEngine],
+        destinations: Collection[MockEngine],
+        open_request: Callable[[Handoff], None],
+        fail: Callable[[EngineRequest], None],
+        busy: Collection[MockEngine],
+        blocked: set[MockEngine],
+    ) -> None:
+        super().__init__(sources, open_request)
+        self._fail = fail
+        self._busy = busy
+        self._blocked = blocked
+        self._queues = {engine: _Queue() for engine in destinations}
+        self._actions: deque[_Action] = deque()
+        self._deferred: dict[MockEngine, list[_Action]] = {}
+        self._active: dict[EngineRequest, Handoff] = {}
+
+    @property
+    def waiting(self) -> list[EngineRequest]:
+        """The requests that wait for blocks of a decode engine, which has not admitted them."""
+        handoffs = [handoff for queue in self._queues.values() for handoff in queue.handoffs]
+        return [handoff.request for handoff in handoffs if handoff.request is not None]
+
+    def needs_end(self, engine: MockEngine) -> bool:
+        """Whether something waits for the end of the engine's next pass."""
+        return engine in self._deferred or (engine in self._queues and bool(self._queues[engine].handoffs))
+
+    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
+        """Note the end of a pass; None: of passes that were made in one go."""
+        reserved = None
+        queue = self._queues.get(engine)
+        if queue is not None:
+            if done is not None and (done.finished or done.preempted or done.rejected):
+                queue.freed += 1
+            reserved = self._reserve_first(engine, now_ms)
+        self._actions.extend(self._deferred.pop(engine, ()))
+        if done is not None:
+            for request in done.finished:
+                if queue is None:
+                    self.made.append(Handoff(engine, request, now_ms))
+                    self._actions.append(_Action("reserve", self.made[-1]))
+                else:
+                    self._settle(self._active.pop(request))
+        if reserved is not None:
+            self._actions.append(reserved)
+
+    @staticmethod
+    def _settle(handoff: Handoff) -> None:
+        """Note what the destination found of a finished request, which is reported with what its source found."""
+        assert handoff.request is not None
+        handoff.decode_admitted_ms = handoff.request.admitted_ms
+        handoff.decode_reused_tokens = handoff.request.reused_tokens
+        handoff.take_over()
+
+    def finish_transfers(self, now_ms: float) -> None:
+        """End the transfers that are through."""
+        while self.next_moment <= now_ms:
+            self._actions.append(_Action("activate", heappop(self._transfers)[2]))
+
+    def act(self, now_ms: float) -> None:
+        """Take the actions that were caused, and those that they cause in their turn."""
+        while self._actions:
+            action = self._actions.popleft()
+            handoff = action.handoff
+            if action.kind == "reserve":
+                self._enqueue(handoff, now_ms)
+            elif action.kind == "transfer":
+                if handoff.transfer_ms:
+                    self._start_transfer(handoff, now_ms + handoff.transfer_ms)
+                else:
+                    self._actions.append(_Action("activate", handoff))
+            else:
+                engine = handoff.destination if action.kind == "activate" else handoff.source
+                assert engine is not None
+                if engine in self._busy:
+                    self._deferred.setdefault(engine, []).append(action)
+                    continue
+                self._blocked.discard(engine)
+                if action.kind == "activate":
+                    self._activate(handoff, now_ms)
+                else:
+                    self._release(handoff, now_ms, action.kind == "cancel")
+
+    def _enqueue(self, handoff: Handoff, now_ms: float) -> None:
+        self._open_request(handoff)
+        engine, request = handoff.destination, handoff.request
+        assert engine is not None
+        assert request is not None
+        if request.prompt_tokens > engine.worker.manager.max_capacity * engine.worker.manager.block_size:
+            self._actions.append(_Action("cancel", handoff))
+            return
+        queue = self._queues[engine]
+        if not queue.handoffs:
+            queue.tried = None
+        queue.handoffs.append(handoff)
+        engine.hold_back_prompts(True)
+        if engine not in self._busy:
+            reserved = self._reserve_first(engine, now_ms)
+            if reserved is not None:
+                self._actions.append(reserved)
+
+    def _reserve_first(self, engine: MockEngine, now_ms: float) -> _Action | None:
+        """Reserve blocks for the first of an engine's queue, if that is due and they are there; what that causes."""
+        queue = self._queues[engine]
+        if not queue.handoffs or queue.tried == queue.freed:
             return None
-        generation = destination.generation
+        queue.tried = queue.freed
         if len(engine.scheduler.running) >= (engine.args.max_num_seqs or math.inf):
-            destination.tried = generation
             return None
-        if destination.tried == generation:
+        handoff = queue.handoffs[0]
+        assert handoff.request is not None
+        if not engine.reserve(handoff.request):
             return None
-        handoff = destination.pending[0]
-        request = handoff.request
-        if not engine.scheduler._driver.reserve(request.state, request.prompt_tokens):
-            destination.tried = generation
-            return None
-        destination.pending.popleft()
-        destination.tried = None
-        engine.scheduler.prepared_only = bool(destination.pending)
+        queue.handoffs.popleft()
+        queue.tried = None
+        engine.hold_back_prompts(bool(queue.handoffs))
+        self._blocked.discard(engine)
         handoff.reserved_ms = now_ms
-        return handoff
+        return _Action("transfer", handoff)
 
     def _activate(self, handoff: Handoff, now_ms: float) -> None:
         engine, request = handoff.destination, handoff.request
-        driver = engine.scheduler._driver
-        active = driver.manager.num_active_blocks
-        driver.claim(request.state, request.prompt_tokens)
-        request.computed_tokens = request.prompt_tokens
-        engine.scheduler.submit(request)
+        assert engine is not None
+        assert request is not None
+        manager = engine.worker.manager
+        active = manager.num_active_blocks
+        engine.activate(request)
         handoff.activated_ms = now_ms
-        destination = self._destinations[engine]
-        if driver.manager.num_active_blocks < active:
-            destination.generation += 1
-        self._actions.append(("release", handoff))
-        reserved = self._reserve_next(engine, now_ms)
+        self._active[request] = handoff
+        if manager.num_active_blocks < active:
+            self._queues[engine].freed += 1
+        self._actions.append(_Action("release", handoff))
+        reserved = self._reserve_first(engine, now_ms)
         if reserved is not None:
-            self._actions.append(("transfer", reserved))
+            self._actions.append(reserved)
 
-
-def transfer_ms(source: MockEngine, request: EngineRequest) -> float:
-    """How long the KV of a prompt takes over the link of its prefill engine; 0 where it has none."""
-    args = source.args
-    if not (args.kv_bytes_per_token and args.kv_transfer_bandwidth):
-        return 0.0
-    return request.prompt_tokens * args.kv_bytes_per_token / (args.kv_transfer_bandwidth * 1e9) * 1000.0
+    def _release(self, handoff: Handoff, now_ms: float, failed: bool) -> None:
+        handoff.source.release(handoff.prefilled)
+        handoff.released_ms = now_ms
+        if failed:
+            assert handoff.destination is not None
+            assert handoff.request is not None
+            handoff.destination.reject(handoff.request)
+            self._fail(handoff.request)

@@ -12,7 +12,8 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.fleet.handoff import Handoff, Handoffs
+from pytest_kvmock.fleet.handoff import Handoff, Handoffs, ReservingHandoffs
+from pytest_kvmock.fleet.mock_engine import EngineStalled
 from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.tokens import Prompt
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 # Theory of operation
 #
 # The clock jumps from one moment at which something happens to the next: a pass ends, a request arrives, a handoff is
-# through. At one moment passes end first, in the order of the engines, then requests arrive, then each engine that
-# runs no pass and has requests starts one.
+# through (see `handoff`). At one moment passes end first, in the order of the engines, then requests arrive, then each
+# engine that runs no pass and has requests starts one.
 #
 # A request of a session waits for the one before it, and its delay. In a closed loop a request arrives when it is
 # dispatched, which is as soon as fewer than `concurrency` are open.
@@ -96,16 +97,17 @@ class _Replay:
         self.lone = concurrency is not None and len(engines) == 1 and not prefill
         self.open = 0
         self.order: list[EngineRequest] = []
-        self.served_by: list[int] = []
+        self.served_by: list[int | None] = []
         self.sequence = 0
         # (moment, order, turn): what arrives when.
         self.arrivals: list[tuple[float, int, _Turn]] = []
         self.ready: list[tuple[float, int, _Turn]] = []
-        self.handoffs: list[tuple[float, int, _Turn, EngineRequest]] = []
         self.turn_of: dict[EngineRequest, _Turn] = {}
         self.turns = [0, 0]
         self.busy: dict[MockEngine, float] = {}
-        self.reserved = Handoffs(engines, self.busy, self._route) if prefill and prefill[0].args.semantics == "1.3.1" else None
+        # Engines that could do nothing, and to which nothing has happened since.
+        self.blocked: set[MockEngine] = set()
+        self.handoffs = self._make_handoffs()
         turns = self._turns(requests, arrival_speedup, trace_block_size)
         first = turns[0].trace.timestamp or 0.0
         for turn in turns:
@@ -113,6 +115,16 @@ class _Replay:
                 self._arrive(((turn.trace.timestamp or 0.0) - first) / arrival_speedup, turn)
             else:
                 self._wait(0.0, turn)
+
+    def _make_handoffs(self) -> Handoffs:
+        if not self.prefill or self.prefill[0].args.semantics != "1.3.1":
+            return Handoffs(self.prefill, self._open_at_destination)
+        for engine in self.engines:
+            if not engine.can_reserve:
+                raise ValueError(f"engines must be able to reserve blocks for prompts of prefill engines, got {engine!r}")
+        return ReservingHandoffs(
+            self.prefill, self.engines, self._open_at_destination, self._close, self.busy, self.blocked
+        )
 
     def _turns(
         self, requests: Iterable[TraceRequest], arrival_speedup: float, trace_block_size: int | None
@@ -156,57 +168,97 @@ class _Replay:
             for engine in engines:
                 if self.busy.get(engine, math.inf) <= self.now:
                     del self.busy[engine]
-                    done = engine.finish_pass() if engine.is_in_pass else None
-                    if self.reserved is not None:
-                        self.reserved.pass_ended(engine, done, self.now)
-                    if done is None:
-                        continue
-                    for request in done.finished:
-                        self._finished(engine, request)
-                    for request in done.rejected:
-                        self._complete(self.turn_of.pop(request))
-            while self.handoffs and self.handoffs[0][0] <= self.now:
-                _, _, turn, prefilled = heappop(self.handoffs)
-                self.open += 1
-                self._to_decode(turn, prefilled)
-            if self.reserved is not None:
-                self.reserved.finish_transfers(self.now)
+                    self._end_pass(engine)
+            self.handoffs.finish_transfers(self.now)
             while self.arrivals and self.arrivals[0][0] <= self.now:
                 moment, _, turn = heappop(self.arrivals)
                 self._dispatch(turn, moment if self.concurrency is None else self.now)
-            while self.concurrency is not None and self.open < self.concurrency and self.ready and self.ready[0][0] <= self.now:
+            while self.ready and self._has_room and self.ready[0][0] <= self.now:
                 self._dispatch(heappop(self.ready)[2], self.now)
-            if self.reserved is not None:
-                self.reserved.act(self.now)
-            # A prefill pass of no time hands over before a decode engine starts its pass.
-            if self._start_passes(self.prefill) or self._start_passes(self.engines):
+            self.handoffs.act(self.now)
+            if self._start_passes():
                 continue
             moments = [*self.busy.values()]
             if self.arrivals and not (self.lone and self.busy):
                 moments.append(self.arrivals[0][0])
-            if not (self.lone and self.busy) and self.ready and self.open < self.concurrency:
+            if not (self.lone and self.busy) and self.ready and self._has_room:
                 moments.append(self.ready[0][0])
-            if self.handoffs:
-                moments.append(self.handoffs[0][0])
-            if self.reserved is not None and self.reserved.next_moment < math.inf:
-                moments.append(self.reserved.next_moment)
-            if not moments:
+            self.now, last = min([*moments, self.handoffs.next_moment]), self.now
+            if self.now == math.inf:
+                self._check_served(last)
                 break
-            self.now = min(moments)
-        return ReplayReport(tuple(self.order), sum(e.passes for e in engines), tuple(self.served_by))
+        return ReplayReport(
+            tuple(self.order), sum(e.passes for e in engines), tuple(self.served_by), tuple(self.handoffs.made)
+        )
 
-    def _start_passes(self, engines: Sequence[MockEngine]) -> bool:
-        """Start a pass on each engine that can; whether one took no time."""
+    @property
+    def _has_room(self) -> bool:
+        """Whether the closed loop takes another request."""
+        return self.concurrency is None or self.open - self.handoffs.on_link < self.concurrency
+
+    def _end_pass(self, engine: MockEngine) -> bool:
+        """End what an engine was busy with; whether that did anything."""
+        # There is no pass to end after passes that were made in one go.
+        done = engine.finish_pass(blocks_may_come=self.handoffs.keeps_blocks) if engine.is_in_pass else None
+        self.handoffs.pass_ended(engine, done, self.now)
+        if done is None:
+            return True
+        prefills = engine in self.prefill
+        if not prefills:
+            for request in done.finished:
+                self._close(request)
+        for request in done.rejected:
+            if prefills:
+                self.order.append(request)
+                self.served_by.append(None)
+            self._close(request)
+        return done.did_something
+
+    def _start_passes(self) -> bool:
+        """Start a pass on each engine that can; whether anything is to be looked at anew at this moment."""
+        if self.handoffs.keeps_blocks:
+            return self._run_at_once(self.prefill) | self._run_at_once(self.engines)
+        # A prefill pass of no time hands over before a decode engine starts its pass.
+        return self._start_on(self.prefill) or self._start_on(self.engines)
+
+    def _start_on(self, engines: Sequence[MockEngine]) -> bool:
+        """Start a pass on each of these engines that can; whether one took no time."""
         at_once = False
         for engine in engines:
             if engine not in self.busy and (engine.scheduler.running or engine.scheduler.waiting):
-                quiet = self.reserved is None or self.reserved.is_quiet(engine)
-                end = engine.fast_forward(self.now, self._next_moment(engine)) if quiet else self.now
-                if end <= self.now:
-                    end = engine.start_pass(self.now).end_ms
-                self.busy[engine] = end
-                at_once |= end <= self.now
+                self.busy[engine] = self._start_pass(engine)
+                at_once |= self.busy[engine] <= self.now
         return at_once
+
+    def _run_at_once(self, engines: Sequence[MockEngine]) -> bool:
+        """Start a pass on each of these engines that can, after its passes of no time; whether one of these did anything."""
+        did_something = False
+        for engine in engines:
+            while engine not in self.busy and engine not in self.blocked and (engine.scheduler.running or engine.scheduler.waiting):
+                end = self._start_pass(engine)
+                if end > self.now:
+                    self.busy[engine] = end
+                elif self._end_pass(engine):
+                    did_something = True
+                else:
+                    self.blocked.add(engine)
+        return did_something
+
+    def _start_pass(self, engine: MockEngine) -> float:
+        """Start a pass now, or several that nobody waits for; when it ends."""
+        if not self.handoffs.needs_end(engine):
+            end = engine.fast_forward(self.now, self._next_moment(engine))
+            if end > self.now:
+                return end
+        return engine.start_pass(self.now).end_ms
+
+    def _check_served(self, now: float) -> None:
+        """Raise if a request is left that can never be served."""
+        engines = (*self.prefill, *self.engines)
+        running = [request for engine in engines for request in engine.scheduler.running]
+        waiting = [request for engine in engines for request in engine.scheduler.waiting] + self.handoffs.waiting
+        if running or waiting:
+            raise EngineStalled(now, tuple(running), tuple(waiting), 0)
 
     def _next_moment(self, engine: MockEngine) -> float:
         """When anything else happens, while one engine goes on; now, if another engine is about to start a pass."""
@@ -218,13 +270,9 @@ class _Replay:
                 return self.now
         if self.arrivals:
             moments.append(self.arrivals[0][0])
-        if self.ready and self.concurrency is not None and self.open < self.concurrency:
+        if self.ready and self._has_room:
             moments.append(self.ready[0][0])
-        if self.handoffs:
-            moments.append(self.handoffs[0][0])
-        if self.reserved is not None:
-            moments.append(self.reserved.next_moment)
-        return min(moments)
+        return min([*moments, self.handoffs.next_moment])
 
     def _dispatch(self, turn: _Turn, arrival: float) -> None:
         if not (self.concurrency is not None and turn.held):
@@ -233,7 +281,7 @@ class _Replay:
             engine = self.prefill[self.turns[0] % len(self.prefill)]
             self.turns[0] += 1
             request = engine._open(turn.prompt, 1, arrival, 0)
-            request.keeps_blocks = self.reserved is not None
+            request.keeps_blocks = self.handoffs.keeps_blocks
         else:
             at = self.turns[1] % len(self.engines)
             engine = self.engines[at]
@@ -244,46 +292,21 @@ class _Replay:
         self.turn_of[request] = turn
         engine.scheduler.submit(request)
 
-    def _finished(self, engine: MockEngine, request: EngineRequest) -> None:
-        if self.reserved is not None and engine in self.prefill:
-            return
-        turn = self.turn_of.pop(request)
-        if engine in self.prefill:
-            args = engine.args
-            delay = 0.0
-            if args.kv_bytes_per_token and args.kv_transfer_bandwidth:
-                delay = request.prompt_tokens * args.kv_bytes_per_token / (args.kv_transfer_bandwidth * 1e9) * 1000.0
-            if not delay:
-                self._to_decode(turn, request)
-                return
-            self.open -= 1
-            heappush(self.handoffs, (self.now + delay, self.sequence, turn, request))
-            self.sequence += 1
-            return
-        self._complete(turn)
-
-    def _route(self, handoff: Handoff) -> tuple[MockEngine, EngineRequest]:
+    def _open_at_destination(self, handoff: Handoff) -> None:
+        """Open the request of a handoff at the next decode engine in turn."""
         prefilled = handoff.prefilled
-        return self._open_decode(self.turn_of.pop(prefilled), prefilled)
-
-    def _to_decode(self, turn: _Turn, prefilled: EngineRequest) -> None:
-        engine, request = self._open_decode(turn, prefilled)
-        engine.scheduler.submit(request)
-
-    def _open_decode(self, turn: _Turn, prefilled: EngineRequest) -> tuple[MockEngine, EngineRequest]:
+        turn = self.turn_of.pop(prefilled)
         at = self.turns[1] % len(self.engines)
-        engine = self.engines[at]
+        engine = handoff.destination = self.engines[at]
         self.turns[1] += 1
-        request = engine._open(turn.prompt, turn.trace.output_length, prefilled.arrival_ms, 0)
-        request.admitted_ms = prefilled.admitted_ms
-        request.reused_tokens = prefilled.reused_tokens
-        request.first_reused_tokens = prefilled.first_reused_tokens
+        request = handoff.request = engine._open(turn.prompt, turn.trace.output_length, prefilled.arrival_ms, 0)
         self.order.append(request)
         self.served_by.append(at)
         self.turn_of[request] = turn
-        return engine, request
 
-    def _complete(self, turn: _Turn) -> None:
+    def _close(self, request: EngineRequest) -> None:
+        """Note that a request is done, and what comes after it in its session."""
+        turn = self.turn_of.pop(request)
         self.open -= 1
         if turn.next is not None:
             at = self.now + turn.next.delay_ms
