@@ -247,8 +247,9 @@ class ReservingHandoffs(Handoffs):
         return [handoff.request for handoff in handoffs if handoff.request is not None]
 
     def needs_end(self, engine: MockEngine) -> bool:
-        """Whether something waits for the end of the engine's next pass."""
-        return engine in self._deferred or (engine in self._queues and bool(self._queues[engine].handoffs))
+        """Whether something waits for the end of the engine's next pass, or may wait for it when actions are taken."""
+        queue = self._queues.get(engine)
+        return bool(self._actions) or engine in self._deferred or (queue is not None and bool(queue.handoffs))
 
     def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go."""
