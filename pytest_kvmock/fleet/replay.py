@@ -200,6 +200,8 @@ class _Replay:
         """End what an engine was busy with; whether that did anything."""
         # There is no pass to end after passes that were made in one go.
         done = engine.finish_pass(blocks_may_come=self.handoffs.keeps_blocks) if engine.is_in_pass else None
+        if done is not None and not done.did_something:
+            return False
         self.handoffs.pass_ended(engine, done, self.now)
         if done is None:
             return True
@@ -212,7 +214,7 @@ class _Replay:
                 self.order.append(request)
                 self.served_by.append(None)
             self._close(request)
-        return done.did_something
+        return True
 
     def _start_passes(self) -> bool:
         """Start a pass on each engine that can; whether anything is to be looked at anew at this moment."""
