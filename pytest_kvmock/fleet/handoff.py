@@ -320,6 +320,7 @@ class ReservingHandoffs(Handoffs):
             queue.tried = None
         queue.handoffs.append(handoff)
         engine.hold_back_prompts(True)
+        self._blocked.discard(engine)  # it may admit others now
         if engine not in self._busy:
             reserved = self._reserve_first(engine, now_ms)
             if reserved is not None:

@@ -462,7 +462,7 @@ class MockEngine:
         """End the pass that is under way: its events are published, its listeners called, and its end is now.
 
         Args:
-            blocks_may_come: that it did nothing does not count, as blocks may yet be freed by who drives the engine.
+            blocks_may_come: from elsewhere, so a pass without progress does not count.
 
         Raises:
             EngineStalled: its requests can never make progress.
@@ -472,7 +472,7 @@ class MockEngine:
         self._under_way = None
         self.now_ms = done.end_ms
         self.worker.release_events()
-        if done.did_something or not blocks_may_come:
+        if not blocks_may_come:
             self._watch(done)
         for listener in self._listeners:
             listener(done)

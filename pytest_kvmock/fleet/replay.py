@@ -107,6 +107,8 @@ class _Replay:
         self.busy: dict[MockEngine, float] = {}
         # Engines that could do nothing, and to which nothing has happened since.
         self.blocked: set[MockEngine] = set()
+        # Engines whose last pass preempted, and generated nothing.
+        self.cycling: set[MockEngine] = set()
         self.handoffs = self._make_handoffs()
         turns = self._turns(requests, arrival_speedup, trace_block_size)
         first = turns[0].trace.timestamp or 0.0
@@ -196,12 +198,22 @@ class _Replay:
         """Whether the closed loop takes another request."""
         return self.concurrency is None or self.open - self.handoffs.on_link < self.concurrency
 
+    @property
+    def _blocks_may_come(self) -> bool:
+        """Whether blocks that a handoff holds may be freed yet."""
+        handoffs = self.handoffs
+        return handoffs.keeps_blocks and (handoffs.next_moment < math.inf or not self.cycling.issuperset(self.busy))
+
     def _end_pass(self, engine: MockEngine) -> bool:
         """End what an engine was busy with; whether that did anything."""
         # There is no pass to end after passes that were made in one go.
-        done = engine.finish_pass(blocks_may_come=self.handoffs.keeps_blocks) if engine.is_in_pass else None
-        if done is not None and not done.did_something:
-            return False
+        done = engine.finish_pass(blocks_may_come=self._blocks_may_come) if engine.is_in_pass else None
+        self.cycling.discard(engine)
+        if done is not None:
+            if not done.did_something:
+                return False
+            if done.preempted and not done.generated:
+                self.cycling.add(engine)
         self.handoffs.pass_ended(engine, done, self.now)
         if done is None:
             return True
