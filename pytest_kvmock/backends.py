@@ -48,6 +48,7 @@ class BackendSpec:
         chain: makes, for the stream of one manager, the rule by which block hashes follow from tokens (`wrong_hash`);
             called with the manager, whose options it may depend on. None for Dynamo's.
         options: further arguments that `make` takes, by keyword; see `variant`.
+        scheduler: whose scheduler an engine of it has: "vllm" or "sglang" (`MockEngineArgs.engine_type`).
 
     Raises:
         ValueError: a field is not what it must be.
@@ -62,6 +63,7 @@ class BackendSpec:
     driver: MakeDriver | None = None
     chain: Callable[[Any], Chain] | None = None
     options: tuple[str, ...] = ()
+    scheduler: Literal["vllm", "sglang"] = "vllm"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name in _RESERVED:
@@ -75,6 +77,8 @@ class BackendSpec:
             raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004 - one error
         if self.residency not in ("unique", "counted"):
             raise ValueError(f"backend {self.name!r}: residency must be 'unique' or 'counted', got {self.residency!r}")
+        if self.scheduler not in ("vllm", "sglang"):
+            raise ValueError(f"backend {self.name!r}: scheduler must be 'vllm' or 'sglang', got {self.scheduler!r}")
         for field in ("prefix_closed", "in_matrix"):
             value = getattr(self, field)
             if not isinstance(value, bool):
@@ -229,6 +233,16 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 driver=makers.sglang_driver,
                 chain=makers.hash_chain,
                 options=("policy", "protected_threshold", "dynamo_kv_event_format"),
+                scheduler="sglang",
+            ),
+            BackendSpec(
+                "mocker_sglang",
+                "dynamo-mocker 1.3.1, its mock of SGLang",
+                makers.mocker_sglang,
+                in_matrix=False,
+                driver=makers.mocker_sglang_driver,
+                options=("semantics",),
+                scheduler="sglang",
             ),
         )
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from pytest_kvmock.checks import check_integer, did_you_mean, not_allowed_text, unknown_text
+from pytest_kvmock.checks import check_integer, check_number, did_you_mean, not_allowed_text, unknown_text
 
 RULES = ["parent_block_not_found", "block_not_found", "event_id_gap", "wrong_hash"]
 
@@ -55,3 +57,29 @@ def test_anything_else_is_refused(value, error):
         check_integer("size", value, 1, " (blocks)")
     with pytest.raises(error, match=rf"^size must be an integer of at least 1, got {value!r}$"):
         check_integer("size", value, 1, wrong_type=TypeError)
+
+
+@pytest.mark.parametrize("value", [0, 0.5, 10, 1e308])
+def test_a_finite_number_is_returned_as_a_float(value):
+    assert (value, float) == (check_number("ratio", value), type(check_number("ratio", value)))
+
+
+@pytest.mark.parametrize(
+    "value", [-1, -0.5, math.nan, math.inf, 10**400, True, "1", None], ids=lambda value: f"{value}"[:9]
+)
+def test_what_is_no_finite_number_in_range_is_refused(value):
+    given = f"{value!r:.80}"
+    for limits, allowed in (
+        ({}, "a finite number of at least 0"),
+        ({"unit": " seconds"}, "a finite number of at least 0 seconds"),
+        ({"most": 1}, "a finite number from 0 to 1"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            check_number("ratio", value, **limits)
+        assert f"ratio must be {allowed}, got {given}" == str(caught.value)
+
+
+def test_a_number_above_the_most_is_refused():
+    assert 1.0 == check_number("ratio", 1, 0, 1)
+    with pytest.raises(ValueError, match=r"^ratio must be a finite number from 0.5 to 1, got 1.5$"):
+        check_number("ratio", 1.5, 0.5, 1)

@@ -29,6 +29,7 @@ TOLD_APART_BY_FOLDERS = {
     "manager",  # the protocol of block managers; in testing, the contract of one
     "program",  # what is played; in reduce, the one that is cut down
     "recovery",  # between worker and router; in harness, the test's hold on it
+    "replay",  # of a trace on engines; in reduce, of what a harness recorded
     "report",  # of problems; in plugin, of a run of pytest
     "text",  # of problems; in reduce, of reproductions
     "worker",  # an engine; in harness, one that is watched; in testing, the contract of one

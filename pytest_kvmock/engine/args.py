@@ -312,7 +312,8 @@ class MockEngineArgs:
     def handoff_ms(self, prompt_tokens: int) -> float:
         """Return how long the KV cache of a prompt takes from the prefill to the decode engine, in ms, unrounded.
 
-        0 where `kv_bytes_per_token` or `kv_transfer_bandwidth` is not set, or 0. No speedup applies.
+        Dynamo does not round it either. No speedup applies. 0 where `kv_bytes_per_token` or `kv_transfer_bandwidth` is not
+        set, or 0.
         """
         if not self.kv_bytes_per_token or not self.kv_transfer_bandwidth:
             return 0.0
@@ -338,8 +339,8 @@ class MockEngineArgs:
         return values
 
     def to_json(self) -> str:
-        """Dynamo's JSON form, as its `dump_json` writes it."""
-        return json.dumps(self.to_dict(), indent=2)
+        """Dynamo's JSON form, laid out as by its `dump_json`."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, source: str | bytes | Mapping[str, Any], **additions: Any) -> MockEngineArgs:
@@ -437,13 +438,13 @@ def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by the names of their fields, from those and the other keys that Dynamo's JSON may have.
 
     Raises:
-        ValueError: one is unknown, or is not built yet, or the two forms of `worker_type` contradict each other.
+        ValueError: one is unknown, or is not built yet, or of a wrong type, or `is_prefill` and `is_decode` are both true.
     """
     known = (*_JSON_FIELDS, *_OURS, *_JSON_ONLY)
     arguments = dict(values)
     for name, value in values.items():
         if name in _TIERS:
-            if value is not None:
+            if value is not None and value is not False:
                 raise ValueError(f"{name}={value!r:.80}: offload tiers are not built yet; leave it out")
             del arguments[name]
         elif name not in known:
@@ -453,9 +454,9 @@ def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} must be True or False, got {arguments[name]!r:.80}")  # noqa: TRY004 - one error
     older = [kind for kind in ("prefill", "decode") if arguments.pop(f"is_{kind}", False)]
     arguments.pop("has_perf_model", None)
-    if len(older) == 2:
-        raise ValueError("is_prefill and is_decode cannot both be true")
     if older and "worker_type" not in arguments:
+        if len(older) == 2:
+            raise ValueError("is_prefill and is_decode cannot both be true")
         arguments["worker_type"] = older[0]
     return arguments
 

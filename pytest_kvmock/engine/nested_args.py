@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
-from pytest_kvmock.checks import check_integer, check_number, not_allowed_text, unknown_text
+from pytest_kvmock.checks import check_integer, check_number, is_integer, not_allowed_text, unknown_text
 
 SchedulePolicy: TypeAlias = Literal["fifo", "fcfs", "lpm"]
 
@@ -38,10 +38,11 @@ def check_integer_range(name: str, value: object, least: int, most: int = MOST_C
     Raises:
         ValueError: it is not. The message has the name, the value and the range.
     """
-    if check_integer(name, value, least, unit) > most:
-        raise ValueError(f"{name} must be at most {most}{unit}, got {value}")
-    assert isinstance(value, int)
-    return value
+    if most == MOST_COUNT and not (is_integer(value) and value > most):
+        return check_integer(name, value, least, unit)
+    if is_integer(value, least) and value <= most:
+        return value
+    raise ValueError(f"{name} must be an integer from {least} to {most}{unit}, got {value!r:.80}")
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "aborted"]
+ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "aborted", "lost"]
 
 
 class ScheduledRequest:
@@ -19,7 +19,7 @@ class ScheduledRequest:
         priority: larger is served first, where the scheduler has priorities.
         arrival_ms: when it arrived.
         status: "waiting" before its first admission, "running", "preempted" (it waits again), "finished", "rejected" (it
-            could never fit) or "aborted".
+            could never fit), "aborted" or "lost" (its worker restarted).
         computed_tokens: its first tokens whose KV is computed, cached ones included; 0 while it waits.
         generated_tokens: how many it has generated.
         reused_tokens: the most tokens of it that one admission found cached (Dynamo: the maximum over admissions).
@@ -123,11 +123,10 @@ class ForwardPass:
         admitted: the requests that it admitted, those that resume included.
         preempted: the requests that it preempted, in order.
         finished: the requests that finished with it.
-        rejected: the requests that it rejected, as they can never fit.
         active_blocks: blocks in use when its time was calculated.
         running: how many requests run after it.
         waiting: the requests that wait after it, in order.
-        decode_lengths: the length in tokens, before its token, of each request that it decoded.
+        decode_lengths: the length in tokens of each request that it only decoded, before its token.
     """
 
     start_ms: float
@@ -140,7 +139,6 @@ class ForwardPass:
     admitted: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[ScheduledRequest] = field(default_factory=list)
     finished: list[ScheduledRequest] = field(default_factory=list)
-    rejected: list[ScheduledRequest] = field(default_factory=list)
     active_blocks: int = 0
     running: int = 0
     waiting: Sequence[ScheduledRequest] = ()
@@ -150,8 +148,51 @@ class ForwardPass:
     def did_something(self) -> bool:
         """Whether it took time, or any request is other than before."""
         return self.end_ms > self.start_ms or bool(
-            self.scheduled or self.generated or self.admitted or self.preempted or self.rejected
+            self.scheduled or self.generated or self.admitted or self.preempted
         )
+
+    def to_json(self, worker_id: int = 0, dp_rank: int = 0, counter_id: int = 0) -> dict[str, Any]:
+        """Return it by the keys of Dynamo's forward pass metrics (`ForwardPassSnapshot`).
+
+        A variance is that of the population. What waits for its first admission counts as queued prefill, what was
+        preempted as queued decode.
+
+        Args:
+            worker_id: the worker that ran it.
+            dp_rank: and its rank.
+            counter_id: the number of the pass.
+        """
+        prefills = [each for each in self.scheduled if each.prompt_tokens]
+        queued = [request.prompt_tokens for request in self.waiting if request.status == "waiting"]
+        preempted = [len(request) for request in self.waiting if request.status == "preempted"]
+        return {
+            "version": 1,
+            "worker_id": worker_id,
+            "dp_rank": dp_rank,
+            "counter_id": counter_id,
+            "num_prefill_requests": len(prefills),
+            "sum_prefill_tokens": sum(each.prompt_tokens for each in prefills),
+            "var_prefill_length": _variance([each.request.prompt_tokens for each in prefills]),
+            "sum_prefill_kv_tokens": sum(each.prefix_tokens for each in prefills),
+            "num_decode_requests": len(self.decode_lengths),
+            "sum_decode_kv_tokens": sum(self.decode_lengths),
+            "var_decode_kv_tokens": _variance(self.decode_lengths),
+            "num_queued_prefill": len(queued),
+            "sum_queued_prefill_tokens": sum(queued),
+            "var_queued_prefill_length": _variance(queued),
+            "num_queued_decode": len(preempted),
+            "sum_queued_decode_kv_tokens": sum(preempted),
+            "var_queued_decode_kv_tokens": _variance(preempted),
+            "wall_time_secs": (self.end_ms - self.start_ms) / 1000,
+        }
+
+
+def _variance(values: Sequence[int]) -> float:
+    """Return the variance of the population; 0 where there is none."""
+    if not values:
+        return 0.0
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / len(values)
 
 
 class Scheduler(Protocol):
@@ -180,4 +221,3 @@ class Scheduler(Protocol):
         Returns:
             The end of the last one, and how many there were; `now_ms` and 0 where the next pass does more.
         """
-

@@ -256,7 +256,9 @@ class VllmScheduler:
         size = manager.block_size
         active, total = manager.num_active_blocks * size, manager.max_capacity * size
         mean = sum(map(len, running)) // len(running)
-        if isinstance(model, PolynomialModel):  # the one that does not look at the mean length, which grows by a token a pass
+        if isinstance(
+            model, PolynomialModel
+        ):  # the one that does not look at the mean length, which grows by a token a pass
             return moments(now_ms, rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup), count)
         steps = [rounded_ms(model.decode_ms(active, total, mean + i), self._decode_speedup) for i in range(count)]
         ends = accumulate(steps, initial=now_ms)
@@ -303,4 +305,7 @@ class VllmScheduler:
                 done.active_blocks * size, manager.max_capacity * size, sum(lengths) // len(lengths)
             )
             done.decode_ms = rounded_ms(ms, self._decode_speedup)
-        done.decode_lengths = lengths
+        prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
+        done.decode_lengths = [
+            length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
+        ]

@@ -2,6 +2,8 @@
 
 A worker takes requests; block managers take moves, or requests of their own. Between them stands a `Driver`,
 one for each kind of manager, and nothing else depends on the kind.
+
+One subject: a request on a worker, and what becomes of it when the worker clears or restarts.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from contextlib import AbstractContextManager
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
-from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.cache.manager import protocol_mismatch
-from pytest_kvmock.engine.driver import Driver, MakeDriver, SchedulerDriver, Traits
+from pytest_kvmock.checks import integer_text, is_integer
+from pytest_kvmock.engine.driver import Driver, MakeDriver, RadixSchedulerDriver, SchedulerDriver, Traits
+from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
-from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -58,8 +60,11 @@ class OpenRequest(Protocol):
     def blocks(self) -> Sequence[Block]:
         """Its blocks in order."""
 
+    def __len__(self) -> int:
+        """Tokens of prompt and output so far."""
+
     def lose(self) -> None:
-        """Give the request up, as its worker restarts; it leaves `KvWorker.requests`."""
+        """Give the request up, as its worker restarts."""
 
 
 class Engine(Protocol):
@@ -142,7 +147,7 @@ class Request:
 
     def lose(self) -> None:
         """Give the request up, as its worker restarts."""
-        self._end("lost")
+        self._status = "lost"
 
     def finish(self) -> None:
         """Finish the request and free its blocks. Full ones stay cached, evictable once nobody else holds them.
@@ -243,15 +248,16 @@ class KvWorker:
         self.requests: list[OpenRequest] = []
         self.serving = False
         self._engine: Engine | None = None
+        self._watch: Sink | None = None
         self._make_manager = make_manager
-        self._recorder = _StoredRecorder(sink)
+        self._recorder = EventRecorder(sink)
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
         self._driver = self._start()
 
     def _start(self) -> Driver:
-        recorder = self._recorder if self.publishes else None
-        return self._make_driver(self._make_manager(recorder), self.prefix_caching, self._rng)
+        sink = self._recorder if self.publishes else self._watch
+        return self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
 
     def __repr__(self) -> str:
         return f"<KvWorker {self.worker_id} rank {self.dp_rank} {self.manager.backend}>"
@@ -324,17 +330,22 @@ class KvWorker:
         Raises:
             ValueError: it is announced, and the index under test has no way to drop a worker; nothing has changed.
         """
-        for request in list(self.requests):
+        for request in self.requests:
             request.lose()
-        self._recorder.held.clear()
+        self.requests.clear()
+        self._recorder.drop()
         self._driver = self._start()
         if self._engine is not None:
             self._engine.restarted()
 
     # ---------------------------------------------------------------------------------------- for an engine
 
-    def attach(self, engine: Engine) -> SchedulerDriver:
-        """Have an engine use this worker: it schedules requests on its manager, and is told of restarts.
+    def attach(self, engine: Engine, *, publishes: bool = True) -> SchedulerDriver:
+        """Have an engine use this worker: it schedules requests on its manager, and begins anew when it restarts.
+
+        Args:
+            engine: which engine.
+            publishes: False: nothing is published from now on.
 
         Returns:
             The driver of its manager; after a restart, another one.
@@ -345,10 +356,24 @@ class KvWorker:
         if self._engine is not None and self._engine is not engine:
             raise ValueError(f"{self!r} is used by {self._engine!r}; a worker has one engine")
         missing = protocol_mismatch(self._driver, SchedulerDriver)
-        if missing is not None:
+        if missing is not None and protocol_mismatch(self._driver, RadixSchedulerDriver) is not None:
             raise ValueError(f"no engine can use {self!r}: its driver is {missing}")
         self._engine = engine
+        if self.publishes and not publishes:
+            self.publishes = False
+            self.manager.sink = self._watch
         return cast("SchedulerDriver", self._driver)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody is given the events that it would publish and does not."""
+        return self._watch is not None and not self.publishes
+
+    def watch(self, sink: Sink) -> None:
+        """Give a sink the events that this worker would publish and does not, without prefix caching for instance."""
+        self._watch = sink
+        if not self.publishes:
+            self.manager.sink = sink
 
     def serving_requests(self) -> AbstractContextManager[None]:
         """Mark what the manager publishes meanwhile as published for requests."""
@@ -375,41 +400,6 @@ class KvWorker:
 
     def _serving(self) -> _Serving:
         return _Serving(self)
-
-
-class _StoredRecorder:
-    """A sink that records which blocks are stored, while that is asked for, and passes every event on."""
-
-    __slots__ = ("held", "holds", "published", "sink", "stored")
-
-    def __init__(self, sink: Sink | None) -> None:
-        self.sink = sink
-        self.holds = False
-        self.held: list[tuple[KvCacheEvent, StorageTier, BlockTokens | None]] = []
-        self.published = False
-        self.stored: list[int] | None = None
-
-    def publish(
-        self,
-        event: KvCacheEvent,
-        storage_tier: StorageTier = StorageTier.DEVICE,
-        token_ids: BlockTokens | None = None,
-    ) -> None:
-        self.published = True
-        if self.stored is not None and isinstance(event.data, Stored):
-            self.stored += event.data.block_hashes
-        if self.holds:
-            self.held.append((event, storage_tier, token_ids))
-        elif self.sink is not None:
-            self.sink.publish(event, storage_tier, token_ids)
-
-    def release(self) -> None:
-        """Pass on what is held, and hold nothing from now on."""
-        self.holds = False
-        held, self.held = self.held, []
-        if self.sink is not None:
-            for each in held:
-                self.sink.publish(*each)
 
 
 class _Serving:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass
+    from pytest_kvmock.fleet.arrivals import Arrivals
     from pytest_kvmock.fleet.mock_engine import EngineRequest, MockEngine
 
 # Theory of operation
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 # A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
 # after all passes that start at that moment.
 
-_ActionKind: TypeAlias = Literal["reserve", "transfer", "activate", "release", "cancel"]
+_ActionKind: TypeAlias = Literal["reserve", "transfer", "activate", "release"]
 
 
 class Handoff:
@@ -87,10 +88,7 @@ class Handoff:
     @property
     def transfer_ms(self) -> float:
         """How long its KV takes over the link of its source; 0 where that has none."""
-        args = self.source.args
-        if not (args.kv_bytes_per_token and args.kv_transfer_bandwidth):
-            return 0.0
-        return self.prefilled.prompt_tokens * args.kv_bytes_per_token / (args.kv_transfer_bandwidth * 1e9) * 1000.0
+        return self.source.args.handoff_ms(self.prefilled.prompt_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Return it by the keys of Dynamo's report of 1.3.1; what did not happen is None."""
@@ -124,23 +122,23 @@ class Handoffs:
 
     Args:
         sources: the prefill engines.
-        open_request: opens the request of a handoff at the next decode engine in turn, and sets both.
+        expect: opens the request of a handoff at the next decode engine in turn, and sets both.
+        arrivals: told of requests that are on the link, where a closed loop does not count them.
 
     Attributes:
-        on_link: requests on the link that a closed loop does not count.
         keeps_blocks: whether a prompt stays allocated at its source when it is computed.
         made: the handoffs, where they are noted.
     """
 
     keeps_blocks = False
 
-    def __init__(self, sources: Collection[MockEngine], open_request: Callable[[Handoff], None]) -> None:
+    def __init__(self, sources: Collection[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals) -> None:
         self._sources = frozenset(sources)
-        self._open_request = open_request
+        self._expect = expect
+        self._arrivals = arrivals
         # (when it is through, order, which)
         self._transfers: list[tuple[float, int, Handoff]] = []
         self._sequence = 0
-        self.on_link = 0
         self.made: list[Handoff] = []
 
     @property
@@ -153,7 +151,7 @@ class Handoffs:
         """The requests that wait for blocks of a decode engine, which has not admitted them."""
         return []
 
-    def needs_end(self, engine: MockEngine) -> bool:  # noqa: ARG002 - for who waits for it
+    def waits_for(self, engine: MockEngine) -> bool:  # noqa: ARG002 - nothing waits here
         """Whether something waits for the end of the engine's next pass."""
         return False
 
@@ -166,7 +164,7 @@ class Handoffs:
             delay = handoff.transfer_ms
             if delay:
                 self._start_transfer(handoff, now_ms + delay)
-                self.on_link += 1
+                self._arrivals.leave()
             else:
                 self._arrive(handoff)
 
@@ -177,11 +175,11 @@ class Handoffs:
     def finish_transfers(self, now_ms: float) -> None:
         """End the transfers that are through."""
         while self.next_moment <= now_ms:
-            self.on_link -= 1
+            self._arrivals.enter()
             self._arrive(heappop(self._transfers)[2])
 
     def _arrive(self, handoff: Handoff) -> None:
-        self._open_request(handoff)
+        self._expect(handoff)
         assert handoff.destination is not None
         assert handoff.request is not None
         handoff.take_over()
@@ -214,8 +212,9 @@ class ReservingHandoffs(Handoffs):
     Args:
         sources: the prefill engines.
         destinations: the decode engines.
-        open_request: as above.
-        fail: told of a request whose prompt its destination can never hold.
+        expect: as above.
+        arrivals: as above.
+        rejected: told of a request whose prompt its destination can never hold.
         busy: the engines that are in a pass.
         blocked: the engines that cannot go on before something happens to them; those to which it does are taken out.
     """
@@ -226,13 +225,17 @@ class ReservingHandoffs(Handoffs):
         self,
         sources: Collection[MockEngine],
         destinations: Collection[MockEngine],
-        open_request: Callable[[Handoff], None],
-        fail: Callable[[EngineRequest], None],
+        expect: Callable[[Handoff], None],
+        arrivals: Arrivals,
+        rejected: Callable[[EngineRequest], None],
         busy: Collection[MockEngine],
         blocked: set[MockEngine],
     ) -> None:
-        super().__init__(sources, open_request)
-        self._fail = fail
+        super().__init__(sources, expect, arrivals)
+        for engine in destinations:
+            if not engine.can_reserve:
+                raise ValueError(f"replay: prefill needs engines that can reserve blocks (vllm), got {engine!r}")
+        self._rejected = rejected
         self._busy = busy
         self._blocked = blocked
         self._queues = {engine: _Queue() for engine in destinations}
@@ -246,7 +249,7 @@ class ReservingHandoffs(Handoffs):
         handoffs = [handoff for queue in self._queues.values() for handoff in queue.handoffs]
         return [handoff.request for handoff in handoffs if handoff.request is not None]
 
-    def needs_end(self, engine: MockEngine) -> bool:
+    def waits_for(self, engine: MockEngine) -> bool:
         """Whether something waits for the end of the engine's next pass, or may wait for it when actions are taken."""
         queue = self._queues.get(engine)
         return bool(self._actions) or engine in self._deferred or (queue is not None and bool(queue.handoffs))
@@ -256,7 +259,7 @@ class ReservingHandoffs(Handoffs):
         reserved = None
         queue = self._queues.get(engine)
         if queue is not None:
-            if done is not None and (done.finished or done.preempted or done.rejected):
+            if done is not None and (done.finished or done.preempted):
                 queue.freed += 1
             reserved = self._reserve_first(engine, now_ms)
         self._actions.extend(self._deferred.pop(engine, ()))
@@ -305,15 +308,15 @@ class ReservingHandoffs(Handoffs):
                 if action.kind == "activate":
                     self._activate(handoff, now_ms)
                 else:
-                    self._release(handoff, now_ms, action.kind == "cancel")
+                    self._release(handoff, now_ms)
 
     def _enqueue(self, handoff: Handoff, now_ms: float) -> None:
-        self._open_request(handoff)
+        self._expect(handoff)
         engine, request = handoff.destination, handoff.request
         assert engine is not None
         assert request is not None
-        if request.prompt_tokens > engine.worker.manager.max_capacity * engine.worker.manager.block_size:
-            self._actions.append(_Action("cancel", handoff))
+        if not request.is_open:  # rejected
+            self._actions.append(_Action("release", handoff))
             return
         queue = self._queues[engine]
         if not queue.handoffs:
@@ -361,11 +364,10 @@ class ReservingHandoffs(Handoffs):
         if reserved is not None:
             self._actions.append(reserved)
 
-    def _release(self, handoff: Handoff, now_ms: float, failed: bool) -> None:
+    def _release(self, handoff: Handoff, now_ms: float) -> None:
         handoff.source.release(handoff.prefilled)
-        handoff.released_ms = now_ms
-        if failed:
-            assert handoff.destination is not None
-            assert handoff.request is not None
-            handoff.destination.reject(handoff.request)
-            self._fail(handoff.request)
+        assert handoff.request is not None
+        if handoff.request.status == "rejected":
+            self._rejected(handoff.request)
+        else:
+            handoff.released_ms = now_ms

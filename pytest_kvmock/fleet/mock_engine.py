@@ -9,15 +9,17 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from pytest_kvmock.backends import BackendSpec, backend_spec
-from pytest_kvmock.checks import check_integer, is_integer
+from pytest_kvmock.cache.manager import protocol_mismatch
+from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.driver import ReservingDriver
+from pytest_kvmock.engine.driver import RadixSchedulerDriver, ReservingDriver, SchedulerDriver
 from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
 from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
-from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, RequestError
+from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks
+from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.report import EngineReport
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -25,9 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.driver import SchedulerDriver
     from pytest_kvmock.engine.scheduler import Scheduler
-    from pytest_kvmock.moves import Block
     from pytest_kvmock.sinks import Sink
 
 MOST_IDLE_PASSES: Final = 1024
@@ -62,75 +62,6 @@ class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOf
             f"the engine makes no progress: {tried}, with "
             f"{len(self.running)} requests running and {len(self.waiting)} waiting{first}"
         )
-
-
-class EngineRequest(ScheduledRequest):
-    """One request of an engine, from its arrival to its last token. `MockEngine.submit` makes one.
-
-    Attributes:
-        prompt: what was asked.
-        number: how many requests the engine was given before it.
-        and those of `ScheduledRequest`.
-    """
-
-    __slots__ = ("_engine", "_planned", "_rng", "number", "prompt")
-
-    def __init__(self, engine: MockEngine, prompt: Prompt, max_output_tokens: int, **options: Any) -> None:
-        super().__init__(
-            engine._driver.open(prompt), prompt.length(engine.worker.manager.block_size), max_output_tokens, **options
-        )
-        self.prompt = prompt
-        self.number = engine._submitted
-        self._engine = engine
-        self._rng = Random(engine._rng.getrandbits(64)) if prompt.tokens is not None else None  # noqa: S311 - mock data
-        self._planned: dict[int, int] = {}
-        reasoning = engine.args.reasoning
-        if reasoning is not None:
-            for position in (0, reasoning.num_thinking_tokens(max_output_tokens) - 1):
-                token = reasoning.token_at(position, max_output_tokens)
-                if token is not None:
-                    self._planned[position] = token
-
-    @property
-    def blocks(self) -> list[Block]:
-        """Its blocks in order: sequence hashes, and the UUID of a last one that is not full."""
-        return list(self.state.blocks)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that its first admission found cached; 0 before."""
-        return self.first_reused_tokens
-
-    def abort(self) -> None:
-        """Abort the request: it leaves the engine, and its blocks are freed; full ones stay cached.
-
-        Raises:
-            RequestError: it is finished, rejected, aborted or lost.
-        """
-        if not self.is_open:
-            raise RequestError(f"abort on a request that is {self.status}; it must be waiting, running or preempted")
-        self._engine._abort(self)
-
-    def lose(self) -> None:
-        """Give the request up, as its worker restarts."""
-        self.status = "lost"
-        self._engine.worker.requests.remove(self)
-
-    def next_token(self) -> int:
-        """The token that it generates next: random, or one that `reasoning` names."""
-        planned = self._planned.get(self.generated_tokens)
-        if planned is not None:
-            return planned
-        return 0 if self._rng is None else self._rng.getrandbits(32)
-
-    def next_tokens(self, count: int) -> list[int]:
-        """The tokens that it generates next."""
-        if self._rng is None:
-            return [0] * count
-        draw, planned, start = self._rng.getrandbits, self._planned, self.generated_tokens
-        if not planned:
-            return [draw(32) for _ in range(count)]
-        return [planned[i] if i in planned else draw(32) for i in range(start, start + count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +133,12 @@ class MockEngine:
         self.args = args = args or MockEngineArgs()
         self._rng = Random(seed)  # noqa: S311 - mock data
         self.worker = worker or _make_worker(args, backend_spec(backend), sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
+        self._check_worker()
         self.now_ms = 0.0
         self.requests: list[EngineRequest] = []
         self.passes = 0
         self._listeners: list[Callable[[ForwardPass], None]] = []
         self._arriving: deque[EngineRequest] = deque()
-        self._submitted = 0
         self._last_arrival = 0.0
         self._preemptions = 0
         self._idle_passes = 0
@@ -219,8 +150,23 @@ class MockEngine:
 
     def _begin(self) -> None:
         """Make the scheduler, over the worker's driver of now."""
-        self._driver: SchedulerDriver = self.worker.attach(self)
+        self._driver = self.worker.attach(self, publishes=self.args.needs_kv_publisher)
         self.scheduler: Scheduler = _make_scheduler(self.args, self._driver)
+
+    def _check_worker(self) -> None:
+        """Compare the worker's sizes and the arguments.
+
+        Raises:
+            ValueError: they differ.
+        """
+        args, worker = self.args, self.worker
+        manager = worker.manager
+        of_worker = (manager.max_capacity, manager.block_size, worker.prefix_caching)
+        wanted = (args.num_gpu_blocks, args.block_size, args.enable_prefix_caching)
+        names = ("num_gpu_blocks", "block_size", "enable_prefix_caching")
+        for name, has, asked in zip(names, of_worker, wanted, strict=True):
+            if has != asked:
+                raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
 
     def restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives; the time stays."""
@@ -248,9 +194,14 @@ class MockEngine:
         return EngineReport(tuple(self.requests), self.passes)
 
     @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    @property
     def is_idle(self) -> bool:
-        """Whether no request is open."""
-        return not (self.scheduler.running or self.scheduler.waiting or self._arriving)
+        """Whether no request is open: none runs, waits or is to arrive."""
+        return not (self.has_work or self._arriving)
 
     @property
     def is_in_pass(self) -> bool:
@@ -288,11 +239,7 @@ class MockEngine:
         check_integer("max_output_tokens", max_output_tokens, 1, " (tokens)")
         arrival = self._check_arrival(arrival_ms)
         self._check_priority(priority)
-        manager = self.worker.manager
-        size = manager.block_size
-        needed = -(-(prompt.length(size) + max_output_tokens) // size)
-        if needed > manager.max_capacity:
-            raise OutOfBlocks(needed, manager.max_capacity)
+        self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival, priority or 0)
         self._last_arrival = arrival
         if arrival > self.now_ms:
@@ -301,14 +248,42 @@ class MockEngine:
             self.scheduler.submit(request)
         return request
 
-    def _open(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float, priority: int) -> EngineRequest:
-        request = EngineRequest(self, prompt, max_output_tokens, arrival_ms=arrival_ms, priority=priority)
-        self._submitted += 1
-        self.requests.append(request)
-        self.worker.requests.append(request)
+    def dispatch(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float) -> EngineRequest:
+        """Give it a request that has arrived: for who drives several engines on one clock, and has its order.
+
+        Returns:
+            The request, which may be rejected; see `expect`.
+
+        Raises:
+            OutOfBlocks: prompt and output can never fit.
+        """
+        request = self.expect(prompt, max_output_tokens, arrival_ms)
+        if request.is_open:
+            self.scheduler.submit(request)
         return request
 
     # ---------------------------------------------------------------------------------- handoffs between engines
+
+    def expect(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float) -> EngineRequest:
+        """Open a request without giving it to the scheduler, as another engine computes its prompt.
+
+        Returns:
+            The request; in the semantics of 1.3.1 it is rejected where the prompt alone is larger than all blocks
+            (vllm).
+
+        Raises:
+            OutOfBlocks: prompt and output can never fit.
+        """
+        args = self.args
+        rejects = args.scheduler_semantics == "1.3.1" and args.engine_type == "vllm"
+        fits = -(-prompt.length(args.block_size) // args.block_size) <= args.num_gpu_blocks
+        if fits or not rejects:
+            self._check_size(prompt, max_output_tokens)
+        request = self._open(prompt, max_output_tokens, arrival_ms, 0)
+        if not fits:
+            request.status = "rejected"
+            self.worker.requests.remove(request)
+        return request
 
     @property
     def can_reserve(self) -> bool:
@@ -340,19 +315,42 @@ class MockEngine:
             self._driver.release(request.state)
         self.worker.requests.remove(request)
 
-    def reject(self, request: EngineRequest) -> None:
-        """Give up a request that was not submitted."""
-        request.status = "rejected"
-        self.worker.requests.remove(request)
+    # ---------------------------------------------------------------------------------------------- opening requests
 
-    # ---------------------------------------------------------------------------------------------- what is checked
+    def _open(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float, priority: int) -> EngineRequest:
+        rng = None if prompt.tokens is None else Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
+        reasoning = self.args.reasoning
+        planned: dict[int, int] = {}
+        if reasoning is not None:
+            for position in (0, reasoning.num_thinking_tokens(max_output_tokens) - 1):
+                token = reasoning.token_at(position, max_output_tokens)
+                if token is not None:
+                    planned[position] = token
+        request = EngineRequest(
+            self,
+            self._driver.open(prompt),
+            prompt,
+            prompt.length(self.args.block_size),
+            max_output_tokens,
+            rng=rng,
+            planned=planned,
+            arrival_ms=arrival_ms,
+            priority=priority,
+        )
+        self.requests.append(request)
+        self.worker.requests.append(request)
+        return request
+
+    def _check_size(self, prompt: Prompt, max_output_tokens: int) -> None:
+        size, blocks = self.args.block_size, self.args.num_gpu_blocks
+        needed = -(-(prompt.length(size) + max_output_tokens) // size)
+        if needed > blocks:
+            raise OutOfBlocks(needed, blocks)
 
     def _check_arrival(self, arrival_ms: float | None) -> float:
         if arrival_ms is None:
             return max(self.now_ms, self._last_arrival)
-        is_number = isinstance(arrival_ms, int | float) and not isinstance(arrival_ms, bool)
-        if not is_number or not 0 <= arrival_ms < math.inf:
-            raise ValueError(f"arrival_ms must be a finite number of at least 0 (milliseconds), got {arrival_ms!r:.80}")
+        check_number("arrival_ms", arrival_ms, unit=" (milliseconds)")
         if arrival_ms < self._last_arrival:
             raise ValueError(
                 f"arrival_ms must be at least {self._last_arrival!r}, the arrival of the request before it, got "
@@ -366,11 +364,10 @@ class MockEngine:
         if not is_integer(priority):
             raise ValueError(f"priority must be an integer, got {priority!r:.80}")
         if not getattr(self.scheduler, "has_priorities", False):
-            raise ValueError(
-                f"priority is for engines whose policy has priorities (backend sglang); this is {self!r}"
-            )
+            raise ValueError(f"priority is for engines whose policy has priorities (backend sglang); this is {self!r}")
 
-    def _abort(self, request: EngineRequest) -> None:
+    def abort(self, request: EngineRequest) -> None:
+        """Take an open request out of scheduler and worker; `EngineRequest.abort` calls it."""
         if request in self._arriving:
             self._arriving.remove(request)
         else:
@@ -390,11 +387,13 @@ class MockEngine:
         Raises:
             EngineStalled: its requests can never make progress.
         """
-        if self._arriving and not (self.scheduler.running or self.scheduler.waiting):
+        return self._step()
+
+    def _step(self) -> ForwardPass:
+        if self._arriving and not self.has_work:
             self.now_ms = max(self.now_ms, self._arriving[0].arrival_ms)
-        done = self.start_pass(self.now_ms)
-        self.finish_pass()
-        return done
+        self.start_pass(self.now_ms)
+        return self.finish_pass()
 
     def run(self, until_ms: float | None = None) -> EngineReport:
         """Run passes until no request is open, or until a moment.
@@ -406,15 +405,13 @@ class MockEngine:
             EngineStalled: its requests can never make progress.
             ValueError: `until_ms` is no number, or before the engine's time.
         """
-        if until_ms is not None and not (isinstance(until_ms, int | float) and self.now_ms <= until_ms < math.inf):
-            raise ValueError(
-                f"until_ms must be a finite number of at least {self.now_ms!r} (the engine's time), got {until_ms!r:.80}"
-            )
+        if until_ms is not None:
+            check_number("until_ms", until_ms, self.now_ms, unit=" (milliseconds; the engine's time)")
         until = math.inf if until_ms is None else until_ms
         while not self.is_idle and self.now_ms < until:
-            if not (self.scheduler.running or self.scheduler.waiting) and self._arriving[0].arrival_ms >= until:
+            if not self.has_work and self._arriving[0].arrival_ms >= until:
                 break
-            self.step()
+            self._step()
             next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf
             self.fast_forward(self.now_ms, min(until, next_arrival))
         if until_ms is not None:
@@ -450,9 +447,9 @@ class MockEngine:
             worker.hold_events()
         with worker.serving_requests():
             done = self.scheduler.execute_pass(now_ms)
-        for request in (*done.finished, *done.rejected):
-            if not (request.keeps_blocks and request.status == "finished"):
-                worker.requests.remove(request)
+        for request in done.finished:
+            if not request.keeps_blocks:
+                worker.requests.remove(cast("EngineRequest", request))  # it was given no other
         self._under_way = done
         self._preemptions += len(done.preempted)
         self.passes += 1
@@ -480,7 +477,7 @@ class MockEngine:
 
     def _watch(self, done: ForwardPass) -> None:
         """Raise once so many passes made no progress that none will."""
-        if done.generated or done.finished or done.rejected or self.is_idle:
+        if done.generated or self.is_idle:
             self._idle_passes = 0
             return
         self._idle_passes += 1
@@ -508,6 +505,19 @@ def _make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng
     )
 
 
-def _make_scheduler(args: MockEngineArgs, driver: SchedulerDriver) -> Scheduler:
-    """Make the scheduler that `args` name."""
+def _make_scheduler(args: MockEngineArgs, driver: Any) -> Scheduler:
+    """Make the scheduler that `args` name, over the driver of a manager that it can use."""
+    if args.engine_type == "sglang":
+        from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
+
+        if protocol_mismatch(driver, RadixSchedulerDriver) is not None:
+            raise ValueError(
+                "engine_type 'sglang' schedules over a radix cache, backend mocker_sglang or sglang; "
+                f"got {driver.manager.backend!r}"
+            )
+        return SglangScheduler(driver, args)
+    if protocol_mismatch(driver, SchedulerDriver) is not None:
+        raise ValueError(
+            f"engine_type 'vllm' cannot schedule over backend {driver.manager.backend!r}; engine_type 'sglang' does"
+        )
     return VllmScheduler(driver, args)

@@ -49,7 +49,7 @@ class EngineComparison:
             *(
                 ((worker.worker_id, worker.dp_rank), StorageTier.DEVICE, worker.manager.resident)
                 for worker in workers
-                if worker.has_published or (worker.prefix_caching and worker.manager.resident())
+                if worker.has_published or worker.is_watched or (worker.publishes and worker.manager.resident())
             ),
         ]
 

@@ -173,6 +173,12 @@ class Judge:
         if book is not None:
             book.received(delivery)
 
+    def watched(self, event: RouterEvent) -> None:
+        """Judge an event that is not published, by the rules of the ledger alone: no index is given it."""
+        entry = self.log.append(event)
+        found = self.ledger.observe(event, entry.position, chained=False)
+        self.note(found, found)
+
     def _compare_at(self, queued: QueuedEvent, comparison: IndexComparison) -> None:
         """Give the index under test an event, and compare it if it is time to."""
         if self.index_input_filter is not None:

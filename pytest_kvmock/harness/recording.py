@@ -72,6 +72,11 @@ class Recording:
         self.bursts = False
         self._log = log
 
+    def next_request(self) -> int:
+        """Number one more request, from 1."""
+        self.requests += 1
+        return self.requests
+
     def arrive(self, arrival: Arrival) -> None:
         """Record what the router receives."""
         if len(self.arrivals) < MOST:
@@ -96,22 +101,23 @@ class Recording:
         return (Recorded(operation(*fields), at) for operation, fields, at in self.operations)
 
 
+def recorded_prompt(prompt: Prompt, block_size: int) -> tuple[Sequence[int], tuple[int, ...] | int | None, bool]:
+    """Return the fields `blocks`, `tail` and `hashed` of an operation with this prompt (`WithPrompt`)."""
+    # Not the prompt itself: it keeps three lists of hashes for as long as it lives.
+    if prompt.tokens is not None:
+        return (), prompt.tokens, False
+    blocks = tuple(prompt.block_hashes(block_size))
+    return blocks, None if prompt.num_tokens is None else prompt.num_tokens - len(blocks) * block_size, True
+
+
 class RecordedRequest(Request):
     """A request that records the operations on it."""
 
     def __init__(self, worker: KvWorker, prompt: Prompt, recording: Recording) -> None:
         super().__init__(worker, prompt)
         self._recording = recording
-        recording.requests += 1
-        self._number = recording.requests
-        # Not the prompt itself: it keeps three lists of hashes for as long as it lives.
-        blocks: Sequence[int] = ()
-        tail: tuple[int, ...] | int | None = prompt.tokens
-        hashed = tail is None
-        if hashed:
-            size = worker.manager.block_size
-            blocks = tuple(prompt.block_hashes(size))
-            tail = None if prompt.num_tokens is None else prompt.num_tokens - len(blocks) * size
+        self._number = recording.next_request()
+        blocks, tail, hashed = recorded_prompt(prompt, worker.manager.block_size)
         recording.operate(Prefill, self._number, blocks, tail, worker.worker_id, worker.dp_rank, hashed)
 
     def decode(self, tokens: int | Sequence[int] = 1) -> None:

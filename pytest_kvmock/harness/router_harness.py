@@ -14,22 +14,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.events import (
-    Cleared,
-    KvCacheEvent,
-    Removed,
-    RouterEvent,
-    StorageTier,
-    Stored,
-    StreamKey,
-)
+from pytest_kvmock.events import Cleared, StorageTier, StreamKey
+from pytest_kvmock.harness.by_hand import ByHand
 from pytest_kvmock.harness.engine_comparison import EngineComparison
 from pytest_kvmock.harness.index_comparison import SYNC, Sync
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
-from pytest_kvmock.harness.user_sink import HASHES, KvSink, Publishable, is_event
+from pytest_kvmock.harness.user_sink import KvSink, Publishable
 from pytest_kvmock.harness.verdict import Verdict, Verdicts
 from pytest_kvmock.harness.workers import WorkerKey, Workers
 from pytest_kvmock.hygiene.log import EventLog
@@ -45,8 +38,10 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pytest_kvmock.engine.worker import KvWorker, Request
+    from pytest_kvmock.engine.args import MockEngineArgs
+    from pytest_kvmock.engine.worker import KvWorker, OpenRequest
     from pytest_kvmock.faults.fault import Fault
+    from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.harness.faults import Faults
     from pytest_kvmock.harness.under_test import Scores, WorkerScores
     from pytest_kvmock.sinks import Sink
@@ -72,6 +67,9 @@ class RouterHarness:
         name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
         faults: how often faults strike an event at random, from 0 to 1, by name; see `Faults.at_random`.
         survive: names of the faults that the index under test must survive.
+        engine: fields of `MockEngineArgs` for the engines of its workers (see `engine`); sizes among them take the place
+            of the profile's.
+        judge_unpublished: judge what workers without prefix caching would publish, too, by the rules of the ledger alone.
         index_semantics: what a Cleared empties: None for the rank that published it (Dynamo from 1.6), "e1" for all ranks
             of its worker (Dynamo up to 1.3); see `RadixIndex`.
 
@@ -86,7 +84,6 @@ class RouterHarness:
         sync: when an index under test is compared.
         publisher: from worker to router: ids, sinks, the lock.
         recording: the events and operations, for a replay.
-        by_hand: the workers and ranks of events made by hand.
         index_semantics: as above.
     """
 
@@ -103,6 +100,8 @@ class RouterHarness:
         faults: Mapping[str, float] | None = None,
         survive: Collection[str] = (),
         index_semantics: Literal["e1"] | None = None,
+        engine: Mapping[str, Any] | None = None,
+        judge_unpublished: bool = False,
     ) -> None:
         if sync not in SYNC:
             raise ValueError(unknown_text("sync", sync, SYNC))
@@ -110,11 +109,13 @@ class RouterHarness:
             raise ValueError(f"unknown index_semantics {index_semantics!r}; known: None, 'e1'")
         if profile is not None and not isinstance(profile, EngineProfile):
             raise TypeError(f"profile must be an EngineProfile, got {profile!r:.80}")
-        if isinstance(allow, str):
-            raise TypeError(f"allow takes a list or tuple of rules, got the string {allow!r}")
-        if isinstance(allow, Mapping) or not isinstance(allow, Iterable):
+        if isinstance(allow, str | Mapping) or not isinstance(allow, Iterable):
             raise TypeError(f"allow takes a list or tuple of rules, got {allow!r:.80}")
         self.profile = profile or EngineProfile()
+        if engine:
+            from pytest_kvmock.harness.engines import engine_profile  # for those who use it
+
+            self.profile = engine_profile(self.profile, engine)
         self.sync = sync
         self._allow = frozenset(map(check_rule, allow))
         self.events = EventLog(self.flush, allow=self._allow)
@@ -130,10 +131,17 @@ class RouterHarness:
         self._engines = EngineComparison(self._judge)
         self._verdicts = Verdicts(self.events)
         self._workers = Workers(
-            self.profile, self._judge, self.publisher, self._engines, recording=self.recording, rng=self._rng
+            self.profile,
+            self._judge,
+            self.publisher,
+            self._engines,
+            recording=self.recording,
+            rng=self._rng,
+            engine=engine or {},
+            judge_unpublished=judge_unpublished,
         )
-        self.by_hand: set[StreamKey] = set()
-        self._begun: frozenset[Request] = frozenset()
+        self._by_hand = ByHand(self.publisher, self._workers)
+        self._begun: frozenset[OpenRequest] = frozenset()
         if recovery is not None:
             self.use_recovery(recovery)
         self._faults: Faults | None = None
@@ -223,6 +231,30 @@ class RouterHarness:
         """Make one more worker, with the lowest id that is free."""
         return self._workers.next_worker(backend)
 
+    def engine(
+        self,
+        id: int = 0,  # noqa: A002 - upstream's word
+        dp_rank: int = 0,
+        args: MockEngineArgs | None = None,
+        **engine: Any,
+    ) -> MockEngine:
+        """The engine in virtual time of a worker; made now if it has none.
+
+        Args:
+            id: the worker's id.
+            dp_rank: its data-parallel rank.
+            args: what it is; by default the harness's profile and `engine` fields.
+            **engine: fields of `MockEngineArgs`, laid over those of the harness.
+
+        Raises:
+            ValueError: a field out of range, sizes that are not the worker's, or other arguments than it has.
+        """
+        return self._workers.engine(id, dp_rank, args, engine)
+
+    def next_engine(self, args: MockEngineArgs | None = None, **engine: Any) -> MockEngine:
+        """Make one more worker, with the lowest id that is free, and its engine; see `engine`."""
+        return self._workers.engine(None, 0, args, engine)
+
     def make_sink(
         self,
         *,
@@ -302,33 +334,16 @@ class RouterHarness:
             TypeError: something else. The events before it were published.
             ValueError: events of a sink, which publishes them itself. Likewise.
         """
-        if isinstance(events, (Stored, Removed, Cleared, KvCacheEvent, RouterEvent)):
-            events = (events,)
-        elif not isinstance(events, Iterable) or isinstance(events, (str, bytes, Mapping)):
-            _refuse(events)
-        for event in events:
-            with self.publisher.lock:  # from the next id on, or two threads would get one id
-                addressed = self._addressed(event, worker_id, dp_rank)
-                self.by_hand.add((addressed.worker_id, addressed.event.dp_rank))
-                self.publisher.publish(addressed)
-
-    def _addressed(self, event: Publishable, worker_id: int, dp_rank: int) -> RouterEvent:
-        """An event with what it lacks: id, rank and worker."""
-        if isinstance(event, (Stored, Removed, Cleared)):
-            event = KvCacheEvent(self.next_id(worker_id, dp_rank), event, dp_rank)
-        if isinstance(event, KvCacheEvent):
-            event = RouterEvent(worker_id, event)
-        if not is_event(event):
-            _refuse(event)
-        if event.worker_id in self._workers.sink_ids:
-            raise ValueError(f"worker {event.worker_id} is a sink of this test; publish its events through the sink")
-        return event
+        self._by_hand.publish(events, worker_id, dp_rank)
 
     def next_id(self, worker_id: int, dp_rank: int) -> int:
         """Take the id for an event made by hand that has none; it is not used again."""
-        worker = self._workers.by_key.get(self._workers.key(worker_id, dp_rank))
-        published = self.publisher.next_id(worker_id, dp_rank)  # by hand perhaps, with ids of its own
-        return published if worker is None else max(published, worker.manager.take_event_id())
+        return self._by_hand.next_id(worker_id, dp_rank)
+
+    @property
+    def by_hand(self) -> set[StreamKey]:
+        """The workers and ranks of events made by hand."""
+        return self._by_hand.keys
 
     @contextmanager
     def burst(self) -> Iterator[None]:
@@ -411,6 +426,7 @@ class RouterHarness:
         An async index is flushed by `aflush`, in the test's own loop.
         """
         with self.publisher.lock:
+            self._workers.release_events()
             self._judge.flush_index()
             self._engines.flush(self.publisher.next_ids, self._workers.by_key.values())
 
@@ -422,6 +438,7 @@ class RouterHarness:
         """
         __tracebackhide__ = True
         self._need_async("aflush")
+        self._workers.release_events()
         await self._judge.acompare()
         self.flush()
 
@@ -540,7 +557,7 @@ class RouterHarness:
     def _raise_if_any(self, found: list[Problem]) -> None:
         __tracebackhide__ = True
         self.flush()
-        found = found + self._engines.differences(self._workers.by_key.values())
+        found += self._engines.differences(self._workers.by_key.values())
         if found:
             raise KvEventsError(problems_text(found))
 
@@ -580,10 +597,3 @@ class RouterHarness:
         errors = [problem for problem in verdict.errors if problem.rule not in self._allow]
         if kind is None and (errors or verdict.unmet):
             raise KvEventsError(failure_text(errors, verdict.unmet, harness=True))
-
-
-def _refuse(event: object) -> None:
-    raise TypeError(
-        f"apply takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, one or more, with {HASHES}, "
-        f"got {event!r:.80} ({type(event).__name__})"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from pytest_kvmock.engine.worker import KvWorker, Request
+from pytest_kvmock.engine.worker import KvWorker, OpenRequest
 from pytest_kvmock.harness.index_comparison import QueuedEvent
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
@@ -36,9 +36,9 @@ class Verdicts:
     def __init__(self, log: EventLog) -> None:
         self._log = log
         self._judged = 0
-        self._leaked: set[Request] = set()
+        self._leaked: set[OpenRequest] = set()
 
-    def leaked(self, workers: Iterable[KvWorker], spared: Collection[Request] = ()) -> None:
+    def leaked(self, workers: Iterable[KvWorker], spared: Collection[OpenRequest] = ()) -> None:
         """Record the requests that are still open at the end of a test, each once.
 
         Args:

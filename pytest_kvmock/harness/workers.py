@@ -23,6 +23,8 @@ from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
 from pytest_kvmock.programs.operations import Clear, Restart
 
 if TYPE_CHECKING:
+    from pytest_kvmock.engine.args import MockEngineArgs
+    from pytest_kvmock.harness.engines import HarnessEngine
     from pytest_kvmock.sinks import Sink
     from pytest_kvmock.tokens import Prompt
 
@@ -161,6 +163,8 @@ class Workers:
         engines: compares the stream of a sink with what its engine holds.
         recording: records the operations on them.
         rng: source of everything random in them.
+        engine: fields of `MockEngineArgs` for their engines.
+        judge_unpublished: judge what workers that do not publish would publish, by the rules of the ledger alone.
 
     Attributes:
         spec: the backend of those that have none of their own; None while there is none.
@@ -176,6 +180,8 @@ class Workers:
         *,
         recording: Recording,
         rng: Random,
+        engine: Mapping[str, Any] = MappingProxyType({}),
+        judge_unpublished: bool = False,
     ) -> None:
         self.spec: BackendSpec | None = None
         self.sink_ids: set[int] = set()
@@ -185,7 +191,10 @@ class Workers:
         self._engines = engines
         self._recording = recording
         self._rng = rng
+        self._engine_fields = dict(engine)
+        self._judge_unpublished = judge_unpublished
         self._workers: dict[WorkerKey, HarnessWorker] = {}
+        self._engines_of: dict[WorkerKey, HarnessEngine] = {}
         self._not_prefix_closed: set[StreamKey] = set()
 
     @property
@@ -231,6 +240,52 @@ class Workers:
         """Make one more worker, with the lowest id that is free."""
         return self._add(self._free_id(), 0, backend, self._profile)
 
+    def engine(
+        self, worker_id: int | None, dp_rank: int, args: MockEngineArgs | None, fields: Mapping[str, Any]
+    ) -> HarnessEngine:
+        """The engine of a worker, made now if it has none; see `RouterHarness.engine`.
+
+        Args:
+            worker_id: which worker; None: one more, with the lowest id that is free.
+            dp_rank: its rank.
+            args: what it is; None: by the profile.
+            fields: fields of `MockEngineArgs` over those of the harness.
+
+        Raises:
+            ValueError: as `RouterHarness.engine`.
+        """
+        from pytest_kvmock.harness.engines import HarnessEngine, WatchingSink, engine_args  # for those who use one
+
+        key = None if worker_id is None else self.key(worker_id, dp_rank)
+        found = None if key is None else self._engines_of.get(key)
+        if found is not None and args is None and not fields:
+            return found
+        spec = self._spec_of(key)
+        wanted = engine_args(self._profile, spec, {**self._engine_fields, **fields}) if args is None else args
+        if found is not None:
+            if found.args != wanted:
+                raise ValueError(f"the engine of worker {worker_id} has other arguments already: {found.args!r}")
+            return found
+        worker = self.next_worker() if worker_id is None else self.worker(worker_id, dp_rank)
+        assert isinstance(worker, HarnessWorker)
+        if self._judge_unpublished:
+            worker.watch(WatchingSink(self._judge, worker.worker_id))
+        engine = HarnessEngine(wanted, worker, self._recording, self._rng.getrandbits(64))
+        self._engines_of[self.key(worker.worker_id, worker.dp_rank)] = engine
+        return engine
+
+    def _spec_of(self, key: WorkerKey | None) -> BackendSpec:
+        worker = None if key is None else self._workers.get(key)
+        spec = self.spec if worker is None else worker.spec
+        if spec is None:
+            raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
+        return spec
+
+    def release_events(self) -> None:
+        """Publish what engines hold until their passes end."""
+        for engine in self._engines_of.values():
+            engine.worker.release_events()
+
     def add_mismatched(self, worker_id: int | None, **fields: Any) -> KvWorker:
         """Make one more worker with another profile than the router's; see `Faults.block_size`.
 
@@ -251,6 +306,7 @@ class Workers:
         """Remove workers; the next one of such an id is a new one."""
         for key in keys:
             self._workers.pop(self.key(*key), None)
+            self._engines_of.pop(self.key(*key), None)
 
     def _free_id(self) -> int:
         """The lowest id that no engine and no sink has."""

@@ -176,6 +176,75 @@ class Resume(OnRequest):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class Submit(OnRequest, WithPrompt):
+    """Give the engine of a worker a request.
+
+    Attributes:
+        name: how later operations call it.
+        blocks: its prompt; this and what follows as in `Prefill`.
+        tail: further tokens.
+        worker: on which worker.
+        rank: on which of its ranks.
+        hashed: whether blocks are local hashes.
+        output_tokens: how many tokens it generates.
+        arrival_ms: when it arrives; None: now.
+        priority: its priority; None where the engine has none.
+    """
+
+    kind = "submit"
+
+    blocks: tuple[int | tuple[int, ...], ...] = ()
+    tail: int | tuple[int, ...] | None = 0
+    worker: int = 0
+    rank: int = 0
+    hashed: bool = False
+    output_tokens: int = 1
+    arrival_ms: float | None = None
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Abort(OnRequest):
+    """Abort a request of an engine."""
+
+    kind = "abort"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunPasses(Operation):
+    """Have the engine of a worker run forward passes.
+
+    Attributes:
+        count: how many.
+        worker: on which worker.
+        rank: on which of its ranks.
+    """
+
+    kind = "step"
+
+    count: int = 1
+    worker: int = 0
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Run(Operation):
+    """Have the engine of a worker run until no request is open, or until a moment.
+
+    Attributes:
+        until_ms: no pass starts at or after it; None: to the end.
+        worker: on which worker.
+        rank: on which of its ranks.
+    """
+
+    kind = "run"
+
+    until_ms: float | None = None
+    worker: int = 0
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Clear(Operation):
     """Clear a worker: it drops what is cached. While it has requests, nothing happens."""
 

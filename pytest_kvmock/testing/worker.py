@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
+from pytest_kvmock.engine.worker import OutOfBlocks, Request, RequestError
 from pytest_kvmock.events import Cleared, Removed, Stored, value_text
 from pytest_kvmock.testing.subject import OverBackend
 from pytest_kvmock.testing.world import World
@@ -446,6 +446,7 @@ class WorkerContract(OverBackend):
             world.play(seed, workers=2)
             for worker in world.harness.workers.values():
                 for request in list(worker.requests):
+                    assert isinstance(request, Request)  # no engine uses the worker
                     world.do(request.finish)
                 active = worker.manager.num_active_blocks
                 assert 0 == active, f"all requests have finished, and {active} blocks of {worker} are in use"

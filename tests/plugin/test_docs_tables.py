@@ -10,13 +10,15 @@ import inspect
 import os
 import re
 import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import pytest
 from pages import PAGES, ROOT
 
 from pytest_kvmock import RouterHarness, plugin
 from pytest_kvmock.backends import BACKENDS, EngineProfile
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.nested_args import SglangArgs
 from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.plugin import hookspecs
@@ -113,6 +115,19 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
         "survive": (),
     }
     assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
+
+
+def defaults_of(cls):
+    return {each.name: each.default for each in fields(cls) if each.init}
+
+
+def test_every_argument_of_an_engine_is_listed_with_its_default():
+    text = REFERENCE["engine-args.md"].section("Fields")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (?:`([^`]*)`|[^`]*?) \| .* \|$", text, re.MULTILINE))
+    shown = {name: ast.literal_eval(value) for name, value in rows.items() if value}
+    expected, options = defaults_of(MockEngineArgs), {**asdict(SglangArgs().filled(64))}
+    assert [*expected, *options] == list(rows)
+    assert {**expected, **{name: value for name, value in options.items() if name != "page_size"}} == shown
 
 
 def test_the_table_of_traits_is_true():

@@ -1,0 +1,159 @@
+"""When the requests of a trace arrive: by their timestamps, or as soon as others are done; and turn by turn in a session."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_kvmock.tokens import Prompt
+    from pytest_kvmock.traces import TraceRequest
+
+# Theory of operation
+#
+# The requests of a session come one after the other, in the order of the trace: each a delay after the one before it is
+# done. Where the trace names none, the delay is the difference of their timestamps; where one of those is missing, 0.
+# A request without a session is one by itself.
+#
+# In an open loop the first request of a session arrives at its timestamp. In a closed loop timestamps do not matter:
+# sessions begin in the order of the trace, each when fewer than so many requests are open. What counts there as open differs: in 1.3.1 a session keeps its place until its last request
+# is done; in 1.2.1 others are served meanwhile, and a request on the link between two engines does not count.
+
+
+class Turn:
+    """One request of a trace.
+
+    Attributes:
+        trace: the request as the trace has it.
+        prompt: its prompt.
+        session: the number of its session, in the order of the trace.
+        next: the request of its session that comes after it; None: there is none.
+        delay_ms: how long after the one before it is done it arrives.
+        keeps_place: whether it takes over the place of the one before it in a closed loop.
+    """
+
+    __slots__ = ("delay_ms", "keeps_place", "next", "prompt", "session", "trace")
+
+    def __init__(self, trace: TraceRequest, prompt: Prompt) -> None:
+        self.trace = trace
+        self.prompt = prompt
+        self.session = 0
+        self.next: Turn | None = None
+        self.delay_ms = 0.0
+        self.keeps_place = False
+
+    @property
+    def timestamp_ms(self) -> float:
+        """Its timestamp; 0 where it has none."""
+        return self.trace.timestamp or 0.0
+
+
+def link_sessions(turns: Iterable[Turn], speedup: float) -> list[Turn]:
+    """Link the turns of each session.
+
+    Args:
+        turns: all requests, in the order of the trace.
+        speedup: by what delays are divided.
+
+    Returns:
+        The first turn of each session, in the order of the trace.
+    """
+    firsts: list[Turn] = []
+    last: dict[str, tuple[Turn, float]] = {}
+    for turn in turns:
+        session, timestamp = turn.trace.session_id, turn.trace.timestamp
+        if session is None or session not in last:
+            turn.session = len(firsts)
+            firsts.append(turn)
+            known = turn.timestamp_ms
+        else:
+            before, known = last[session]
+            turn.session = before.session
+            before.next = turn
+            delay = turn.trace.delay
+            if delay is None:
+                delay = 0.0 if timestamp is None else timestamp - known
+            turn.delay_ms = delay / speedup
+            known = known if timestamp is None else timestamp
+        if session is not None:
+            last[session] = turn, known
+    return firsts
+
+
+class Arrivals:
+    """Decides which request arrives when.
+
+    Args:
+        turns: all requests, in the order of the trace.
+        concurrency: how many are open at once; None: they arrive by their timestamps.
+        speedup: by what times are divided.
+        sessions_keep_place: whether a session counts as open until its last request is done (1.3.1).
+    """
+
+    def __init__(
+        self, turns: Iterable[Turn], concurrency: int | None, speedup: float, *, sessions_keep_place: bool
+    ) -> None:
+        self._limit = concurrency
+        self._sessions_keep_place = sessions_keep_place
+        self._open = 0
+        # (moment, session, turn): those that arrive whatever is open, and those that wait for a place. Of one moment, the
+        # session that stands first in the trace comes first.
+        self._timed: list[tuple[float, int, Turn]] = []
+        self._placeless: list[tuple[float, int, Turn]] = []
+        firsts = link_sessions(turns, speedup)
+        begin_ms = min(turn.timestamp_ms for turn in firsts)
+        for turn in firsts:
+            if concurrency is None:
+                heappush(self._timed, ((turn.timestamp_ms - begin_ms) / speedup, turn.session, turn))
+            else:
+                heappush(self._placeless, (0.0, turn.session, turn))
+
+    @property
+    def _has_place(self) -> bool:
+        return self._limit is not None and self._open < self._limit
+
+    @property
+    def next_ms(self) -> float:
+        """When the next request arrives, if nothing else happens before; infinite where none will."""
+        moments = [math.inf]
+        if self._timed:
+            moments.append(self._timed[0][0])
+        if self._placeless and self._has_place:
+            moments.append(self._placeless[0][0])
+        return min(moments)
+
+    def take(self, now_ms: float) -> Iterator[tuple[Turn, float]]:
+        """Yield each request that arrives by now, and when: in a closed loop that is when it is dispatched."""
+        while self._timed and self._timed[0][0] <= now_ms:
+            moment, _, turn = heappop(self._timed)
+            self._open += not turn.keeps_place
+            yield turn, moment if self._limit is None else now_ms
+        while self._placeless and self._has_place and self._placeless[0][0] <= now_ms:
+            turn = heappop(self._placeless)[2]
+            self._open += 1
+            yield turn, now_ms
+
+    def leave(self) -> None:
+        """Count one request fewer as open: it is on the link."""
+        self._open -= 1
+
+    def enter(self) -> None:
+        """Count one request more as open: it has come from the link."""
+        self._open += 1
+
+    def done(self, turn: Turn, now_ms: float) -> None:
+        """Have the next request of its session arrive, as this one is done."""
+        self._open -= 1
+        after = turn.next
+        if after is None:
+            return
+        moment = now_ms + after.delay_ms
+        if self._limit is not None and not self._sessions_keep_place:
+            heappush(self._placeless, (moment, after.session, after))
+            return
+        if self._limit is not None:
+            self._open += 1
+            after.keeps_place = True
+        heappush(self._timed, (moment, after.session, after))

@@ -1,0 +1,97 @@
+"""A request of an engine, from its arrival to its last token."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pytest_kvmock.engine.scheduler import ScheduledRequest
+from pytest_kvmock.engine.worker import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_kvmock.moves import Block
+    from pytest_kvmock.tokens import Prompt
+
+
+class RequestOwner(Protocol):
+    """What a request needs of its engine."""
+
+    def abort(self, request: EngineRequest, /) -> None:
+        """Take an open request out of scheduler and worker."""
+
+
+class EngineRequest(ScheduledRequest):
+    """One request of an engine. `MockEngine.submit` makes one; its attributes are those of `ScheduledRequest`, and these.
+
+    Args:
+        owner: its engine.
+        state: the driver's own request.
+        prompt: what was asked.
+        prompt_tokens: length of the prompt.
+        max_output_tokens: how many tokens it generates.
+        rng: source of its tokens; None where the prompt's are not known, so that nobody looks at those of the output.
+        planned: tokens that are not random, by their place in the output.
+        **options: `arrival_ms` and `priority`, as `ScheduledRequest` takes them.
+
+    Attributes:
+        prompt: as above.
+    """
+
+    __slots__ = ("_owner", "_planned", "_rng", "prompt")
+
+    def __init__(
+        self,
+        owner: RequestOwner,
+        state: Any,
+        prompt: Prompt,
+        prompt_tokens: int,
+        max_output_tokens: int,
+        *,
+        rng: Random | None,
+        planned: Mapping[int, int],
+        **options: Any,
+    ) -> None:
+        super().__init__(state, prompt_tokens, max_output_tokens, **options)
+        self.prompt = prompt
+        self._owner = owner
+        self._rng = rng
+        self._planned = planned
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Its blocks in order: sequence hashes, and the UUID of a last one that is not full."""
+        return list(self.state.blocks)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that its first admission found cached; 0 before."""
+        return self.first_reused_tokens
+
+    def abort(self) -> None:
+        """Abort the request: it leaves the engine, and its blocks are freed; full ones stay cached.
+
+        Raises:
+            RequestError: it is finished, rejected, aborted or lost.
+        """
+        if not self.is_open:
+            raise RequestError(f"abort on a request that is {self.status}; it must be waiting, running or preempted")
+        self._owner.abort(self)
+
+    def lose(self) -> None:
+        """Give the request up, as its worker restarts."""
+        self.status = "lost"
+
+    def next_token(self) -> int:
+        """The token that it generates next: random, or a planned one."""
+        return self.next_tokens(1)[0]
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The tokens that it generates next, as so many calls of `next_token` would return them."""
+        if self._rng is None:
+            return [0] * count
+        draw, planned, start = self._rng.getrandbits, self._planned, self.generated_tokens
+        if not planned:
+            return [draw(32) for _ in range(count)]
+        return [planned[i] if i in planned else draw(32) for i in range(start, start + count)]

@@ -1,0 +1,67 @@
+"""Events made by hand: what they lack is added, and they are published as those of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
+
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored, StreamKey
+from pytest_kvmock.harness.publisher import Publisher
+from pytest_kvmock.harness.user_sink import HASHES, Publishable, is_event
+from pytest_kvmock.harness.workers import Workers
+
+
+class ByHand:
+    """Publishes events made by hand.
+
+    Args:
+        publisher: where they are published.
+        workers: the workers whose events they are made to be, and the sinks, whose events they cannot be.
+
+    Attributes:
+        keys: the workers and ranks of such events.
+    """
+
+    __slots__ = ("_publisher", "_workers", "keys")
+
+    def __init__(self, publisher: Publisher, workers: Workers) -> None:
+        self.keys: set[StreamKey] = set()
+        self._publisher = publisher
+        self._workers = workers
+
+    def publish(self, events: Publishable | Iterable[Publishable], worker_id: int, dp_rank: int) -> None:
+        """Publish one or more events; see `RouterHarness.apply`."""
+        if isinstance(events, (Stored, Removed, Cleared, KvCacheEvent, RouterEvent)):
+            events = (events,)
+        elif not isinstance(events, Iterable) or isinstance(events, (str, bytes, Mapping)):
+            _refuse(events)
+        for event in events:
+            with self._publisher.lock:  # from the next id on, or two threads would get one id
+                addressed = self._addressed(event, worker_id, dp_rank)
+                self.keys.add((addressed.worker_id, addressed.event.dp_rank))
+                self._publisher.publish(addressed)
+
+    def _addressed(self, event: Publishable, worker_id: int, dp_rank: int) -> RouterEvent:
+        """An event with what it lacks: id, rank and worker."""
+        if isinstance(event, (Stored, Removed, Cleared)):
+            event = KvCacheEvent(self.next_id(worker_id, dp_rank), event, dp_rank)
+        if isinstance(event, KvCacheEvent):
+            event = RouterEvent(worker_id, event)
+        if not is_event(event):
+            _refuse(event)
+        if event.worker_id in self._workers.sink_ids:
+            raise ValueError(f"worker {event.worker_id} is a sink of this test; publish its events through the sink")
+        return event
+
+    def next_id(self, worker_id: int, dp_rank: int) -> int:
+        """Take the id for an event made by hand that has none; it is not used again."""
+        worker = self._workers.by_key.get(self._workers.key(worker_id, dp_rank))
+        published = self._publisher.next_id(worker_id, dp_rank)  # by hand perhaps, with ids of its own
+        return published if worker is None else max(published, worker.manager.take_event_id())
+
+
+def _refuse(event: object) -> NoReturn:
+    raise TypeError(
+        f"apply takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, one or more, with {HASHES}, "
+        f"got {event!r:.80} ({type(event).__name__})"
+    )

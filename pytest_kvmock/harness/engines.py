@@ -1,0 +1,123 @@
+"""The engines of a harness: mock engines in virtual time over its workers, recorded as these are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
+from pytest_kvmock.fleet.engine_request import EngineRequest
+from pytest_kvmock.fleet.mock_engine import MockEngine
+from pytest_kvmock.harness.recording import Recording, recorded_prompt
+from pytest_kvmock.programs.operations import Abort, Run, RunPasses, Submit
+
+if TYPE_CHECKING:
+    from pytest_kvmock.backends import BackendSpec, EngineProfile
+    from pytest_kvmock.engine.scheduler import ForwardPass
+    from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.fleet.report import EngineReport
+    from pytest_kvmock.harness.judge import Judge
+    from pytest_kvmock.tokens import Prompt, TokenIds
+
+
+class HarnessEngine(MockEngine):
+    """An engine of a harness; the operations on it are recorded.
+
+    Args:
+        args: what it is.
+        worker: the worker whose manager it uses.
+        recording: records the operations.
+        seed: seed of generated tokens.
+    """
+
+    def __init__(self, args: MockEngineArgs, worker: KvWorker, recording: Recording, seed: int) -> None:
+        super().__init__(args, worker=worker, seed=seed)
+        self._recording = recording
+        self._numbers: dict[EngineRequest, int] = {}
+        self._key = worker.worker_id, worker.dp_rank
+
+    def submit(
+        self,
+        prompt: Prompt | TokenIds,
+        max_output_tokens: int,
+        arrival_ms: float | None = None,
+        *,
+        priority: int | None = None,
+    ) -> EngineRequest:
+        """As `MockEngine.submit`."""
+        request = super().submit(prompt, max_output_tokens, arrival_ms, priority=priority)
+        number = self._numbers[request] = self._recording.next_request()
+        blocks, tail, hashed = recorded_prompt(request.prompt, self.worker.manager.block_size)
+        fields = (number, blocks, tail, *self._key, hashed, max_output_tokens, arrival_ms, priority)
+        self._recording.operate(Submit, *fields)
+        return request
+
+    def step(self) -> ForwardPass:
+        """As `MockEngine.step`."""
+        self._recording.operate(RunPasses, 1, *self._key)
+        return super().step()
+
+    def run(self, until_ms: float | None = None) -> EngineReport:
+        """As `MockEngine.run`."""
+        self._recording.operate(Run, until_ms, *self._key)
+        return super().run(until_ms)
+
+    def abort(self, request: EngineRequest) -> None:
+        """As `MockEngine.abort`."""
+        self._recording.operate(Abort, self._numbers[request])
+        super().abort(request)
+
+
+def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, Any]) -> MockEngineArgs:
+    """Return the arguments of an engine by a profile; its type is that of the backend's scheduler.
+
+    Raises:
+        ValueError: a field is unknown, out of range, or contradicts profile or backend.
+    """
+    return MockEngineArgs.from_profile(profile, **{"engine_type": spec.scheduler, **fields})
+
+
+class WatchingSink:
+    """The sink of a worker that does not publish: its events are judged by the rules of the ledger alone.
+
+    Args:
+        judge: judges them.
+        worker_id: the worker.
+    """
+
+    __slots__ = ("_judge", "_worker_id")
+
+    def __init__(self, judge: Judge, worker_id: int) -> None:
+        self._judge = judge
+        self._worker_id = worker_id
+
+    def publish(
+        self,
+        event: KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+    ) -> None:
+        """Judge an event."""
+        self._judge.watched(RouterEvent(self._worker_id, event, storage_tier, token_ids))
+
+
+def engine_profile(profile: EngineProfile, engine: Mapping[str, Any]) -> EngineProfile:
+    """Return a profile with the sizes of an engine laid over it.
+
+    Args:
+        profile: the profile.
+        engine: fields of `MockEngineArgs`.
+
+    Raises:
+        ValueError: one contradicts a field that the profile sets, or is unknown or out of range.
+    """
+    if not engine:
+        return profile
+    args = MockEngineArgs.from_profile(profile, **engine)
+    return profile.replace(
+        num_blocks=args.num_gpu_blocks,
+        block_size=args.block_size,
+        prefix_caching=args.enable_prefix_caching,
+        dp_size=args.dp_size,
+    )
