@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.paged import PagedCacheManager as PagedCacheManager
     from pytest_kvmock.cache.paged import PagedRequest as PagedRequest
+    from pytest_kvmock.engine.args import MockEngineArgs as MockEngineArgs
     from pytest_kvmock.engine.driver import Traits as Traits
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
-    from pytest_kvmock.engine.args import MockEngineArgs as MockEngineArgs
     from pytest_kvmock.events import Cleared as Cleared
     from pytest_kvmock.events import KvCacheEvent as KvCacheEvent
     from pytest_kvmock.events import Removed as Removed
