@@ -130,7 +130,7 @@ class ReservingDriver(SchedulerDriver, Protocol):
 
 
 class RadixSchedulerDriver(Driver, Protocol):
-    """Brings the requests of SGLang's scheduler to a radix cache, and tells it what there is room for. All in tokens."""
+    """Brings the requests of SGLang's scheduler to a radix cache, and counts what there is room for, in tokens."""
 
     has_priorities: bool
     """Whether waiting requests are served by priority."""
