@@ -63,8 +63,10 @@ def replay(
         raise ValueError("replay: there is no request")
     later = engines[0].args.scheduler_semantics == "1.3.1"
     arrivals = Arrivals(turns, concurrency, arrival_speedup, sessions_keep_place=later)
-    # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before.
+    # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before; but that of
+    # 1.2.1 serves an engine of type "sglang" as if there were several.
     only_between_passes = concurrency is not None and len(engines) == 1 and not prefill
+    only_between_passes &= later or engines[0].args.engine_type == "vllm"
     return _Replay(engines, prefill, arrivals, only_between_passes=only_between_passes).run()
 
 
