@@ -165,7 +165,8 @@ class _Replay:
             self._now = moment
         self._check_served()
         passes = sum(engine.passes for engine in self._everyone)
-        return ReplayReport(tuple(self._order), passes, tuple(self._served_by), tuple(self._handoffs.made))
+        handoffs = {made.request: made.to_json() for made in self._handoffs.made if made.request is not None}
+        return ReplayReport(tuple(self._order), passes, tuple(self._served_by), handoffs)
 
     def _check_served(self) -> None:
         """Raise if requests are left for which nobody will free blocks."""
