@@ -236,7 +236,10 @@ class ReservingHandoffs(Handoffs):
         super().__init__(sources, expect, arrivals)
         for engine in destinations:
             if not engine.can_reserve:
-                raise ValueError(f"replay: prefill needs engines that can reserve blocks (vllm), got {engine!r}")
+                raise ValueError(
+                    "replay: with prefill in the semantics of 1.3.1, engines must be of type vllm over a backend that takes "
+                    f"moves (such as lineage), got {engine!r}"
+                )
         self._rejected = rejected
         self._busy = busy
         self._blocked = blocked

@@ -77,3 +77,13 @@ def test_a_prompt_that_its_destination_can_never_hold_is_rejected_and_the_others
     assert ["finished", "rejected", "finished"] == [request.status for request in report.requests]
     assert 86.072289 == pytest.approx(report.duration_ms)
     assert 0 == prefill.metrics.active_blocks
+
+
+def test_an_engine_that_cannot_reserve_blocks_is_no_destination():
+    sizes = {"block_size": 4, "num_gpu_blocks": 50, "semantics": "1.3.1"}
+    prefill, decode = (
+        MockEngine(MockEngineArgs(worker_type=kind, **sizes), backend="vllm") for kind in ("prefill", "decode")
+    )
+    with pytest.raises(ValueError, match="engines must be of type vllm over a backend that takes moves"):
+        replay([TraceRequest(0, 8, 2, (1, 2))], [decode], [prefill], trace_block_size=4)
+    assert decode.is_idle
