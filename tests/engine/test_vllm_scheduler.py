@@ -36,10 +36,10 @@ def test_running_requests_are_served_before_waiting_ones():
 
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.3.1"])
-def test_a_waiting_request_preempts_a_running_one_in_1_2_1_only(semantics, statuses):
+def test_a_waiting_request_preempts_a_running_one_in_1_2_1_only(semantics):
     """8 tokens have 2 of 4 blocks, 12 ask for 3: 1.2.1 gives them the two that are left, and preempts for the third."""
     engine = engine_of(num_gpu_blocks=4, semantics=semantics)
-    first, second = submit(engine, 8, 12, output=1)
+    first, _ = submit(engine, 8, 12, output=1)
     late = engine.submit(range(9000, 9004), 1, arrival_ms=0.0)
     done = engine.step()
     if semantics == "1.2.1":
