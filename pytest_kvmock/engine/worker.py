@@ -331,7 +331,7 @@ class KvWorker:
         for request in self.requests:
             request.lose()
         self.requests.clear()
-        self._recorder.held.clear()
+        self._recorder.forget()
         self._driver = self._start()
         if self._engine is not None:
             self._engine.restarted()
@@ -383,7 +383,8 @@ class KvWorker:
 
     def release_events(self) -> None:
         """Publish the events that are held, in order, and hold none from now on."""
-        self._recorder.release()
+        with self._serving():  # as they were published
+            self._recorder.release()
 
     def _steps(self, tokens: int | Sequence[int]) -> Sequence[int]:
         """The tokens of so many decode steps."""
@@ -425,6 +426,11 @@ class _StoredRecorder:
             self.held.append((event, storage_tier, token_ids))
         elif self.sink is not None:
             self.sink.publish(event, storage_tier, token_ids)
+
+    def forget(self) -> None:
+        """Drop what is held, and hold nothing from now on."""
+        self.holds = False
+        self.held.clear()
 
     def release(self) -> None:
         """Pass on what is held, and hold nothing from now on."""
