@@ -139,6 +139,15 @@ def literal(value: object) -> str:
     return repr(value)
 
 
+def is_literal(value: object) -> bool:
+    """Whether `literal` writes a value so that Python reads it again."""
+    if isinstance(value, Mapping):
+        return all(map(is_literal, value.values()))
+    if isinstance(value, tuple | list):
+        return all(map(is_literal, value))
+    return value is None or isinstance(value, str | int | float)
+
+
 def _prompt(prompt: Prompt, block_size: int) -> str:
     if prompt.tokens is not None:
         return token_list(prompt.tokens)
