@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from pytest_kvmock.backends import BackendSpec, backend_spec
+from pytest_kvmock.backends import BackendSpec, backend_spec, known_backends
 from pytest_kvmock.checks import check_integer, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
@@ -163,10 +163,11 @@ class MockEngine:
         for name, has, asked in zip(names, of_worker, wanted, strict=True):
             if has != asked:
                 raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
-        scheduler = getattr(backend_spec(manager.backend), "scheduler", args.engine_type)
-        if scheduler != args.engine_type:
+        # A backend may be used that is not listed; a worker of a harness knows its own.
+        spec: BackendSpec | None = getattr(worker, "spec", None) or known_backends().get(manager.backend)
+        if spec is not None and spec.scheduler != args.engine_type:
             raise ValueError(
-                f"engine_type={args.engine_type!r}, and backend {manager.backend!r} has the scheduler of {scheduler}"
+                f"engine_type={args.engine_type!r}, and backend {manager.backend!r} has the scheduler of {spec.scheduler}"
             )
 
     def restarted(self) -> None:

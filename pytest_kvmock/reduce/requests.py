@@ -89,6 +89,7 @@ class RequestCutter:
                     self._fewer_blocks,
                     self._shorter_prompts,
                     self._fewer_steps,
+                    self._earlier,
                     self._one_after_another,
                 ):
                     shorten()
@@ -265,6 +266,20 @@ class RequestCutter:
             step = self._steps[i]
             if getattr(step, name, None) is not None:
                 self._attempt(self._changed(i, replace(step, **{name: None})))  # type: ignore[type-var]  # a dataclass
+
+    def _earlier(self) -> None:
+        """Have the first request of engines arrive at once, and the others as long after it as they did."""
+        arrivals = [s.arrival_ms for s in self._steps if isinstance(s, Submit) and s.arrival_ms is not None]
+        if not arrivals or any(isinstance(step, Run) and step.until_ms is not None for step in self._steps):
+            return
+        first = min(arrivals)
+
+        def shifted(asked: Asked) -> Asked:
+            if not isinstance(asked, Submit) or asked.arrival_ms is None:
+                return asked
+            return replace(asked, arrival_ms=asked.arrival_ms - first or None)
+
+        self._attempt(self._with_prompts(self._steps, shifted))
 
     def _one_after_another(self) -> None:
         """Have requests finished before the next begins, where it does not matter: that reads as one line each."""
