@@ -161,11 +161,9 @@ def test_what_is_not_published_is_cut_by_requests_alone(faulty_backends, failure
     assert faulty_backends
     profile = EngineProfile(block_size=4, num_blocks=24, prefix_caching=False)
     kv = RouterHarness(profile, "keeps_one_secret", judge_unpublished=True)
-    engine = kv.engine(0)
-    kv.worker(0).restart()
     for number in range(20):
-        engine.submit([*range(100 * number, 100 * number + 22)], 7)
-    engine.run()
+        kv.engine(0).submit([*range(100 * number, 100 * number + 22)], 7)
+    kv.engine(0).run()
     kv.judge()
     assert "block_not_found" == kv.events.errors[0].rule
     found = reproduce(kv)
