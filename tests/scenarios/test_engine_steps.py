@@ -201,7 +201,7 @@ def test_each_operation_of_an_engine_is_a_step_that_does_it(tmp_path):
         RunPasses(2, 1),
         Abort("a"),
         Restart(announced=True),
-        Run(40.5, 1),
+        Run(400.5, 1),
         Run(None, 1),
         Clear(1),
         Run(),
@@ -213,8 +213,7 @@ def test_each_operation_of_an_engine_is_a_step_that_does_it(tmp_path):
     for step in steps:
         interpreter.do(step)
     assert [entry.event for entry in done.events] == [entry.event for entry in played.events]
-    assert [40.5, 40.5] == [max(40.5, kv.engine(1).requests[0].arrival_ms) for kv in (played, done)]
-    assert done.engine(1).now_ms == played.engine(1).now_ms > 40.5
+    assert [400.5, 400.5] == [kv.engine(1).now_ms for kv in (played, done)]
 
 
 def test_the_arguments_of_engines_are_written(tmp_path):
