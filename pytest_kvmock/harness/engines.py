@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, fields
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -82,25 +82,13 @@ class HarnessEngine(MockEngine):
         super().abort(request)
 
 
-def engine_args(profile: EngineProfile, spec: BackendSpec, given: Mapping[str, Any]) -> MockEngineArgs:
+def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, Any]) -> MockEngineArgs:
     """Return the arguments of an engine by a profile; its type is that of the backend's scheduler.
 
     Raises:
         ValueError: a field is unknown, out of range, or contradicts profile or backend.
     """
-    return MockEngineArgs.from_profile(profile, **{"engine_type": spec.scheduler, **given})
-
-
-def engine_fields(args: MockEngineArgs, profile: EngineProfile, spec: BackendSpec) -> dict[str, Any]:
-    """Return the fields by which `engine_args` makes these arguments; groups of them as mappings."""
-    plain = engine_args(profile, spec, {})
-    given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
-    given = {name: value for name, value in given.items() if value != getattr(plain, name)}
-    for group in ("sglang", "reasoning"):
-        if given.get(group) is not None:
-            own = asdict(given[group])
-            given[group] = {name: value for name, value in own.items() if value is not None}
-    return given
+    return MockEngineArgs.from_profile(profile, **{"engine_type": spec.scheduler, **fields})
 
 
 class WatchingSink:
@@ -146,3 +134,15 @@ def engine_profile(profile: EngineProfile, engine: Mapping[str, Any]) -> EngineP
         prefix_caching=args.enable_prefix_caching,
         dp_size=args.dp_size,
     )
+
+
+def engine_fields(args: MockEngineArgs, profile: EngineProfile, spec: BackendSpec) -> dict[str, Any]:
+    """Return the fields by which `engine_args` makes these arguments; groups of them as mappings."""
+    plain = engine_args(profile, spec, {})
+    given = {each.name: getattr(args, each.name) for each in dataclasses.fields(args) if each.init}
+    given = {name: value for name, value in given.items() if value != getattr(plain, name)}
+    for group in ("sglang", "reasoning"):
+        if given.get(group) is not None:
+            own = dataclasses.asdict(given[group])
+            given[group] = {name: value for name, value in own.items() if value is not None}
+    return given
