@@ -225,7 +225,7 @@ def test_a_router_recovers_what_it_missed_of_an_engine():
     kv.engine(0).run()
     kv.assert_in_sync()
     assert {0: 2} == kv.overlap(range(100, 108))
-    assert [] == kv.judge().errors
+    assert ["event_id_gap"] == [problem.rule for problem in kv.judge().errors]  # and no index_drift
 
 
 def test_events_of_several_engines_are_told_apart():
