@@ -2,7 +2,7 @@
 
 The names that most tests need are here; they are loaded when they are first used (PEP 562), so that a test suite that has
 the plugin installed and does not use it pays for none of them. The others are in their modules: `moves`, `sinks`, `tokens`,
-`plh`, `traces`, `profiles`, `engine`, `cache`, `recovery`, `vllm`, `reduce`, `scenarios` and `testing`.
+`plh`, `traces`, `profiles`, `engine`, `fleet`, `cache`, `recovery`, `vllm`, `reduce`, `scenarios` and `testing`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.paged import PagedCacheManager as PagedCacheManager
     from pytest_kvmock.cache.paged import PagedRequest as PagedRequest
+    from pytest_kvmock.engine.args import MockEngineArgs as MockEngineArgs
     from pytest_kvmock.engine.driver import Traits as Traits
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.events import RouterEvent as RouterEvent
     from pytest_kvmock.events import StorageTier as StorageTier
     from pytest_kvmock.events import Stored as Stored
+    from pytest_kvmock.fleet.mock_engine import EngineStalled as EngineStalled
+    from pytest_kvmock.fleet.mock_engine import MockEngine as MockEngine
+    from pytest_kvmock.fleet.replay import replay as replay
     from pytest_kvmock.harness import KvSink as KvSink
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness.faults import Faults as Faults
@@ -60,6 +64,7 @@ _HOME = {
     "CapturingSink": "sinks",
     "Cleared": "events",
     "EngineProfile": "backends",
+    "EngineStalled": "fleet.mock_engine",
     "EventLog": "hygiene.log",
     "EvictionPolicy": "cache.dynamo.eviction.policy",
     "Faults": "harness.faults",
@@ -71,6 +76,8 @@ _HOME = {
     "KvManager": "cache.manager",
     "KvSink": "harness",
     "KvWorker": "engine.worker",
+    "MockEngine": "fleet.mock_engine",
+    "MockEngineArgs": "engine.args",
     "OutOfBlocks": "engine.worker",
     "OverlapScores": "router.index",
     "PagedCacheManager": "cache.paged",
@@ -90,6 +97,7 @@ _HOME = {
     "Traits": "engine.driver",
     "block_hashes": "tokens",
     "create_manager": "backends",
+    "replay": "fleet.replay",
     "reproduce": "reduce",
     "sequence_hashes": "tokens",
 }

@@ -233,6 +233,16 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 driver=makers.sglang_driver,
                 chain=makers.hash_chain,
                 options=("policy", "protected_threshold", "dynamo_kv_event_format"),
+                scheduler="sglang",
+            ),
+            BackendSpec(
+                "mocker_sglang",
+                "dynamo-mocker 1.3.1, its mock of SGLang",
+                makers.mocker_sglang,
+                in_matrix=False,
+                driver=makers.mocker_sglang_driver,
+                options=("semantics",),
+                scheduler="sglang",
             ),
         )
     }

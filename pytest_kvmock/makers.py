@@ -89,3 +89,17 @@ def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driv
     from pytest_kvmock.engine.radix_driver import RadixDriver
 
     return RadixDriver(manager, prefix_caching, rng)
+
+
+def mocker_sglang(**options: Any) -> KvManager:
+    """Make a `MockerRadixManager`."""
+    from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager
+
+    return MockerRadixManager(**options)
+
+
+def mocker_sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    """Make the driver of a `MockerRadixManager`."""
+    from pytest_kvmock.engine.mocker_sglang_driver import MockerRadixDriver
+
+    return MockerRadixDriver(manager, prefix_caching, rng)

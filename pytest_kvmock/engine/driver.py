@@ -113,5 +113,73 @@ class SchedulerDriver(Driver, Protocol):
         """Append as many tokens as `quiet_tokens` allows, at most."""
 
 
+class RadixSchedulerDriver(Driver, Protocol):
+    """Brings the requests of SGLang's scheduler to a radix cache, and tells it what there is room for. All in tokens."""
+
+    has_priorities: bool
+    """Whether waiting requests are served by priority."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+
+    def begin(self, semantics: Literal["1.2.1", "1.3.1"]) -> None:
+        """Follow this release of Dynamo, where the cache is Dynamo's; called before anything else.
+
+        Raises:
+            ValueError: the cache was made for another one.
+        """
+
+    def unheld(self) -> int:
+        """Count the tokens that are free, or cached and evictable."""
+
+    def slack(self, request: Any) -> int:
+        """Count the tokens that were allocated to a request by rounding up to pages and are unheld all the same."""
+
+    def matched(self, request: Any) -> int:
+        """Count the leading tokens of a request, its output included, that are cached. Changes nothing."""
+
+    def prefill(self, request: Any, upto: int) -> int | None:
+        """Compute a chunk, up to this token; the first one of a request matches what is cached.
+
+        Returns:
+            Tokens before which nothing was computed in this chunk. None: there is no room.
+        """
+
+    def chunk_done(self, request: Any) -> None:
+        """Cache what a chunk computed that is not the last of its request."""
+
+    def opens_page(self, request: Any) -> bool:
+        """Whether the next token of a request needs another page."""
+
+    def step_tokens(self, requests: Sequence[Any]) -> int:
+        """Count the tokens that must be unheld if each of these is to generate one."""
+
+    def make_room(self, requests: Sequence[Any]) -> bool:
+        """Evict until each of these has room for a token; False if not all have, with all evicted that may be."""
+
+    def generate(self, request: Any, token: int) -> bool:
+        """Append a generated token; False: there is no room, and the token is taken back."""
+
+    def token_done(self, request: Any) -> None:
+        """Cache what is computed of a request that goes on."""
+
+    def finish(self, request: Any) -> None:
+        """Cache what is computed of a request that is done, and free the rest."""
+
+    def retract(self, request: Any) -> None:
+        """Free what the cache has not of a request, and keep its tokens."""
+
+    def quiet_passes(self, requests: Sequence[Any]) -> int:
+        """Count the passes in which each of these generates a token and neither needs a page, fills one nor evicts."""
+
+    def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
+        """Append tokens to a request, as many as there are quiet passes, at most."""
+
+
 MakeDriver: TypeAlias = Callable[["KvManager", bool, Random], Driver]
 """Makes the driver of a manager: called with it, whether prefix caching is on, and the source of random numbers."""

@@ -179,8 +179,14 @@ class MoveDriver:
 
     def release(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first."""
-        # One move instead of one a block, as the sequence would make them: a Deref publishes nothing, so it makes no difference.
-        self.manager.process(Deref(request.sequence.allocated_blocks[::-1]))
+        # One move for all full blocks instead of one a block, as the sequence would make them: a Deref publishes nothing,
+        # so it makes no difference.
+        blocks = request.sequence.allocated_blocks[::-1]
+        if blocks and isinstance(blocks[0], UUID):
+            self.manager.process(Deref(blocks[:1]))
+            del blocks[0]
+        if blocks:
+            self.manager.process(Deref(blocks))
 
     def preempt(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first; the sequence keeps what it generated."""

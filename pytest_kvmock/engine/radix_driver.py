@@ -45,6 +45,7 @@ class RadixDriver:
         self.manager = manager
         self._prefix_caching = prefix_caching
         self._rng = rng
+        self._prefilled: set[RadixRequest] = set()
 
     def _request(self, prompt: Prompt, rng: Random) -> RadixRequest:
         return RadixRequest(HashedTokens(prompt, self.manager.block_size, self.manager.hasher, rng), rng)
@@ -118,3 +119,108 @@ class RadixDriver:
     def clear(self) -> bool:
         """Drop all that is cached."""
         return self.manager.clear()
+
+    # ------------------------------------------------------------------------------------------- a scheduler's
+
+    has_priorities = True
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.manager.block_size
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.manager.max_capacity * self.manager.block_size
+
+    def begin(self, semantics: object) -> None:
+        """Nothing: the cache follows SGLang, whichever release of Dynamo the scheduler does."""
+
+    def unheld(self) -> int:
+        """Tokens in pages that are free, or cached and evictable."""
+        return self.manager.available_size() + self.manager.evictable_size()
+
+    def slack(self, request: RadixRequest) -> int:  # noqa: ARG002 - the signature of RadixSchedulerDriver
+        """None: pages are taken whole."""
+        return 0
+
+    def matched(self, request: RadixRequest) -> int:
+        """Tokens of the request that are cached, without its last one."""
+        return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
+
+    def prefill(self, request: RadixRequest, upto: int) -> int | None:
+        """Compute a chunk: match, lock, make room. It enters the tree when it is done, at the end of the pass.
+
+        SGLang matches the whole prompt before it cuts a chunk; here a chunk matches what is cached of itself.
+        """
+        manager, size = self.manager, self.manager.block_size
+        is_first = request not in manager.requests
+        if is_first:
+            if self._prefix_caching:
+                manager.find(request, upto)
+            manager.admit(request)
+        if -(-upto // size) - request.allocated > self.unheld() // size:
+            if is_first:
+                manager.release(request)
+            return None
+        before = request.computed
+        if upto > before:
+            manager.allocate(request, upto, self._demand(request, upto))
+            request.computed = upto
+        self._prefilled.add(request)
+        return before
+
+    def chunk_done(self, request: RadixRequest) -> None:
+        """Checkpoint a chunk."""
+        self.token_done(request)
+
+    def opens_page(self, request: RadixRequest) -> bool:
+        """Whether its next token needs another page."""
+        return request.computed >= request.allocated * self.manager.block_size
+
+    def step_tokens(self, requests: Sequence[RadixRequest]) -> int:
+        """A page for each that needs one."""
+        return sum(map(self.opens_page, requests)) * self.manager.block_size
+
+    def make_room(self, requests: Sequence[RadixRequest]) -> bool:
+        """Evict until there is a page for each that needs one."""
+        missing = self.step_tokens(requests) - self.manager.available_size()
+        if missing > 0:
+            self.manager.evict(missing)
+        return missing <= 0 or self.step_tokens(requests) <= self.manager.available_size()
+
+    def generate(self, request: RadixRequest, token: int) -> bool:
+        """Compute one token; False, and nothing is computed, where it needs a page and none is free or evictable."""
+        if self.opens_page(request) and self.unheld() < self.manager.block_size:
+            return False
+        self.extend(request, (token,))
+        return True
+
+    def token_done(self, request: RadixRequest) -> None:
+        """Checkpoint a prefill; output is not cached before the request finishes."""
+        if request in self._prefilled:
+            self._prefilled.discard(request)
+            if self._prefix_caching:
+                self._computed(request)
+
+    def finish(self, request: RadixRequest) -> None:
+        """Checkpoint for the last time, and free the pages."""
+        self._prefilled.discard(request)
+        self.release(request)
+
+    def retract(self, request: RadixRequest) -> None:
+        """Free the pages without a checkpoint."""
+        self._prefilled.discard(request)
+        self.preempt(request)
+
+    def quiet_passes(self, requests: Sequence[RadixRequest]) -> int:
+        """Passes in which each generates a token and none needs a page."""
+        if not self._prefilled.isdisjoint(requests):
+            return 0
+        size = self.manager.block_size
+        return min(request.allocated * size - request.computed for request in requests)
+
+    def generate_quietly(self, request: RadixRequest, tokens: Sequence[int]) -> None:
+        """Append tokens for which there are pages."""
+        self.extend(request, tokens)

@@ -123,7 +123,7 @@ class ForwardPass:
         active_blocks: blocks in use when its time was calculated.
         running: how many requests run after it.
         waiting: the requests that wait after it, in order.
-        decode_lengths: the length in tokens, before its token, of each request that it decoded.
+        decode_lengths: the length in tokens of each request that it only decoded, before its token.
     """
 
     start_ms: float
@@ -140,6 +140,49 @@ class ForwardPass:
     running: int = 0
     waiting: Sequence[ScheduledRequest] = ()
     decode_lengths: list[int] = field(default_factory=list)
+
+    def to_json(self, worker_id: int = 0, dp_rank: int = 0, counter_id: int = 0) -> dict[str, Any]:
+        """Return it by the keys of Dynamo's forward pass metrics (`ForwardPassSnapshot`).
+
+        A variance is that of the population. What waits for its first admission counts as queued prefill, what was
+        preempted as queued decode.
+
+        Args:
+            worker_id: the worker that ran it.
+            dp_rank: and its rank.
+            counter_id: the number of the pass.
+        """
+        prefills = [each for each in self.scheduled if each.prompt_tokens]
+        queued = [request.prompt_tokens for request in self.waiting if request.status == "waiting"]
+        preempted = [len(request) for request in self.waiting if request.status == "preempted"]
+        return {
+            "version": 1,
+            "worker_id": worker_id,
+            "dp_rank": dp_rank,
+            "counter_id": counter_id,
+            "num_prefill_requests": len(prefills),
+            "sum_prefill_tokens": sum(each.prompt_tokens for each in prefills),
+            "var_prefill_length": _variance([each.request.prompt_tokens for each in prefills]),
+            "sum_prefill_kv_tokens": sum(each.prefix_tokens for each in prefills),
+            "num_decode_requests": len(self.decode_lengths),
+            "sum_decode_kv_tokens": sum(self.decode_lengths),
+            "var_decode_kv_tokens": _variance(self.decode_lengths),
+            "num_queued_prefill": len(queued),
+            "sum_queued_prefill_tokens": sum(queued),
+            "var_queued_prefill_length": _variance(queued),
+            "num_queued_decode": len(preempted),
+            "sum_queued_decode_kv_tokens": sum(preempted),
+            "var_queued_decode_kv_tokens": _variance(preempted),
+            "wall_time_secs": (self.end_ms - self.start_ms) / 1000,
+        }
+
+
+def _variance(values: Sequence[int]) -> float:
+    """Return the variance of the population; 0 where there is none."""
+    if not values:
+        return 0.0
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / len(values)
 
 
 class Scheduler(Protocol):

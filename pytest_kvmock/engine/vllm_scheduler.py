@@ -297,4 +297,7 @@ class VllmScheduler:
                 done.active_blocks * size, manager.max_capacity * size, sum(lengths) // len(lengths)
             )
             done.decode_ms = rounded_ms(ms, self._decode_speedup)
-        done.decode_lengths = lengths
+        prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
+        done.decode_lengths = [
+            length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
+        ]

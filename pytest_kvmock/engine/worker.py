@@ -2,6 +2,8 @@
 
 A worker takes requests; block managers take moves, or requests of their own. Between them stands a `Driver`,
 one for each kind of manager, and nothing else depends on the kind.
+
+One subject: a request on a worker, and what becomes of it when the worker clears or restarts.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import integer_text, is_integer
-from pytest_kvmock.engine.driver import Driver, MakeDriver, SchedulerDriver, Traits
+from pytest_kvmock.engine.driver import Driver, MakeDriver, RadixSchedulerDriver, SchedulerDriver, Traits
+from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
-from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -248,7 +250,7 @@ class KvWorker:
         self._engine: Engine | None = None
         self._watch: Sink | None = None
         self._make_manager = make_manager
-        self._recorder = _StoredRecorder(sink)
+        self._recorder = EventRecorder(sink)
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
         self._driver = self._start()
@@ -331,7 +333,7 @@ class KvWorker:
         for request in self.requests:
             request.lose()
         self.requests.clear()
-        self._recorder.held.clear()
+        self._recorder.drop()
         self._driver = self._start()
         if self._engine is not None:
             self._engine.restarted()
@@ -354,7 +356,7 @@ class KvWorker:
         if self._engine is not None and self._engine is not engine:
             raise ValueError(f"{self!r} is used by {self._engine!r}; a worker has one engine")
         missing = protocol_mismatch(self._driver, SchedulerDriver)
-        if missing is not None:
+        if missing is not None and protocol_mismatch(self._driver, RadixSchedulerDriver) is not None:
             raise ValueError(f"no engine can use {self!r}: its driver is {missing}")
         self._engine = engine
         if self.publishes and not publishes:
@@ -398,41 +400,6 @@ class KvWorker:
 
     def _serving(self) -> _Serving:
         return _Serving(self)
-
-
-class _StoredRecorder:
-    """A sink that records which blocks are stored, while that is asked for, and passes every event on."""
-
-    __slots__ = ("held", "holds", "published", "sink", "stored")
-
-    def __init__(self, sink: Sink | None) -> None:
-        self.sink = sink
-        self.holds = False
-        self.held: list[tuple[KvCacheEvent, StorageTier, BlockTokens | None]] = []
-        self.published = False
-        self.stored: list[int] | None = None
-
-    def publish(
-        self,
-        event: KvCacheEvent,
-        storage_tier: StorageTier = StorageTier.DEVICE,
-        token_ids: BlockTokens | None = None,
-    ) -> None:
-        self.published = True
-        if self.stored is not None and isinstance(event.data, Stored):
-            self.stored += event.data.block_hashes
-        if self.holds:
-            self.held.append((event, storage_tier, token_ids))
-        elif self.sink is not None:
-            self.sink.publish(event, storage_tier, token_ids)
-
-    def release(self) -> None:
-        """Pass on what is held, and hold nothing from now on."""
-        self.holds = False
-        held, self.held = self.held, []
-        if self.sink is not None:
-            for each in held:
-                self.sink.publish(*each)
 
 
 class _Serving:

@@ -1,16 +1,32 @@
 """Whole engines in virtual time: scheduler, clock and worker in one, several of them on one clock, and their reports."""
 
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.driver import SchedulerDriver
+from pytest_kvmock.engine.nested_args import ReasoningConfig, SglangArgs
+from pytest_kvmock.engine.performance import CallableModel, InterpolatedModel, PerformanceModel, PolynomialModel
+from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.mock_engine import EngineMetrics, EngineStalled, MockEngine
 from pytest_kvmock.fleet.replay import replay
 from pytest_kvmock.fleet.report import EngineReport, ReplayReport
 
 __all__ = [
+    "CallableModel",
     "EngineMetrics",
     "EngineReport",
     "EngineRequest",
     "EngineStalled",
+    "ForwardPass",
+    "InterpolatedModel",
     "MockEngine",
+    "MockEngineArgs",
+    "PerformanceModel",
+    "PolynomialModel",
+    "ReasoningConfig",
     "ReplayReport",
+    "Scheduled",
+    "ScheduledRequest",
+    "SchedulerDriver",
+    "SglangArgs",
     "replay",
 ]

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 #
 # The requests of a session come one after the other, in the order of the trace: each a delay after the one before it is
 # done. Where the trace names none, the delay is the difference of their timestamps; where one of those is missing, 0.
-# Sessions begin in the order of their first timestamps, and so do requests without a session, which are one by
-# themselves.
+# A request without a session is one by itself.
 #
-# In an open loop the first request of a session arrives at its timestamp. In a closed loop it arrives when fewer than so
-# many requests are open. What counts there as open differs: in 1.3.1 a session keeps its place until its last request
+# In an open loop the first request of a session arrives at its timestamp. In a closed loop timestamps do not matter:
+# sessions begin in the order of the trace, each when fewer than so many requests are open. What counts there as open differs: in 1.3.1 a session keeps its place until its last request
 # is done; in 1.2.1 others are served meanwhile, and a request on the link between two engines does not count.
 
 
@@ -29,16 +28,18 @@ class Turn:
     Attributes:
         trace: the request as the trace has it.
         prompt: its prompt.
+        session: the number of its session, in the order of the trace.
         next: the request of its session that comes after it; None: there is none.
         delay_ms: how long after the one before it is done it arrives.
         keeps_place: whether it takes over the place of the one before it in a closed loop.
     """
 
-    __slots__ = ("delay_ms", "keeps_place", "next", "prompt", "trace")
+    __slots__ = ("delay_ms", "keeps_place", "next", "prompt", "session", "trace")
 
     def __init__(self, trace: TraceRequest, prompt: Prompt) -> None:
         self.trace = trace
         self.prompt = prompt
+        self.session = 0
         self.next: Turn | None = None
         self.delay_ms = 0.0
         self.keeps_place = False
@@ -57,17 +58,19 @@ def link_sessions(turns: Iterable[Turn], speedup: float) -> list[Turn]:
         speedup: by what delays are divided.
 
     Returns:
-        The first turn of each session, sorted by timestamp, stably.
+        The first turn of each session, in the order of the trace.
     """
     firsts: list[Turn] = []
     last: dict[str, tuple[Turn, float]] = {}
     for turn in turns:
         session, timestamp = turn.trace.session_id, turn.trace.timestamp
         if session is None or session not in last:
+            turn.session = len(firsts)
             firsts.append(turn)
             known = turn.timestamp_ms
         else:
             before, known = last[session]
+            turn.session = before.session
             before.next = turn
             delay = turn.trace.delay
             if delay is None:
@@ -76,7 +79,6 @@ def link_sessions(turns: Iterable[Turn], speedup: float) -> list[Turn]:
             known = known if timestamp is None else timestamp
         if session is not None:
             last[session] = turn, known
-    firsts.sort(key=lambda turn: turn.timestamp_ms)
     return firsts
 
 
@@ -96,20 +98,17 @@ class Arrivals:
         self._limit = concurrency
         self._sessions_keep_place = sessions_keep_place
         self._open = 0
-        self._pushed = 0
-        # (moment, order, turn): those that arrive whatever is open, and those that wait for a place.
+        # (moment, session, turn): those that arrive whatever is open, and those that wait for a place. Of one moment, the
+        # session that stands first in the trace comes first.
         self._timed: list[tuple[float, int, Turn]] = []
         self._placeless: list[tuple[float, int, Turn]] = []
         firsts = link_sessions(turns, speedup)
+        begin_ms = min(turn.timestamp_ms for turn in firsts)
         for turn in firsts:
             if concurrency is None:
-                self._push(self._timed, (turn.timestamp_ms - firsts[0].timestamp_ms) / speedup, turn)
+                heappush(self._timed, ((turn.timestamp_ms - begin_ms) / speedup, turn.session, turn))
             else:
-                self._push(self._placeless, 0.0, turn)
-
-    def _push(self, queue: list[tuple[float, int, Turn]], moment: float, turn: Turn) -> None:
-        heappush(queue, (moment, self._pushed, turn))
-        self._pushed += 1
+                heappush(self._placeless, (0.0, turn.session, turn))
 
     @property
     def _has_place(self) -> bool:
@@ -152,9 +151,9 @@ class Arrivals:
             return
         moment = now_ms + after.delay_ms
         if self._limit is not None and not self._sessions_keep_place:
-            self._push(self._placeless, moment, after)
+            heappush(self._placeless, (moment, after.session, after))
             return
         if self._limit is not None:
             self._open += 1
             after.keeps_place = True
-        self._push(self._timed, moment, after)
+        heappush(self._timed, (moment, after.session, after))

@@ -12,8 +12,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from pytest_kvmock.backends import BackendSpec, backend_spec
-from pytest_kvmock.checks import check_integer, is_integer
+from pytest_kvmock.cache.manager import protocol_mismatch
+from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.driver import RadixSchedulerDriver, SchedulerDriver
 from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
 from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
 from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.driver import SchedulerDriver
     from pytest_kvmock.engine.scheduler import Scheduler
     from pytest_kvmock.sinks import Sink
 
@@ -164,11 +165,6 @@ class MockEngine:
         for name, has, asked in zip(names, of_worker, wanted, strict=True):
             if has != asked:
                 raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
-        scheduler = getattr(backend_spec(manager.backend), "scheduler", args.engine_type)
-        if scheduler != args.engine_type:
-            raise ValueError(
-                f"engine_type={args.engine_type!r}, and backend {manager.backend!r} has the scheduler of {scheduler}"
-            )
 
     def restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives; the time stays."""
@@ -306,9 +302,7 @@ class MockEngine:
     def _check_arrival(self, arrival_ms: float | None) -> float:
         if arrival_ms is None:
             return max(self.now_ms, self._last_arrival)
-        is_number = isinstance(arrival_ms, int | float) and not isinstance(arrival_ms, bool)
-        if not is_number or not 0 <= arrival_ms < math.inf:
-            raise ValueError(f"arrival_ms must be a finite number of at least 0 (milliseconds), got {arrival_ms!r:.80}")
+        check_number("arrival_ms", arrival_ms, unit=" (milliseconds)")
         if arrival_ms < self._last_arrival:
             raise ValueError(
                 f"arrival_ms must be at least {self._last_arrival!r}, the arrival of the request before it, got "
@@ -384,10 +378,8 @@ class MockEngine:
             EngineStalled: its requests can never make progress.
             ValueError: `until_ms` is no number, or before the engine's time.
         """
-        if until_ms is not None and not (isinstance(until_ms, int | float) and self.now_ms <= until_ms < math.inf):
-            raise ValueError(
-                f"until_ms must be a finite number of at least {self.now_ms!r} (the engine's time), got {until_ms!r:.80}"
-            )
+        if until_ms is not None:
+            check_number("until_ms", until_ms, self.now_ms, unit=" (milliseconds; the engine's time)")
         until = math.inf if until_ms is None else until_ms
         while not self.is_idle and self.now_ms < until:
             if not self.has_work and self._arriving[0].arrival_ms >= until:
@@ -477,6 +469,19 @@ def _make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng
     )
 
 
-def _make_scheduler(args: MockEngineArgs, driver: SchedulerDriver) -> Scheduler:
-    """Make the scheduler that `args` name."""
+def _make_scheduler(args: MockEngineArgs, driver: Any) -> Scheduler:
+    """Make the scheduler that `args` name, over the driver of a manager that it can use."""
+    if args.engine_type == "sglang":
+        from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
+
+        if protocol_mismatch(driver, RadixSchedulerDriver) is not None:
+            raise ValueError(
+                "engine_type 'sglang' schedules over a radix cache, backend mocker_sglang or sglang; "
+                f"got {driver.manager.backend!r}"
+            )
+        return SglangScheduler(driver, args)
+    if protocol_mismatch(driver, SchedulerDriver) is not None:
+        raise ValueError(
+            f"engine_type 'vllm' cannot schedule over backend {driver.manager.backend!r}; engine_type 'sglang' does"
+        )
     return VllmScheduler(driver, args)

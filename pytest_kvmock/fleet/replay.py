@@ -41,7 +41,7 @@ def replay(
     """Replay a trace on engines that share one clock, as Dynamo's offline replay does.
 
     Args:
-        requests: what arrives. Sessions are sorted by their first timestamps, stably; the first arrives at 0.
+        requests: what arrives, by timestamp in an open loop (the first at 0), in this order in a closed one.
         engines: they take requests in turn.
         prefill: engines that compute prompts, in turn; a request then moves to one of `engines`, which must be decode
             engines, over a link (`kv_bytes_per_token`, `kv_transfer_bandwidth`).

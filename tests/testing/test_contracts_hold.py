@@ -100,6 +100,15 @@ class TestSglangWorkerOfSmallPages(WorkerContract):
     block_size = 2
 
 
+class TestMockerSglangWorker(WorkerContract):
+    backend = "mocker_sglang"
+
+
+class TestOlderMockerSglangWorkerOfSmallPages(WorkerContract):
+    backend = backend_spec("mocker_sglang").variant("mocker_sglang_1_2_1", semantics="1.2.1")
+    block_size = 2
+
+
 class TestLargeBlocks(WorkerContract):
     backend = "lru"
     block_size = 16

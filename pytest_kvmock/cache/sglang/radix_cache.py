@@ -299,13 +299,20 @@ class RadixCacheManager(RequestLevel):
         """Count the pages that `find` would find. Changes nothing."""
         return self._tree.lookup(request.tokens.names, self._reusable(request))
 
-    def find(self, request: RadixRequest) -> tuple[int, int]:
+    def find(self, request: RadixRequest, upto: int | None = None) -> tuple[int, int]:
         """Match all of a request but its last token, which is computed anyway, for `admit`.
+
+        Args:
+            request: one that has no pages.
+            upto: match no more than so many of its tokens; None: all.
 
         Returns:
             Pages that it needs and that no request has, and how many no request has.
         """
-        request.node, request.found = self._tree.match(request.tokens.names, self._reusable(request))
+        count = self._reusable(request)
+        if upto is not None:
+            count = min(count, upto // self.block_size)
+        request.node, request.found = self._tree.match(request.tokens.names, count)
         needed = self._pages(len(request.tokens)) - request.found + self._tree.unlocked(request.node)
         return needed, self._free + self._tree.evictable
 

@@ -118,7 +118,7 @@ class RadixTree:
             child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
             if child is None:
                 break
-            shared = _shared(child.names, names, at, count)
+            shared = shared_pages(child.names, names, at, count)
             at += shared
             if shared < len(child.names):
                 break
@@ -141,7 +141,7 @@ class RadixTree:
             run = child.names
             end = at + len(run)
             if end > count or names[end - 1] != run[-1]:
-                node = self._split(child, _shared(run, names, at, count))
+                node = self._split(child, shared_pages(run, names, at, count))
                 return node, at + len(node.names)
             node, at = child, end
         if not node.children:
@@ -175,7 +175,7 @@ class RadixTree:
             if end <= count and names[end - 1] == run[-1]:
                 node, at = child, end
             else:
-                node = self._split(child, _shared(run, names, at, count))
+                node = self._split(child, shared_pages(run, names, at, count))
                 at += len(node.names)
             node.priority = max(node.priority, priority)
             if at > inserted:
@@ -341,7 +341,7 @@ class RadixTree:
             waiting += [*node.children.values()][::-1]
 
 
-def _shared(run: Sequence[int], names: Sequence[int], at: int, count: int) -> int:
+def shared_pages(run: Sequence[int], names: Sequence[int], at: int, count: int) -> int:
     """Count the pages that a run shares with the names from `at` to `count`."""
     most = min(len(run), count - at)
     if run[most - 1] == names[at + most - 1]:

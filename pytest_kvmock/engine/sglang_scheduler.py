@@ -1,0 +1,361 @@
+"""The scheduler of Dynamo's mock of SGLang: room is promised to requests before they are admitted, and taken back later.
+
+One subject: what one forward pass computes, in the semantics of 1.3.1 and of 1.2.1, over a radix cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
+from pytest_kvmock.engine.timing import rounded_ms
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.args import MockEngineArgs
+    from pytest_kvmock.engine.driver import RadixSchedulerDriver
+
+# Theory of operation
+#
+# The scheduler counts tokens. A waiting request is admitted if what is free or evictable has room for its prompt and for a
+# share of the output that it may still generate: of its own the whole, of each running request `ratio` of it, which
+# shrinks pass by pass. Prompts are computed in chunks of whole pages; a request of which a chunk is left waits again, as
+# the first. All running requests generate a token in each pass. Where pages for it run short, the request that has
+# generated the fewest is retracted: its slots are freed, it waits again, and the ratio starts anew.
+#
+# 1.2.1 differs: it has no limit on running requests, promises and compares with other roundings, charges the time of
+# decode before it retracts, and lets each request look for its slot by itself.
+
+LPM_FALLBACK: Final = 128
+"""With more waiting requests than this, the longest cached prefix is not looked for (they stay as they are)."""
+
+IN_BATCH_TOKENS: Final = 32
+"""A request of which no more tokens than this are cached yields to an earlier one that begins with as many of the same.
+
+Rounded up to whole pages. A shorter request yields to none."""
+
+INIT_RATIO: Final = 0.7
+"""The share of outstanding output that is reserved for running requests, times the conservativeness, at the start."""
+
+MIN_RATIO: Final = 0.14
+"""The least share, as a factor of that at the start."""
+
+DECAY_PASSES: Final = 600
+"""Passes in which the share falls from the one to the other."""
+
+
+class SglangScheduler:
+    """Schedules requests as Dynamo's mock of SGLang does.
+
+    `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect.
+
+    Args:
+        driver: brings its requests to the cache.
+        args: budgets, modes, times and speedups of the engine, and the release that it follows.
+
+    Raises:
+        ValueError: the cache was made for another release.
+    """
+
+    def __init__(self, driver: RadixSchedulerDriver, args: MockEngineArgs) -> None:
+        driver.begin(args.scheduler_semantics)
+        self._driver = driver
+        self._performance = args.performance
+        self._newer = args.scheduler_semantics == "1.3.1"
+        options = args.sglang_options
+        self._lpm = options.schedule_policy == "lpm"
+        self._most_prefill = _given(options.max_prefill_tokens)
+        self._chunk = _given(options.chunked_prefill_size)
+        self._clip = _given(options.clip_max_new_tokens)
+        self._init_ratio = INIT_RATIO * _given(options.schedule_conservativeness)
+        self._min_ratio = MIN_RATIO * self._init_ratio
+        self._decay = (self._init_ratio - self._min_ratio) / DECAY_PASSES
+        self._ratio = self._init_ratio
+        self._max_running = args.max_num_seqs if self._newer else None
+        self._prefills = args.worker_type != "decode"
+        self._decodes = args.worker_type != "prefill"
+        self._speedup = args.speedup_ratio
+        self._decode_speedup = args.speedup_ratio * args.decode_speedup_ratio
+        self._page = driver.page_size
+        self._waiting: deque[ScheduledRequest] = deque()
+        self._running: list[ScheduledRequest] = []
+        self._prioritised = False
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether waiting requests are served by priority, the largest first."""
+        return self._driver.has_priorities
+
+    @property
+    def running(self) -> Sequence[ScheduledRequest]:
+        """The requests that run, in the order in which they are served."""
+        return self._running
+
+    @property
+    def waiting(self) -> Sequence[ScheduledRequest]:
+        """The requests that wait: retracted ones, and one of which a chunk is left, included."""
+        return self._waiting
+
+    def submit(self, request: ScheduledRequest) -> None:
+        """Take a request that has arrived."""
+        self._waiting.append(request)
+        self._prioritised |= bool(request.priority)
+
+    def abort(self, request: ScheduledRequest) -> None:
+        """Forget an open request, and free what it holds; whole pages stay cached."""
+        (self._running if request.status == "running" else self._waiting).remove(request)
+        self._driver.release(request.state)
+        request.status = "aborted"
+
+    # ---------------------------------------------------------------------------------------------- one pass
+
+    def execute_pass(self, now_ms: float) -> ForwardPass:
+        """Run one forward pass from this moment."""
+        done = ForwardPass(now_ms)
+        self._order()
+        self._admit(done)
+        self._charge_prefill(done)
+        self._start(done)
+        lengths = [len(request) for request in self._running]
+        if not self._newer:  # before anybody is retracted
+            self._charge_decode(done, lengths)
+        self._retract(done)
+        self._generate(done)
+        done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
+        for request in done.generated:
+            request.token_ms.append(done.end_ms)
+        self._waiting.extendleft(reversed(done.preempted))
+        if done.preempted:
+            self._ratio = self._init_ratio
+        self._ratio = max(self._min_ratio, self._ratio - self._decay)
+        done.running = len(self._running)
+        done.waiting = tuple(self._waiting)
+        return done
+
+    def _order(self) -> None:
+        """Put the waiting requests in the order in which they are tried."""
+        waiting = self._waiting
+        if self._lpm and 1 < len(waiting) <= LPM_FALLBACK:
+            first = -(-IN_BATCH_TOKENS // self._page) * self._page
+            seen: set[Any] = set()
+            keys: dict[ScheduledRequest, tuple[bool, int]] = {}
+            for request in waiting:
+                matched = self._driver.matched(request.state)
+                late = False
+                if matched <= IN_BATCH_TOKENS and len(request) >= first:
+                    beginning = _beginning(request.state.tokens, first)
+                    late = beginning in seen
+                    seen.add(beginning)
+                keys[request] = late, -matched
+            self._waiting = waiting = deque(sorted(waiting, key=keys.__getitem__))
+        if self._prioritised and self._driver.has_priorities:
+            self._waiting = deque(sorted(waiting, key=lambda request: -request.priority))
+
+    def _outstanding(self, request: ScheduledRequest) -> int:
+        """Tokens that a request may still generate, as far as room is reserved for them."""
+        left: int = min(max(0, request.max_output_tokens - request.generated_tokens), self._clip)
+        return left
+
+    def _admit(self, done: ForwardPass) -> None:
+        """Admit waiting requests, in order, while the budgets and the room last."""
+        waiting, running, driver, newer, page = self._waiting, self._running, self._driver, self._newer, self._page
+        if not waiting:
+            return
+        slack = sum(driver.slack(request.state) for request in running)
+        slack += sum(driver.slack(request.state) for request in waiting if request.computed_tokens)
+        room = max(0, driver.unheld() - slack) - sum(self._outstanding(request) * self._ratio for request in running)
+        budget, chunk = self._most_prefill, self._chunk
+        seats = None if self._max_running is None else self._max_running - len(running)
+        while waiting and (seats is None or len(done.scheduled) < seats):
+            request = waiting[0]
+            computed = request.computed_tokens
+            full = len(request) - computed
+            outstanding = self._outstanding(request)
+            if not full or (not newer and full + outstanding >= room):
+                break
+            tokens = full if full <= self._chunk else min(chunk // page * page, full)
+            if not tokens:
+                break
+            charge = -(-tokens // page) * page
+            reserved = outstanding if tokens == full else 0
+            if (newer and charge + reserved >= room) or charge > budget or charge > chunk:
+                break
+            before = driver.prefill(request.state, computed + tokens)
+            if before is None:  # no room after all
+                self._ratio = self._init_ratio
+                break
+            waiting.popleft()
+            self._note_chunk(done, request, computed + tokens, before)
+            allocated = -(-(computed + tokens) // page) * page - -(-computed // page) * page
+            room -= allocated + reserved
+            budget -= charge
+            chunk -= charge
+            if chunk <= 0:
+                break
+
+    @staticmethod
+    def _note_chunk(done: ForwardPass, request: ScheduledRequest, upto: int, before: int) -> None:
+        if not request.computed_tokens:
+            done.admitted.append(request)
+        request.computed_tokens = upto
+        request.admit(done.start_ms, before)
+        of_prompt = max(0, min(upto, request.prompt_tokens) - before)
+        done.scheduled.append(Scheduled(request, upto - before, of_prompt, before))
+
+    def _charge_prefill(self, done: ForwardPass) -> None:
+        count = len(done.scheduled)
+        if not count or not self._prefills:
+            return
+        prefix = sum(each.prefix_tokens for each in done.scheduled)
+        isl = prefix + sum(each.tokens for each in done.scheduled)
+        ms = self._performance.prefill_ms(count, isl // count, prefix // count)
+        done.prefill_ms = rounded_ms(ms, self._speedup)
+
+    def _start(self, done: ForwardPass) -> None:
+        """Run what is computed whole; of what is not, the rest waits as the first."""
+        for each in done.scheduled:
+            request = each.request
+            if request.computed_tokens < len(request):
+                self._driver.chunk_done(request.state)
+                self._waiting.appendleft(request)
+            else:
+                request.status = "running"
+                self._running.append(request)
+
+    # ------------------------------------------------------------------------------------------------ decode
+
+    def _charge_decode(self, done: ForwardPass, lengths: list[int]) -> None:
+        done.active_blocks = self._driver.manager.num_active_blocks
+        done.decode_lengths = lengths
+        if not lengths or not self._decodes:
+            return
+        done.decode_ms = self._decode_ms(sum(lengths), len(lengths))
+
+    def _decode_ms(self, tokens: int, count: int) -> float:
+        capacity = self._driver.capacity
+        ms = self._performance.decode_ms(min(tokens, capacity), capacity, tokens // count)
+        return rounded_ms(ms, self._decode_speedup)
+
+    def _retract(self, done: ForwardPass) -> None:
+        """Retract running requests until the others can generate, or one is left."""
+        running, driver, newer = self._running, self._driver, self._newer
+        while len(running) > 1:
+            states = [request.state for request in running]
+            unheld = driver.unheld()
+            room = max(0, unheld - sum(map(driver.slack, states)))
+            grown = self._page * sum(
+                driver.opens_page(request.state)
+                for request in running
+                if not newer or request.generated_tokens != request.max_output_tokens
+            )
+            if unheld >= driver.step_tokens(states) and (room >= grown if newer else room > grown):
+                return
+            fewest = min(range(len(running)), key=lambda at: running[at].generated_tokens)
+            victim = running[fewest]
+            if newer:
+                del running[fewest]
+            else:
+                _swap_remove(running, fewest)
+            driver.retract(victim.state)
+            victim.status = "preempted"
+            victim.computed_tokens = 0
+            victim.preemptions += 1
+            done.preempted.append(victim)
+
+    def _generate(self, done: ForwardPass) -> None:
+        """Let each running request generate a token: in 1.3.1 all of them or none."""
+        running, driver = self._running, self._driver
+        if not running:
+            return
+        room = driver.make_room([request.state for request in running])
+        if self._newer:
+            if not room:
+                done.active_blocks = driver.manager.num_active_blocks
+                return
+            self._charge_decode(done, [len(request) for request in running])
+        finished: list[int] = []
+        for at, request in enumerate(running):
+            token = request.next_token()
+            if not driver.generate(request.state, token):
+                continue
+            request.generated_tokens += 1
+            request.computed_tokens += 1
+            done.generated.append(request)
+            done.tokens.append(token)
+            if request.generated_tokens < request.max_output_tokens:
+                driver.token_done(request.state)
+                continue
+            finished.append(at)
+            if not self._newer:
+                self._finish(done, request)
+        if self._newer:
+            for at in finished:
+                self._finish(done, running[at])
+        for at in reversed(finished):
+            if self._newer:
+                del running[at]
+            else:
+                _swap_remove(running, at)
+
+    def _finish(self, done: ForwardPass, request: ScheduledRequest) -> None:
+        self._driver.finish(request.state)
+        request.status = "finished"
+        done.finished.append(request)
+
+    # ------------------------------------------------------------------------------------------ in one go
+
+    def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
+        """Run passes that only decode, in one go, as long as each starts before a moment and no page is touched.
+
+        Returns:
+            The end of the last one, `now_ms` if there was none; and how many.
+        """
+        running = self._running
+        if self._waiting or not running:
+            return now_ms, 0
+        states = [request.state for request in running]
+        most = min(request.max_output_tokens - request.generated_tokens for request in running) - 1
+        most = min(most, self._driver.quiet_passes(states))
+        if most <= 0 or (not self._newer and not self._has_logical_room(states)):
+            return now_ms, 0
+        ends: list[float] = []
+        tokens, count, end = sum(map(len, running)), len(running), now_ms
+        while len(ends) < most and end < until_ms:
+            end += self._decode_ms(tokens, count) if self._decodes else 0.0
+            ends.append(end)
+            tokens += count
+        for request in running:
+            self._driver.generate_quietly(request.state, request.next_tokens(len(ends)))
+            request.generated_tokens += len(ends)
+            request.computed_tokens += len(ends)
+            request.token_ms += ends
+        for _ in repeat(None, len(ends)):
+            if self._ratio == self._min_ratio:
+                break
+            self._ratio = max(self._min_ratio, self._ratio - self._decay)
+        return end, len(ends)
+
+    def _has_logical_room(self, states: Sequence[Any]) -> bool:
+        return len(states) == 1 or self._driver.unheld() > sum(map(self._driver.slack, states))
+
+
+def _given(value: float | None) -> Any:
+    """An option that has its default by now."""
+    assert value is not None
+    return value
+
+
+def _swap_remove(requests: list[ScheduledRequest], at: int) -> None:
+    """Remove a request; the last one takes its place."""
+    last = requests.pop()
+    if at < len(requests):
+        requests[at] = last
+
+
+def _beginning(tokens: Any, count: int) -> Any:
+    """What a request begins with: its first tokens, or where they are unknown the names of its first pages and a length."""
+    if tokens.tokens is not None:
+        return tuple(tokens.tokens[:count])
+    return tuple(tokens.names[: count // tokens.block_size]), min(count, len(tokens))

@@ -1,0 +1,320 @@
+"""The cache of Dynamo's mock of SGLang by hand: slots, pages, what is evicted, and what a router is told."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_kvmock import CapturingSink, Prompt, create_manager
+from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
+from pytest_kvmock.cache.dynamo.mocker_sglang_tree import PageTree
+from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock.moves import MoveError
+from pytest_kvmock.tokens import block_hashes, sequence_hashes
+
+SIZE = 4
+
+
+def make(num_blocks=8, **options):
+    sink = CapturingSink()
+    manager = create_manager("mocker_sglang", num_blocks=num_blocks, block_size=SIZE, sink=sink, **options)
+    return manager, sink
+
+
+def request(*pages, tail=0, size=SIZE):
+    """A request of pages that are named by a number, and some tokens more."""
+    return PageRequest(Prompt([*(page for page in pages for _ in range(size)), *[0] * tail]), size, Random(0))
+
+
+def names(*pages, size=SIZE):
+    return sequence_hashes(block_hashes([page for page in pages for _ in range(size)], size))
+
+
+def take(sink):
+    """Kind and blocks of each event since the last time."""
+    kinds = {Stored: "S", Removed: "R", Cleared: "C"}
+    return [(kinds[type(event.data)], *getattr(event.data, "block_hashes", ())) for event in sink.take()]
+
+
+def serve(manager, *pages, tail=0):
+    one = request(*pages, tail=tail)
+    assert manager.allocate(one, len(one)) is not None
+    manager.finish(one)
+
+
+def step(manager, one, *tokens):
+    """Generate tokens, as a driver does."""
+    for token in tokens:
+        assert manager.make_room(1)
+        one.append(token)
+        manager.extend(one, one.computed + 1)
+        manager.checkpoint(one)
+
+
+# --------------------------------------------------------------------------------------------------- the cache
+
+
+def test_slots_are_counted_one_by_one_and_cached_by_whole_pages():
+    manager, _ = make()
+    one = request(1, 2, tail=1)
+    assert 0 == manager.allocate(one, 9)
+    assert (23, 3, 0) == (manager.free_tokens, manager.num_active_blocks, manager.num_inactive_blocks)
+    manager.finish(one)
+    assert (24, 0, 2) == (manager.free_tokens, manager.num_active_blocks, manager.num_inactive_blocks)
+
+
+def test_an_identical_prompt_is_reused_whole():
+    manager, _ = make()
+    serve(manager, 1, 2)
+    assert 8 == manager.allocate(request(1, 2), 8)
+    assert 24 == manager.free_tokens
+
+
+def test_room_is_made_for_the_whole_prompt_before_its_prefix_is_found():
+    manager, sink = make(2)
+    serve(manager, 1, 2)
+    take(sink)
+    assert 0 == manager.allocate(request(1, 2), 8)  # its own prefix was evicted for it
+    assert [("R", *names(1, 2)), ("S", *names(1, 2))] == take(sink)
+
+
+def test_what_does_not_fit_takes_nothing_and_counts_as_used_all_the_same():
+    manager, _ = make(4)
+    serve(manager, 1)
+    serve(manager, 2)
+    held = request(3, 4)
+    manager.allocate(held, 8)
+    assert manager.allocate(request(1, 5, 6, 7), 16) is None
+    assert [held] == list(manager.requests)
+    assert not manager.num_inactive_blocks  # room was made before that was known
+
+
+def test_a_whole_leaf_is_evicted_the_one_used_longest_ago_first():
+    manager, sink = make(8)
+    serve(manager, 1, 2, 3)
+    serve(manager, 4, 5)
+    serve(manager, 1, 2, 3)
+    take(sink)
+    assert 8 == manager.evict(1)
+    assert [("R", *names(4, 5))] == take(sink)
+
+
+def test_a_parent_is_evicted_once_it_has_no_child_and_both_are_one_event():
+    manager, sink = make(8)
+    serve(manager, 1, 2)
+    serve(manager, 1, 3)
+    assert names(1, 2)[1:] + names(1, 3)[1:] + names(1) == manager.inactive_blocks()
+    take(sink)
+    assert 12 == manager.evict(12)
+    assert [("R", names(1, 2)[1], names(1, 3)[1], *names(1))] == take(sink)
+
+
+def test_the_two_halves_of_a_node_that_is_matched_in_part_keep_its_time():
+    manager, _ = make(16)
+    serve(manager, 1, 2, 3)
+    serve(manager, 4, 5)
+    assert 4 == manager.allocate(request(1, 6), 8)  # splits the first, and does not use it
+    assert names(1, 2, 3)[1:] == manager.inactive_blocks()[:2]
+
+
+def test_only_leaves_are_evictable_in_1_2_1():
+    for semantics, evictable in (("1.3.1", 3), ("1.2.1", 2)):
+        manager, _ = make(semantics=semantics)
+        serve(manager, 1, 2)
+        serve(manager, 1, 3)
+        assert evictable * SIZE == manager.evictable_tokens
+
+
+# ---------------------------------------------------------------------------------------------------- events
+
+
+def test_a_prompt_is_published_when_it_is_computed_and_output_when_a_page_is_full():
+    manager, sink = make()
+    one = request(1, tail=3)
+    manager.allocate(one, 7)
+    assert [("S", *names(1))] == take(sink)
+    step(manager, one, 0)
+    assert [("S", names(1, 0)[1])] == take(sink)
+    step(manager, one, 5, 5, 5)
+    manager.finish(one)
+    assert [] == take(sink)
+
+
+def test_pages_of_one_hash_are_published_once_and_removed_with_the_last():
+    manager, sink = make()
+    first, second = request(1, 2), request(1, 2)
+    manager.allocate(first, 8)
+    manager.allocate(second, 8)  # neither is in the tree yet
+    assert [("S", *names(1, 2))] == take(sink)
+    assert 16 == manager.free_tokens
+    manager.retract(first)
+    assert [] == take(sink)
+    manager.retract(second)
+    assert [("R", *names(1, 2))] == take(sink)
+    assert [] == manager.resident()
+
+
+def test_a_stored_begins_at_the_first_page_that_was_not_present():
+    manager, sink = make()
+    manager.allocate(request(1, 2), 8)
+    second = request(1, 2, 3)
+    manager.allocate(second, 12)
+    assert [("S", *names(1, 2)), ("S", names(1, 2, 3)[2])] == take(sink)
+
+
+def test_copies_are_given_back_when_their_request_finishes_and_lost_in_1_2_1():
+    for loses, free in ((False, 24), (True, 16)):
+        manager, sink = make()
+        first, second = request(1, 2), request(1, 2)
+        manager.allocate(first, 8)
+        manager.allocate(second, 8)
+        manager.finish(first)
+        manager.finish(second, loses_copies=loses)
+        assert free == manager.free_tokens
+        assert [("S", *names(1, 2))] == take(sink)
+        manager.evict(8)
+        assert ([] if loses else [("R", *names(1, 2))]) == take(sink)
+
+
+def test_a_prefix_is_freed_twice_by_a_retraction_before_the_first_checkpoint():
+    manager, sink = make(8)
+    serve(manager, 1, 2)
+    one = request(1, 2, 3)
+    assert 8 == manager.allocate(one, 12)
+    take(sink)
+    manager.retract(one)
+    assert 32 + 8 == manager.free_tokens + manager.evictable_tokens  # the original's fault
+    assert [("R", *names(1, 2, 3))] == take(sink)
+
+
+def test_a_release_frees_nothing_twice():
+    manager, _ = make(8)
+    serve(manager, 1, 2)
+    one = request(1, 2, 3)
+    manager.allocate(one, 12)
+    manager.release(one)
+    assert 32 == manager.free_tokens + manager.evictable_tokens
+    assert sorted(names(1, 2)) == sorted(manager.resident())
+
+
+def test_a_clear_is_refused_while_a_request_has_slots():
+    manager, sink = make()
+    serve(manager, 1)
+    one = request(2)
+    manager.allocate(one, 4)
+    assert not manager.clear()
+    manager.finish(one)
+    take(sink)
+    assert manager.clear()
+    assert [("C",)] == take(sink)
+    assert (32, []) == (manager.free_tokens, manager.resident())
+
+
+# ------------------------------------------------------------------------------------------------- arguments
+
+
+def test_a_move_is_refused():
+    manager, _ = make()
+    with pytest.raises(MoveError, match="a 'mocker_sglang' manager takes no moves, it thinks in requests"):
+        manager.use([1])
+
+
+def test_an_unknown_release_is_refused():
+    with pytest.raises(ValueError, match=r"unknown semantics '1.2'; .*1.3.1, 1.2.1"):
+        make(semantics="1.2")
+
+
+def test_a_release_that_was_chosen_stays():
+    manager, _ = make(semantics="1.2.1")
+    with pytest.raises(
+        ValueError, match=r"^the backend 'mocker_sglang' has semantics='1\.2\.1', and its engine semantics='1\.3\.1'$"
+    ):
+        manager.follow("1.3.1")
+    assert "1.2.1" == manager.semantics
+    manager, _ = make()
+    assert "1.3.1" == manager.semantics
+    manager.follow("1.2.1")
+    assert "1.2.1" == manager.semantics
+
+
+def test_a_page_may_be_one_token():
+    manager = create_manager("mocker_sglang", num_blocks=3, block_size=1)
+    one = request(1, 2, size=1)
+    assert 0 == manager.allocate(one, 2)
+    manager.finish(one)
+    assert names(1, 2, size=1) == manager.inactive_blocks()
+
+
+# ------------------------------------------------------------------------------------------------ any program
+
+
+class Model:
+    """What a router knows after the events."""
+
+    def __init__(self):
+        self.present = set()
+
+    def publish(self, event, storage_tier=None, token_ids=None):
+        data = event.data
+        if isinstance(data, Stored):
+            self.present.update(data.block_hashes)
+        elif isinstance(data, Removed):
+            assert self.present.issuperset(data.block_hashes)
+            self.present.difference_update(data.block_hashes)
+
+
+PAGES = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(st.just("allocate"), PAGES, st.integers(0, SIZE - 1)),
+        st.tuples(st.sampled_from(["step", "checkpoint", "finish", "release"]), st.integers(0, 5), st.integers(1, 2)),
+        st.tuples(st.just("evict"), st.integers(1, 20), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300)
+@given(calls=CALLS, num_blocks=st.sampled_from([3, 6, 12]))
+def test_no_slot_is_lost_and_the_router_knows_what_is_there(calls, num_blocks):
+    model = Model()
+    manager = create_manager("mocker_sglang", num_blocks=num_blocks, block_size=SIZE, sink=model)
+    for name, what, number in calls:
+        running = list(manager.requests)
+        if name == "allocate":
+            one = request(*what, tail=number)
+            manager.allocate(one, len(one))
+        elif name == "evict":
+            manager.evict(what)
+        elif running:
+            one = running[what % len(running)]
+            if name == "step":
+                if manager.make_room(1):
+                    step(manager, one, number)
+            else:
+                getattr(manager, name)(one)
+        own = sum(one.computed - manager._shared(one) * SIZE for one in manager.requests)
+        cached = sum(len(node.names) for node in manager._tree.nodes()) * SIZE
+        copies = sum(
+            SIZE
+            for one in manager.requests
+            for own_page, page in zip(one.pages, manager._tree.path(one.node), strict=False)
+            if own_page != page
+        )
+        assert num_blocks * SIZE == manager.free_tokens + cached + own + copies
+        assert model.present == set(manager.resident())
+        assert manager._tree.evictable == len(manager.inactive_blocks())
+        assert set(manager.inactive_blocks()) <= model.present
+    for one in list(manager.requests):
+        manager.finish(one)
+    assert num_blocks * SIZE == manager.free_tokens + manager.evictable_tokens
+
+
+def test_a_heap_compares_halves_of_one_time():
+    tree = PageTree()
+    tree.put([1, 2, 3], [10, 11, 12], 3)
+    upper, pages = tree.find([1, 2, 4], 3)
+    assert [10, 11] == pages == tree.path(upper)
+    assert {node.last for node in tree.nodes()} == {upper.last}
+    assert [12, 10, 11] == [page for node in tree.evict(3) for page in node.pages]

@@ -1,0 +1,314 @@
+"""The scheduler of Dynamo's mock of SGLang: who is admitted, who is retracted, and how long it takes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_kvmock import EngineProfile, Prompt, RouterHarness
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.fleet.mock_engine import EngineStalled, MockEngine
+from pytest_kvmock.sinks import CapturingSink
+
+SIZE = 4
+
+
+def engine(num_gpu_blocks=100, *, backend="mocker_sglang", sink=None, sglang=None, **args):
+    args = {"block_size": SIZE, **args}
+    return MockEngine(
+        MockEngineArgs(engine_type="sglang", num_gpu_blocks=num_gpu_blocks, sglang=sglang, **args),
+        backend=backend,
+        sink=sink,
+    )
+
+
+def pages(*numbers, tail=0):
+    return [*(number for number in numbers for _ in range(SIZE)), *[0] * tail]
+
+
+def run(one, until=1000):
+    """Passes until nothing is open, at most so many."""
+    passes = []
+    while not one.is_idle and len(passes) < until:
+        passes.append(one.step())
+    return passes
+
+
+def admissions(one, requests):
+    """Numbers of the requests that each pass admits, where it admits any."""
+    return [[requests.index(each) for each in done.admitted] for done in run(one) if done.admitted]
+
+
+# ----------------------------------------------------------------------------------------------------- times
+
+
+@pytest.mark.parametrize(("semantics", "second"), [("1.2.1", 23.311324), ("1.3.1", 6.809904)])
+def test_an_identical_prompt_takes_the_constant_of_prefill_in_1_2_1_and_nothing_in_1_3_1(semantics, second):
+    one = engine(semantics=semantics)
+    ttft = []
+    for _ in range(2):
+        request = one.submit([*range(8)], 1)
+        one.run()
+        ttft.append(request.token_ms[0] - request.arrival_ms)
+    assert [23.432818, second] == pytest.approx(ttft, abs=1e-9)
+    assert [0, 8] == [request.reused_tokens for request in one.requests]
+
+
+def test_the_real_cache_computes_the_last_token_of_a_prompt_that_is_cached():
+    one = engine(backend="sglang")
+    for _ in range(2):
+        one.submit([*range(8)], 1)
+        one.run()
+    assert [0, 4] == [request.reused_tokens for request in one.requests]
+
+
+def test_speedups_divide_what_is_rounded():
+    one = engine(speedup_ratio=2.0, decode_speedup_ratio=4.0)
+    one.submit([*range(8)], 1)
+    done = one.step()
+    assert (16.622887 / 2, 6.809931 / 8) == pytest.approx((done.prefill_ms, done.decode_ms), abs=1e-4)
+
+
+def test_a_decode_worker_charges_no_prefill_and_a_prefill_worker_no_decode():
+    times = []
+    for kind in ("decode", "prefill"):
+        one = engine(worker_type=kind)
+        one.submit([*range(8)], 1)
+        done = one.step()
+        times.append((bool(done.prefill_ms), bool(done.decode_ms)))
+    assert [(False, True), (True, False)] == times
+
+
+# ------------------------------------------------------------------------------------------------- admission
+
+
+def test_prompts_are_computed_in_chunks_of_whole_pages_and_the_rest_waits_as_the_first():
+    one = engine(sglang={"chunked_prefill_size": 8})
+    long, short = one.submit(pages(1, 2, 3, 4, 5, tail=1), 1), one.submit(pages(6), 1)
+    passes = run(one)
+    chunks = [
+        [(one.requests.index(each.request), each.tokens, each.prefix_tokens) for each in done.scheduled]
+        for done in passes
+    ]
+    # The rest of 5 takes two pages of the budget, which leaves none for the short one.
+    assert [[(0, 8, 0)], [(0, 8, 8)], [(0, 5, 16)], [(1, 4, 0)]] == chunks
+    assert (16, "finished") == (long.reused_tokens, long.status)  # its own chunks count
+    assert [long] == list(passes[0].waiting)[:1]
+    assert short.status == "finished"
+
+
+def test_a_first_chunk_matches_at_most_a_chunk_of_what_is_cached():
+    one = engine(sglang={"chunked_prefill_size": 8})
+    one.submit(pages(1, 2, 3, 4), 1)
+    one.run()
+    again = one.submit(pages(1, 2, 3, 4), 1)
+    first, second = run(one)
+    assert [(0, 8), (8, 8)] == [
+        (each.tokens, each.prefix_tokens) for done in (first, second) for each in done.scheduled
+    ]
+    assert 8 == again.first_reused_tokens
+
+
+@pytest.mark.parametrize(("semantics", "most"), [("1.3.1", 2), ("1.2.1", 5)])
+def test_seats_are_limited_in_1_3_1(semantics, most):
+    one = engine(max_num_seqs=2, semantics=semantics)
+    for number in range(5):
+        one.submit(pages(number), 3)
+    assert most == one.step().running
+
+
+def test_a_waiting_request_is_never_passed_over():
+    one = engine(6)
+    for number in (1, 2):
+        one.submit(pages(number, number + 10, number + 20), 2)
+    one.submit(pages(3), 1)
+    assert 1 == one.step().running
+
+
+def test_longest_cached_prefix_first():
+    one = engine(sglang={"schedule_policy": "lpm"}, max_num_seqs=1)
+    one.submit(pages(1, 2, 3), 1)
+    one.run()
+    prompts = [pages(9), pages(1, 9), pages(1, 2, 3, 9), pages(8), pages(1, 2, 9)]
+    requests = [one.submit(prompt, 1) for prompt in prompts]
+    assert [[2], [4], [1], [0], [3]] == admissions(one, requests)
+
+
+def test_of_prompts_that_begin_alike_and_are_not_cached_all_but_the_first_yield():
+    one = engine(sglang={"schedule_policy": "lpm"}, max_num_seqs=1)
+    alike = [*range(10, 18)]
+    prompts = [pages(*alike, 1), pages(*alike, 2), pages(3), pages(*alike)[:-1], pages(*alike)[:-1]]
+    requests = [one.submit(prompt, 1) for prompt in prompts]
+    order = admissions(one, requests)
+    assert [0] == order[0]
+    # Once the first is cached, the second is the one with the longest cached prefix.
+    assert [1] == order[1]
+    one = engine(sglang={"schedule_policy": "lpm"})
+    for prompt in prompts:
+        one.submit(prompt, 1)
+    admitted = [one.requests.index(request) for request in one.step().admitted]
+    assert [0, 2, 3, 4, 1] == admitted  # one of fewer than 32 tokens yields to none
+
+
+def test_many_waiting_requests_stay_as_they_are():
+    one = engine(2000, sglang={"schedule_policy": "lpm"}, max_num_seqs=1)
+    one.submit(pages(1), 1)
+    one.run()
+    requests = [one.submit(pages(2 + number), 1) for number in range(128)]
+    requests.append(one.submit(pages(1), 1))
+    assert [0] == [requests.index(each) for each in one.step().admitted]
+    assert [128] == [requests.index(each) for each in one.step().admitted]
+
+
+# ------------------------------------------------------------------------------------------------ retraction
+
+
+def crowded(semantics="1.3.1", backend="mocker_sglang"):
+    """Three requests that fit, and whose output does not."""
+    one = engine(
+        8, backend=backend, semantics=semantics, sglang={"schedule_conservativeness": 0.0, "clip_max_new_tokens": 0}
+    )
+    return one, [one.submit(pages(number, number + 10), 9) for number in range(1, 4)]
+
+
+@pytest.mark.parametrize("backend", ["mocker_sglang", "sglang"])
+def test_the_request_that_generated_the_fewest_is_retracted_and_waits_as_the_first(backend):
+    one, requests = crowded(backend=backend)
+    retracted = [(done.preempted, done.waiting) for done in run(one) if done.preempted]
+    assert retracted
+    preempted, waiting = retracted[0]
+    assert requests[0] is preempted[0]  # all have generated as many: the first of them
+    assert "finished" == requests[0].status
+    assert requests[0].preemptions
+    assert preempted[0] is waiting[0]
+    assert [9, 9, 9] == [len(request.token_ms) for request in requests]
+    assert 0 == one.metrics.running == one.metrics.waiting
+
+
+def test_a_request_that_comes_back_keeps_its_tokens():
+    one, requests = crowded()
+    kept, back = {}, 0
+    while not one.is_idle:
+        done = one.step()
+        for each in done.scheduled:
+            if each.request in kept:
+                assert 8 + kept[each.request] == each.tokens + each.prefix_tokens
+                back += 1
+        kept |= {request: request.generated_tokens for request in done.preempted}
+    assert back
+    assert {9} == {len(request.token_ms) for request in requests}
+
+
+# ---------------------------------------------------------------------------------------------- what is there
+
+
+def test_events_are_visible_when_the_pass_ends():
+    sink = CapturingSink()
+    one = engine(sink=sink)
+    one.submit(pages(1, 2), 2)
+    done = one.start_pass(0.0)
+    assert [] == sink.events
+    one.finish_pass()
+    assert 1 == len(sink.take())
+    assert done.end_ms == one.now_ms
+
+
+@pytest.mark.parametrize("backend", ["mocker_sglang", "sglang"])
+def test_an_abort_frees_what_a_request_holds_wherever_it_is(backend):
+    one = engine(20, backend=backend, sglang={"chunked_prefill_size": 8})
+    running, chunked = one.submit(pages(1), 5), one.submit(pages(2, 3, 4, 5, tail=1), 5)
+    waiting = one.submit(pages(6), 5)
+    one.step()
+    assert ("running", [chunked, waiting]) == (running.status, list(one.scheduler.waiting))
+    for request in (waiting, chunked, running):
+        request.abort()
+    assert one.is_idle
+    assert 0 == one.metrics.active_blocks
+    assert ["aborted"] * 3 == [request.status for request in (running, chunked, waiting)]
+
+
+def test_priorities_are_sglangs():
+    one = engine(backend="sglang", max_num_seqs=1)
+    requests = [one.submit(pages(number), 1, priority=priority) for number, priority in enumerate((0, 5, 5, 9))]
+    assert [[3], [1], [2], [0]] == admissions(one, requests)
+    with pytest.raises(ValueError, match=r"^priority is for engines whose policy has priorities \(backend sglang\)"):
+        engine().submit(pages(1), 1, priority=3)
+
+
+def test_what_can_never_go_on_is_an_error():
+    one = engine(4, sglang={"clip_max_new_tokens": 4, "schedule_conservativeness": 0.0})
+    one.submit(pages(1, 2, 3), 4)  # it fits, and is never admitted: its room must be more than it takes
+    with pytest.raises(EngineStalled, match="the engine makes no progress"):
+        one.run()
+
+
+# ------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm"])
+def test_only_a_radix_cache_has_this_scheduler(backend):
+    with pytest.raises(
+        ValueError,
+        match=f"^engine_type 'sglang' schedules over a radix cache, backend mocker_sglang or sglang; got '{backend}'$",
+    ):
+        engine(backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["mocker_sglang", "sglang"])
+def test_and_a_radix_cache_has_no_other(backend):
+    with pytest.raises(ValueError, match=f"^engine_type 'vllm' cannot schedule over backend '{backend}'"):
+        MockEngine(MockEngineArgs(block_size=SIZE), backend=backend)
+
+
+def test_a_cache_of_another_release_is_refused():
+    older = BACKENDS["mocker_sglang"].variant("mocker_sglang_1_2_1", semantics="1.2.1")
+    with pytest.raises(ValueError, match=r"has semantics='1\.2\.1', and its engine semantics='1\.3\.1'$"):
+        engine(backend=older)
+    assert "1.2.1" == engine(backend=older, semantics="1.2.1").worker.manager.semantics
+
+
+# ------------------------------------------------------------------------------------------------- any traffic
+
+
+REQUESTS = st.lists(
+    st.tuples(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, SIZE - 1), st.integers(1, 9)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=150)
+@given(
+    requests=REQUESTS,
+    num_gpu_blocks=st.sampled_from([9, 12, 24]),
+    backend=st.sampled_from(["mocker_sglang", "sglang"]),
+    options=st.fixed_dictionaries(
+        {
+            "schedule_policy": st.sampled_from(["fifo", "lpm"]),
+            "chunked_prefill_size": st.sampled_from([4, 12, 8192]),
+            "clip_max_new_tokens": st.sampled_from([0, 2, 4096]),
+            "schedule_conservativeness": st.sampled_from([0.0, 0.3, 1.0]),
+        }
+    ),
+)
+def test_all_is_served_and_every_event_is_sound(requests, num_gpu_blocks, backend, options):
+    profile = EngineProfile(block_size=SIZE, num_blocks=num_gpu_blocks)
+    harness = RouterHarness(profile, BACKENDS[backend])
+    worker = harness.worker(0)
+    one = MockEngine(
+        MockEngineArgs(engine_type="sglang", num_gpu_blocks=num_gpu_blocks, block_size=SIZE, sglang=options),
+        worker=worker,
+    )
+    for numbers, tail, output in requests:
+        if len(numbers) * SIZE + tail + output <= num_gpu_blocks * SIZE:
+            one.submit(Prompt(pages(*numbers, tail=tail)), output)
+    try:
+        report = one.run()
+    except EngineStalled:  # the original hangs there, too
+        return
+    assert report.completed == list(report.requests)
+    assert all(len(request.token_ms) == request.max_output_tokens for request in report.requests)
+    harness.events.check()
+    if backend == "sglang" or not report.preemptions:  # a retraction frees slots twice, or loses some
+        assert 0 == worker.manager.num_active_blocks
+        assert [] == harness.judge().errors

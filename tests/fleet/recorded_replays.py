@@ -1,0 +1,103 @@
+"""Replays of Dynamo's own programs, as they were recorded, and what ours is compared by."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.worker import OutOfBlocks
+from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
+from pytest_kvmock.traces import TraceRequest
+
+DATA = Path(__file__).parents[1] / "data"
+
+COLUMNS = (
+    "arrival_time_ms",
+    "first_admit_ms",
+    "first_token_ms",
+    "last_token_ms",
+    "input_length",
+    "output_length",
+    "reused_input_tokens",
+)
+
+
+def recorded(name):
+    """The cases of one file."""
+    return json.loads(gzip.decompress((DATA / name).read_bytes()))
+
+
+def runs_of(name, *versions):
+    """Parameters: each case of a file with each version that it was recorded with."""
+    return [
+        pytest.param(case, version, id=f"{case['id']}-{version}")
+        for case in recorded(name)
+        for version in versions
+        if version in case["runs"]
+    ]
+
+
+def request_of(row):
+    """One request of a trace, from a line of JSON."""
+    return TraceRequest(
+        row.get("timestamp"),
+        row["input_length"],
+        row["output_length"],
+        tuple(row["hash_ids"]),
+        row.get("session_id"),
+        row.get("delay"),
+    )
+
+
+def engines_of(case, version, backend="lineage", *, watched=False):
+    """The engines of a case; watched ones run each pass by itself, as somebody listens."""
+    count = case["replay"].get("num_workers", 1)
+    args = MockEngineArgs.from_json(case["engine"], semantics=version)
+    engines = [MockEngine(args, backend=backend) for _ in range(count)]
+    if watched:
+        for engine in engines:
+            engine.on_pass(lambda done: None)
+    return engines
+
+
+def play(case, version, backend="lineage", *, watched=False):
+    """Replay a case."""
+    how = case["replay"]
+    return replay(
+        map(request_of, case["requests"]),
+        engines_of(case, version, backend, watched=watched),
+        concurrency=how.get("replay_concurrency"),
+        arrival_speedup=how.get("arrival_speedup_ratio", 1.0),
+        trace_block_size=how["trace_block_size"],
+    )
+
+
+def rows_of(report):
+    """One row a request, in no order."""
+    return sorted((tuple(row[column] for column in COLUMNS) for row in report.per_request()), key=str)
+
+
+def check_summary(expected, report):
+    """Compare all figures: exactly, but for means and deviations, whose sums have an order of their own there."""
+    actual = report.to_json()
+    exact = {key: value for key, value in expected.items() if not key.startswith(("mean_", "std_"))}
+    assert exact == {key: actual[key] for key in exact}
+    for key in expected.keys() - exact.keys():
+        assert expected[key] == pytest.approx(actual[key], rel=1e-9, abs=1e-9), key
+
+
+def check_run(case, version, backend="lineage", *, watched=False, semantics=None):
+    """Replay a case as a version did; where that did not end, ours is a named error."""
+    run = case["runs"][version]
+    semantics = semantics or version
+    if "error" in run:
+        with pytest.raises((EngineStalled, OutOfBlocks)):
+            play(case, semantics, backend, watched=watched)
+        return
+    report = play(case, semantics, backend, watched=watched)
+    check_summary(run["summary"], report)
+    if "per_request" in run:
+        expected = sorted(map(tuple, run["per_request"]), key=str)
+        assert expected == rows_of(report)

@@ -1,0 +1,408 @@
+"""A mock engine: requests in; passes, tokens, events and a report out."""
+
+import pytest
+
+from pytest_kvmock.backends import backend_spec
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, RequestError
+from pytest_kvmock.events import Removed, Stored
+from pytest_kvmock.fleet import EngineStalled, MockEngine
+from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock.tokens import Prompt
+
+BACKENDS = ("lineage", "lru", "multi_lru", "hash_cache", "vllm", "vllm_0_19")
+
+
+def engine_of(backend="lineage", sink=None, **fields):
+    args = MockEngineArgs(**{"block_size": 4, "num_gpu_blocks": 100, **fields})
+    return MockEngine(args, backend=backend, sink=sink)
+
+
+def tokens(count, first=0):
+    return list(range(first, first + count))
+
+
+# ------------------------------------------------------------------------------------------------------- one request
+
+
+def test_an_engine_is_that_of_dynamo_by_default():
+    engine = MockEngine()
+    assert 16384 == engine.metrics.total_blocks
+    assert 64 == engine.worker.manager.block_size
+    assert "<MockEngine vllm over lineage at 0 ms>" == repr(engine)
+
+
+def test_a_request_goes_from_waiting_to_finished():
+    engine = engine_of(max_num_batched_tokens=8)
+    request = engine.submit(tokens(12), 3)
+    assert ("waiting", 0, 0) == (request.status, request.computed_tokens, request.generated_tokens)
+    engine.step()  # a budget of 8 tokens, of 12
+    assert ("running", 8, 0) == (request.status, request.computed_tokens, request.generated_tokens)
+    engine.step()
+    assert ("running", 12, 1) == (request.status, request.computed_tokens, request.generated_tokens)
+    engine.step()
+    engine.step()
+    assert ("finished", 3) == (request.status, request.generated_tokens)
+    assert engine.is_idle
+    assert [] == engine.worker.requests
+    assert 0.0 == request.admitted_ms
+    assert engine.now_ms == request.token_ms[-1]
+    assert 3 == len(request.token_ms)
+
+
+def test_a_pass_says_what_it_did():
+    engine = engine_of()
+    first, second = engine.submit(tokens(8), 2), engine.submit(tokens(12), 1)
+    done = engine.step()
+    assert [(first, 8, 8, 0), (second, 4, 4, 8)] == [tuple(each) for each in done.scheduled]
+    assert [first, second] == done.admitted == done.generated
+    assert [second] == done.finished
+    assert ([], 1, ()) == (done.preempted, done.running, done.waiting)
+    assert (0.0, engine.now_ms) == (done.start_ms, done.end_ms)
+    assert done.end_ms == done.start_ms + done.prefill_ms + done.decode_ms
+    done = engine.step()
+    assert ([first], [9]) == (done.generated, done.decode_lengths)
+    assert 0.0 == done.prefill_ms
+    metrics = engine.step().to_json(worker_id=3, dp_rank=1, counter_id=7)  # nothing is open any more
+    assert (3, 1, 7, 0, 0.0) == tuple(
+        metrics[key] for key in ("worker_id", "dp_rank", "counter_id", "num_decode_requests", "wall_time_secs")
+    )
+
+
+def test_forward_pass_metrics_have_the_keys_of_dynamo():
+    engine = engine_of(num_gpu_blocks=8, max_num_seqs=2)
+    engine.submit(tokens(8), 8)
+    engine.submit(tokens(4, 100), 8)
+    engine.submit(tokens(6, 200), 2)
+    metrics = engine.step().to_json()
+    assert {
+        "num_prefill_requests": 2,
+        "sum_prefill_tokens": 12,
+        "var_prefill_length": 4.0,
+        "sum_prefill_kv_tokens": 0,
+        "num_decode_requests": 0,
+        "num_queued_prefill": 1,
+        "sum_queued_prefill_tokens": 6,
+        "num_queued_decode": 0,
+    }.items() <= metrics.items()
+    metrics = engine.step().to_json()
+    assert (2, 14, 4.0) == tuple(
+        metrics[key] for key in ("num_decode_requests", "sum_decode_kv_tokens", "var_decode_kv_tokens")
+    )
+
+
+def test_reasoning_frames_the_thinking_tokens():
+    engine = engine_of(
+        reasoning={"start_thinking_token_id": 7, "end_thinking_token_id": 8, "thinking_ratio": 0.5},
+    )
+    request = engine.submit(tokens(4), 10)
+    engine.run()
+    generated = request.state.sequence.tokens[4:]
+    assert (7, 8) == (generated[0], generated[4])
+    assert not {7, 8} & {*generated[1:4], *generated[5:]}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_step_by_step_and_in_one_go_are_the_same(backend):
+    reports, events = [], []
+    for stepwise in (False, True):
+        sink = CapturingSink()
+        engine = engine_of(backend, sink, num_gpu_blocks=15, max_num_batched_tokens=16)
+        for i in range(6):
+            engine.submit(tokens(9, 3 * (i % 3)), 20, arrival_ms=30.0 * i)
+        if stepwise:
+            while not engine.is_idle:
+                engine.step()
+        reports.append(engine.run().to_json())
+        events.append(sink.events)
+    assert reports[0] == reports[1]
+    assert events[0] == events[1]
+    assert any(isinstance(event.data, Removed) for event in events[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_engines_of_one_seed_say_the_same(backend):
+    streams = []
+    for seed in (1, 1, 2):
+        sink = CapturingSink()
+        engine = MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=10), backend=backend, sink=sink, seed=seed)
+        engine.submit(tokens(6), 9)
+        engine.run()
+        streams.append(sink.events)
+    assert streams[0] == streams[1]
+    assert streams[0] != streams[2]
+
+
+# ----------------------------------------------------------------------------------------------------------- time
+
+
+def test_run_stops_before_a_pass_that_would_start_too_late():
+    engine = engine_of()
+    engine.submit(tokens(8), 50)
+    report = engine.run(until_ms=100.0)
+    assert 0 == len(report.completed)
+    assert 100.0 <= engine.now_ms == engine.requests[0].token_ms[-1]
+    assert 100.0 > engine.requests[0].token_ms[-2]
+    report = engine.run()
+    assert 1 == len(report.completed)
+
+
+def test_run_waits_for_arrivals_and_no_longer_than_asked():
+    engine = engine_of()
+    request = engine.submit(tokens(8), 1, arrival_ms=500.0)
+    assert 1 == engine.metrics.arriving
+    engine.run(until_ms=200.0)
+    assert 200.0 == engine.now_ms
+    engine.run(until_ms=500.0)
+    assert ("waiting", 500.0) == (request.status, engine.now_ms)
+    engine.run()
+    assert 500.0 == request.admitted_ms
+
+
+def test_a_step_waits_for_the_next_arrival():
+    engine = engine_of()
+    engine.submit(tokens(8), 1, arrival_ms=50.0)
+    done = engine.step()
+    assert 50.0 == done.start_ms
+
+
+def test_a_step_of_an_idle_engine_does_nothing():
+    engine = engine_of()
+    done = engine.step()
+    assert (0.0, 0.0, [], []) == (done.start_ms, done.end_ms, done.generated, done.scheduled)
+
+
+def test_a_request_that_arrives_during_a_pass_waits_for_its_end():
+    engine = engine_of()
+    engine.submit(tokens(8), 1)
+    late = engine.submit(tokens(8, 50), 1, arrival_ms=5.0)
+    end = engine.step().end_ms
+    assert end > 5.0
+    engine.step()
+    assert end == late.admitted_ms
+
+
+def test_requests_of_one_moment_are_one_batch():
+    engine = engine_of()
+    for first in (0, 100):
+        engine.submit(tokens(8, first), 1)
+    assert 24.603679 == engine.run().to_json()["max_ttft_ms"]
+
+
+def test_a_listener_sees_each_pass():
+    engine = engine_of()
+    seen = []
+    engine.on_pass(seen.append)
+    engine.submit(tokens(8), 12)
+    engine.run()
+    assert 12 == len(seen) == engine.passes
+
+
+# ------------------------------------------------------------------------------------------------- preemption, aborts
+
+
+def test_a_preempted_request_waits_in_front_and_keeps_its_tokens():
+    engine = engine_of(num_gpu_blocks=6, max_num_batched_tokens=12)
+    first, second, third = (engine.submit(tokens(8, first), 6) for first in (0, 100, 200))
+    while not engine.metrics.preemptions:
+        done = engine.step()
+    assert [second] == done.preempted
+    assert ("preempted", 0) == (second.status, second.computed_tokens)
+    assert second is engine.scheduler.waiting[0]  # 1.2.1: the third was admitted in its place
+    assert "running" == third.status
+    assert 0 < first.generated_tokens
+    report = engine.run()
+    assert 3 == len(report.completed)
+    assert report.preemptions == engine.metrics.preemptions == sum(r.preemptions for r in (first, second, third))
+
+
+def test_eight_identical_requests_on_six_blocks_end():
+    engine = engine_of(num_gpu_blocks=6, max_num_batched_tokens=12)
+    for _ in range(8):
+        engine.submit([42] * 8, 6)
+    assert 8 == len(engine.run().completed)
+    assert 0 == engine.metrics.active_blocks
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_aborted_request_leaves_nothing_behind(backend):
+    engine = engine_of(backend)
+    running, waiting = engine.submit(tokens(8), 20), engine.submit(tokens(8, 50), 20, arrival_ms=1e6)
+    engine.step()
+    assert 0 < engine.metrics.active_blocks
+    running.abort()
+    waiting.abort()
+    assert ("aborted", "aborted") == (running.status, waiting.status)
+    assert (0, 0.0) == (engine.metrics.active_blocks, engine.metrics.cache_usage)
+    assert engine.is_idle
+    assert [] == engine.worker.requests
+    assert [] == engine.report.completed
+    with pytest.raises(RequestError, match="abort on a request that is aborted; it must be waiting, running or preemp"):
+        running.abort()
+
+
+# ---------------------------------------------------------------------------------------------------------- events
+
+
+def test_prefix_blocks_are_stored_when_the_pass_starts():
+    sink = CapturingSink()
+    engine = engine_of(sink=sink)
+    engine.submit(tokens(8), 1)
+    engine.start_pass(0.0)
+    assert [Stored] == [type(event.data) for event in sink.events]
+    engine.finish_pass()
+    assert 1 == len(sink.events)
+
+
+def test_events_may_be_held_until_the_pass_ends():
+    sink = CapturingSink()
+    engine = engine_of(sink=sink, events_visible="pass_end")
+    engine.submit(tokens(8), 1)
+    engine.start_pass(0.0)
+    assert [] == sink.events
+    engine.finish_pass()
+    assert 1 == len(sink.events)
+
+
+@pytest.mark.parametrize("fields", [{"enable_prefix_caching": False}, {"worker_type": "decode"}])
+def test_without_prefix_caching_or_as_decode_worker_nothing_is_published(fields):
+    sink = CapturingSink()
+    engine = engine_of(sink=sink, **fields)
+    engine.submit(tokens(8), 9)
+    engine.run()
+    assert [] == sink.events
+
+
+def test_token_ids_travel_with_the_events():
+    sink = CapturingSink()
+    engine = engine_of(sink=sink)
+    engine.submit(tokens(8), 1)
+    engine.run()
+    assert ((0, 1, 2, 3), (4, 5, 6, 7)) == tuple(map(tuple, sink.router_events[0].token_ids))
+
+
+# ------------------------------------------------------------------------------------------------------- its worker
+
+
+def test_requests_of_an_engine_are_those_of_its_worker():
+    engine = engine_of()
+    request = engine.submit(tokens(8), 5)
+    assert [request] == engine.worker.requests
+    assert not engine.worker.clear()
+    engine.run()
+    assert engine.worker.clear()
+    assert 0 == engine.worker.cached_tokens(tokens(8))
+
+
+def test_a_restart_empties_the_engine():
+    engine = engine_of()
+    running, arriving = engine.submit(tokens(8), 5), engine.submit(tokens(8), 5, arrival_ms=900.0)
+    engine.step()
+    before = engine.now_ms
+    engine.worker.restart()
+    assert ("lost", "lost") == (running.status, arriving.status)
+    assert engine.is_idle
+    assert (0, before) == (engine.metrics.active_blocks, engine.now_ms)
+    after = engine.submit(tokens(8), 5)
+    engine.run()
+    assert ("finished", 0) == (after.status, after.cached_tokens)
+
+
+def test_a_worker_has_one_engine():
+    engine = engine_of()
+    with pytest.raises(ValueError, match=r"is used by <MockEngine vllm over lineage at 0 ms>; a worker has one engine"):
+        MockEngine(engine.args, worker=engine.worker)
+
+
+def test_the_sizes_of_worker_and_arguments_are_the_same():
+    spec = backend_spec("lineage")
+    worker = KvWorker(lambda sink: spec.make(num_blocks=9, block_size=4, dp_rank=0, sink=sink))
+    with pytest.raises(ValueError, match=r"num_gpu_blocks=8, and <KvWorker 0 .*> was made with 9; they must be equal"):
+        MockEngine(MockEngineArgs(num_gpu_blocks=8, block_size=4), worker=worker)
+
+
+def test_a_driver_that_is_none_for_schedulers_is_refused():
+    class OldDriver:
+        """What a backend of a user may have: a driver of workers only."""
+
+        def __init__(self, manager, prefix_caching, rng):
+            self.manager = manager
+
+    spec = backend_spec("lineage")
+    worker = KvWorker(lambda sink: spec.make(num_blocks=9, block_size=4, dp_rank=0, sink=sink), driver=OldDriver)
+    with pytest.raises(ValueError, match=r"no engine can use .* is no SchedulerDriver: it has no "):
+        MockEngine(MockEngineArgs(num_gpu_blocks=9, block_size=4), worker=worker)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (([], 1), {}, "prompt is empty"),
+        ((tokens(8), 0), {}, r"max_output_tokens must be an integer of at least 1 \(tokens\), got 0"),
+        ((tokens(8), -1), {}, "at least 1"),
+        ((tokens(8), 1.5), {}, "at least 1"),
+        ((tokens(8), 1, -1.0), {}, r"arrival_ms must be a finite number of at least 0 \(milliseconds\), got -1.0"),
+        ((tokens(8), 1, float("nan")), {}, "got nan"),
+        ((tokens(8), 1, float("inf")), {}, "got inf"),
+        ((tokens(8), 1, "1"), {}, "got '1'"),
+        ((tokens(8), 1, 39.0), {}, "arrival_ms must be at least 40.0, the arrival of the request before it, got 39.0"),
+        ((tokens(8), 1), {"priority": 1}, "priority is for engines whose policy has priorities"),
+        ((tokens(8), 1), {"priority": "high"}, "priority must be an integer, got 'high'"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_nothing_changes(arguments, options, message):
+    engine = engine_of()
+    engine.submit(tokens(4), 1, arrival_ms=40.0)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(*arguments, **options)
+    assert (1, 1) == (len(engine.requests), len(engine.worker.requests))
+    assert 1 == len(engine.run().completed)
+
+
+@pytest.mark.parametrize(("prompt", "output", "fits"), [(36, 4, True), (37, 4, False), (40, 1, False), (44, 1, False)])
+@pytest.mark.parametrize("semantics", ["1.2.1", "1.3.1"])
+def test_what_can_never_fit_is_refused(prompt, output, fits, semantics):
+    engine = engine_of(num_gpu_blocks=10, semantics=semantics)
+    if fits:
+        engine.submit(tokens(prompt), output)
+        assert 1 == len(engine.run().completed)
+        return
+    with pytest.raises(OutOfBlocks, match=f"{-(-(prompt + output) // 4)} blocks are needed and 10 are available"):
+        engine.submit(tokens(prompt), output)
+    assert engine.is_idle
+
+
+def test_a_prompt_that_no_budget_admits_is_a_named_error():
+    engine = engine_of(max_num_batched_tokens=8, enable_chunked_prefill=False)
+    engine.submit(tokens(12), 1)
+    with pytest.raises(
+        EngineStalled, match=r"makes no progress: .* generated no token, with 0 requests running and 1 wai"
+    ):
+        engine.run()
+
+
+def test_a_prompt_of_many_passes_is_no_stall():
+    engine = engine_of(num_gpu_blocks=5000, max_num_batched_tokens=4)
+    request = engine.submit(tokens(4 * 3000), 1)
+    engine.run()
+    assert ("finished", 3000) == (request.status, engine.passes)
+
+
+@pytest.mark.parametrize("until", [-1.0, float("nan"), float("inf"), "now", True])
+def test_a_wrong_moment_is_refused(until):
+    engine = engine_of()
+    with pytest.raises(ValueError, match=r"until_ms must be a finite number of at least 0 "):
+        engine.run(until)
+
+
+def test_a_hash_prompt_is_served_and_its_output_has_hashes_of_its_own():
+    sink = CapturingSink()
+    engine = engine_of(sink=sink)
+    engine.submit(Prompt(hashes=[11, 12]), 6)
+    engine.submit(Prompt(hashes=[11, 12, 13]), 1, arrival_ms=1000.0)
+    engine.run()
+    assert [0, 8] == [request.cached_tokens for request in engine.requests]
+    assert [2, 1, 1] == [len(event.data.block_hashes) for event in sink.events]

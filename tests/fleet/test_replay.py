@@ -1,0 +1,162 @@
+"""Several engines on one clock."""
+
+import pytest
+
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.worker import OutOfBlocks
+from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
+from pytest_kvmock.traces import TraceRequest
+
+
+def engine(**fields):
+    return MockEngine(MockEngineArgs(**{"block_size": 4, "num_gpu_blocks": 100, **fields}))
+
+
+def request(timestamp, ids, output=1, **session):
+    return TraceRequest(timestamp, 4 * len(ids), output, tuple(ids), **session)
+
+
+def test_engines_take_requests_in_turn():
+    report = replay([request(float(i), [i]) for i in range(5)], [engine(), engine()])
+    assert (0, 1, 0, 1, 0) == tuple(report.served_by)
+    assert [0.0, 1.0, 2.0, 3.0, 4.0] == [each.arrival_ms for each in report.requests]
+
+
+def test_requests_are_sorted_by_their_timestamps_and_the_first_arrives_at_0():
+    report = replay([request(30.0, [3]), request(10.0, [1]), request(10.0, [2])], [engine()], arrival_speedup=2.0)
+    assert [(0.0, [1]), (0.0, [2]), (10.0, [3])] == [
+        (each.arrival_ms, list(each.prompt.block_hashes(4))) for each in report.requests
+    ]
+
+
+def test_in_a_closed_loop_a_request_arrives_when_another_is_done():
+    report = replay([request(None, [i], 3) for i in range(4)], [engine()], concurrency=2)
+    first, second, third, fourth = report.requests
+    assert 0.0 == first.arrival_ms == second.arrival_ms
+    assert first.token_ms[-1] == third.arrival_ms == fourth.arrival_ms
+
+
+def test_the_next_turn_of_a_session_waits_for_the_one_before():
+    report = replay(
+        [
+            request(0.0, [1, 2], 2, session_id="chat"),
+            request(5.0, [1, 2, 3], 1, session_id="chat", delay=50.0),
+            request(9.0, [1, 2, 3, 4], 1, session_id="chat"),
+        ],
+        [engine()],
+    )
+    first, second, third = report.requests
+    assert first.token_ms[-1] + 50.0 == second.arrival_ms
+    assert second.token_ms[-1] + 4.0 == third.arrival_ms  # the difference of their timestamps
+    assert [0, 8, 12] == [each.cached_tokens for each in report.requests]
+
+
+def test_the_worked_example_of_a_session():
+    """Reference 3.11: 8 tokens and 2 outputs, then after a delay of 50 a turn of 12 tokens, 8 of them cached."""
+    report = replay(
+        [request(0.0, [1, 2], 2, session_id="s"), request(None, [1, 2, 3], 1, session_id="s", delay=50.0)],
+        [engine()],
+        trace_block_size=4,
+    )
+    assert 104.669246 == pytest.approx(report.duration_ms, abs=1e-6)
+
+
+def test_ids_are_hashes_or_become_the_tokens_of_the_loader():
+    by_hashes = replay([request(0.0, [1, 2]), request(0.0, [1, 3])], [engine()])
+    by_tokens = replay([request(0.0, [1, 2]), request(0.0, [1, 3])], [engine()], trace_block_size=4)
+    assert by_hashes.to_json() == by_tokens.to_json()
+    assert by_hashes.requests[0].prompt.tokens is None
+    assert (1, 1, 1, 1, 2, 2, 2, 2) == tuple(by_tokens.requests[0].prompt.tokens)
+
+
+def test_ids_of_another_size_than_a_block_become_tokens():
+    engines = [MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=20))]
+    requests = [TraceRequest(0.0, 20, 3, (1, 2, 3)), TraceRequest(1.0, 24, 3, (1, 2, 3))]
+    report = replay(requests, engines, concurrency=1, trace_block_size=8)
+    assert [0, 20] == [each.reused_tokens for each in report.requests]
+    with pytest.raises(
+        ValueError, match="a request of 20 tokens has 3 hash ids: 5 are expected, one for each 4 tokens"
+    ):
+        replay(requests, [engine()])
+
+
+def test_a_prompt_larger_than_all_blocks_is_rejected_by_1_3_1():
+    requests = [request(0.0, range(25), 3), request(0.0, [90, 91], 2)]
+    report = replay(requests, [engine(num_gpu_blocks=10, semantics="1.3.1")], concurrency=1)
+    assert ["rejected", "finished"] == [each.status for each in report.requests]
+    assert [report.requests[0]] == report.rejected
+    assert (2, 1) == (report.to_json()["num_requests"], report.to_json()["completed_requests"])
+    assert report.per_request()[0]["first_token_ms"] is None
+
+
+@pytest.mark.parametrize(("semantics", "blocks", "output"), [("1.2.1", 25, 3), ("1.2.1", 10, 3), ("1.3.1", 10, 1)])
+def test_what_can_never_fit_is_a_named_error(semantics, blocks, output):
+    with pytest.raises(OutOfBlocks):
+        replay([request(0.0, range(blocks), output)], [engine(num_gpu_blocks=10, semantics=semantics)])
+
+
+def test_a_livelock_of_the_original_is_a_named_error():
+    stuck = engine(max_num_batched_tokens=4, enable_chunked_prefill=False)
+    with pytest.raises(EngineStalled):
+        replay([request(0.0, [1, 2])], [stuck])
+
+
+def test_the_report_counts_what_completed():
+    report = replay([request(0.0, [1, 2], 3), request(0.0, [1, 2], 1)], [engine()])
+    figures = report.to_json()
+    assert {
+        "num_requests": 2,
+        "completed_requests": 2,
+        "total_input_tokens": 16,
+        "total_output_tokens": 4,
+        "prefix_cache_reused_ratio": 0.5,
+        "first_admission_prefix_cache_reused_ratio": 0.5,
+    }.items() <= figures.items()
+    assert figures["duration_ms"] == report.duration_ms == report.requests[0].token_ms[-1]
+    assert 1000 * 4 / report.duration_ms == pytest.approx(figures["output_throughput_tok_s"])
+
+
+def test_a_report_of_nothing_is_all_zero():
+    figures = MockEngine().report.to_json()
+    assert {0} == set(figures.values())
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+ONE = [request(0.0, [1])]
+
+
+@pytest.mark.parametrize(
+    ("requests", "engines", "options", "message"),
+    [
+        ([], 1, {}, "replay: there is no request"),
+        (ONE, 0, {}, "replay: engines must be at least one, got none"),
+        (ONE, 1, {"concurrency": 0}, "replay: concurrency must be an integer of at least 1, or None, got 0"),
+        (ONE, 1, {"concurrency": 1.5}, "replay: concurrency must be an integer"),
+        (ONE, 1, {"arrival_speedup": 0}, "replay: arrival_speedup must be a finite number above 0, got 0"),
+        (ONE, 1, {"arrival_speedup": float("nan")}, "replay: arrival_speedup must be .* got nan"),
+        (ONE, 1, {"trace_block_size": 0}, "replay: trace_block_size must be an integer of at least 1"),
+    ],
+)
+def test_a_wrong_argument_is_refused(requests, engines, options, message):
+    with pytest.raises(ValueError, match=message):
+        replay(requests, [engine() for _ in range(engines)], **options)
+
+
+def test_engines_are_idle_of_one_kind_and_given_once():
+    one = engine()
+    with pytest.raises(ValueError, match="an engine is given twice"):
+        replay(ONE, [one, one])
+    with pytest.raises(ValueError, match="all engines must have one block_size, got 4, 8"):
+        replay(ONE, [one, engine(block_size=8)])
+    with pytest.raises(ValueError, match=r"all engines must have one scheduler_semantics, got '1.2.1', '1.3.1'"):
+        replay(ONE, [one, engine(semantics="1.3.1")])
+    with pytest.raises(ValueError, match="prefill must have worker_type='prefill', got 'aggregated'"):
+        replay(ONE, [engine(worker_type="decode")], [one])
+    with pytest.raises(ValueError, match="engines must have worker_type='decode', got 'aggregated'"):
+        replay(ONE, [one], [engine(worker_type="prefill")])
+    one.submit([1, 2, 3], 5)
+    with pytest.raises(ValueError, match="has open requests; engines must be idle"):
+        replay(ONE, [one])
+    assert 1 == len(one.requests)

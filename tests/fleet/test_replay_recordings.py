@@ -1,0 +1,50 @@
+"""Replays recorded from Dynamo's mocker 1.1.1, 1.2.1 and 1.3.1, to the bit."""
+
+import pytest
+from recorded_replays import check_run, check_summary, recorded, runs_of
+
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.fleet import MockEngine, replay
+from pytest_kvmock.traces import read_mooncake
+
+VERSIONS = ("1.2.1", "1.3.1")
+
+
+def vllm_only(parameters):
+    return [each for each in parameters if each.values[0]["engine"].get("engine_type") != "sglang"]
+
+
+SMALL = vllm_only(runs_of("replay_small.json.gz", *VERSIONS))
+RANDOM = runs_of("replay_random_vllm.json.gz", *VERSIONS)
+SESSIONS = runs_of("replay_sessions.json.gz", *VERSIONS)
+OLDEST = vllm_only(runs_of("replay_small.json.gz", "1.1.1")) + runs_of("replay_random_1.1.1.json.gz", "1.1.1")
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["in-one-go", "each-pass"])
+@pytest.mark.parametrize(("case", "version"), SMALL + RANDOM + SESSIONS)
+def test_a_replay_equals_the_recorded_one(case, version, watched):
+    check_run(case, version, watched=watched)
+
+
+@pytest.mark.parametrize("backend", ["lru", "multi_lru"])
+@pytest.mark.parametrize(("case", "version"), SMALL)
+def test_without_scarce_blocks_eviction_policies_do_not_matter(case, version, backend):
+    if case["id"] != "evict_small_pool":
+        check_run(case, version, backend)
+
+
+@pytest.mark.parametrize(("case", "version"), OLDEST)
+def test_hash_cache_equals_the_mocker_that_had_it(case, version):
+    check_run(case, version, "hash_cache", semantics="1.2.1")
+
+
+MOONCAKE = recorded("replay_mooncake.json.gz")
+
+
+@pytest.mark.parametrize("run", MOONCAKE, ids=[run["id"] for run in MOONCAKE])
+def test_a_mooncake_trace_equals_the_recorded_replay(run, traces_dir):
+    engine = MockEngine(MockEngineArgs(block_size=512, num_gpu_blocks=run["num_gpu_blocks"], semantics=run["version"]))
+    report = replay(read_mooncake(traces_dir / run["trace"]), [engine], concurrency=run["replay_concurrency"])
+    check_summary(run["summary"], report)
+    if "reused_blocks" in run:
+        assert run["reused_blocks"] == [request.reused_tokens // 512 for request in report.requests]

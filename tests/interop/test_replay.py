@@ -1,0 +1,149 @@
+"""Replays against Dynamo's own, on random cases: statistics and times of requests, and where the original loops for ever.
+
+Run as a program it is the long differential: `python tests/interop/test_replay.py RUNS [FIRST_SEED [KIND]]`.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from peer import dynamo_core
+from replay_cases import KINDS, random_cases
+
+from pytest_kvmock import OutOfBlocks
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
+from pytest_kvmock.traces import TraceRequest
+
+dynamo_core("1.2", "1.3")
+VERSION = metadata.version("ai-dynamo-runtime")
+
+RUNS = {"vllm": 60, "sglang": 40, "disaggregated": 40, "sessions": 20}
+"""Cases of each kind in a run of the suite; some seconds of them are loops of the original that have to be ended."""
+
+OF_THE_HOST = {"processed_tokens_per_s", "processed_output_tokens_per_s", "wall_time_ms"}
+OF_THE_FLEET = {
+    "prefill_worker_seconds",
+    "decode_worker_seconds",
+    "prefill_gpus_per_worker",
+    "decode_gpus_per_worker",
+    "gpu_hours",
+}
+TIMES = (
+    "arrival_time_ms",
+    "first_admit_ms",
+    "first_token_ms",
+    "last_token_ms",
+    "input_length",
+    "output_length",
+    "reused_input_tokens",
+    "ttft_ms",
+)
+
+
+def play_in_wheel(cases):
+    """Return the installed release's answer to each case: see `replay_wheel`."""
+    program = Path(__file__).with_name("replay_wheel.py")
+    lines = "".join(f"{json.dumps(case)}\n" for case in cases)
+    done = subprocess.run([sys.executable, program], input=lines, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def play(case):
+    """Return our report of a case; None where an engine can never make progress."""
+    settings = case["replay"]
+
+    def engines(fields, number):
+        args = MockEngineArgs(**fields, semantics=VERSION)
+        backend = "mocker_sglang" if case["scheduler"] == "sglang" else "lineage"
+        return [MockEngine(args, backend=backend, seed=seed) for seed in range(settings.get(number, 1))]
+
+    rows = [
+        TraceRequest(
+            row.get("timestamp"),
+            row["input_length"],
+            row["output_length"],
+            tuple(row["hash_ids"]),
+            row.get("session_id"),
+            row.get("delay"),
+        )
+        for row in case["requests"]
+    ]
+    decode = engines(case["engine"], "num_workers") if "engine" in case else []
+    prefill = []
+    if "prefill_engine" in case:
+        prefill = engines(case["prefill_engine"], "num_prefill_workers")
+        decode = engines(case["decode_engine"], "num_decode_workers")
+    try:
+        return replay(
+            rows,
+            decode,
+            prefill,
+            settings.get("replay_concurrency"),
+            settings.get("arrival_speedup_ratio", 1.0),
+            trace_block_size=settings["trace_block_size"],
+        )
+    except (EngineStalled, OutOfBlocks):
+        return None
+
+
+def differences(case, theirs):
+    """Return how our replay of a case differs from the release's: names with its value and ours."""
+    ours = play(case)
+    if ours is None or "error" in theirs:
+        ended = (theirs.get("error", "ended"), "ended" if ours else "stalled")
+        return {} if ended[0] != "ended" and not ours else {"end": ended}
+    figures = ours.to_json()
+    found = {
+        name: (value, figures.get(name))
+        for name, value in theirs["summary"].items()
+        if name not in OF_THE_HOST | OF_THE_FLEET and not is_equal(name, value, figures.get(name), theirs["summary"])
+    }
+    if "per_request" in theirs:
+        pairs = [
+            sorted(([row[name] for name in TIMES] for row in rows), key=str)
+            for rows in (theirs["per_request"], ours.per_request())
+        ]
+        if pairs[0] != pairs[1]:
+            found["per_request"] = pairs
+    return found
+
+
+def is_equal(name, theirs, ours, summary):
+    """Whether a statistic is the same: to the bit, or nearly where the original sums in an order of its own."""
+    kind, _, rest = name.partition("_")
+    if ours is None or kind not in ("mean", "std"):
+        return ours == theirs
+    # A deviation of values that are all the same is what is left of their digits.
+    return ours == pytest.approx(theirs, rel=1e-9, abs=1e-9 * summary[f"mean_{rest}"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_replays_have_the_same_statistics_times_and_ends(kind):
+    cases = random_cases(kind, RUNS[kind])
+    answers = play_in_wheel(cases)
+    different = {case["seed"]: differences(case, theirs) for case, theirs in zip(cases, answers, strict=True)}
+    assert {} == {seed: found for seed, found in different.items() if found}
+
+
+def main():
+    """Play RUNS cases of each kind (or of KIND), and print which ones differ."""
+    runs, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    for kind in sys.argv[3:] or KINDS:
+        counts = Counter()
+        cases = random_cases(kind, runs, first)
+        for case, theirs in zip(cases, play_in_wheel(cases), strict=True):
+            found = differences(case, theirs)
+            counts["looped" if "error" in theirs else "ended"] += 1
+            counts["different"] += bool(found)
+            if found:
+                print(kind, case["seed"], len(case["requests"]), next(iter(found.items())))  # noqa: T201 - it is a program
+        print(VERSION, kind, dict(counts))  # noqa: T201 - as above
+
+
+if __name__ == "__main__":
+    main()
