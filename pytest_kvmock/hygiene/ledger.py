@@ -207,8 +207,8 @@ class Ledger:
         elif stream.restored:
             stream.restored = {}
         if stream.removed_but_resident:  # such a block is held, so this event may store it again like any that is
-            hidden = {b: stream.removed_but_resident[b] for b in hashes if b in stream.removed_but_resident}
-            stream.restored = stream.restored | hidden
+            resident = stream.removed_but_resident
+            stream.restored = {**stream.restored, **{b: resident[b] for b in hashes if b in resident}}
         if plain:
             stream.add(held, hashes, parent)
         else:

@@ -21,7 +21,8 @@ CASES = [
 ]
 
 TAKES = "def test(kv_engine, kv_scheduler_case, kv_scheduler_requests)"
-MATRIX = "@pytest.mark.kv_scheduler_matrix\n"
+MARK = "@pytest.mark.kv_scheduler_matrix"
+MATRIX = f"{MARK}\n"
 
 # ---------------------------------------------------------------------------------------------------- fixtures
 
@@ -78,7 +79,9 @@ def test_engines_of_any_engine(nested):
 
 @pytest.mark.parametrize("args", [[], ["--kv-event-warnings=fail"]], ids=["default", "warnings fail"])
 def test_open_requests_of_an_engine_are_leaked_ones(nested, args):
-    result = nested("def test(kv_engine): kv_engine.submit([1] * 16, 4)", "--kv-backend=lru", *args)
+    result = nested(
+        "def test(kv_engine):\n    kv_engine.submit([1] * 16, 4)\n    kv_engine.step()", "--kv-backend=lru", *args
+    )
 
     result.assert_outcomes(**{"failed" if args else "passed": 1})
     result.stdout.fnmatch_lines(["*leaked_requests*"])
@@ -195,7 +198,7 @@ def test_a_field_that_contradicts_the_profile_is_one_line(nested, name):
     result.assert_outcomes(errors=1)
     assert [
         f"kvmock: num_gpu_blocks=9 contradicts {shown} of the profile; set one of them, or both to the same value"
-    ] == [line for line in result.outlines if line.startswith("kvmock: ") and "judged" not in line]
+    ] == [line for line in result.outlines if line.startswith("kvmock: num_gpu")]
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
 
 
@@ -207,7 +210,7 @@ def test_a_field_that_says_what_the_profile_says_is_right(nested):
 
 WRONG = [
     ("{'num_gpu_block': 8}", "unknown field of the engine's arguments 'num_gpu_block'; did you mean 'num_gpu_blocks'*"),
-    ("{'num_gpu_blocks': 0}", "num_gpu_blocks must be * 1 *, got 0"),
+    ("{'num_gpu_blocks': 0}", "num_gpu_blocks must be an integer of at least 1, got 0"),
     ("{'speedup_ratio': float('nan')}", "speedup_ratio must be a finite number of at least 0, got nan"),
     ("{'preemption_mode': 'filo'}", "*preemption_mode*filo*lifo*fifo*"),
     ("{'num_g2_blocks': 8}", "num_g2_blocks=8: offload tiers are not built yet; leave it out"),
@@ -259,9 +262,7 @@ def test_an_engine_type_that_the_backend_has_not_is_one_line(nested):
     )
 
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(
-        ["kvmock: kv_engine: engine_type='sglang', and backend 'lru' has the scheduler of vllm"]
-    )
+    result.stdout.fnmatch_lines(["kvmock: kv_engine: engine_type 'sglang' *; got 'lru'"])
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
 
 
@@ -338,7 +339,8 @@ def test_where_no_backend_is_left_all_cases_are_deselected(nested):
 def test_the_engine_is_that_of_the_case(nested):
     result = nested(
         f"""
-        {MATRIX}{TAKES[:-1]}, kv_profile, request):
+        {MARK}
+        {TAKES[:-1]}, kv_profile, request):
             case, args = kv_scheduler_case, kv_engine.args
             assert case.id in request.node.name
             assert str(case) == case.id
@@ -377,7 +379,8 @@ def test_markers_lay_fields_over_the_case(nested):
 
 def test_requests_depend_on_seed_and_test_and_on_nothing_else(nested):
     source = f"""
-    {MATRIX}@pytest.mark.kv_backends("lru")
+    {MARK}
+    @pytest.mark.kv_backends("lru")
     {TAKES}: print("drew", [r.prompt.tokens[-1] for r in kv_scheduler_requests][:3])
     """
 
@@ -393,9 +396,7 @@ def test_requests_depend_on_seed_and_test_and_on_nothing_else(nested):
 # ---------------------------------------------------------------------------------------------------- a user's router
 
 USERS = """
-from collections import Counter
-
-from pytest_kvmock import Cleared, RadixIndex, Removed
+from pytest_kvmock import RadixIndex, Removed
 
 class Router(RadixIndex):
     '''A router's index, with a fault where `FAULT` says one.'''
@@ -408,12 +409,6 @@ class Router(RadixIndex):
             if self.fault == "forgets a Removed" and self.removed == 40:
                 return
         super().apply(event)
-
-    def find_matches(self, local_hashes, *args, **named):
-        found = super().find_matches(local_hashes, *args, **named)
-        if self.fault == "counts one too many" and found.scores:
-            found.scores = {key: depth + (depth == 15) for key, depth in found.scores.items()}
-        return found
 
 @pytest.fixture
 def kv_index():
@@ -436,17 +431,16 @@ def test_router(kv_engine, kv_scheduler_case, kv_scheduler_requests, kv_index, k
 """
 
 
-def run_users(nested, fault, *args):
-    return nested(USERS.replace("FAULT", fault), "--kv-reduce=off", *args)
+def run_users(nested, fault, *args, **options):
+    return nested(USERS.replace("FAULT", fault), "--kv-reduce=off", *args, **options)
 
 
 def test_a_sound_router_passes(nested):
     run_users(nested, "", "-k", "lineage or (shared and cached and chunked)").assert_outcomes(passed=10, deselected=14)
 
 
-@pytest.mark.parametrize("fault", ["forgets a Removed"])
-def test_a_router_with_a_fault_fails_where_something_is_published(nested, fault):
-    result = run_users(nested, fault, "-k", "lru and not multi_lru")
+def test_a_router_with_a_fault_fails_where_something_is_published(nested):
+    result = run_users(nested, "forgets a Removed", "-k", "lru and not multi_lru")
 
     result.assert_outcomes(passed=4, failed=4, deselected=16)
     failed = {name for name in re.findall(r"^FAILED \S+\[(\S+)-lru\]", result.stdout.str(), re.MULTILINE)}
@@ -532,7 +526,8 @@ def test_its_fixtures_without_the_marker_are_one_line(nested, fixture):
 def test_the_matrix_on_a_testcase_is_one_line(nested):
     result = nested(
         f"""
-        {MATRIX}@pytest.mark.kv_backends("lru")
+        {MARK}
+        @pytest.mark.kv_backends("lru")
         class T(unittest.TestCase):
             @pytest.fixture(autouse=True)
             def _kv(self, kv_engine): pass
