@@ -443,7 +443,7 @@ def test_a_router_with_a_fault_fails_where_something_is_published(nested):
     result = run_users(nested, "forgets a Removed", "-k", "lru and not multi_lru")
 
     result.assert_outcomes(passed=4, failed=4, deselected=16)
-    failed = {name for name in re.findall(r"^FAILED \S+\[(\S+)-lru\]", result.stdout.str(), re.MULTILINE)}
+    failed = set(re.findall(r"^FAILED \S+\[(\S+)-lru\]", result.stdout.str(), re.MULTILINE))
     assert {case for case in CASES if "-cached-" in case} == failed
     result.stdout.fnmatch_lines(["*KV event error*: index_drift*"])
 
@@ -467,13 +467,13 @@ ERRORS = {
     ),
     "with arguments": (
         "@pytest.mark.kv_scheduler_matrix('lru')\ndef test(kv_engine): pass",
-        "kv_scheduler_matrix('lru'): takes no arguments; fields of the engine are those of kvmock(engine={...}), backends "
-        "those of kv_backends",
+        ("kv_scheduler_matrix('lru'): takes no arguments; fields of the engine are those of kvmock(engine={...}), backends "
+        "those of kv_backends"),
     ),
     "with keywords": (
         "@pytest.mark.kv_scheduler_matrix(chunked=True)\ndef test(kv_engine): pass",
-        "kv_scheduler_matrix(chunked=True): takes no arguments; fields of the engine are those of kvmock(engine={...}), "
-        "backends those of kv_backends",
+        ("kv_scheduler_matrix(chunked=True): takes no arguments; fields of the engine are those of kvmock(engine={...}), "
+        "backends those of kv_backends"),
     ),
     "with a parametrize of the case": (
         f"{MATRIX}@pytest.mark.parametrize('kv_scheduler_case', [1])\n{TAKES}: pass",
@@ -485,13 +485,13 @@ ERRORS = {
     ),
     "with caching of the engine": (
         f"{MATRIX}@pytest.mark.kvmock(engine={{'enable_prefix_caching': True}})\n{TAKES}: pass",
-        "kvmock(engine={'enable_prefix_caching': True}): each case of kv_scheduler_matrix sets enable_prefix_caching; "
-        "leave it out",
+        ("kvmock(engine={'enable_prefix_caching': True}): each case of kv_scheduler_matrix sets enable_prefix_caching; "
+        "leave it out"),
     ),
     "with chunks of the engine": (
         f"{MATRIX}@pytest.mark.kvmock(engine={{'enable_chunked_prefill': True}})\n{TAKES}: pass",
-        "kvmock(engine={'enable_chunked_prefill': True}): each case of kv_scheduler_matrix sets enable_chunked_prefill; "
-        "leave it out",
+        ("kvmock(engine={'enable_chunked_prefill': True}): each case of kv_scheduler_matrix sets enable_chunked_prefill; "
+        "leave it out"),
     ),
     "with caching of the profile": (
         f"{MATRIX}@pytest.mark.kvmock(prefix_caching=True)\n{TAKES}: pass",
@@ -538,8 +538,10 @@ def test_the_matrix_on_a_testcase_is_one_line(nested):
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
         [
-            "kvmock: this test has kv_scheduler_matrix and cannot be run over its cases: pytest does not parametrise methods "
-            "of unittest.TestCase; write it as a function, or in a class of no base"
+            (
+                "kvmock: this test has kv_scheduler_matrix and cannot be run over its cases: pytest does not parametrise methods "
+                "of unittest.TestCase; write it as a function, or in a class of no base"
+            )
         ]
     )
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
