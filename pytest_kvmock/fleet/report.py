@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
+    from pytest_kvmock.fleet.handoff import Handoff
 
 _PERCENTILES: Final = (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
 
@@ -121,10 +122,19 @@ class ReplayReport(EngineReport):
     Attributes:
         requests: all requests, in the order in which they were dispatched.
         passes: how many forward passes were run, by all engines together.
-        served_by: for each request, the position of the engine that generated its tokens.
+        served_by: for each request, the position of the engine that generates its tokens; None where a prefill engine
+            rejected it.
+        handoffs: the handoffs from prefill engines to decode engines, in the semantics of 1.3.1.
     """
 
-    served_by: Sequence[int] = ()
+    served_by: Sequence[int | None] = ()
+    handoffs: Sequence[Handoff] = ()
+
+    def per_request(self) -> list[dict[str, Any]]:
+        """Return a row a request, by the keys of Dynamo's report of 1.3.1, those of its handoff included."""
+        rows = EngineReport.per_request(self)
+        of = {handoff.request: handoff.to_json() for handoff in self.handoffs}
+        return [row | of.get(request, {}) for request, row in zip(self.requests, rows, strict=True)]
 
 
 def _ratio(part: float, whole: float) -> float:

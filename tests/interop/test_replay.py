@@ -22,7 +22,7 @@ from pytest_kvmock.traces import TraceRequest
 dynamo_core("1.2", "1.3")
 VERSION = metadata.version("ai-dynamo-runtime")
 
-RUNS = {"vllm": 60, "sglang": 40, "disaggregated": 40, "sessions": 20}
+RUNS = {"vllm": 100, "sglang": 60, "disaggregated": 80, "sessions": 60}
 """Cases of each kind in a run of the suite; some seconds of them are loops of the original that have to be ended."""
 
 OF_THE_HOST = {"processed_tokens_per_s", "processed_output_tokens_per_s", "wall_time_ms"}

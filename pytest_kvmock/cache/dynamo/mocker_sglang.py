@@ -1,6 +1,6 @@
 """The cache of Dynamo's mock of SGLang: token slots, a radix tree of whole pages, and events by presence.
 
-One subject: who has which slots, and which pages a router is told of.
+One subject: who has which slots, and which pages are published.
 """
 
 from __future__ import annotations
