@@ -56,8 +56,10 @@ class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOf
 
     def __str__(self) -> str:
         first = f"; first in the queue: {self.waiting[0]!r}" if self.waiting else ""
-        tried = f"{self.passes} passes up to {self.now_ms:g} ms generated no token" if self.passes else (
-            f"at {self.now_ms:g} ms nothing is left that could free blocks"
+        tried = (
+            f"{self.passes} passes up to {self.now_ms:g} ms generated no token"
+            if self.passes
+            else (f"at {self.now_ms:g} ms nothing is left that could free blocks")
         )
         return (
             f"the engine makes no progress: {tried}, with "

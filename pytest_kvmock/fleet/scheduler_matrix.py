@@ -85,7 +85,7 @@ class SchedulerRequest(NamedTuple):
     max_output_tokens: int
 
 
-def make_requests(case: SchedulerCase, rng: Random) -> tuple[SchedulerRequest, ...]:
+def make_scheduler_requests(case: SchedulerCase, rng: Random) -> tuple[SchedulerRequest, ...]:
     """Make the 200 requests of a case.
 
     Args:

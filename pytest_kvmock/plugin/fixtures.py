@@ -245,12 +245,12 @@ def kv_scheduler_requests(
     request: pytest.FixtureRequest, kv_base_profile: EngineProfile, _kvmock_scheduler_case: SchedulerCase | None
 ) -> Sequence[SchedulerRequest]:
     """The 200 requests of the case: `kv_engine.submit(*request)`."""
-    from pytest_kvmock.fleet.scheduler_matrix import make_requests
+    from pytest_kvmock.fleet.scheduler_matrix import make_scheduler_requests
     from pytest_kvmock.plugin.case import effective_profile
 
     case = _case_or_fail(request, _kvmock_scheduler_case)
     seed = effective_profile(request.node, kv_base_profile).seed
-    return make_requests(case, Random(f"{seed}:{request.node.nodeid}:{request.fixturename}"))  # noqa: S311 - mock data
+    return make_scheduler_requests(case, Random(f"{seed}:{request.node.nodeid}:{request.fixturename}"))  # noqa: S311 - mock data
 
 
 def _case_or_fail(request: pytest.FixtureRequest, case: SchedulerCase | None) -> SchedulerCase:
