@@ -9,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from pytest_kvmock.backends import BackendSpec, backend_spec
 from pytest_kvmock.cache.manager import protocol_mismatch
@@ -25,6 +25,7 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.scheduler import Scheduler
@@ -381,6 +382,27 @@ class MockEngine:
                 self.scheduler.abort(request)
         request.status = "aborted"
         self.worker.requests.remove(request)
+
+    def close(self) -> None:
+        """Drop the engine: abort each open request, the newest first; all blocks are free, and full ones stay cached.
+
+        Events that are held for the end of a pass are published. Its worker stays, and so do time, `requests` and
+        `report`. To leave the engine as a context manager does this.
+        """
+        self._under_way = None
+        self.worker.release_events()
+        still_open = [*self.scheduler.running, *self.scheduler.waiting, *self._arriving]
+        for request in reversed(still_open):
+            self.abort(cast("EngineRequest", request))  # it was given no other
+        self._idle_passes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # -------------------------------------------------------------------------------------------------- time
 
