@@ -147,9 +147,7 @@ class ForwardPass:
     @property
     def did_something(self) -> bool:
         """Whether it took time, or any request is other than before."""
-        return self.end_ms > self.start_ms or bool(
-            self.scheduled or self.generated or self.admitted or self.preempted
-        )
+        return self.end_ms > self.start_ms or bool(self.scheduled or self.generated or self.admitted or self.preempted)
 
     def to_json(self, worker_id: int = 0, dp_rank: int = 0, counter_id: int = 0) -> dict[str, Any]:
         """Return it by the keys of Dynamo's forward pass metrics (`ForwardPassSnapshot`).

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from pytest_kvmock.backends import BackendSpec, backend_spec
 from pytest_kvmock.cache.manager import protocol_mismatch
@@ -25,6 +25,7 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.scheduler import Scheduler
@@ -55,8 +56,10 @@ class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOf
 
     def __str__(self) -> str:
         first = f"; first in the queue: {self.waiting[0]!r}" if self.waiting else ""
-        tried = f"{self.passes} passes up to {self.now_ms:g} ms generated no token" if self.passes else (
-            f"at {self.now_ms:g} ms nothing is left that could free blocks"
+        tried = (
+            f"{self.passes} passes up to {self.now_ms:g} ms generated no token"
+            if self.passes
+            else (f"at {self.now_ms:g} ms nothing is left that could free blocks")
         )
         return (
             f"the engine makes no progress: {tried}, with "
@@ -380,6 +383,27 @@ class MockEngine:
         request.status = "aborted"
         self.worker.requests.remove(request)
 
+    def close(self) -> None:
+        """Drop the engine: abort each open request, the newest first; all blocks are free, and full ones stay cached.
+
+        Events that are held for the end of a pass are published. Its worker stays, and so do time, `requests` and
+        `report`. To leave the engine as a context manager does this.
+        """
+        self._under_way = None
+        self.worker.release_events()
+        still_open = [*self.scheduler.running, *self.scheduler.waiting, *self._arriving]
+        for request in reversed(still_open):
+            self.abort(cast("EngineRequest", request))  # it was given no other
+        self._idle_passes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     # -------------------------------------------------------------------------------------------------- time
 
     def step(self) -> ForwardPass:
@@ -473,7 +497,8 @@ class MockEngine:
         self._under_way = None
         self.now_ms = done.end_ms
         self.worker.release_events()
-        if not blocks_may_come:
+        # None come at the very moment, so passes that take no time and go round in a circle count.
+        if not blocks_may_come or (done.end_ms == done.start_ms and done.did_something):
             self._watch(done)
         for listener in self._listeners:
             listener(done)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.fleet.engine_request import EngineRequest
@@ -15,7 +16,7 @@ from pytest_kvmock.harness.recording import Recording, recorded_prompt
 from pytest_kvmock.programs.operations import Abort, Run, Submit
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import BackendSpec, EngineProfile
+    from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.scheduler import ForwardPass
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.fleet.report import EngineReport
@@ -87,9 +88,34 @@ def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, 
     """Return the arguments of an engine by a profile; its type is that of the backend's scheduler.
 
     Raises:
-        ValueError: a field is unknown, out of range, or contradicts profile or backend.
+        ValueError: a field is unknown, out of range, or contradicts profile or backend. All sizes of the profile count: it
+            is what its worker is made by.
     """
-    return MockEngineArgs.from_profile(profile, **{"engine_type": spec.scheduler, **fields})
+    fields = {"engine_type": spec.scheduler, **fields}
+    return MockEngineArgs.from_profile(profile, explicit=_SIZES, **fields)
+
+
+_SIZES: Final = ("num_blocks", "block_size", "prefix_caching", "dp_size", "chunk")
+"""The fields of a profile that its engines have."""
+
+
+def wrong_fields(fields: Mapping[Any, Any]) -> list[str]:
+    """List what is wrong with fields for engines of any backend: what is with each, or else with all together."""
+    unnamed = [f"a field is named by a string, got {name!r:.80}" for name in fields if not isinstance(name, str)]
+    if unnamed:
+        return unnamed
+    wrong = []
+    for each in ({name: value} for name, value in fields.items()):
+        wrong += _wrong_together(each)
+    return wrong or _wrong_together(fields)
+
+
+def _wrong_together(fields: Mapping[str, Any]) -> list[str]:
+    try:
+        MockEngineArgs.from_profile(EngineProfile(), explicit=(), **fields)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 class WatchingSink:
@@ -116,19 +142,22 @@ class WatchingSink:
         self._judge.watched(RouterEvent(self._worker_id, event, storage_tier, token_ids))
 
 
-def engine_profile(profile: EngineProfile, engine: Mapping[str, Any]) -> EngineProfile:
+def engine_profile(
+    profile: EngineProfile, engine: Mapping[str, Any], explicit: Collection[str] | None = None
+) -> EngineProfile:
     """Return a profile with the sizes of an engine laid over it.
 
     Args:
         profile: the profile.
         engine: fields of `MockEngineArgs`.
+        explicit: names of the fields that the profile sets explicitly; see `MockEngineArgs.from_profile`.
 
     Raises:
         ValueError: one contradicts a field that the profile sets, or is unknown or out of range.
     """
     if not engine:
         return profile
-    args = MockEngineArgs.from_profile(profile, **engine)
+    args = MockEngineArgs.from_profile(profile, explicit=explicit, **engine)
     return profile.replace(
         num_blocks=args.num_gpu_blocks,
         block_size=args.block_size,
