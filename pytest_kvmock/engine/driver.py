@@ -118,8 +118,9 @@ class ReservingDriver(SchedulerDriver, Protocol):
     """Reserves blocks for prompts that are computed elsewhere: its engine can be the destination of handoffs."""
 
     def reserve(self, request: Any, upto: int) -> bool:
-        """Allocate blocks for the first `upto` tokens of a request without blocks: cached ones, and new ones that
-        nobody else can hit before they are claimed.
+        """Allocate blocks for the first `upto` tokens of a request without blocks.
+
+        Those that are cached, and new ones that nobody else can hit before they are claimed.
 
         Returns:
             Whether there were enough; where not, nothing has changed.

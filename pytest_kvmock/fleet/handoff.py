@@ -6,12 +6,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.scheduler import ForwardPass
+    from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Arrivals
-    from pytest_kvmock.fleet.mock_engine import EngineRequest, MockEngine
+    from pytest_kvmock.fleet.engine_request import EngineRequest
+    from pytest_kvmock.fleet.mock_engine import MockEngine
 
 # Theory of operation
 #
@@ -160,7 +161,7 @@ class Handoffs:
         if done is None or engine not in self._sources:
             return
         for request in done.finished:
-            handoff = Handoff(engine, request, now_ms)
+            handoff = Handoff(engine, cast("EngineRequest", request), now_ms)
             delay = handoff.transfer_ms
             if delay:
                 self._start_transfer(handoff, now_ms + delay)
@@ -227,6 +228,7 @@ class ReservingHandoffs(Handoffs):
         destinations: Collection[MockEngine],
         expect: Callable[[Handoff], None],
         arrivals: Arrivals,
+        *,
         rejected: Callable[[EngineRequest], None],
         busy: Collection[MockEngine],
         blocked: set[MockEngine],
@@ -234,14 +236,17 @@ class ReservingHandoffs(Handoffs):
         super().__init__(sources, expect, arrivals)
         for engine in destinations:
             if not engine.can_reserve:
-                raise ValueError(f"replay: prefill needs engines that can reserve blocks (vllm), got {engine!r}")
+                raise ValueError(
+                    "replay: with prefill in the semantics of 1.3.1, engines must be of type vllm over a backend that takes "
+                    f"moves (such as lineage), got {engine!r}"
+                )
         self._rejected = rejected
         self._busy = busy
         self._blocked = blocked
         self._queues = {engine: _Queue() for engine in destinations}
         self._actions: deque[_Action] = deque()
         self._deferred: dict[MockEngine, list[_Action]] = {}
-        self._active: dict[EngineRequest, Handoff] = {}
+        self._active: dict[ScheduledRequest, Handoff] = {}
 
     @property
     def waiting(self) -> list[EngineRequest]:
@@ -266,7 +271,7 @@ class ReservingHandoffs(Handoffs):
         if done is not None:
             for request in done.finished:
                 if queue is None:
-                    self.made.append(Handoff(engine, request, now_ms))
+                    self.made.append(Handoff(engine, cast("EngineRequest", request), now_ms))
                     self._actions.append(_Action("reserve", self.made[-1]))
                 else:
                     self._settle(self._active.pop(request))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
@@ -18,6 +18,7 @@ from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
+    from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.traces import TraceRequest
@@ -148,7 +149,13 @@ class _Replay:
         if not self._prefill or self._engines[0].args.scheduler_semantics == "1.2.1":
             return Handoffs(self._prefill, self._expect, self._arrivals)
         return ReservingHandoffs(
-            self._prefill, self._engines, self._expect, self._arrivals, self._finished, self._busy, self._blocked
+            self._prefill,
+            self._engines,
+            self._expect,
+            self._arrivals,
+            rejected=self._finished,
+            busy=self._busy,
+            blocked=self._blocked,
         )
 
     def run(self) -> ReplayReport:
@@ -167,7 +174,10 @@ class _Replay:
             self._now = moment
         self._check_served()
         passes = sum(engine.passes for engine in self._everyone)
-        return ReplayReport(tuple(self._order), passes, tuple(self._served_by), tuple(self._handoffs.made))
+        handoffs: dict[ScheduledRequest, dict[str, Any]] = {
+            made.request: made.to_json() for made in self._handoffs.made if made.request is not None
+        }
+        return ReplayReport(tuple(self._order), passes, tuple(self._served_by), handoffs)
 
     def _check_served(self) -> None:
         """Raise if requests are left for which nobody will free blocks."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from operator import mul, sub, truediv
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
-    from pytest_kvmock.fleet.handoff import Handoff
 
 _PERCENTILES: Final = (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
 
@@ -124,17 +123,16 @@ class ReplayReport(EngineReport):
         passes: how many forward passes were run, by all engines together.
         served_by: for each request, the position of the engine that generates its tokens; None where a prefill engine
             rejected it.
-        handoffs: the handoffs from prefill engines to decode engines, in the semantics of 1.3.1.
+        handoffs: of each request that a prefill engine handed over, what the report of 1.3.1 says about that.
     """
 
     served_by: Sequence[int | None] = ()
-    handoffs: Sequence[Handoff] = ()
+    handoffs: Mapping[ScheduledRequest, Mapping[str, Any]] = field(default_factory=dict)
 
     def per_request(self) -> list[dict[str, Any]]:
         """Return a row a request, by the keys of Dynamo's report of 1.3.1, those of its handoff included."""
         rows = EngineReport.per_request(self)
-        of = {handoff.request: handoff.to_json() for handoff in self.handoffs}
-        return [row | of.get(request, {}) for request, row in zip(self.requests, rows, strict=True)]
+        return [{**row, **self.handoffs.get(request, {})} for request, row in zip(self.requests, rows, strict=True)]
 
 
 def _ratio(part: float, whole: float) -> float:

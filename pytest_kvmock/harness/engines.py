@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
+from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
@@ -11,7 +13,7 @@ from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, Storage
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.harness.recording import Recording, recorded_prompt
-from pytest_kvmock.programs.operations import Abort, Run, RunPasses, Submit
+from pytest_kvmock.programs.operations import Abort, Run, Submit
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 class HarnessEngine(MockEngine):
     """An engine of a harness; the operations on it are recorded.
 
+    What a request generates follows from the seed, the worker, the end of its prompt, and how many such requests there
+    were before: it is the same where other requests are left out, as in a reproduction.
+
     Args:
         args: what it is.
         worker: the worker whose manager it uses.
@@ -35,8 +40,16 @@ class HarnessEngine(MockEngine):
     def __init__(self, args: MockEngineArgs, worker: KvWorker, recording: Recording, seed: int) -> None:
         super().__init__(args, worker=worker, seed=seed)
         self._recording = recording
+        self._seed = seed
         self._numbers: dict[EngineRequest, int] = {}
+        self._alike: dict[str, int] = {}
         self._key = worker.worker_id, worker.dp_rank
+
+    def _token_source(self, prompt: Prompt) -> Random:
+        tokens = prompt.tokens or ()
+        asked = f"{len(tokens)}:{tokens[-8:]}"
+        number = self._alike[asked] = self._alike.get(asked, 0) + 1
+        return Random(f"{self._seed}:{self._key}:{asked}:{number}")  # noqa: S311 - mock data
 
     def submit(
         self,
@@ -50,13 +63,13 @@ class HarnessEngine(MockEngine):
         request = super().submit(prompt, max_output_tokens, arrival_ms, priority=priority)
         number = self._numbers[request] = self._recording.next_request()
         blocks, tail, hashed = recorded_prompt(request.prompt, self.worker.manager.block_size)
-        fields = (number, blocks, tail, *self._key, hashed, max_output_tokens, arrival_ms, priority)
-        self._recording.operate(Submit, *fields)
+        output = (max_output_tokens, arrival_ms, priority)
+        self._recording.operate(Submit, number, blocks, tail, *self._key, hashed, *output)
         return request
 
     def step(self) -> ForwardPass:
         """As `MockEngine.step`."""
-        self._recording.operate(RunPasses, 1, *self._key)
+        self._recording.step(*self._key)
         return super().step()
 
     def run(self, until_ms: float | None = None) -> EngineReport:
@@ -66,7 +79,8 @@ class HarnessEngine(MockEngine):
 
     def abort(self, request: EngineRequest) -> None:
         """As `MockEngine.abort`."""
-        self._recording.operate(Abort, self._numbers[request])
+        if request in self._numbers:  # one that `dispatch` was given is recorded by nobody
+            self._recording.operate(Abort, self._numbers[request])
         super().abort(request)
 
 
@@ -150,3 +164,15 @@ def engine_profile(
         prefix_caching=args.enable_prefix_caching,
         dp_size=args.dp_size,
     )
+
+
+def engine_fields(args: MockEngineArgs, profile: EngineProfile, spec: BackendSpec) -> dict[str, Any]:
+    """Return the fields by which `engine_args` makes these arguments; groups of them as mappings."""
+    plain = engine_args(profile, spec, {})
+    given = {each.name: getattr(args, each.name) for each in dataclasses.fields(args) if each.init}
+    given = {name: value for name, value in given.items() if value != getattr(plain, name)}
+    for group in ("sglang", "reasoning"):
+        if given.get(group) is not None:
+            own = dataclasses.asdict(given[group])
+            given[group] = {name: value for name, value in own.items() if value is not None}
+    return given
