@@ -9,7 +9,7 @@ from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.mock_engine import EngineMetrics, EngineStalled, MockEngine
 from pytest_kvmock.fleet.replay import replay
 from pytest_kvmock.fleet.report import EngineReport, ReplayReport
-from pytest_kvmock.fleet.scheduler_matrix import (
+from pytest_kvmock.fleet.scheduler_cases import (
     SCHEDULER_CASES,
     SchedulerCase,
     SchedulerRequest,

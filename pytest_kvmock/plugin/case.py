@@ -19,7 +19,7 @@ from pytest_kvmock.plugin.settings import SETTINGS
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
-    from pytest_kvmock.fleet.scheduler_matrix import SchedulerCase
+    from pytest_kvmock.fleet.scheduler_cases import SchedulerCase
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.hygiene.problem import Problem
 
@@ -110,7 +110,8 @@ def scheduler_case(item: pytest.Item) -> SchedulerCase | None:
         ValueError: it has the marker, and was not run over the matrix.
     """
     callspec = getattr(item, "callspec", None)
-    if SCHEDULER_MATRIX not in item.keywords and (callspec is None or CASE_OF_MATRIX not in callspec.params):
+    has_marker = SCHEDULER_MATRIX in item.keywords and item.get_closest_marker(SCHEDULER_MATRIX) is not None
+    if not has_marker and (callspec is None or CASE_OF_MATRIX not in callspec.params):
         return None
     from pytest_kvmock.plugin.scheduler_matrix import case_of
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.driver import Traits
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.scheduler_matrix import SchedulerCase, SchedulerRequest
+    from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, SchedulerRequest
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.recovery import Recovery
     from pytest_kvmock.hygiene.log import EventLog
@@ -245,7 +245,7 @@ def kv_scheduler_requests(
     request: pytest.FixtureRequest, kv_base_profile: EngineProfile, _kvmock_scheduler_case: SchedulerCase | None
 ) -> Sequence[SchedulerRequest]:
     """The 200 requests of the case: `kv_engine.submit(*request)`."""
-    from pytest_kvmock.fleet.scheduler_matrix import make_scheduler_requests
+    from pytest_kvmock.fleet.scheduler_cases import make_scheduler_requests
     from pytest_kvmock.plugin.case import effective_profile
 
     case = _case_or_fail(request, _kvmock_scheduler_case)

@@ -15,7 +15,7 @@ from typing import Final
 
 import pytest
 
-from pytest_kvmock.plugin.options import SCHEDULER_MATRIX, default_backends, known_backends, names
+from pytest_kvmock.plugin.options import default_backends, known_backends, names
 from pytest_kvmock.plugin.settings import SETTINGS
 
 DETECTOR: Final = "_kvmock_matrix"
@@ -65,10 +65,6 @@ def generate(metafunc: pytest.Metafunc) -> None:
         check_markers(definition)
     except ValueError:
         raise pytest.Collector.CollectError(wrong_markers(definition)) from None
-    if SCHEDULER_MATRIX in definition.keywords or CASE_OF_MATRIX in metafunc.fixturenames:
-        from pytest_kvmock.plugin.scheduler_matrix import generate_cases
-
-        generate_cases(metafunc)
     if DETECTOR not in metafunc.fixturenames or is_parametrised_by_mark(definition, AXIS):
         return
     marks = tuple(definition.iter_markers("kv_backends"))

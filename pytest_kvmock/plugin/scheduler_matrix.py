@@ -1,4 +1,4 @@
-"""The scheduler matrix of a test: `@pytest.mark.kv_scheduler_matrix`, over the cases of `fleet.scheduler_matrix`.
+"""The scheduler matrix of a test: `@pytest.mark.kv_scheduler_matrix`, over the cases of `fleet.scheduler_cases`.
 
 All fixtures of an engine depend on a private one, `_kvmock_scheduler_case`, which is parametrised here: so a test needs
 to name `kv_scheduler_case` only where it looks at it. The case sets the sizes of the test's profile, above its base and
@@ -8,11 +8,12 @@ below its markers, and the fields of the engine below those of the markers; what
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 import pytest
 
-from pytest_kvmock.fleet.scheduler_matrix import SCHEDULER_CASES, SchedulerCase
+from pytest_kvmock.fleet.scheduler_cases import SCHEDULER_CASES, SchedulerCase
 from pytest_kvmock.plugin.markers import show_mark
 from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, is_parametrised_by_mark
 from pytest_kvmock.plugin.options import SCHEDULER_MATRIX
@@ -46,7 +47,9 @@ def generate_cases(metafunc: pytest.Metafunc) -> None:
 def _wrong_beside(item: pytest.Item) -> str | None:
     """Return which `kvmock` marker of a test sets what the cases set; None: none does."""
     for mark in item.iter_markers("kvmock"):
-        name = next((name for name in _SET_BY_CASE if name in mark.kwargs.get("engine", ())), None)
+        engine = mark.kwargs.get("engine")
+        fields = engine if isinstance(engine, Mapping) else {}  # what is no mapping is reported with all wrong markers
+        name = next((name for name in _SET_BY_CASE if name in fields), None)
         if name is None and "prefix_caching" in mark.kwargs:
             name = "prefix_caching"
         if name is not None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pytest_kvmock.fleet.scheduler_matrix import SCHEDULER_CASES
+from pytest_kvmock.fleet.scheduler_cases import SCHEDULER_CASES
 
 BACKENDS = ["lineage", "lru", "multi_lru"]
 CASES = [
