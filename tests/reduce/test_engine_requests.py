@@ -6,6 +6,7 @@ import pytest
 from faulty_worlds import ByTokens, ForgetsLongRemoved, spec
 
 from pytest_kvmock import EngineProfile, RouterHarness, Stored
+from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import Abort, Run, RunPasses, Submit
 from pytest_kvmock.reduce import NotReduced, reproduce
 
@@ -191,6 +192,35 @@ def test_a_request_generates_the_same_where_others_are_left_out():
     alone = conversation(0)
     assert 9 == len(alone)
     assert alone == conversation(3)
+
+
+def test_a_conversation_shares_what_it_shared_when_it_is_replayed():
+    """A prompt that has the output of an earlier request finds it cached, in a harness of another name, too."""
+    profile = EngineProfile(block_size=4, num_blocks=400)
+    kv = RouterHarness(profile, "lineage", name="as it was")
+    engine, output, history = kv.engine(0), {}, []
+
+    def listen(done):
+        for request, token in zip(done.generated, done.tokens, strict=True):
+            output.setdefault(request, []).append(token)
+
+    engine.on_pass(listen)
+    for turn in range(5):
+        history += range(100 * turn, 100 * turn + 5)
+        history += output[_served(engine, history)]
+    again = RouterHarness(profile, "lineage")
+    interpreter = Interpreter(again)
+    for step, _ in kv.recording.recorded():
+        interpreter.do(step)
+    cached = [request.cached_tokens for request in engine.requests]
+    assert [0, 8, 20, 32, 44] == cached
+    assert cached == [request.cached_tokens for request in again.engine(0).requests]
+
+
+def _served(engine, prompt):
+    request = engine.submit(prompt, 7)
+    engine.run()
+    return request
 
 
 def test_requests_of_one_prompt_generate_different_tokens():
