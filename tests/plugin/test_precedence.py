@@ -234,12 +234,18 @@ OVER_THE_MATRIX = [
         EngineProfile(64, 9, prefix_caching=False, seed=1),
         id="so is a field of the engine",
     ),
+    pytest.param(
+        BASE,
+        [{"profile": "small", "workers": 2}],
+        EngineProfile(64, 500, workers=2, prefix_caching=False, seed=5),
+        id="it is laid over a named profile",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("base", "markers", "expected"), OVER_THE_MATRIX)
 def test_a_case_of_the_scheduler_matrix(base, markers, expected):
-    assert expected == resolve_profile(base, markers, {}, {}, MATRIX_FIELDS)
+    assert expected == resolve_profile(base, markers, {}, {"fleet": FLEET, "small": SMALL}, MATRIX_FIELDS)
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs
