@@ -1,6 +1,6 @@
 """Replays against Dynamo's own, on random cases: statistics and times of requests, and where the original loops for ever.
 
-Run as a program it is the long differential: `python tests/interop/test_replay.py RUNS [FIRST_SEED [KIND]]`.
+Run as a program it is the long differential: `python tests/interop/test_replay_live.py RUNS [FIRST_SEED [KIND]]`.
 """
 
 import json
