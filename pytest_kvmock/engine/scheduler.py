@@ -117,7 +117,7 @@ class ForwardPass:
         prefill_ms: how long its prefill took.
         decode_ms: how long its decode took.
         end_ms: when it ended; all its tokens came out then.
-        scheduled: the requests of which it computed tokens, in order; pure decode steps are not among them.
+        scheduled: of which requests it computed how many tokens, in order; a decode step is one token, none of the prompt.
         generated: the requests that generated a token in it, in order.
         tokens: the tokens that they generated.
         admitted: the requests that it admitted, those that resume included.

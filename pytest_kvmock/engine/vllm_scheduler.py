@@ -115,11 +115,31 @@ class VllmScheduler:
     def _schedule_running(self) -> None:
         running, index = self._running, 0
         while index < len(running) and self._left > 0:
+            if self._schedule_decode(running[index]):
+                index += 1
+                continue
             outcome = self._schedule(running[index])
             if outcome == _BLOCKED:
                 break
             if outcome != _PREEMPTED:
                 index += 1
+
+    def _schedule_decode(self, request: ScheduledRequest) -> bool:
+        """Compute the last token of a running request; False if more is missing, or the block for it.
+
+        It is what `_schedule` would do, without its questions: most requests of most passes need no more.
+        """
+        length = request.prompt_tokens + request.generated_tokens
+        if request.computed_tokens != length - 1 or not request.generated_tokens:
+            return False
+        driver, state = self._driver, request.state
+        if (self._whole and not driver.fits(state, length)) or driver.allocate(state, length) < length:
+            return False
+        request.computed_tokens = length
+        self._used[request] = 1
+        self._left -= 1
+        self._pass.scheduled.append(Scheduled(request, 1, 0, length - 1))
+        return True
 
     def _admit(self) -> None:
         done, waiting, running, driver = self._pass, self._waiting, self._running, self._driver
@@ -256,9 +276,8 @@ class VllmScheduler:
         size = manager.block_size
         active, total = manager.num_active_blocks * size, manager.max_capacity * size
         mean = sum(map(len, running)) // len(running)
-        if isinstance(
-            model, PolynomialModel
-        ):  # the one that does not look at the mean length, which grows by a token a pass
+        # This one does not look at the mean length, which grows by a token a pass.
+        if isinstance(model, PolynomialModel):
             return moments(now_ms, rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup), count)
         steps = [rounded_ms(model.decode_ms(active, total, mean + i), self._decode_speedup) for i in range(count)]
         ends = accumulate(steps, initial=now_ms)
@@ -269,16 +288,18 @@ class VllmScheduler:
 
     def _decode(self) -> None:
         done, running, driver = self._pass, self._running, self._driver
-        ready = [
-            request
-            for request in running
-            if request.computed_tokens >= len(request) and request.generated_tokens < request.max_output_tokens
-        ]
+        ready: list[ScheduledRequest] = []
+        lengths: list[int] = []
+        for request in running:
+            generated = request.generated_tokens
+            length = request.prompt_tokens + generated
+            if request.computed_tokens >= length and generated < request.max_output_tokens:
+                ready.append(request)
+                lengths.append(length)
         manager = driver.manager
         done.active_blocks = manager.num_active_blocks
         if not ready:
             return
-        lengths = [len(request) for request in ready]
         for request in ready:
             if request.status != "running":  # preempted for one before it
                 continue
