@@ -130,6 +130,7 @@ class _Replay:
         self._engines = engines
         self._prefill = prefill
         self._everyone = [*prefill, *engines]
+        self._passes_before = sum(engine.passes for engine in self._everyone)
         self._arrivals = arrivals
         self._only_between_passes = only_between_passes
         self._now = 0.0
@@ -173,7 +174,7 @@ class _Replay:
                 break
             self._now = moment
         self._check_served()
-        passes = sum(engine.passes for engine in self._everyone)
+        passes = sum(engine.passes for engine in self._everyone) - self._passes_before
         handoffs: dict[ScheduledRequest, dict[str, Any]] = {
             made.request: made.to_json() for made in self._handoffs.made if made.request is not None
         }

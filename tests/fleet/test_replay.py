@@ -136,6 +136,14 @@ def test_the_report_counts_what_completed():
     assert 1000 * 4 / report.duration_ms == pytest.approx(figures["output_throughput_tok_s"])
 
 
+def test_engines_may_replay_again_and_keep_what_is_cached():
+    engines = [engine()]
+    reports = [replay([request(7.0, [1, 2], 2)], engines) for _ in range(2)]
+    assert [0.0, 1.0] == [report.reused_ratio for report in reports]
+    assert [2, 2] == [report.passes for report in reports]
+    assert [0.0, 0.0] == [report.requests[0].arrival_ms for report in reports]
+
+
 def test_a_report_of_nothing_is_all_zero():
     figures = MockEngine().report.to_json()
     assert {0} == set(figures.values())
