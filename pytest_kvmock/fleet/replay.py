@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
+from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.handoff import Handoff, Handoffs, ReservingHandoffs
-from pytest_kvmock.fleet.mock_engine import EngineStalled
 from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.tokens import Prompt
 

@@ -74,14 +74,14 @@ class HarnessEngine(MockEngine):
 
     def run(self, until_ms: float | None = None) -> EngineReport:
         """As `MockEngine.run`."""
+        self._check_until(until_ms)
         self._recording.operate(Run, until_ms, *self._key)
         return super().run(until_ms)
 
-    def abort(self, request: EngineRequest) -> None:
-        """As `MockEngine.abort`."""
+    def _drop(self, request: EngineRequest) -> None:
         if request in self._numbers:  # one that `dispatch` was given is recorded by nobody
             self._recording.operate(Abort, self._numbers[request])
-        super().abort(request)
+        super()._drop(request)
 
 
 def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, Any]) -> MockEngineArgs:

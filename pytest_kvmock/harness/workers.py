@@ -254,7 +254,7 @@ class Workers:
         Raises:
             ValueError: as `RouterHarness.engine`.
         """
-        from pytest_kvmock.harness.engines import HarnessEngine, WatchingSink, engine_args  # for those who use one
+        from pytest_kvmock.harness.engines import HarnessEngine, engine_args  # for those who use one
 
         key = None if worker_id is None else self.key(worker_id, dp_rank)
         found = None if key is None else self._engines_of.get(key)
@@ -268,8 +268,6 @@ class Workers:
             return found
         worker = self.next_worker() if worker_id is None else self.worker(worker_id, dp_rank)
         assert isinstance(worker, HarnessWorker)
-        if self._judge_unpublished:
-            worker.watch(WatchingSink(self._judge, worker.worker_id))
         engine = HarnessEngine(wanted, worker, self._recording, self._profile.seed)
         self._engines_of[self.key(worker.worker_id, worker.dp_rank)] = engine
         self._recording.engines[worker.worker_id, worker.dp_rank] = wanted, worker.spec
@@ -335,6 +333,10 @@ class Workers:
             recording=self._recording,
             rng=rng,
         )
+        if self._judge_unpublished:
+            from pytest_kvmock.harness.engines import WatchingSink  # for those who use it
+
+            worker.watch(WatchingSink(self._judge, worker_id))
         self._workers[self.key(worker_id, dp_rank)] = worker
         if not spec.prefix_closed:
             self._not_prefix_closed.add((worker_id, dp_rank))
