@@ -213,6 +213,7 @@ WRONG = [
     ("{'num_gpu_blocks': 0}", "num_gpu_blocks must be an integer of at least 1, got 0"),
     ("{'speedup_ratio': float('nan')}", "speedup_ratio must be a finite number of at least 0, got nan"),
     ("{'preemption_mode': 'filo'}", "*preemption_mode*filo*lifo*fifo*"),
+    ("{'is_prefill': True}", "unknown field of the engine's arguments 'is_prefill'*"),
     ("{'num_g2_blocks': 8}", "num_g2_blocks=8: offload tiers are not built yet; leave it out"),
     ("{'planner_profile_data': 'missing.npz'}", "planner_profile_data: *missing.npz*"),
     ("{'sglang': {'page_sze': 8}}", "*page_sze*did you mean 'page_size'*"),
