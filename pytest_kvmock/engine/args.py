@@ -130,11 +130,11 @@ class MockEngineArgs:
         engine_type: "vllm" or "sglang": the scheduler.
         num_gpu_blocks: capacity of a rank in blocks, at least 1.
         block_size: tokens a block. 0, the default, becomes 64 for vllm; for sglang the page size, or 1.
-        max_num_seqs: most requests that run at once, at least 1; None: unlimited.
-        max_num_batched_tokens: most tokens that one pass computes, at least 1; None: unlimited.
+        max_num_seqs: most requests that run at once, at least 1; None: unlimited. For sglang without effect in 1.2.1.
+        max_num_batched_tokens: most tokens that one pass computes, at least 1; None: unlimited. vllm only.
         enable_prefix_caching: False: nothing is published, and nothing is reused, but over `mocker_sglang`: its
             scheduler ignores this field, as the original's does.
-        enable_chunked_prefill: False: a prompt is computed in one pass or not at all.
+        enable_chunked_prefill: False: a prompt is computed in one pass or not at all. vllm only.
         speedup_ratio: divides times, finite and at least 0; by 0 nothing is divided, as by 1.
         decode_speedup_ratio: finite and at least 0. Times of decode are divided by the product of both, if it is not 0.
         dp_size: data-parallel ranks, at least 1. A `MockEngine` is one rank, whatever this says; a harness makes an
