@@ -49,8 +49,10 @@ DECAY_PASSES: Final = 600
 class SglangScheduler:
     """Schedules requests as Dynamo's mock of SGLang does.
 
-    `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect. A decode worker charges no
-    prefill; a prefill worker charges the decode of its one token, unlike the mock of vLLM.
+    `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect, nor has
+    `enable_prefix_caching` on what is computed: whether requests reuse is a matter of the cache, and that of Dynamo's
+    mock always lets them. A decode worker charges no prefill; a prefill worker charges the decode of its one token,
+    unlike the mock of vLLM.
 
     Args:
         driver: brings its requests to the cache.

@@ -21,6 +21,7 @@ from pytest_kvmock.plugin.options import SCHEDULER_MATRIX
 PARAMETER: Final = "_kvmock_scheduler_case"
 
 _PARAMETRISED: Final = f"{CASE_OF_MATRIX} gets its values from @pytest.mark.{SCHEDULER_MATRIX}; do not parametrise it"
+_ENGINES: Final = frozenset({"kv_engine", "make_kv_engine"})
 _SET_BY_CASE: Final = ("enable_prefix_caching", "enable_chunked_prefill")
 
 
@@ -30,11 +31,11 @@ def generate_cases(metafunc: pytest.Metafunc) -> None:
     Raises:
         pytest.Collector.CollectError: it is not one that can be run over them.
     """
-    definition = metafunc.definition
+    definition, names = metafunc.definition, metafunc.fixturenames
     has_marker = definition.get_closest_marker(SCHEDULER_MATRIX) is not None
     if is_parametrised_by_mark(definition, CASE_OF_MATRIX):
         wrong: str | None = _PARAMETRISED
-    elif has_marker and PARAMETER not in metafunc.fixturenames:
+    elif has_marker and (PARAMETER not in names or _ENGINES.isdisjoint(names)):
         wrong = f"{SCHEDULER_MATRIX} is for tests that take kv_engine or make_kv_engine; this one takes neither"
     else:
         wrong = _wrong_beside(definition) if has_marker else None
@@ -80,5 +81,5 @@ def case_of(item: pytest.Item) -> SchedulerCase:
             "pytest does not parametrise methods of unittest.TestCase; write it as a function, or in a class of no base"
         )
     else:
-        why = "it takes no kv_engine as an argument, or the marker came after collection"
+        why = "it takes no kv_engine or make_kv_engine as an argument, or the marker came after collection"
     raise ValueError(f"this test has {SCHEDULER_MATRIX} and cannot be run over its cases: {why}")
