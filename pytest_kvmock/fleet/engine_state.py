@@ -1,9 +1,11 @@
-"""What an engine is doing at a moment, and the error of one that can do nothing."""
+"""What an engine is doing at a moment, and the errors of one that can do nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from pytest_kvmock.engine.worker import OutOfBlocks
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
@@ -76,3 +78,24 @@ class EngineMetrics:
             "num_waiting_reqs": self.waiting,
             "num_preemptions": self.preemptions,
         }
+
+
+class RequestTooLarge(OutOfBlocks):
+    """A request that can never fit an engine, however empty that is; nothing has happened.
+
+    Attributes:
+        request: which one, and its size in tokens: the first words of the message.
+        engines: what it does not fit.
+    """
+
+    def __init__(self, requested: int, available: int, request: str, engines: str) -> None:
+        super().__init__(requested, available)
+        self.args = (requested, available, request, engines)  # all four, so that it survives pickling
+        self.request = request
+        self.engines = engines
+
+    def __str__(self) -> str:
+        return (
+            f"{self.request} can never fit: {self.requested} blocks are needed for prompt and output, and "
+            f"num_gpu_blocks is {self.available} in {self.engines}"
+        )

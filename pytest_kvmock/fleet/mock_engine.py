@@ -17,9 +17,9 @@ from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.driver import RadixSchedulerDriver, ReservingDriver, SchedulerDriver
 from pytest_kvmock.engine.scheduler import ForwardPass
 from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
-from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, RequestError
+from pytest_kvmock.engine.worker import KvWorker, RequestError
 from pytest_kvmock.fleet.engine_request import EngineRequest
-from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled
+from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled, RequestTooLarge
 from pytest_kvmock.fleet.report import EngineReport
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -39,8 +39,9 @@ class MockEngine:
     """One engine in virtual time: a worker, its scheduler and a clock that only passes move.
 
     Args:
-        args: what it is; by default Dynamo's mocker as it starts.
-        backend: name or spec of its block manager, where no worker is given.
+        args: what it is; by default Dynamo's mocker as it starts. It is one rank, whatever `dp_size` says.
+        backend: name or spec of its block manager, where no worker is given; by default "lineage", or "mocker_sglang" for
+            `engine_type="sglang"`.
         sink: where its events are published, where no worker is given.
         seed: seed of generated tokens and of the names of partial blocks.
         worker: the worker whose manager and requests it uses; its sizes must be those of `args`.
@@ -59,7 +60,7 @@ class MockEngine:
         self,
         args: MockEngineArgs | None = None,
         *,
-        backend: str | BackendSpec = "lineage",
+        backend: str | BackendSpec | None = None,
         sink: Sink | None = None,
         seed: int = 0,
         worker: KvWorker | None = None,
@@ -71,7 +72,8 @@ class MockEngine:
             raise ValueError(f"worker must be a KvWorker, or None, got {worker!r:.80}")
         self.args = args
         self._rng = Random(seed)  # noqa: S311 - mock data
-        self.worker = worker or _make_worker(args, backend_spec(backend), sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
+        spec = backend_spec(backend or ("mocker_sglang" if args.engine_type == "sglang" else "lineage"))
+        self.worker = worker or _make_worker(args, spec, sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
         self._check_worker()
         self.now_ms = 0.0
         self.requests: list[EngineRequest] = []
@@ -292,9 +294,10 @@ class MockEngine:
 
     def _check_size(self, prompt: Prompt, max_output_tokens: int) -> None:
         size, blocks = self.args.block_size, self.args.num_gpu_blocks
-        needed = -(-(prompt.length(size) + max_output_tokens) // size)
+        asked = prompt.length(size)
+        needed = -(-(asked + max_output_tokens) // size)
         if needed > blocks:
-            raise OutOfBlocks(needed, blocks)
+            raise RequestTooLarge(needed, blocks, f"a request of {asked} + {max_output_tokens} tokens", repr(self))
 
     def _check_arrival(self, arrival_ms: float | None) -> float:
         last = self._arriving[-1].arrival_ms if self._arriving else self._last_delivered
@@ -390,11 +393,12 @@ class MockEngine:
         """Run passes until no request is open, or until a moment.
 
         Args:
-            until_ms: no pass is started at or after it; the engine's time is then at least that. None: to the end.
+            until_ms: no pass is started at or after it; the engine's time is then at least that. A pass that began
+                before may end after it, so it may be in the past: nothing happens then. None: to the end.
 
         Raises:
             EngineStalled: its requests can never make progress.
-            ValueError: `until_ms` is no number, or before the engine's time.
+            ValueError: `until_ms` is no finite number of at least 0.
         """
         self._check_until(until_ms)
         until = math.inf if until_ms is None else until_ms
@@ -410,7 +414,7 @@ class MockEngine:
 
     def _check_until(self, until_ms: float | None) -> None:
         if until_ms is not None:
-            check_number("until_ms", until_ms, self.now_ms, unit=" (milliseconds; the engine's time)")
+            check_number("until_ms", until_ms, unit=" (milliseconds)")
 
     def fast_forward(self, now_ms: float, until_ms: float) -> float:
         """Run passes that only decode in one go, while each starts before a moment; see `Scheduler.fast_forward`.

@@ -10,33 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.fleet.arrivals import Turn
+from pytest_kvmock.fleet.engine_state import RequestTooLarge
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest
-
-
-class RequestTooLarge(OutOfBlocks):
-    """A request of a trace that can never fit one of the engines, however empty that is; nothing has happened.
-
-    Attributes:
-        request: which one, and its size in tokens: the first words of the message.
-        engines: what it does not fit: "engines" or "prefill".
-    """
-
-    def __init__(self, requested: int, available: int, request: str, engines: str) -> None:
-        super().__init__(requested, available)
-        self.args = (requested, available, request, engines)  # all four, so that it survives pickling
-        self.request = request
-        self.engines = engines
-
-    def __str__(self) -> str:
-        return (
-            f"replay: {self.request} can never fit: {self.requested} blocks are needed, and num_gpu_blocks is "
-            f"{self.available} in {self.engines}; any of them may serve it"
-        )
-
 
 # --------------------------------------------------------------------------------------------------------- engines
 
@@ -125,8 +103,6 @@ def turns_of(requests: Iterable[TraceRequest], trace_block_size: int | None, blo
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{where}: {error}") from error
-        if not prompt.length(block_size):
-            raise ValueError(f"{where}: hash_ids must be one for each block of the prompt, got none")
         turns.append(Turn(request, prompt))
     if not turns:
         raise ValueError("replay: there is no request")
@@ -163,6 +139,14 @@ def _check_times(where: str, request: TraceRequest, sessions: dict[str, float]) 
 
 
 def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int) -> Prompt:
+    size, count = trace_block_size or block_size, len(request.hash_ids)
+    expected = -(-request.input_length // size)
+    if count != expected:
+        whose = "the engines' block size" if trace_block_size is None else "trace_block_size"
+        raise ValueError(
+            f"a prompt of {request.input_length} tokens has {count} hash ids, where {whose} of {size} makes {expected}; "
+            "trace_block_size must be the one that the trace was made with (512 in Mooncake traces)"
+        )
     if trace_block_size is None:
         return request.prompt(block_size)
     tokens = [hash_id & 0xFFFFFFFF for hash_id in request.hash_ids for _ in range(trace_block_size)]
@@ -219,7 +203,7 @@ def _accepts(size: _Size, turn: Turn, output: int, position: int, engines: str) 
         return False
     needed = -(-(prompt + output) // size.block_size)
     if needed > size.blocks:
-        request = f"requests[{position}] of {prompt} tokens and {output} of output"
+        request = f"replay: requests[{position}] of {prompt} tokens and {output} of output"
         raise RequestTooLarge(needed, size.blocks, request, engines)
     return True
 

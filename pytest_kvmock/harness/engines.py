@@ -95,6 +95,13 @@ def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, 
     return MockEngineArgs.from_profile(profile, explicit=_SIZES, **fields)
 
 
+def differences(has: MockEngineArgs, asked: MockEngineArgs) -> str:
+    """Return "max_num_seqs is 256, asked for 3"."""
+    names = [each.name for each in dataclasses.fields(has) if each.compare]
+    differ = [name for name in names if getattr(has, name) != getattr(asked, name)]
+    return ", ".join(f"{name} is {getattr(has, name)!r}, asked for {getattr(asked, name)!r}" for name in differ)
+
+
 _SIZES: Final = ("num_blocks", "block_size", "prefix_caching", "dp_size", "chunk")
 """The fields of a profile that its engines have."""
 

@@ -254,7 +254,7 @@ class Workers:
         Raises:
             ValueError: as `RouterHarness.engine`.
         """
-        from pytest_kvmock.harness.engines import HarnessEngine, engine_args  # for those who use one
+        from pytest_kvmock.harness.engines import HarnessEngine, differences, engine_args  # for those who use one
 
         key = None if worker_id is None else self.key(worker_id, dp_rank)
         found = None if key is None else self._engines_of.get(key)
@@ -264,7 +264,9 @@ class Workers:
         wanted = engine_args(self._profile, spec, {**self._engine_fields, **fields}) if args is None else args
         if found is not None:
             if found.args != wanted:
-                raise ValueError(f"the engine of worker {worker_id} has other arguments already: {found.args!r}")
+                raise ValueError(
+                    f"the engine of worker {worker_id} exists already, with other arguments: {differences(found.args, wanted)}"
+                )
             return found
         worker = self.next_worker() if worker_id is None else self.worker(worker_id, dp_rank)
         assert isinstance(worker, HarnessWorker)
@@ -333,10 +335,6 @@ class Workers:
             recording=self._recording,
             rng=rng,
         )
-        if self._judge_unpublished:
-            from pytest_kvmock.harness.engines import WatchingSink  # for those who use it
-
-            worker.watch(WatchingSink(self._judge, worker_id))
         self._workers[self.key(worker_id, dp_rank)] = worker
         if not spec.prefix_closed:
             self._not_prefix_closed.add((worker_id, dp_rank))
@@ -349,6 +347,10 @@ class Workers:
             prefix_closed=spec.prefix_closed,
             chain=None if spec.chain is None else partial(spec.chain, worker.manager),
         )
+        if self._judge_unpublished:
+            from pytest_kvmock.harness.engines import WatchingSink  # for those who use it
+
+            worker.watch(WatchingSink(self._judge, worker_id))
         self._publisher.begun((worker_id, dp_rank))
         worker.begin()
         return worker

@@ -36,6 +36,8 @@ def generate_cases(metafunc: pytest.Metafunc) -> None:
     if is_parametrised_by_mark(definition, CASE_OF_MATRIX):
         wrong: str | None = _PARAMETRISED
     elif has_marker and (PARAMETER not in names or _ENGINES.isdisjoint(names)):
+        if not any(mark.name == SCHEDULER_MATRIX for mark in definition.own_markers):
+            return  # the marker of its class or module, which has no effect on a test that needs no engine
         wrong = f"{SCHEDULER_MATRIX} is for tests that take kv_engine or make_kv_engine; this one takes neither"
     else:
         wrong = _wrong_beside(definition) if has_marker else None

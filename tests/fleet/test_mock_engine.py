@@ -370,7 +370,10 @@ def test_what_can_never_fit_is_refused(prompt, output, fits, semantics):
         engine.submit(tokens(prompt), output)
         assert 1 == len(engine.run().completed)
         return
-    with pytest.raises(OutOfBlocks, match=f"{-(-(prompt + output) // 4)} blocks are needed and 10 are available"):
+    with pytest.raises(
+        OutOfBlocks,
+        match=rf"a request of {prompt} \+ {output} tokens can never fit: {-(-(prompt + output) // 4)} blocks are needed",
+    ):
         engine.submit(tokens(prompt), output)
     assert engine.is_idle
 
@@ -396,6 +399,22 @@ def test_a_wrong_moment_is_refused(until):
     engine = engine_of()
     with pytest.raises(ValueError, match=r"until_ms must be a finite number of at least 0 "):
         engine.run(until)
+
+
+def test_to_run_until_a_moment_that_is_past_does_nothing():
+    """A pass may go beyond the moment that was asked for; who follows arrivals need not look."""
+    engine = engine_of()
+    engine.submit(tokens(8), 3)
+    engine.run(until_ms=1.0)
+    now = engine.now_ms
+    assert now > 1.0
+    engine.run(until_ms=2.0)
+    assert (now, 1) == (engine.now_ms, engine.passes)
+
+
+def test_an_engine_of_type_sglang_has_its_own_backend():
+    engine = MockEngine(MockEngineArgs(engine_type="sglang"))
+    assert "mocker_sglang" == engine.worker.backend
 
 
 def test_a_hash_prompt_is_served_and_its_output_has_hashes_of_its_own():

@@ -98,7 +98,7 @@ def test_ids_of_another_size_than_a_block_become_tokens():
     report = replay(requests, engines, concurrency=1, trace_block_size=8)
     assert [0, 20] == [each.reused_tokens for each in report.requests]
     with pytest.raises(
-        ValueError, match="a request of 20 tokens has 3 hash ids: 5 are expected, one for each 4 tokens"
+        ValueError, match="a prompt of 20 tokens has 3 hash ids, where the engines' block size of 4 makes 5"
     ):
         replay(requests, [engine()])
 
@@ -124,8 +124,8 @@ def test_what_can_never_fit_is_refused_before_anything_happens():
     with pytest.raises(OutOfBlocks) as caught:
         replay(trace, [one])
     assert (
-        "replay: requests[1] of 36 tokens and 5 of output can never fit: 11 blocks are needed, and num_gpu_blocks is 10 "
-        "in engines; any of them may serve it"
+        "replay: requests[1] of 36 tokens and 5 of output can never fit: 11 blocks are needed for prompt and output, "
+        "and num_gpu_blocks is 10 in engines"
     ) == str(caught.value)
     assert (11, 10) == (caught.value.requested, caught.value.available)
     assert str(caught.value) == str(pickle.loads(pickle.dumps(caught.value)))
@@ -134,7 +134,7 @@ def test_what_can_never_fit_is_refused_before_anything_happens():
 
 def test_each_engine_must_hold_each_request():
     with pytest.raises(
-        OutOfBlocks, match=r"requests\[0\] .* can never fit: 5 blocks are needed, and num_gpu_blocks is 4 "
+        OutOfBlocks, match=r"requests\[0\] .* can never fit: 5 blocks are needed for .* num_gpu_blocks is 4 "
     ):
         replay([request(0.0, range(4))], [engine(), engine(num_gpu_blocks=4)])
 
@@ -236,7 +236,7 @@ NAN, INFINITE = float("nan"), float("inf")
         ({"output_length": None}, "output_length must be an integer of at least 1 (tokens), got None"),
         ({"input_length": 0, "hash_ids": ()}, "input_length must be an integer of at least 1 (tokens), got 0"),
         ({"input_length": 4.0}, "input_length must be an integer of at least 1 (tokens), got 4.0"),
-        ({"input_length": 8}, "a request of 8 tokens has 1 hash ids: 2 are expected"),
+        ({"input_length": 8}, "a prompt of 8 tokens has 1 hash ids, where "),
     ],
 )
 @pytest.mark.parametrize("concurrency", [None, 1])
@@ -250,7 +250,9 @@ def test_a_bad_field_of_a_request_is_refused_before_anything_happens(bad, messag
 
 
 def test_a_prompt_without_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"requests\[0\]: hash_ids must be one for each block of the prompt, got none"):
+    with pytest.raises(
+        ValueError, match=r"requests\[0\]: a prompt of 4 tokens has 0 hash ids, where trace_block_size of 4 makes 1"
+    ):
         replay([TraceRequest(0.0, 4, 1, ())], [engine()], trace_block_size=4)
 
 

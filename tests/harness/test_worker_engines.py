@@ -271,5 +271,5 @@ def test_a_run_that_is_refused_is_not_recorded():
         engine.run()
         before = len(kv.recording.operations)
         with pytest.raises(ValueError, match="until_ms must be"):
-            engine.run(1.0)
+            engine.run(-1.0)
         assert before == len(kv.recording.operations)

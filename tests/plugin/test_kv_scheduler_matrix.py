@@ -596,3 +596,19 @@ def test_a_pytest_generate_tests_over_the_case_is_one_line(nested):
 
     result.assert_outcomes(errors=1, deselected=23)
     result.stdout.fnmatch_lines(["kvmock: kv_scheduler_case gets its values from *; do not parametrise it"])
+
+
+def test_the_marker_of_a_module_has_no_effect_on_a_test_that_needs_no_engine(nested):
+    result = nested(
+        """
+        import pytest
+        pytestmark = pytest.mark.kv_scheduler_matrix
+
+        def test_plain(): pass
+        def test_engine(kv_engine): pass
+        """,
+        "--kv-backend=lineage",
+        "-q",
+    )
+
+    result.assert_outcomes(passed=1 + 8)
