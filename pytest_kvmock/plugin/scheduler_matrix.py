@@ -60,8 +60,10 @@ def _wrong_beside(item: pytest.Item) -> str | None:
     return None
 
 
-def case_of(item: pytest.Item) -> SchedulerCase:
+def case_of(item: pytest.Item) -> SchedulerCase | None:
     """Return the case that a test is, which has the marker, or parameters of its own in the place of the cases.
+
+    None: the marker is that of its class or module, and it needs no engine.
 
     Raises:
         ValueError: it was not parametrised, or by somebody else, or a marker came later that sets what its case sets.
@@ -82,6 +84,10 @@ def case_of(item: pytest.Item) -> SchedulerCase:
         why = (
             "pytest does not parametrise methods of unittest.TestCase; write it as a function, or in a class of no base"
         )
-    else:
+    elif any(mark.name == SCHEDULER_MATRIX for mark in item.own_markers):
         why = "it takes no kv_engine or make_kv_engine as an argument, or the marker came after collection"
+    elif _ENGINES.isdisjoint(getattr(item, "fixturenames", ())):
+        return None
+    else:
+        why = "the marker came after collection"
     raise ValueError(f"this test has {SCHEDULER_MATRIX} and cannot be run over its cases: {why}")
