@@ -182,11 +182,13 @@ class MoveDriver:
     def generate(self, request: _MoveRequest, token: int) -> bool:
         """Push a token. Where the Use of its block is not served, the token is popped; a Promote before it stays."""
         sequence = request.sequence
-        for move in sequence.push(token):
-            if not self.manager.process(move):
-                sequence.pop()
-                return False
-        sequence.commit_allocation(len(sequence))
+        moves = sequence.push(token)
+        if moves:  # few tokens open a block
+            for move in moves:
+                if not self.manager.process(move):
+                    sequence.pop()
+                    return False
+        sequence.num_allocated_tokens = sequence.num_input_tokens + sequence.generated_tokens
         return True
 
     def quiet_tokens(self, request: _MoveRequest) -> int:

@@ -149,7 +149,9 @@ def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int
         )
     if trace_block_size is None:
         return request.prompt(block_size)
-    tokens = [hash_id & 0xFFFFFFFF for hash_id in request.hash_ids for _ in range(trace_block_size)]
+    tokens: list[int] = []
+    for hash_id in request.hash_ids:
+        tokens += [hash_id & 0xFFFFFFFF] * trace_block_size
     return Prompt(tokens[: request.input_length])
 
 
