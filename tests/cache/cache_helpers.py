@@ -74,6 +74,7 @@ class Player:
     """Plays the operations of a recorded program on a manager of ours."""
 
     manager: LogicalManager
+    swaps: dict = field(default_factory=dict)
     sequences: dict = field(default_factory=dict)
     partials: dict = field(default_factory=dict)
     rng: random.Random = field(default_factory=lambda: random.Random(1))
