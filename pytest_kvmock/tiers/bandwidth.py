@@ -34,8 +34,10 @@ class Link:
     __slots__ = ("_ids", "_last", "_rate", "_transfers")
 
     def __init__(self, gbps: float, ids: Iterator[int] | None = None) -> None:
-        gbps = check_number("a bandwidth", gbps, -math.inf, unit=" (GB/s; 0 is infinite)")
-        self._rate = gbps * BYTES_PER_MS if gbps > 0 else math.inf
+        if isinstance(gbps, int | float) and -math.inf < gbps < 0:
+            gbps = 0.0
+        gbps = check_number("a bandwidth", gbps, unit=" (GB/s; 0 is infinite)")
+        self._rate = gbps * BYTES_PER_MS if gbps else math.inf
         self._ids = count() if ids is None else ids
         self._last = 0.0
         self._transfers: list[tuple[int, float]] = []  # (id, remaining bytes)

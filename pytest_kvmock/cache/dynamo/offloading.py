@@ -36,13 +36,14 @@ if TYPE_CHECKING:
 class Pin:
     """Blocks of the device that stay active for no request, until `unpin`."""
 
-    __slots__ = ("numbers",)
+    __slots__ = ("is_open", "numbers")
 
     def __init__(self, numbers: list[int]) -> None:
-        self.numbers = numbers
+        self.numbers = numbers  # the aliases that stand for it
+        self.is_open = True
 
     def __repr__(self) -> str:
-        return f"<Pin of {len(self.numbers)} blocks>"
+        return f"<Pin of {len(self.numbers)} blocks{'' if self.is_open else ', dropped'}>"
 
 
 class Offloading:
@@ -358,14 +359,14 @@ class Offloading:
         Raises:
             ValueError: it was dropped already, or cancelled.
         """
-        if any(number not in self._names.alias_slots for number in pin.numbers):
+        if not pin.is_open or any(number not in self._names.alias_slots for number in pin.numbers):
             raise ValueError(f"{pin!r} is no pin of {self!r}: a pin is dropped once")
+        pin.is_open = False
         for number in pin.numbers:
             slot = self._names.release(number)
             if not slot.refs and not slot.aliases:
                 self._pool.inactive._insert_one(slot)
                 self._num_inactive += 1
-        pin.numbers.clear()
 
     def _cancel_offload(self) -> None:
         """Cancel all transfers, put down swap-ins and pins, and empty the further tier."""
