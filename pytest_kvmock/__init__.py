@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleet.mock_engine import EngineStalled as EngineStalled
     from pytest_kvmock.fleet.mock_engine import MockEngine as MockEngine
     from pytest_kvmock.fleet.replay import replay as replay
+    from pytest_kvmock.fleet.scheduler_cases import SchedulerCase as SchedulerCase
+    from pytest_kvmock.fleet.scheduler_cases import SchedulerRequest as SchedulerRequest
     from pytest_kvmock.harness import KvSink as KvSink
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness.faults import Faults as Faults
@@ -91,6 +93,8 @@ _HOME = {
     "Reproduction": "reduce",
     "RouterEvent": "events",
     "RouterHarness": "harness",
+    "SchedulerCase": "fleet.scheduler_cases",
+    "SchedulerRequest": "fleet.scheduler_cases",
     "StorageTier": "events",
     "Stored": "events",
     "TraceRequest": "traces",

@@ -401,7 +401,7 @@ class MockEngineArgs:
                 theirs["chunk"] = ("sglang.chunked_prefill_size", sglang.chunked_prefill_size)
             elif not is_sglang and "max_num_batched_tokens" in given:
                 theirs["chunk"] = ("max_num_batched_tokens", given["max_num_batched_tokens"])
-        fixed = _set_fields(profile) if explicit is None else explicit
+        fixed = set_fields(profile) if explicit is None else explicit
         for name, field_name in own.items():
             value = getattr(profile, field_name)
             if name not in theirs:
@@ -425,7 +425,7 @@ _JSON_FIELDS: Final = tuple(
 )
 
 
-def _set_fields(profile: object) -> set[str]:
+def set_fields(profile: object) -> set[str]:
     """Return the names of the fields that differ from their default; of what has no defaults, all."""
     if not is_dataclass(profile):
         return {*_FROM_PROFILE.values(), "chunk"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from pytest_kvmock.tokens import Prompt
 
@@ -113,8 +113,25 @@ class SchedulerDriver(Driver, Protocol):
         """Append as many tokens as `quiet_tokens` allows, at most."""
 
 
+@runtime_checkable
+class ReservingDriver(SchedulerDriver, Protocol):
+    """Reserves blocks for prompts that are computed elsewhere: its engine can be the destination of handoffs."""
+
+    def reserve(self, request: Any, upto: int) -> bool:
+        """Allocate blocks for the first `upto` tokens of a request without blocks.
+
+        Those that are cached, and new ones that nobody else can hit before they are claimed.
+
+        Returns:
+            Whether there were enough; where not, nothing has changed.
+        """
+
+    def claim(self, request: Any, upto: int) -> None:
+        """Make the reserved blocks those of the first `upto` tokens, which are computed now."""
+
+
 class RadixSchedulerDriver(Driver, Protocol):
-    """Brings the requests of SGLang's scheduler to a radix cache, and tells it what there is room for. All in tokens."""
+    """Brings the requests of SGLang's scheduler to a radix cache, and counts what there is room for, in tokens."""
 
     has_priorities: bool
     """Whether waiting requests are served by priority."""

@@ -23,10 +23,11 @@ _NO_LIMIT = 2**62  # a worker decodes for as long as the test asks it to
 class _MoveRequest:
     """A request as the worker sees it: a view of its sequence."""
 
-    __slots__ = ("sequence",)
+    __slots__ = ("reserved", "sequence")
 
     def __init__(self, sequence: ActiveSequence) -> None:
         self.sequence = sequence
+        self.reserved: list[UUID] = []
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -155,6 +156,28 @@ class MoveDriver:
                 upto = min(held * sequence.block_size, upto)
         sequence.commit_allocation(upto)
         return upto
+
+    def reserve(self, request: _MoveRequest, upto: int) -> bool:
+        """Take the cached blocks of the first `upto` tokens, and unnamed ones for the rest, which nobody else can hit."""
+        sequence, manager = request.sequence, self.manager
+        cached = min(manager.prefill_cost(sequence).cached_tokens, upto)
+        hits = sequence.unique_blocks[: cached // sequence.block_size]
+        new = -(-upto // sequence.block_size) - len(hits)
+        if new + sum(not manager.references(block) for block in hits) > self._free():
+            return False
+        if hits:
+            self.allocate(request, cached)
+        request.reserved = [UUID(int=self._rng.getrandbits(128), version=4) for _ in range(new)]
+        for block in request.reserved:
+            manager.process(Use([block]))
+        return True
+
+    def claim(self, request: _MoveRequest, upto: int) -> None:
+        """Give the unnamed blocks of a reservation their names."""
+        for block in request.reserved:
+            self.manager.process(Deref([block]))
+        request.reserved = []
+        self.allocate(request, upto)
 
     def generate(self, request: _MoveRequest, token: int) -> bool:
         """Push a token. Where the Use of its block is not served, the token is popped; a Promote before it stays."""

@@ -26,6 +26,7 @@ class ScheduledRequest:
         first_reused_tokens: those that its first admission found cached.
         admitted_ms: start of the pass that first gave it blocks; None before.
         token_ms: when each generated token came out, in milliseconds.
+        keeps_blocks: its blocks stay allocated when it finishes, until its engine is told to release them.
         preemptions: how often it was preempted.
     """
 
@@ -35,6 +36,7 @@ class ScheduledRequest:
         "computed_tokens",
         "first_reused_tokens",
         "generated_tokens",
+        "keeps_blocks",
         "max_output_tokens",
         "preemptions",
         "priority",
@@ -60,6 +62,7 @@ class ScheduledRequest:
         self.first_reused_tokens = 0
         self.admitted_ms: float | None = None
         self.token_ms: list[float] = []
+        self.keeps_blocks = False
         self.preemptions = 0
 
     def __len__(self) -> int:
@@ -140,6 +143,11 @@ class ForwardPass:
     running: int = 0
     waiting: Sequence[ScheduledRequest] = ()
     decode_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def did_something(self) -> bool:
+        """Whether it took time, or any request is other than before."""
+        return self.end_ms > self.start_ms or bool(self.scheduled or self.generated or self.admitted or self.preempted)
 
     def to_json(self, worker_id: int = 0, dp_rank: int = 0, counter_id: int = 0) -> dict[str, Any]:
         """Return it by the keys of Dynamo's forward pass metrics (`ForwardPassSnapshot`).

@@ -49,7 +49,8 @@ DECAY_PASSES: Final = 600
 class SglangScheduler:
     """Schedules requests as Dynamo's mock of SGLang does.
 
-    `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect.
+    `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect. A decode worker charges no
+    prefill; a prefill worker charges the decode of its one token, unlike the mock of vLLM.
 
     Args:
         driver: brings its requests to the cache.
@@ -75,7 +76,6 @@ class SglangScheduler:
         self._ratio = self._init_ratio
         self._max_running = args.max_num_seqs if self._newer else None
         self._prefills = args.worker_type != "decode"
-        self._decodes = args.worker_type != "prefill"
         self._speedup = args.speedup_ratio
         self._decode_speedup = args.speedup_ratio * args.decode_speedup_ratio
         self._page = driver.page_size
@@ -229,7 +229,7 @@ class SglangScheduler:
     def _charge_decode(self, done: ForwardPass, lengths: list[int]) -> None:
         done.active_blocks = self._driver.manager.num_active_blocks
         done.decode_lengths = lengths
-        if not lengths or not self._decodes:
+        if not lengths:
             return
         done.decode_ms = self._decode_ms(sum(lengths), len(lengths))
 
@@ -323,7 +323,7 @@ class SglangScheduler:
         ends: list[float] = []
         tokens, count, end = sum(map(len, running)), len(running), now_ms
         while len(ends) < most and end < until_ms:
-            end += self._decode_ms(tokens, count) if self._decodes else 0.0
+            end += self._decode_ms(tokens, count)
             ends.append(end)
             tokens += count
         for request in running:

@@ -64,6 +64,7 @@ class VllmScheduler:
         self._decode_speedup = args.speedup_ratio * args.decode_speedup_ratio
         self._waiting: deque[ScheduledRequest] = deque()
         self._running: list[ScheduledRequest] = []
+        self.holds_back_prompts = False
         # Of the pass that is under way.
         self._pass = ForwardPass(0.0)
         self._used: dict[ScheduledRequest, int] = {}
@@ -123,8 +124,8 @@ class VllmScheduler:
     def _admit(self) -> None:
         done, waiting, running, driver = self._pass, self._waiting, self._running, self._driver
         while not done.preempted and waiting and len(running) < self._max_running:
-            head = waiting[0]
-            if self._whole and not driver.fits(head.state, len(head)):
+            head = self._next_waiting()
+            if head is None or (self._whole and not driver.fits(head.state, len(head))):
                 break
             outcome = self._schedule(head)
             if outcome == _BLOCKED:
@@ -135,6 +136,12 @@ class VllmScheduler:
             done.admitted.append(head)
             if not outcome and not self._left:
                 break
+
+    def _next_waiting(self) -> ScheduledRequest | None:
+        """The request to admit next: the first, or the first whose prompt is computed."""
+        if not self.holds_back_prompts:
+            return self._waiting[0]
+        return next((each for each in self._waiting if each.computed_tokens >= each.prompt_tokens), None)
 
     def _schedule(self, request: ScheduledRequest) -> int:
         """Compute tokens of a request; how many, or why none."""
@@ -287,7 +294,8 @@ class VllmScheduler:
                 done.generated.append(request)
                 done.tokens.append(token)
                 if request.generated_tokens == request.max_output_tokens:
-                    driver.release(request.state)
+                    if not request.keeps_blocks:
+                        driver.release(request.state)
                     running.remove(request)
                     request.status = "finished"
                     done.finished.append(request)

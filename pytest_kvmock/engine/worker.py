@@ -370,10 +370,17 @@ class KvWorker:
         return self._watch is not None and not self.publishes
 
     def watch(self, sink: Sink) -> None:
-        """Give a sink the events that this worker would publish and does not, without prefix caching for instance."""
+        """Give a sink the events that this worker would publish and does not, without prefix caching for instance.
+
+        While no request is open, its manager is made anew.
+        """
         self._watch = sink
-        if not self.publishes:
+        if self.publishes:
+            return
+        if self.requests:
             self.manager.sink = sink
+        else:  # a manager may have put something of its own between itself and its sink
+            self._driver = self._start()
 
     def serving_requests(self) -> AbstractContextManager[None]:
         """Mark what the manager publishes meanwhile as published for requests."""
@@ -385,7 +392,8 @@ class KvWorker:
 
     def release_events(self) -> None:
         """Publish the events that are held, in order, and hold none from now on."""
-        self._recorder.release()
+        with self._serving():  # as they were published
+            self._recorder.release()
 
     def _steps(self, tokens: int | Sequence[int]) -> Sequence[int]:
         """The tokens of so many decode steps."""

@@ -9,8 +9,15 @@ from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.mock_engine import EngineMetrics, EngineStalled, MockEngine
 from pytest_kvmock.fleet.replay import replay
 from pytest_kvmock.fleet.report import EngineReport, ReplayReport
+from pytest_kvmock.fleet.scheduler_cases import (
+    SCHEDULER_CASES,
+    SchedulerCase,
+    SchedulerRequest,
+    make_scheduler_requests,
+)
 
 __all__ = [
+    "SCHEDULER_CASES",
     "CallableModel",
     "EngineMetrics",
     "EngineReport",
@@ -26,7 +33,10 @@ __all__ = [
     "ReplayReport",
     "Scheduled",
     "ScheduledRequest",
+    "SchedulerCase",
     "SchedulerDriver",
+    "SchedulerRequest",
     "SglangArgs",
+    "make_scheduler_requests",
     "replay",
 ]

@@ -85,7 +85,10 @@ class EngineRequest(ScheduledRequest):
 
     def next_token(self) -> int:
         """The token that it generates next: random, or a planned one."""
-        return self.next_tokens(1)[0]
+        if self._rng is None:
+            return 0
+        token = self._planned.get(self.generated_tokens) if self._planned else None
+        return self._rng.getrandbits(32) if token is None else token
 
     def next_tokens(self, count: int) -> list[int]:
         """The tokens that it generates next, as so many calls of `next_token` would return them."""

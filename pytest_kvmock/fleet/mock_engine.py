@@ -9,13 +9,13 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from pytest_kvmock.backends import BackendSpec, backend_spec
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.driver import RadixSchedulerDriver, SchedulerDriver
+from pytest_kvmock.engine.driver import RadixSchedulerDriver, ReservingDriver, SchedulerDriver
 from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
 from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
 from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks
@@ -25,6 +25,7 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.scheduler import Scheduler
@@ -41,7 +42,7 @@ class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOf
         now_ms: when, in virtual milliseconds.
         running: the requests that run.
         waiting: the requests that wait.
-        passes: how many passes made no progress.
+        passes: how many passes made no progress; 0 where it takes other engines to make progress, and they do not.
     """
 
     def __init__(
@@ -55,8 +56,13 @@ class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOf
 
     def __str__(self) -> str:
         first = f"; first in the queue: {self.waiting[0]!r}" if self.waiting else ""
+        tried = (
+            f"{self.passes} passes up to {self.now_ms:g} ms generated no token"
+            if self.passes
+            else (f"at {self.now_ms:g} ms nothing is left that could free blocks")
+        )
         return (
-            f"the engine makes no progress: {self.passes} passes up to {self.now_ms:g} ms generated no token, with "
+            f"the engine makes no progress: {tried}, with "
             f"{len(self.running)} requests running and {len(self.waiting)} waiting{first}"
         )
 
@@ -249,6 +255,22 @@ class MockEngine:
         """Give it a request that has arrived: for who drives several engines on one clock, and has its order.
 
         Returns:
+            The request, which may be rejected; see `expect`.
+
+        Raises:
+            OutOfBlocks: prompt and output can never fit.
+        """
+        request = self.expect(prompt, max_output_tokens, arrival_ms)
+        if request.is_open:
+            self.scheduler.submit(request)
+        return request
+
+    # ---------------------------------------------------------------------------------- handoffs between engines
+
+    def expect(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float) -> EngineRequest:
+        """Open a request without giving it to the scheduler, as another engine computes its prompt.
+
+        Returns:
             The request; in the semantics of 1.3.1 it is rejected where the prompt alone is larger than all blocks
             (vllm).
 
@@ -261,15 +283,45 @@ class MockEngine:
         if fits or not rejects:
             self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival_ms, 0)
-        if fits:
-            self.scheduler.submit(request)
-        else:
+        if not fits:
             request.status = "rejected"
             self.worker.requests.remove(request)
         return request
 
+    @property
+    def can_reserve(self) -> bool:
+        """Whether blocks can be reserved for a prompt that another engine computes."""
+        return isinstance(self.scheduler, VllmScheduler) and isinstance(self._driver, ReservingDriver)
+
+    def reserve(self, request: EngineRequest) -> bool:
+        """Reserve blocks for the whole prompt of a request that was not submitted; False: they are not there."""
+        assert isinstance(self._driver, ReservingDriver)
+        with self.worker.serving_requests():
+            return self._driver.reserve(request.state, request.prompt_tokens)
+
+    def activate(self, request: EngineRequest) -> None:
+        """Submit a request whose prompt was computed elsewhere, into the blocks that were reserved for it."""
+        assert isinstance(self._driver, ReservingDriver)
+        with self.worker.serving_requests():
+            self._driver.claim(request.state, request.prompt_tokens)
+        request.computed_tokens = request.prompt_tokens
+        self.scheduler.submit(request)
+
+    def hold_back_prompts(self, holds: bool) -> None:
+        """Admit only requests whose prompt is computed, or all again."""
+        assert isinstance(self.scheduler, VllmScheduler)
+        self.scheduler.holds_back_prompts = holds
+
+    def release(self, request: EngineRequest) -> None:
+        """Free the blocks of a finished request that keeps them."""
+        with self.worker.serving_requests():
+            self._driver.release(request.state)
+        self.worker.requests.remove(request)
+
+    # ---------------------------------------------------------------------------------------------- opening requests
+
     def _open(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float, priority: int) -> EngineRequest:
-        rng = None if prompt.tokens is None else Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
+        rng = None if prompt.tokens is None else self._token_source(prompt)
         reasoning = self.args.reasoning
         planned: dict[int, int] = {}
         if reasoning is not None:
@@ -291,6 +343,10 @@ class MockEngine:
         self.requests.append(request)
         self.worker.requests.append(request)
         return request
+
+    def _token_source(self, prompt: Prompt) -> Random:  # noqa: ARG002 - who records requests looks at it
+        """Return the source of the tokens that a request generates."""
+        return Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
 
     def _check_size(self, prompt: Prompt, max_output_tokens: int) -> None:
         size, blocks = self.args.block_size, self.args.num_gpu_blocks
@@ -326,6 +382,27 @@ class MockEngine:
                 self.scheduler.abort(request)
         request.status = "aborted"
         self.worker.requests.remove(request)
+
+    def close(self) -> None:
+        """Drop the engine: abort each open request, the newest first; all blocks are free, and full ones stay cached.
+
+        Events that are held for the end of a pass are published. Its worker stays, and so do time, `requests` and
+        `report`. To leave the engine as a context manager does this.
+        """
+        self._under_way = None
+        self.worker.release_events()
+        still_open = [*self.scheduler.running, *self.scheduler.waiting, *self._arriving]
+        for request in reversed(still_open):
+            self.abort(cast("EngineRequest", request))  # it was given no other
+        self._idle_passes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # -------------------------------------------------------------------------------------------------- time
 
@@ -399,20 +476,30 @@ class MockEngine:
         with worker.serving_requests():
             done = self.scheduler.execute_pass(now_ms)
         for request in done.finished:
-            worker.requests.remove(cast("EngineRequest", request))  # it was given no other
+            if not request.keeps_blocks:
+                worker.requests.remove(cast("EngineRequest", request))  # it was given no other
         self._under_way = done
         self._preemptions += len(done.preempted)
         self.passes += 1
         return done
 
-    def finish_pass(self) -> ForwardPass:
-        """End the pass that is under way: its events are published, its listeners called, and its end is now."""
+    def finish_pass(self, *, blocks_may_come: bool = False) -> ForwardPass:
+        """End the pass that is under way: its events are published, its listeners called, and its end is now.
+
+        Args:
+            blocks_may_come: from elsewhere, so a pass without progress does not count.
+
+        Raises:
+            EngineStalled: its requests can never make progress.
+        """
         done = self._under_way
         assert done is not None, "no pass is under way"
         self._under_way = None
         self.now_ms = done.end_ms
         self.worker.release_events()
-        self._watch(done)
+        # None come at the very moment, so passes that take no time and go round in a circle count.
+        if not blocks_may_come or (done.end_ms == done.start_ms and done.did_something):
+            self._watch(done)
         for listener in self._listeners:
             listener(done)
         return done

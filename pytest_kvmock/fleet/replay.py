@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
 from itertools import cycle
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
+from pytest_kvmock.fleet.handoff import Handoff, Handoffs, ReservingHandoffs
+from pytest_kvmock.fleet.mock_engine import EngineStalled
 from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
+    from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.traces import TraceRequest
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 # The clock jumps from one moment at which something happens to the next: a pass ends, a handoff is through, a request
 # arrives. At one moment passes end first, in the order of the engines, then handoffs arrive, then requests; then each
 # engine that runs no pass, and has requests, starts one. A prefill pass of no time ends before a decode engine starts its
-# pass.
+# pass. What a handoff does is in `handoff`.
 
 
 def replay(
@@ -62,8 +64,10 @@ def replay(
         raise ValueError("replay: there is no request")
     later = engines[0].args.scheduler_semantics == "1.3.1"
     arrivals = Arrivals(turns, concurrency, arrival_speedup, sessions_keep_place=later)
-    # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before.
+    # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before; but that of
+    # 1.2.1 serves an engine of type "sglang" as if there were several.
     only_between_passes = concurrency is not None and len(engines) == 1 and not prefill
+    only_between_passes &= later or engines[0].args.engine_type == "vllm"
     return _Replay(engines, prefill, arrivals, only_between_passes=only_between_passes).run()
 
 
@@ -130,33 +134,58 @@ class _Replay:
         self._only_between_passes = only_between_passes
         self._now = 0.0
         self._busy: dict[MockEngine, float] = {}
+        # Engines that could do nothing, and to which nothing has happened since.
+        self._blocked: set[MockEngine] = set()
+        # Engines whose last pass preempted, and generated nothing.
+        self._cycling: set[MockEngine] = set()
         self._turn_of: dict[EngineRequest, Turn] = {}
-        # (moment, order, turn, the request that was prefilled): what is on the link.
-        self._handoffs: list[tuple[float, int, Turn, EngineRequest]] = []
-        self._handed_over = 0
+        self._handoffs = self._make_handoffs()
         self._next_engine = cycle(range(len(engines)))
         self._next_prefill = cycle(prefill)
         self._order: list[EngineRequest] = []
-        self._served_by: list[int] = []
+        self._served_by: list[int | None] = []
+
+    def _make_handoffs(self) -> Handoffs:
+        if not self._prefill or self._engines[0].args.scheduler_semantics == "1.2.1":
+            return Handoffs(self._prefill, self._expect, self._arrivals)
+        return ReservingHandoffs(
+            self._prefill,
+            self._engines,
+            self._expect,
+            self._arrivals,
+            rejected=self._finished,
+            busy=self._busy,
+            blocked=self._blocked,
+        )
 
     def run(self) -> ReplayReport:
         """Replay until nothing is open."""
         while True:
             self._end_passes()
-            while self._handoffs and self._handoffs[0][0] <= self._now:
-                _, _, turn, prefilled = heappop(self._handoffs)
-                self._arrivals.enter()
-                self._decode(turn, prefilled)
+            self._handoffs.finish_transfers(self._now)
             for turn, arrival_ms in self._arrivals.take(self._now):
                 self._dispatch(turn, arrival_ms)
-            if self._start_passes(self._prefill) or self._start_passes(self._engines):
+            self._handoffs.act(self._now)
+            if self._go_on():
                 continue
             moment = self._next_moment()
             if moment == math.inf:
                 break
             self._now = moment
+        self._check_served()
         passes = sum(engine.passes for engine in self._everyone)
-        return ReplayReport(tuple(self._order), passes, tuple(self._served_by))
+        handoffs: dict[ScheduledRequest, dict[str, Any]] = {
+            made.request: made.to_json() for made in self._handoffs.made if made.request is not None
+        }
+        return ReplayReport(tuple(self._order), passes, tuple(self._served_by), handoffs)
+
+    def _check_served(self) -> None:
+        """Raise if requests are left for which nobody will free blocks."""
+        running = [request for engine in self._everyone for request in engine.scheduler.running]
+        waiting = [request for engine in self._everyone for request in engine.scheduler.waiting]
+        waiting += self._handoffs.waiting
+        if running or waiting:
+            raise EngineStalled(self._now, tuple(running), tuple(waiting), 0)
 
     # ------------------------------------------------------------------------------------------------ the clock
 
@@ -164,21 +193,69 @@ class _Replay:
         for engine in self._everyone:
             if self._busy.get(engine, math.inf) <= self._now:
                 del self._busy[engine]
-                if engine.is_in_pass:
-                    for request in engine.finish_pass().finished:
-                        self._finished(engine, cast("EngineRequest", request))  # engines were given no other
+                self._end_pass(engine)
+
+    def _end_pass(self, engine: MockEngine) -> bool:
+        """End what an engine was busy with; whether that did anything."""
+        if not engine.is_in_pass:  # passes were made in one go
+            self._cycling.discard(engine)
+            self._handoffs.pass_ended(engine, None, self._now)
+            return True
+        done = engine.finish_pass(blocks_may_come=self._blocks_may_come)
+        if not done.did_something:
+            return False
+        self._handoffs.pass_ended(engine, done, self._now)
+        if engine not in self._prefill:
+            for request in done.finished:
+                self._finished(cast("EngineRequest", request))  # engines were given no other
+        if done.preempted and not done.generated:
+            self._cycling.add(engine)
+        else:
+            self._cycling.discard(engine)
+        return True
+
+    @property
+    def _blocks_may_come(self) -> bool:
+        """Whether blocks that a handoff holds may be freed yet."""
+        handoffs = self._handoffs
+        return handoffs.keeps_blocks and (handoffs.next_moment < math.inf or not self._cycling.issuperset(self._busy))
+
+    def _go_on(self) -> bool:
+        """Start a pass on each engine that can; whether there is more to do at this moment."""
+        if self._handoffs.keeps_blocks:
+            return self._start_after_instant_passes(self._prefill) | self._start_after_instant_passes(self._engines)
+        return self._start_passes(self._prefill) or self._start_passes(self._engines)
+
+    def _start_after_instant_passes(self, engines: Sequence[MockEngine]) -> bool:
+        """Run the passes of these engines that take no time, then start one that does; whether one took none."""
+        did_something = False
+        for engine in engines:
+            while engine not in self._busy and engine not in self._blocked and engine.has_work:
+                end = self._start_pass(engine)
+                if end > self._now:
+                    self._busy[engine] = end
+                elif self._end_pass(engine):
+                    did_something = True
+                else:
+                    self._blocked.add(engine)
+        return did_something
 
     def _start_passes(self, engines: Sequence[MockEngine]) -> bool:
         """Start a pass on each engine that can; whether one took no time."""
         at_once = False
         for engine in engines:
             if engine not in self._busy and engine.has_work:
-                end = engine.fast_forward(self._now, self._next_moment(engine))
-                if end <= self._now:
-                    end = engine.start_pass(self._now).end_ms
-                self._busy[engine] = end
+                end = self._busy[engine] = self._start_pass(engine)
                 at_once |= end <= self._now
         return at_once
+
+    def _start_pass(self, engine: MockEngine) -> float:
+        """Start a pass, or several whose ends nobody waits for; when they end."""
+        if not self._handoffs.waits_for(engine):
+            end = engine.fast_forward(self._now, self._next_moment(engine))
+            if end > self._now:
+                return end
+        return engine.start_pass(self._now).end_ms
 
     def _next_moment(self, idle: MockEngine | None = None) -> float:
         """When something happens next; for an engine that is about to go on, when something else does."""
@@ -186,9 +263,7 @@ class _Replay:
             each.has_work for each in self._everyone if each is not idle and each not in self._busy
         ):
             return self._now  # another is about to start a pass
-        moments = [math.inf, *self._busy.values()]
-        if self._handoffs:
-            moments.append(self._handoffs[0][0])
+        moments = [self._handoffs.next_moment, *self._busy.values()]
         if not (self._only_between_passes and self._busy):
             moments.append(self._arrivals.next_ms)
         return min(moments)
@@ -197,38 +272,32 @@ class _Replay:
 
     def _dispatch(self, turn: Turn, arrival_ms: float) -> None:
         if self._prefill:
-            request = next(self._next_prefill).dispatch(turn.prompt, 1, arrival_ms)
+            engine = next(self._next_prefill)
+            request = engine.dispatch(turn.prompt, 1, arrival_ms)
+            request.keeps_blocks = self._handoffs.keeps_blocks
+            self._blocked.discard(engine)
+            if not request.is_open:
+                self._note(request, None)
         else:
-            request = self._on_next_engine(turn, arrival_ms)
-        if request.is_open:
-            self._turn_of[request] = turn
-        else:  # rejected
-            self._arrivals.done(turn, self._now)
+            position = next(self._next_engine)
+            request = self._engines[position].dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
+            self._note(request, position)
+        self._turn_of[request] = turn
+        if not request.is_open:  # rejected
+            self._finished(request)
 
-    def _on_next_engine(self, turn: Turn, arrival_ms: float) -> EngineRequest:
+    def _expect(self, handoff: Handoff) -> None:
+        """Open the request of a handoff at the next decode engine."""
         position = next(self._next_engine)
-        request = self._engines[position].dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
+        turn, arrival_ms = self._turn_of.pop(handoff.prefilled), handoff.prefilled.arrival_ms
+        handoff.destination = self._engines[position]
+        handoff.request = handoff.destination.expect(turn.prompt, turn.trace.output_length, arrival_ms)
+        self._note(handoff.request, position)
+        self._turn_of[handoff.request] = turn
+
+    def _note(self, request: EngineRequest, position: int | None) -> None:
         self._order.append(request)
         self._served_by.append(position)
-        return request
 
-    def _finished(self, engine: MockEngine, request: EngineRequest) -> None:
-        turn = self._turn_of.pop(request)
-        if engine not in self._prefill:
-            self._arrivals.done(turn, self._now)
-            return
-        delay_ms = engine.args.handoff_ms(request.prompt_tokens)
-        if not delay_ms:
-            self._decode(turn, request)
-            return
-        self._arrivals.leave()
-        heappush(self._handoffs, (self._now + delay_ms, self._handed_over, turn, request))
-        self._handed_over += 1
-
-    def _decode(self, turn: Turn, prefilled: EngineRequest) -> None:
-        """Give a request whose prompt is computed to a decode engine."""
-        request = self._on_next_engine(turn, prefilled.arrival_ms)
-        request.admitted_ms = prefilled.admitted_ms
-        request.reused_tokens = prefilled.reused_tokens
-        request.first_reused_tokens = prefilled.first_reused_tokens
-        self._turn_of[request] = turn
+    def _finished(self, request: EngineRequest) -> None:
+        self._arrivals.done(self._turn_of.pop(request), self._now)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from operator import mul, sub, truediv
 from typing import TYPE_CHECKING, Any, Final
@@ -121,10 +121,18 @@ class ReplayReport(EngineReport):
     Attributes:
         requests: all requests, in the order in which they were dispatched.
         passes: how many forward passes were run, by all engines together.
-        served_by: for each request, the position of the engine that generated its tokens.
+        served_by: for each request, the position of the engine that generates its tokens; None where a prefill engine
+            rejected it.
+        handoffs: of each request that a prefill engine handed over, what the report of 1.3.1 says about that.
     """
 
-    served_by: Sequence[int] = ()
+    served_by: Sequence[int | None] = ()
+    handoffs: Mapping[ScheduledRequest, Mapping[str, Any]] = field(default_factory=dict)
+
+    def per_request(self) -> list[dict[str, Any]]:
+        """Return a row a request, by the keys of Dynamo's report of 1.3.1, those of its handoff included."""
+        rows = EngineReport.per_request(self)
+        return [{**row, **self.handoffs.get(request, {})} for request, row in zip(self.requests, rows, strict=True)]
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Collection, Mapping
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
 
+from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.harness.recording import Recording, recorded_prompt
-from pytest_kvmock.programs.operations import Abort, Run, RunPasses, Submit
+from pytest_kvmock.programs.operations import Abort, Run, Submit
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import BackendSpec, EngineProfile
+    from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.scheduler import ForwardPass
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.fleet.report import EngineReport
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
 class HarnessEngine(MockEngine):
     """An engine of a harness; the operations on it are recorded.
+
+    What a request generates follows from the seed, the worker, the end of its prompt, and how many such requests there
+    were before: it is the same where other requests are left out, as in a reproduction.
 
     Args:
         args: what it is.
@@ -34,8 +40,16 @@ class HarnessEngine(MockEngine):
     def __init__(self, args: MockEngineArgs, worker: KvWorker, recording: Recording, seed: int) -> None:
         super().__init__(args, worker=worker, seed=seed)
         self._recording = recording
+        self._seed = seed
         self._numbers: dict[EngineRequest, int] = {}
+        self._alike: dict[str, int] = {}
         self._key = worker.worker_id, worker.dp_rank
+
+    def _token_source(self, prompt: Prompt) -> Random:
+        tokens = prompt.tokens or ()
+        asked = f"{len(tokens)}:{tokens[-8:]}"
+        number = self._alike[asked] = self._alike.get(asked, 0) + 1
+        return Random(f"{self._seed}:{self._key}:{asked}:{number}")  # noqa: S311 - mock data
 
     def submit(
         self,
@@ -49,13 +63,13 @@ class HarnessEngine(MockEngine):
         request = super().submit(prompt, max_output_tokens, arrival_ms, priority=priority)
         number = self._numbers[request] = self._recording.next_request()
         blocks, tail, hashed = recorded_prompt(request.prompt, self.worker.manager.block_size)
-        fields = (number, blocks, tail, *self._key, hashed, max_output_tokens, arrival_ms, priority)
-        self._recording.operate(Submit, *fields)
+        output = (max_output_tokens, arrival_ms, priority)
+        self._recording.operate(Submit, number, blocks, tail, *self._key, hashed, *output)
         return request
 
     def step(self) -> ForwardPass:
         """As `MockEngine.step`."""
-        self._recording.operate(RunPasses, 1, *self._key)
+        self._recording.step(*self._key)
         return super().step()
 
     def run(self, until_ms: float | None = None) -> EngineReport:
@@ -65,7 +79,8 @@ class HarnessEngine(MockEngine):
 
     def abort(self, request: EngineRequest) -> None:
         """As `MockEngine.abort`."""
-        self._recording.operate(Abort, self._numbers[request])
+        if request in self._numbers:  # one that `dispatch` was given is recorded by nobody
+            self._recording.operate(Abort, self._numbers[request])
         super().abort(request)
 
 
@@ -73,9 +88,34 @@ def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, 
     """Return the arguments of an engine by a profile; its type is that of the backend's scheduler.
 
     Raises:
-        ValueError: a field is unknown, out of range, or contradicts profile or backend.
+        ValueError: a field is unknown, out of range, or contradicts profile or backend. All sizes of the profile count: it
+            is what its worker is made by.
     """
-    return MockEngineArgs.from_profile(profile, **{"engine_type": spec.scheduler, **fields})
+    fields = {"engine_type": spec.scheduler, **fields}
+    return MockEngineArgs.from_profile(profile, explicit=_SIZES, **fields)
+
+
+_SIZES: Final = ("num_blocks", "block_size", "prefix_caching", "dp_size", "chunk")
+"""The fields of a profile that its engines have."""
+
+
+def wrong_fields(fields: Mapping[Any, Any]) -> list[str]:
+    """List what is wrong with fields for engines of any backend: what is with each, or else with all together."""
+    unnamed = [f"a field is named by a string, got {name!r:.80}" for name in fields if not isinstance(name, str)]
+    if unnamed:
+        return unnamed
+    wrong = []
+    for each in ({name: value} for name, value in fields.items()):
+        wrong += _wrong_together(each)
+    return wrong or _wrong_together(fields)
+
+
+def _wrong_together(fields: Mapping[str, Any]) -> list[str]:
+    try:
+        MockEngineArgs.from_profile(EngineProfile(), explicit=(), **fields)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 class WatchingSink:
@@ -102,22 +142,37 @@ class WatchingSink:
         self._judge.watched(RouterEvent(self._worker_id, event, storage_tier, token_ids))
 
 
-def engine_profile(profile: EngineProfile, engine: Mapping[str, Any]) -> EngineProfile:
+def engine_profile(
+    profile: EngineProfile, engine: Mapping[str, Any], explicit: Collection[str] | None = None
+) -> EngineProfile:
     """Return a profile with the sizes of an engine laid over it.
 
     Args:
         profile: the profile.
         engine: fields of `MockEngineArgs`.
+        explicit: names of the fields that the profile sets explicitly; see `MockEngineArgs.from_profile`.
 
     Raises:
         ValueError: one contradicts a field that the profile sets, or is unknown or out of range.
     """
     if not engine:
         return profile
-    args = MockEngineArgs.from_profile(profile, **engine)
+    args = MockEngineArgs.from_profile(profile, explicit=explicit, **engine)
     return profile.replace(
         num_blocks=args.num_gpu_blocks,
         block_size=args.block_size,
         prefix_caching=args.enable_prefix_caching,
         dp_size=args.dp_size,
     )
+
+
+def engine_fields(args: MockEngineArgs, profile: EngineProfile, spec: BackendSpec) -> dict[str, Any]:
+    """Return the fields by which `engine_args` makes these arguments; groups of them as mappings."""
+    plain = engine_args(profile, spec, {})
+    given = {each.name: getattr(args, each.name) for each in dataclasses.fields(args) if each.init}
+    given = {name: value for name, value in given.items() if value != getattr(plain, name)}
+    for group in ("sglang", "reasoning"):
+        if given.get(group) is not None:
+            own = dataclasses.asdict(given[group])
+            given[group] = {name: value for name, value in own.items() if value is not None}
+    return given

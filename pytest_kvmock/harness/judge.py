@@ -176,6 +176,7 @@ class Judge:
     def watched(self, event: RouterEvent) -> None:
         """Judge an event that is not published, by the rules of the ledger alone: no index is given it."""
         entry = self.log.append(event)
+        self._recording.arrive((event, False))  # so that what arrived and the log have the same positions
         found = self.ledger.observe(event, entry.position, chained=False)
         self.note(found, found)
 

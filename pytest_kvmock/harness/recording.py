@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from pytest_kvmock.engine.worker import KvWorker, Request
-from pytest_kvmock.programs.operations import Decode, Finish, Operation, Preempt, Prefill, Resume
+from pytest_kvmock.programs.operations import Decode, Finish, Operation, Preempt, Prefill, Resume, RunPasses
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from pytest_kvmock.events import RouterEvent
+    from pytest_kvmock.backends import BackendSpec
+    from pytest_kvmock.engine.args import MockEngineArgs
+    from pytest_kvmock.events import RouterEvent, StreamKey
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.tokens import Prompt
 
@@ -61,15 +63,17 @@ class Recording:
             when it is wanted (`recorded`).
         requests: how many requests there were.
         bursts: whether the test gave an index events in bursts (`RouterHarness.burst`).
+        engines: of each worker and rank that had an engine, its arguments and the worker's backend.
     """
 
-    __slots__ = ("_log", "arrivals", "bursts", "operations", "requests")
+    __slots__ = ("_log", "arrivals", "bursts", "engines", "operations", "requests")
 
     def __init__(self, log: EventLog) -> None:
         self.arrivals: list[Arrival] = []
         self.operations: list[tuple[type[Operation], tuple[Any, ...], int]] = []
         self.requests = 0
         self.bursts = False
+        self.engines: dict[StreamKey, tuple[MockEngineArgs, BackendSpec]] = {}
         self._log = log
 
     def next_request(self) -> int:
@@ -95,6 +99,15 @@ class Recording:
         """Record an operation, before it runs: one that raises changes nothing, or a part of what it should."""
         if len(self.operations) < MOST:
             self.operations.append((operation, fields, self._log.total))
+
+    def step(self, worker_id: int, dp_rank: int) -> None:
+        """Record a pass of an engine; passes that follow on each other are one operation."""
+        if self.operations:
+            operation, fields, at = self.operations[-1]
+            if operation is RunPasses and fields[1:] == (worker_id, dp_rank):
+                self.operations[-1] = operation, (fields[0] + 1, *fields[1:]), at
+                return
+        self.operate(RunPasses, 1, worker_id, dp_rank)
 
     def recorded(self) -> Iterator[Recorded]:
         """The operations as values, in order."""

@@ -270,8 +270,9 @@ class Workers:
         assert isinstance(worker, HarnessWorker)
         if self._judge_unpublished:
             worker.watch(WatchingSink(self._judge, worker.worker_id))
-        engine = HarnessEngine(wanted, worker, self._recording, self._rng.getrandbits(64))
+        engine = HarnessEngine(wanted, worker, self._recording, self._profile.seed)
         self._engines_of[self.key(worker.worker_id, worker.dp_rank)] = engine
+        self._recording.engines[worker.worker_id, worker.dp_rank] = wanted, worker.spec
         return engine
 
     def _spec_of(self, key: WorkerKey | None) -> BackendSpec:

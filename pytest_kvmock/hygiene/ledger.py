@@ -206,6 +206,9 @@ class Ledger:
             problems += self._repeated(stream, hashes, again, alone=not problems)
         elif stream.restored:
             stream.restored = {}
+        if stream.removed_but_resident:  # such a block is held, so this event may store it again like any that is
+            resident = stream.removed_but_resident
+            stream.restored = {**stream.restored, **{b: resident[b] for b in hashes if b in resident}}
         if plain:
             stream.add(held, hashes, parent)
         else:
@@ -327,7 +330,10 @@ class Ledger:
         stream.events.append(event)
         stream.mark_named(hashes)
         if restored:
-            stream.removed_but_resident.update((problem.blocks[0], problem) for problem in restored)
+            # Where the engine did it before with this block, all is listed under the first time.
+            firsts = (p.cause if p.cause is not None and p.cause.rule == p.rule else p for p in restored)
+            resident = zip((problem.blocks[0] for problem in restored), firsts, strict=True)
+            stream.removed_but_resident.update(resident)
             problems += restored
         if removed and stream.prefix_closed:
             problems += self._orphaned(stream, tier, removed)

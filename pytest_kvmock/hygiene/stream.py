@@ -65,7 +65,7 @@ class Stream(History):
         unconfirmed: every orphaned_child and over_capacity since the last comparison with the engine, with its tier.
         desync: open while blocks are unknown.
         restored: blocks of the event before, a Stored, that were held already; each with the cause of the desync that
-            made it unknown then, or None.
+            made it unknown then, or with what left it resident after a Removed, or None.
         doubled: the duplicate_store that the event before was, if it was one.
         removed_but_resident: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
         orphaned: blocks of the device whose parent was removed before them, still held or not, each with its orphaned_child.

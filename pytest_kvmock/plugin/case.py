@@ -8,19 +8,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
-from pytest_kvmock.plugin.matrix import Placeholder, resolve_placeholder
-from pytest_kvmock.plugin.options import known_backends
-from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_profile
+from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, Placeholder, resolve_placeholder
+from pytest_kvmock.plugin.options import SCHEDULER_MATRIX, known_backends
+from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_engine, resolve_profile
 from pytest_kvmock.plugin.settings import SETTINGS
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.fleet.scheduler_cases import SchedulerCase
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.hygiene.problem import Problem
+
+_HARNESS_KEYS: Final = ("sync", "index_semantics", "faults", "survive")
+"""Keys of the `kvmock` marker that are arguments of `RouterHarness` as they are; the innermost marker that has one wins."""
 
 
 class Case:
@@ -99,13 +103,42 @@ def backend_name(item: pytest.Item, value: object) -> str:
     return name
 
 
+def scheduler_case(item: pytest.Item) -> SchedulerCase | None:
+    """Return the case of the scheduler matrix that a test is; None: it is none.
+
+    Raises:
+        ValueError: it has the marker, and was not run over the matrix.
+    """
+    callspec = getattr(item, "callspec", None)
+    has_marker = SCHEDULER_MATRIX in item.keywords and item.get_closest_marker(SCHEDULER_MATRIX) is not None
+    if not has_marker and (callspec is None or CASE_OF_MATRIX not in callspec.params):
+        return None
+    from pytest_kvmock.plugin.scheduler_matrix import case_of
+
+    return case_of(item)
+
+
+def harness_options(item: pytest.Item) -> dict[str, Any]:
+    """Return the arguments of a test's `RouterHarness` that its markers set."""
+    markers = marker_values(item)
+    options = {key: values[key] for values in markers for key in _HARNESS_KEYS if key in values}
+    engine = resolve_engine(markers)
+    case = scheduler_case(item)
+    if case is not None:
+        engine = {**case.engine, **engine}
+        options["judge_unpublished"] = True
+    if engine:
+        options["engine"] = engine
+    return options
+
+
 def _block_size_place(item: pytest.Item) -> str:
     """Return the source of a test's block size, the one field that a backend may refuse."""
     from pytest_kvmock.plugin.markers import show_mark
 
     for key in ("block_size", "profile"):  # a single field is laid over a profile, wherever it stands
         for mark in item.iter_markers("kvmock"):
-            if mark.kwargs.get(key) is not None:
+            if mark.kwargs.get(key) is not None or key in mark.kwargs.get("engine", ()):
                 return show_mark(mark)
     return "block_size is from kv_base_profile, or ini kvmock_block_size"
 
@@ -152,6 +185,8 @@ def effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
     try:
         check_markers(item)  # collection checked them, but for TestCase methods and for markers that came later
         settings = item.config.stash[SETTINGS]
-        return resolve_profile(base, marker_values(item), settings.command_line, settings.profiles)
+        case = scheduler_case(item)
+        sizes = {} if case is None else case.sizes
+        return resolve_profile(base, marker_values(item), settings.command_line, settings.profiles, sizes)
     except ValueError as error:
         fail_in_one_line(item, str(error))

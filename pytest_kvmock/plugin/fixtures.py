@@ -11,6 +11,7 @@ fixtures to set up, which is most of what a test costs, and these three are the 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.paged import PagedCacheManager
     from pytest_kvmock.engine.driver import Traits
     from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, SchedulerRequest
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.recovery import Recovery
     from pytest_kvmock.hygiene.log import EventLog
@@ -34,9 +37,6 @@ if TYPE_CHECKING:
 
 
 CASE: Final = pytest.StashKey["Case"]()
-_HARNESS_KEYS: Final = ("sync", "index_semantics", "faults", "survive")
-"""Keys of the `kvmock` marker that are arguments of `RouterHarness`; the innermost marker that has one wins."""
-
 _RECOVERY: Final = pytest.StashKey["Recovery"]()
 _BASE: Final = pytest.StashKey["EngineProfile"]()
 _EXPLAINER: Final = "kvmock-nearest-fixtures"
@@ -52,10 +52,21 @@ def _kvmock_matrix() -> None:
 
 
 @pytest.fixture
+def _kvmock_scheduler_case(request: pytest.FixtureRequest) -> SchedulerCase | None:
+    """The case of the scheduler matrix that the test is; it stands in the closure of every test that needs an engine."""
+    from pytest_kvmock.plugin.case import fail_in_one_line, scheduler_case
+
+    try:
+        return scheduler_case(request.node)
+    except ValueError as error:
+        fail_in_one_line(request.node, str(error))
+
+
+@pytest.fixture
 def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile, kv_index: Any) -> Case:
     """Build the harness of the test, without a backend, and show it to the hooks."""
     from pytest_kvmock.harness import RouterHarness
-    from pytest_kvmock.plugin.case import Case, effective_profile, fail_in_one_line, let_waive
+    from pytest_kvmock.plugin.case import Case, effective_profile, fail_in_one_line, harness_options, let_waive
     from pytest_kvmock.plugin.precedence import marker_values, resolve_policy
 
     item = request.node
@@ -63,7 +74,6 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     markers = marker_values(item)
     settings = item.config.stash[SETTINGS]
     policy = resolve_policy(settings.command_line, markers, settings.ini)
-    options: dict[str, Any] = {key: values[key] for values in markers for key in _HARNESS_KEYS if key in values}
     try:
         harness = RouterHarness(
             profile,
@@ -72,7 +82,7 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
             allow=policy.allow,
             recovery=item.stash.get(_RECOVERY, None),
             name=item.nodeid,
-            **options,
+            **harness_options(item),
         )
     except (TypeError, ValueError) as error:
         fail_in_one_line(item, str(error))
@@ -197,6 +207,56 @@ def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvMana
         return harness.next_worker(backend).manager
 
     return make
+
+
+@pytest.fixture
+def kv_engine(kv_backend: str, _kvmock_case: Case, _kvmock_scheduler_case: SchedulerCase | None) -> MockEngine:
+    """The engine of worker 0 in virtual time, a `MockEngine`: `submit`, `step`, `run`; `kvmock(engine={...})` says what it is."""
+    harness = _kvmock_case.with_backend(kv_backend)
+    try:
+        return harness.engine(0)
+    except ValueError as error:
+        from pytest_kvmock.plugin.case import fail_in_one_line
+
+        fail_in_one_line(_kvmock_case.item, f"kv_engine: {error}")
+
+
+@pytest.fixture
+def make_kv_engine(
+    kv_backend: str, _kvmock_case: Case, _kvmock_scheduler_case: SchedulerCase | None
+) -> Callable[..., MockEngine]:
+    """Make more engines, `make_kv_engine(**engine)`: each is that of the next worker; the fields are over those of the markers."""
+    harness = _kvmock_case.with_backend(kv_backend)
+
+    def make(**engine: Any) -> MockEngine:
+        return harness.next_engine(**engine)
+
+    return make
+
+
+@pytest.fixture
+def kv_scheduler_case(request: pytest.FixtureRequest, _kvmock_scheduler_case: SchedulerCase | None) -> SchedulerCase:
+    """The case of `@pytest.mark.kv_scheduler_matrix` that the test is: `shared`, `caching`, `chunked`."""
+    return _case_or_fail(request, _kvmock_scheduler_case)
+
+
+@pytest.fixture
+def kv_scheduler_requests(
+    request: pytest.FixtureRequest, kv_base_profile: EngineProfile, _kvmock_scheduler_case: SchedulerCase | None
+) -> Sequence[SchedulerRequest]:
+    """The 200 requests of the case: `kv_engine.submit(*request)`."""
+    from pytest_kvmock.fleet.scheduler_cases import make_scheduler_requests
+    from pytest_kvmock.plugin.case import effective_profile
+
+    case = _case_or_fail(request, _kvmock_scheduler_case)
+    seed = effective_profile(request.node, kv_base_profile).seed
+    return make_scheduler_requests(case, Random(f"{seed}:{request.node.nodeid}:{request.fixturename}"))  # noqa: S311 - mock data
+
+
+def _case_or_fail(request: pytest.FixtureRequest, case: SchedulerCase | None) -> SchedulerCase:
+    if case is None:
+        pytest.fail(f"kvmock: {request.fixturename} is for tests with @pytest.mark.kv_scheduler_matrix", pytrace=False)
+    return case
 
 
 @pytest.fixture

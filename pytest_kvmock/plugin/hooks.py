@@ -19,8 +19,8 @@ from pytest_kvmock.plugin.fixtures import (
     FORMER_NAME_TEXT,
     expect_lookup_errors,
 )
-from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, deselect, generate
-from pytest_kvmock.plugin.options import MARKERS, add_options, check_flags
+from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, CASE_OF_MATRIX, deselect, generate
+from pytest_kvmock.plugin.options import MARKERS, SCHEDULER_MATRIX, add_options, check_flags
 from pytest_kvmock.plugin.settings import SETTINGS, read_settings
 
 EVENTS: Final = "kvmock.events"
@@ -129,7 +129,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         or CASE_FIXTURE in names
         or "kvmock" in keywords  # a marker on a test that does not use us may be wrong all the same
         or "kv_backends" in keywords
+        or SCHEDULER_MATRIX in keywords
     ):
+        if SCHEDULER_MATRIX in keywords or CASE_OF_MATRIX in names:
+            from pytest_kvmock.plugin.scheduler_matrix import generate_cases
+
+            generate_cases(metafunc)
         generate(metafunc)
     for name in names:
         if name.startswith(FIXTURE_PREFIXES) and name not in FIXTURES:

@@ -12,6 +12,7 @@ from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.plugin.options import (
     PROFILE_KEYS,
     REACTIONS,
+    SCHEDULER_MATRIX,
     SYNCS,
     backend_names,
     fault_names,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.profiles import NamedProfile
 
 POLICY_KEYS: Final = ("event_errors", "event_warnings", "allow")
-KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", "index_semantics", *POLICY_KEYS, "faults", "survive")
+KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", "index_semantics", *POLICY_KEYS, "faults", "survive", "engine")
 
 
 def wrong_in_kv_backends(mark: pytest.Mark) -> Iterator[str]:
@@ -59,6 +60,9 @@ def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> 
         if key not in KVMOCK_KEYS:
             yield unknown_text("key", key, KVMOCK_KEYS)
             continue
+        if key == "engine":
+            yield from (f"{key}: {wrong}" for wrong in wrong_in_engine(value))
+            continue
         try:
             if key in PROFILE_KEYS:
                 profile_of({key: value})
@@ -68,12 +72,29 @@ def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> 
             yield f"{key}: {error}"
 
 
+def wrong_in_engine(fields: object) -> Iterable[str]:
+    """List what is wrong with the fields of `MockEngineArgs` that a `kvmock` marker has."""
+    if not isinstance(fields, Mapping):
+        return [f"got {fields!r:.80}; allowed: a mapping of fields of MockEngineArgs"]
+    from pytest_kvmock.harness.engines import wrong_fields
+
+    return wrong_fields(fields)
+
+
+def wrong_in_kv_scheduler_matrix(mark: pytest.Mark) -> Iterator[str]:
+    """Yield what is wrong with one `kv_scheduler_matrix` marker."""
+    if mark.args or mark.kwargs:
+        yield "takes no arguments; fields of the engine are those of kvmock(engine={...}), backends those of kv_backends"
+
+
 def wrong_in(mark: pytest.Mark, config: pytest.Config) -> list[str]:
     """List what is wrong with a marker of this plugin, each with the marker as it was written."""
     if mark.name == "kv_backends":
         wrong = wrong_in_kv_backends(mark)
     elif mark.name == "kvmock":
         wrong = wrong_in_kvmock(mark, config.stash[SETTINGS].profiles)
+    elif mark.name == SCHEDULER_MATRIX:
+        wrong = wrong_in_kv_scheduler_matrix(mark)
     else:
         return []
     return [f"{show_mark(mark)}: {what}" for what in wrong]

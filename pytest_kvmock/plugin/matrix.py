@@ -21,6 +21,7 @@ from pytest_kvmock.plugin.settings import SETTINGS
 DETECTOR: Final = "_kvmock_matrix"
 CASE_FIXTURE: Final = "_kvmock_case"
 AXIS: Final = "kv_backend"
+CASE_OF_MATRIX: Final = "kv_scheduler_case"
 NO_BACKEND: Final = "no-backend"
 """Id of a test whose matrix is empty, which no one sees: it is deselected."""
 
@@ -64,7 +65,7 @@ def generate(metafunc: pytest.Metafunc) -> None:
         check_markers(definition)
     except ValueError:
         raise pytest.Collector.CollectError(wrong_markers(definition)) from None
-    if DETECTOR not in metafunc.fixturenames or _is_parametrised_by_mark(definition):
+    if DETECTOR not in metafunc.fixturenames or is_parametrised_by_mark(definition, AXIS):
         return
     marks = tuple(definition.iter_markers("kv_backends"))
     values = matrix_of(metafunc.config, marks) or (NO_BACKEND,)
@@ -86,12 +87,13 @@ def generate(metafunc: pytest.Metafunc) -> None:
         ) from None
 
 
-def _is_parametrised_by_mark(definition: pytest.Item) -> bool:
+def is_parametrised_by_mark(definition: pytest.Item, name: str) -> bool:
+    """Return whether a `parametrize` marker of a test gives values to this argument."""
     for mark in definition.iter_markers("parametrize"):
         argnames = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
         if isinstance(argnames, str):
-            argnames = [name.strip() for name in argnames.split(",")]
-        if AXIS in argnames:
+            argnames = [each.strip() for each in argnames.split(",")]
+        if name in argnames:
             return True
     return False
 

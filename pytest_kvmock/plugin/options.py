@@ -22,6 +22,9 @@ ALL_BACKENDS: Final = "all"
 PROFILE_KEYS: Final = ("block_size", "num_blocks", "workers", "dp_size", "prefix_caching", "chunk", "seed")
 """The fields of `EngineProfile`; by name, because importing it is for those who use it (a test compares the two)."""
 
+SCHEDULER_MATRIX: Final = "kv_scheduler_matrix"
+"""The marker that runs a test over the cases of `scheduler_matrix.py`."""
+
 MARKERS: Final = (
     (
         "kv_backends(*names, exclude=()): run the test over these eviction backends instead of the default ones, "
@@ -30,9 +33,13 @@ MARKERS: Final = (
     (
         "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, profile=, "
         "sync='every|auto|burst|end', index_semantics=None|'e1', event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,), "
-        "faults={fault: rate}, survive=(faults,)): size the mock engines of the test, say what a broken event rule does, "
-        "and which faults strike; keys of module, class and function "
-        "are merged, the inner wins."
+        "faults={fault: rate}, survive=(faults,), engine={field: value}): size the mock engines of the test, say what a "
+        "broken event rule does, which faults strike, and what kv_engine is; keys of module, class and function "
+        "are merged, the inner wins, and so are the fields of engine."
+    ),
+    (
+        f"{SCHEDULER_MATRIX}: run the test over the eight cases of Dynamo's scheduler matrix, on each of its backends; "
+        "it takes kv_engine, kv_scheduler_case and kv_scheduler_requests."
     ),
 )
 

@@ -100,21 +100,25 @@ def resolve_profile(
     markers: Sequence[Mapping[str, Any]],
     command_line: Mapping[str, Any],
     named: Mapping[str, NamedProfile] = MappingProxyType({}),
+    matrix: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineProfile:
     """Profile: the base (what `kv_base_profile` returns: an override's, or ini's), under the markers, under the
     command line, which can set the seed.
 
     The innermost `profile` of the markers takes the place of the base (None: it stays), under the other keys of all
-    markers, those of outer ones too.
+    markers, those of outer ones too. The sizes among the fields of `engine` are laid over the result, and may not
+    contradict what was set: keys of markers and command line, fields of the `profile`, or, where there is none, fields of
+    the base that differ from their default.
 
     Args:
         base: the base.
         markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
         command_line: what was given there, by key.
         named: the named profiles.
+        matrix: the fields that a case of the scheduler matrix sets: they are laid over the base, and count as not set.
 
     Raises:
-        ValueError: the fields together are out of range.
+        ValueError: the fields together are out of range, or one of `engine` contradicts one that was set.
     """  # noqa: D205 - one rule is one sentence
     given: dict[str, Any] = {}
     name: str | None = None
@@ -124,4 +128,22 @@ def resolve_profile(
         base = named[name].in_place_of(base)
     for values in (*markers, command_line):
         given.update({key: values[key] for key in PROFILE_KEYS if key in values})
-    return base.replace(**given) if given else base
+    changes = {**matrix, **given}
+    profile = base.replace(**changes) if changes else base
+    engine = resolve_engine(markers)
+    if not engine:
+        return profile
+    from pytest_kvmock.engine.args import set_fields  # for those who use engines, as the next
+    from pytest_kvmock.harness.engines import engine_profile
+
+    of_base = set_fields(base) if name is None else {*named[name].fields}
+    return engine_profile(profile, engine, (of_base - {*matrix}) | {*given})
+
+
+def resolve_engine(markers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Fields of the engines: those of the `engine` keys of all markers, inner over outer, field by field.
+
+    Args:
+        markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
+    """
+    return {name: value for values in markers for name, value in values.get("engine", {}).items()}

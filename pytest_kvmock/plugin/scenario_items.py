@@ -85,6 +85,13 @@ class ScenarioFile(pytest.File):
                 profile = _profile(scenario, self.config)
             except ValueError as error:
                 raise self.CollectError(f"{scenario.place}: profile: {error}") from None
+            if scenario.engine:
+                from pytest_kvmock.harness.engines import engine_profile  # for those who have engines
+
+                try:
+                    engine_profile(profile, scenario.engine)
+                except ValueError as error:
+                    raise self.CollectError(f"{scenario.engine_at}: engine: {error}") from None
             mark = None if scenario.backends is None else pytest.mark.kv_backends(*scenario.backends).mark
             ini = self.config.stash[SETTINGS].ini
             # Those that the command line leaves out are made, too, so that pytest counts them as deselected.
@@ -126,7 +133,13 @@ class ScenarioItem(pytest.Item):
         settings = self.config.stash[SETTINGS]
         policy = resolve_policy(settings.command_line, ({"allow": self._scenario.allow},), settings.ini)
         try:
-            harness = RouterHarness(self._profile, self._backend, allow=policy.allow, name=self.nodeid)
+            harness = RouterHarness(
+                self._profile,
+                self._backend,
+                allow=policy.allow,
+                name=self.nodeid,
+                engine=self._scenario.engine,
+            )
         except ValueError as error:
             place = self._scenario.place
             raise ScenarioFailure(place, f"backend {self._backend}: {error}") from None

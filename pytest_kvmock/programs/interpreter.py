@@ -12,6 +12,7 @@ from typing import Any, Protocol, get_args
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.programs.operations import (
+    Abort,
     Burst,
     Clear,
     Decode,
@@ -24,8 +25,11 @@ from pytest_kvmock.programs.operations import (
     RemoveWorker,
     Restart,
     Resume,
+    Run,
+    RunPasses,
     Serve,
     Step,
+    Submit,
     WithPrompt,
 )
 from pytest_kvmock.tokens import Prompt
@@ -59,12 +63,34 @@ class Worker(Protocol):
     def restart(self, *, announced: bool) -> None: ...  # noqa: D102 - likewise
 
 
+class SubmittedRequest(Protocol):
+    """What a program needs of a request of an engine (`fleet.EngineRequest`)."""
+
+    @property
+    def is_open(self) -> bool: ...  # noqa: D102 - as EngineRequest has it
+
+    def abort(self) -> None: ...  # noqa: D102 - likewise
+
+
+class Engine(Protocol):
+    """What a program needs of an engine (`fleet.MockEngine`)."""
+
+    passes: int
+
+    def submit(  # noqa: D102 - as MockEngine has it
+        self, prompt: Prompt, max_output_tokens: int, arrival_ms: float | None, /, *, priority: int | None
+    ) -> SubmittedRequest: ...
+    def step(self) -> object: ...  # noqa: D102 - likewise
+    def run(self, until_ms: float | None, /) -> object: ...  # noqa: D102 - likewise
+
+
 class Harness(Protocol):
     """What a program needs of the harness it is played on (`harness.RouterHarness`)."""
 
     profile: EngineProfile
 
     def worker(self, worker_id: int, dp_rank: int, /) -> Worker: ...  # noqa: D102 - as RouterHarness has it
+    def engine(self, worker_id: int, dp_rank: int, /) -> Engine: ...  # noqa: D102 - likewise
     def remove_worker(self, worker_id: int, /) -> None: ...  # noqa: D102 - likewise
     def drop_next(self, n: int, /, *, kind: str | None) -> object: ...  # noqa: D102 - likewise
     def burst(self) -> AbstractContextManager[None]: ...  # noqa: D102 - likewise
@@ -80,10 +106,12 @@ class Interpreter:
 
     Attributes:
         requests: the requests that were admitted, by the names that their `Prefill` gave them.
+        submitted: the requests that engines were given, by the names that their `Submit` gave them.
     """
 
     def __init__(self, harness: Harness, make_prompt: Callable[[WithPrompt, int], Prompt] = WithPrompt.prompt) -> None:
         self.requests: dict[Name, OpenRequest] = {}
+        self.submitted: dict[Name, SubmittedRequest] = {}
         self._harness = harness
         self._make_prompt = make_prompt
 
@@ -91,11 +119,11 @@ class Interpreter:
         """Do one operation.
 
         Returns:
-            Of a Prefill, Resume or Serve, how many tokens of the prompt were cached; of a Clear, whether it was done;
-            else None.
+            Of a Prefill, Resume or Serve, how many tokens of the prompt were cached; of a RunPasses or Run, how many
+            passes there were; of a Clear, whether it was done; else None.
 
         Raises:
-            KeyError: it is about a request that was not admitted.
+            KeyError: it is about a request that was not admitted, or not submitted.
             TypeError: it is no operation.
             Exception: whatever the worker, the request or the harness raises.
         """
@@ -118,6 +146,23 @@ class Interpreter:
             case Serve():
                 worker = harness.worker(step.worker, step.rank)
                 return worker.serve(self._prompt(step), step.output_tokens).cached_tokens
+            case Submit():
+                engine = harness.engine(step.worker, step.rank)
+                prompt, priority = self._prompt(step), step.priority
+                submitted = engine.submit(prompt, step.output_tokens, step.arrival_ms, priority=priority)
+                self.submitted[step.name] = submitted
+            case Abort():
+                self.submitted[step.name].abort()
+            case RunPasses():
+                engine = harness.engine(step.worker, step.rank)
+                for _ in range(step.count):
+                    engine.step()
+                return step.count
+            case Run():
+                engine = harness.engine(step.worker, step.rank)
+                before = engine.passes
+                engine.run(step.until_ms)
+                return engine.passes - before
             case Clear():
                 return harness.worker(step.worker, step.rank).clear()
             case Burst():
@@ -136,5 +181,5 @@ class Interpreter:
                 raise TypeError(f"a program has {', '.join(most)} and {last}, got {step!r:.80}")
         return None
 
-    def _prompt(self, step: Prefill | Serve) -> Prompt:
+    def _prompt(self, step: WithPrompt) -> Prompt:
         return self._make_prompt(step, self._harness.profile.block_size)

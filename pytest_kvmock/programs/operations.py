@@ -320,7 +320,21 @@ class DropNext(Operation):
 
 
 Step: TypeAlias = (
-    Prefill | Serve | Decode | Finish | Preempt | Resume | Clear | Burst | Restart | RemoveWorker | DropNext
+    Prefill
+    | Serve
+    | Decode
+    | Finish
+    | Preempt
+    | Resume
+    | Submit
+    | Abort
+    | RunPasses
+    | Run
+    | Clear
+    | Burst
+    | Restart
+    | RemoveWorker
+    | DropNext
 )
 """One step of a program."""
 

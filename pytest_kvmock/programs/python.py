@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pytest_kvmock.events import block_text
 from pytest_kvmock.programs.operations import (
@@ -17,7 +18,10 @@ from pytest_kvmock.programs.operations import (
     Prefill,
     RemoveWorker,
     Restart,
+    Run,
+    RunPasses,
     Serve,
+    Submit,
 )
 from pytest_kvmock.tokens import Prompt
 
@@ -33,7 +37,9 @@ def calls(operations: Iterable[Operation], block_size: int, *, after_each: str |
     steps = [*operations]
     while steps:
         step, named = steps.pop(0), True
-        if isinstance(step, Prefill):
+        if isinstance(step, Submit):
+            named = any(isinstance(s, OnRequest) and s.name == step.name for s in steps)
+        elif isinstance(step, Prefill):
             own = [s for s in steps if isinstance(s, OnRequest) and s.name == step.name]
             named = bool(own)
             served = _served(step, own) if after_each is None and steps[: len(own)] == own else None
@@ -74,6 +80,20 @@ def _lines(step: Operation, block_size: int, *, named: bool) -> Iterator[str]:
             else:
                 argument = str(tokens) if isinstance(tokens, int) else _prompt(Prompt.of(tokens), block_size)
             yield f"{_request(step.name)}.decode({argument})"
+        case Submit():
+            name = f"{_request(step.name)} = " if named else ""
+            prompt = _prompt(step.prompt(block_size), block_size)
+            arrival = "" if step.arrival_ms is None else f", arrival_ms={step.arrival_ms!r}"
+            priority = "" if step.priority is None else f", priority={step.priority}"
+            called = f"{_engine(step.worker, step.rank)}.submit"
+            yield f"{name}{called}({prompt}, {step.output_tokens}{arrival}{priority})"
+        case RunPasses():
+            if step.count > 1:
+                yield f"for _ in range({step.count}):"
+            yield f"{'    ' * (step.count > 1)}{_engine(step.worker, step.rank)}.step()"
+        case Run():
+            until = "" if step.until_ms is None else f"until_ms={step.until_ms!r}"
+            yield f"{_engine(step.worker, step.rank)}.run({until})"
         case OnRequest():
             yield f"{_request(step.name)}.{step.kind}()"
         case Clear():
@@ -99,9 +119,33 @@ def _worker(worker_id: int, rank: int) -> str:
     return f"kv.worker({worker_id}{f', {rank}' if rank else ''})"
 
 
+def _engine(worker_id: int, rank: int) -> str:
+    return f"kv.engine({worker_id}{f', {rank}' if rank else ''})"
+
+
 def quoted(text: str) -> str:
     """A text as Python writes it with double quotes."""
     return f'"{text}"'
+
+
+def literal(value: object) -> str:
+    """A value as Python writes it, with strings in double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{literal(key)}: {literal(item)}' for key, item in value.items())}}}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(literal, value))}{',' * (len(value) == 1)})"
+    return repr(value)
+
+
+def is_literal(value: object) -> bool:
+    """Whether `literal` writes a value so that Python reads it again."""
+    if isinstance(value, Mapping):
+        return all(map(is_literal, value.values()))
+    if isinstance(value, tuple | list):
+        return all(map(is_literal, value))
+    return value is None or isinstance(value, str | int | float)
 
 
 def _prompt(prompt: Prompt, block_size: int) -> str:

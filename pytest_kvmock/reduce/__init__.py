@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import MOST, Recorded, WorkerRemoved
 from pytest_kvmock.hygiene.rules import check_rule
-from pytest_kvmock.programs.operations import Decode, DropNext, Prefill
+from pytest_kvmock.programs.operations import Decode, DropNext, Prefill, Submit
 from pytest_kvmock.reduce.breach import Breach as Breach
 from pytest_kvmock.reduce.events import EventCutter
 from pytest_kvmock.reduce.program import Level as Level
@@ -202,13 +202,16 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
         operations = [*_operations(recording.recorded())]
         if len(recording.operations) >= MOST:
             raise NotReduced(f"the test did more than {MOST:,} operations")
-        requests = sum(isinstance(step, Prefill) for step, _ in operations)
+        requests = sum(isinstance(step, Prefill | Submit) for step, _ in operations)
         if not requests:
             raise NotReduced("no worker served a request: moves on a bare manager cannot be replayed")
         whole = whole.replace(cut_from=requests, breach=whole.breach.replace(block=None, expected=None))
+        whole = whole.replace(**_engines(kv))
         return RequestCutter(whole, operations, _around(kv, problem), replayer).cut()
     if problem.rule in _NEEDS_AN_ENGINE:
         raise NotReduced("what an engine holds cannot be replayed from its events")
+    if _is_watched(kv):
+        raise NotReduced("events that are not published cannot be replayed")
     arrivals = _upto(recording.arrivals, problem.position)
     # What an index makes of an event that it queues may be due to those that come after, before it is flushed.
     is_late = whole.sync != "auto" or whole.aflush is not None
@@ -231,6 +234,25 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
         with suppress(NotReduced):
             return EventCutter(whole, _held(arrivals, whole.breach.worker), replayer, kinds, sinks=kv.sink_ids).cut()
     return EventCutter(whole, arrivals, replayer, kinds, sinks=kv.sink_ids, later=later).cut()
+
+
+def _engines(kv: RouterHarness) -> dict[str, Any]:
+    """The fields of a reproduction that are about the engines of its workers."""
+    if not kv.recording.engines:
+        return {}
+    from pytest_kvmock.harness.engines import engine_fields  # for those who use one
+
+    made = {key: engine_fields(args, kv.profile, spec) for key, (args, spec) in kv.recording.engines.items()}
+    first, *others = made.values()
+    if all(fields == first for fields in others):
+        return {"engine": first, "judge_unpublished": _is_watched(kv)}
+    own = tuple((key, fields) for key, fields in made.items() if fields)
+    return {"engines": own, "judge_unpublished": _is_watched(kv)}
+
+
+def _is_watched(kv: RouterHarness) -> bool:
+    """Whether events were judged that are not published."""
+    return any(worker.is_watched for worker in kv.workers.values())
 
 
 def _operations(recorded: Iterable[Recorded]) -> Iterator[Recorded]:
@@ -309,6 +331,8 @@ def _around(kv: RouterHarness, problem: Problem) -> list[int]:
 
 def _finished(found: Reproduction, replayer: Replayer) -> Reproduction:
     """The program with its figures, and the rules that it breaks besides."""
+    if found.unwritable is not None:
+        raise NotReduced(f"it depends on an engine's {found.unwritable}, which is a Python object and no literal")
     replays = replayer.budget.replays
     replayer.budget = Budget(WORK)  # once or twice more, at whatever cost: it is short
     if found.as_test().count("\n") > MOST_LINES or not (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile, known_backends
@@ -13,8 +13,8 @@ from pytest_kvmock.harness.recording import WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.content import is_chained
 from pytest_kvmock.hygiene.stream import Residency
-from pytest_kvmock.programs.operations import Operation, Prefill
-from pytest_kvmock.programs.python import calls, quoted
+from pytest_kvmock.programs.operations import Operation, Prefill, Submit
+from pytest_kvmock.programs.python import calls, is_literal, literal, quoted
 from pytest_kvmock.reduce.breach import Breach
 from pytest_kvmock.reduce.text import event_lines, sink_name
 
@@ -64,6 +64,9 @@ class Reproduction:
         sync: when it is compared; see `RouterHarness`.
         index_semantics: what a Cleared empties; likewise.
         aflush: when the test awaits `aflush()`: after "every" step, or at the "end"; None where no async index takes part.
+        engine: fields of `MockEngineArgs` for the engines of all workers; see `RouterHarness`.
+        engines: engines with fields of their own: (worker_id, dp_rank) and those.
+        judge_unpublished: whether what is not published is judged; likewise.
         with_ids: whether the ids of the events matter; if not, they count from 0.
         allow: rules that it breaks besides, and that the test allowed.
         cut_from: how many events, or requests, the failing test had.
@@ -82,6 +85,9 @@ class Reproduction:
     sync: Sync = "auto"
     index_semantics: Literal["e1"] | None = None
     aflush: Literal["every", "end"] | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    engines: tuple[tuple[StreamKey, Mapping[str, Any]], ...] = field(default=(), hash=False)
+    judge_unpublished: bool = False
     with_ids: bool = False
     allow: tuple[str, ...] = ()
     cut_from: int = 0
@@ -108,7 +114,13 @@ class Reproduction:
         """How many events, or requests, it has."""
         if self.level == "events":
             return len(self.events)
-        return sum(isinstance(step, Prefill) for step in self.steps)
+        return sum(isinstance(step, Prefill | Submit) for step in self.steps)
+
+    @property
+    def unwritable(self) -> str | None:
+        """A field of its engines whose value no text can make again; None where there is none."""
+        given = (self.engine, *(fields for _, fields in self.engines))
+        return next((name for fields in given for name, value in fields.items() if not is_literal(value)), None)
 
     def replace(self, **fields: Any) -> Reproduction:
         """Return the same with some fields changed."""
@@ -178,6 +190,10 @@ def _harness(program: Reproduction) -> str:
         arguments.append(f"sync={quoted(program.sync)}")
     if program.index_semantics is not None:
         arguments.append(f"index_semantics={quoted(program.index_semantics)}")
+    if program.engine:
+        arguments.append(f"engine={literal(program.engine)}")
+    if program.judge_unpublished:
+        arguments.append("judge_unpublished=True")
     if program.allow:
         arguments.append(f"allow=[{', '.join(map(quoted, program.allow))}]")
     return ", ".join(arguments)
@@ -197,6 +213,9 @@ def _world(program: Reproduction) -> Iterator[str]:
     for (worker_id, rank), backend in program.workers:
         of = "" if backend is None else f', backend="{backend}"'
         yield f"kv.worker({worker_id}{f', {rank}' if rank else ''}{of})"
+    for (worker_id, rank), given in program.engines:
+        arguments = ", ".join(f"{name}={literal(value)}" for name, value in given.items())
+        yield f"kv.engine({worker_id}{f', {rank}' if rank else ''}, {arguments})"
     for i, sink in enumerate(program.sinks):
         fields = {name: value for name, value in sink._asdict().items() if value != sink._field_defaults[name]}
         own = [event for event in program.events if event.worker_id == FIRST_SINK_WORKER + i]

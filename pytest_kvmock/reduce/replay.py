@@ -16,7 +16,7 @@ from pytest_kvmock.harness import RouterHarness, Verdict
 from pytest_kvmock.harness.recording import WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.programs.interpreter import Interpreter
-from pytest_kvmock.programs.operations import WithPrompt
+from pytest_kvmock.programs.operations import Run, RunPasses, WithPrompt
 from pytest_kvmock.reduce.program import NotReduced
 from pytest_kvmock.reduce.search import Spent
 
@@ -124,9 +124,19 @@ class Replayer:
     def _world(self, program: Reproduction, index: Any) -> RouterHarness:
         backend = self._specs.get(program.backend, program.backend)
         semantics = program.index_semantics
-        kv = RouterHarness(program.profile, backend, index, sync=program.sync, index_semantics=semantics)
+        kv = RouterHarness(
+            program.profile,
+            backend,
+            index,
+            sync=program.sync,
+            index_semantics=semantics,
+            engine=program.engine,
+            judge_unpublished=program.judge_unpublished,
+        )
         for key, name in program.workers:
             kv.worker(*key, backend=None if name is None else self._specs.get(name, name))
+        for key, fields in program.engines:
+            kv.engine(*key, **fields)
         for sink in program.sinks:
             kv.make_sink(**sink._asdict())
         return kv
@@ -158,10 +168,13 @@ class Replayer:
         for step in program.operations:
             self.budget.spend()
             try:
-                interpreter.do(step)
+                answer = interpreter.do(step)
             except Exception:
                 if strict:
                     raise
+            else:
+                if isinstance(step, RunPasses | Run):
+                    self.budget.spend(answer)  # a pass of an engine is a step, too
             yield
 
     def _prompt(self, step: WithPrompt, block_size: int) -> Prompt:

@@ -8,16 +8,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.programs.operations import Decode, Finish, Name, OnRequest, Operation, Prefill
+from pytest_kvmock.programs.operations import (
+    Decode,
+    Finish,
+    Name,
+    OnRequest,
+    Operation,
+    Prefill,
+    Run,
+    RunPasses,
+    Submit,
+)
 from pytest_kvmock.reduce.program import NotReduced, Reproduction
 from pytest_kvmock.reduce.search import Spent, minimal
 
 if TYPE_CHECKING:
+    from pytest_kvmock.events import StreamKey
     from pytest_kvmock.harness.recording import Recorded
     from pytest_kvmock.reduce.replay import Replayer
+
+Asked: TypeAlias = Prefill | Submit
+"""What begins a request."""
 
 # Theory of operation
 #
@@ -68,12 +82,14 @@ class RequestCutter:
             before = None
             while before != (before := self._weight()):
                 for shorten in (
+                    self._one_run,
                     self._fewer_requests,
                     self._smaller_cache,
                     self._fewer_operations,
                     self._fewer_blocks,
                     self._shorter_prompts,
                     self._fewer_steps,
+                    self._earlier,
                     self._one_after_another,
                 ):
                     shorten()
@@ -103,7 +119,7 @@ class RequestCutter:
         return self._now.operations
 
     def _weight(self) -> tuple[int, ...]:
-        sizes = [len(step.blocks) for step in self._steps if isinstance(step, Prefill)]
+        sizes = [len(step.blocks) for step in self._steps if isinstance(step, Asked)]
         return len(self._steps), sum(sizes), self._now.profile.num_blocks
 
     # -------------------------------------------------------------------------------------------------- start
@@ -122,17 +138,17 @@ class RequestCutter:
         for window in _WINDOWS:
             for part in self._windows(window):
                 asked = [self._in_blocks(step) for step in part]
-                needed = max((self._blocks(step) for step in asked if isinstance(step, Prefill)), default=1)
+                needed = max((self._blocks(step) for step in asked if isinstance(step, Asked)), default=1)
                 for num_blocks in sorted({min(needed + 1, given), min(2 * needed, given), given}):
                     yield asked, num_blocks
             done = window
-        if done < len(self._recorded):
+        if done < len(self._recorded) or any(isinstance(step, Submit) for step, _ in self._recorded):
             yield [self._in_blocks(step) for step, _ in self._recorded], given
 
     def _windows(self, requests: int) -> Iterator[Sequence[Operation]]:
         """So many requests, with all that belongs to them, around each of the places and at the end."""
         named = [(_request(step), step, at) for step, at in self._recorded]
-        prefills = [(step.name, at) for step, at in self._recorded if isinstance(step, Prefill)]
+        prefills = [(step.name, at) for step, at in self._recorded if isinstance(step, Asked)]
         numbers = [name for name, _ in prefills]
         places = [sum(at <= place for _, at in prefills) for place in self._around]
         seen = set()
@@ -145,21 +161,38 @@ class RequestCutter:
                 wanted = {numbers[i] for i in chosen}
                 own = [at for name, _, at in named if name in wanted]
                 first, last = own[0], own[-1]
+                submitted = [step for step, _ in self._recorded if isinstance(step, Submit) and step.name in wanted]
+                if submitted:  # their passes may come long after them
+                    passes = {i for i, (step, at) in enumerate(self._recorded) if _engine(step) and at >= first}
+                    chosen_steps = [
+                        step
+                        for i, (name, step, at) in enumerate(named)
+                        if name in wanted or i in passes or (name is None and not _engine(step) and first <= at <= last)
+                    ]
+                    yield _with_one_run(chosen_steps)
+                    yield chosen_steps
+                    continue
                 yield [step for name, step, at in named if name in wanted or (name is None and first <= at <= last)]
 
     def _in_blocks(self, step: Operation) -> Operation:
         """An operation with the tokens of its prompt as blocks, and what is left over."""
-        if not isinstance(step, Prefill) or not isinstance(step.tail, tuple):
+        if not isinstance(step, Asked) or not isinstance(step.tail, tuple):
             return step
         tokens, size = step.tail, self._size
         whole = len(tokens) // size * size
         return replace(step, blocks=tuple(tokens[i : i + size] for i in range(0, whole, size)), tail=tokens[whole:])
 
-    def _blocks(self, prefill: Prefill) -> int:
+    def _blocks(self, asked: Asked) -> int:
         """Blocks that a request holds in the end, at most."""
-        return len(prefill.blocks) + 1 + self._decoded.get(prefill.name, 0) // self._size
+        output = asked.output_tokens if isinstance(asked, Submit) else self._decoded.get(asked.name, 0)
+        return len(asked.blocks) + 1 + output // self._size
 
     # --------------------------------------------------------------------------------------------- shortening
+
+    def _one_run(self) -> None:
+        """Have engines run once, when they have been given everything."""
+        if any(map(_engine, self._steps)) and (steps := _with_one_run(self._steps)) != [*self._steps]:
+            self._attempt(steps)
 
     def _fewer_requests(self) -> None:
         """Leave out whole requests, and what belongs to none."""
@@ -176,7 +209,7 @@ class RequestCutter:
     def _fewer_operations(self) -> None:
         """Leave out single operations; the end of a request is none."""
         steps = self._steps
-        fixed = {i for i, step in enumerate(steps) if isinstance(step, (Prefill, Finish))}
+        fixed = {i for i, step in enumerate(steps) if isinstance(step, Prefill | Submit | Finish)}
         loose = [i for i in range(len(steps)) if i not in fixed]
         minimal(loose, lambda kept: self._attempt([steps[i] for i in sorted(fixed.union(kept))]))
 
@@ -194,7 +227,7 @@ class RequestCutter:
     def _fewer_blocks(self) -> None:
         """Leave out blocks, each from all prompts, so that what was shared stays shared."""
         steps = self._steps
-        named = [*dict.fromkeys(b for step in steps if isinstance(step, Prefill) for b in step.blocks)]
+        named = [*dict.fromkeys(b for step in steps if isinstance(step, Asked) for b in step.blocks)]
 
         def only(blocks: Sequence[tuple[int, ...] | int]) -> list[Operation]:
             kept = set(blocks)
@@ -203,13 +236,13 @@ class RequestCutter:
         minimal(named, lambda blocks: self._attempt(only(blocks)))
 
     @staticmethod
-    def _with_prompts(steps: Sequence[Operation], change: Callable[[Prefill], Prefill]) -> list[Operation]:
-        return [change(step) if isinstance(step, Prefill) else step for step in steps]
+    def _with_prompts(steps: Sequence[Operation], change: Callable[[Asked], Asked]) -> list[Operation]:
+        return [change(step) if isinstance(step, Asked) else step for step in steps]
 
     def _shorter_prompts(self) -> None:
         """Cut the tail of single prompts, then their last blocks."""
         for i, step in enumerate(self._steps):
-            if not isinstance(step, Prefill):
+            if not isinstance(step, Asked):
                 continue
             shorter = replace(step, tail=_no_tail(step))
             if not step.tail or not self._attempt(self._changed(i, shorter)):
@@ -220,15 +253,33 @@ class RequestCutter:
                     break
 
     def _fewer_steps(self) -> None:
-        """Decode less: the least of some counts that does."""
-        for i, step in enumerate(self._steps):
-            if not isinstance(step, Decode):
-                continue
-            tokens = step.tokens
-            for fewer in _sizes(_many(tokens)):
-                less = replace(step, tokens=fewer if isinstance(tokens, int) else tokens[:fewer])
+        """Decode less: the least of some counts that does; and ask no more of an engine than is needed."""
+        for i in range(len(self._steps)):
+            for less in _less(self._steps[i]):
                 if self._attempt(self._changed(i, less)):
                     break
+            self._plainer(i)
+
+    def _plainer(self, i: int) -> None:
+        """Leave out what an operation of an engine has by default."""
+        for name in ("arrival_ms", "until_ms", "priority"):
+            step = self._steps[i]
+            if getattr(step, name, None) is not None:
+                self._attempt(self._changed(i, replace(step, **{name: None})))  # type: ignore[type-var]  # a dataclass
+
+    def _earlier(self) -> None:
+        """Have the first request of engines arrive at once, and the others as long after it as they did."""
+        arrivals = [s.arrival_ms for s in self._steps if isinstance(s, Submit) and s.arrival_ms is not None]
+        if not arrivals or any(isinstance(step, Run) and step.until_ms is not None for step in self._steps):
+            return
+        first = min(arrivals)
+
+        def shifted(asked: Asked) -> Asked:
+            if not isinstance(asked, Submit) or asked.arrival_ms is None:
+                return asked
+            return replace(asked, arrival_ms=asked.arrival_ms - first or None)
+
+        self._attempt(self._with_prompts(self._steps, shifted))
 
     def _one_after_another(self) -> None:
         """Have requests finished before the next begins, where it does not matter: that reads as one line each."""
@@ -250,8 +301,14 @@ class RequestCutter:
             value = getattr(default, field.name)
             if field.name not in ("block_size", "num_blocks") and value != getattr(self._now.profile, field.name):
                 self._attempt(profile=self._now.profile.replace(**{field.name: value}))
-        prefills = (step for step in self._steps if isinstance(step, Prefill))
-        numbers = {step.name: i for i, step in enumerate(prefills, 1)}
+        for name in [*self._now.engine]:
+            self._attempt(engine={key: value for key, value in self._now.engine.items() if key != name})
+        for key, _ in self._now.engines:
+            self._attempt(engines=tuple(each for each in self._now.engines if each[0] != key))
+        if self._now.judge_unpublished:
+            self._attempt(judge_unpublished=False)
+        asked = (step for step in self._steps if isinstance(step, Asked))
+        numbers = {step.name: i for i, step in enumerate(asked, 1)}
         steps = [
             replace(step, name=numbers.get(step.name, step.name)) if isinstance(step, OnRequest) else step
             for step in self._steps
@@ -261,7 +318,7 @@ class RequestCutter:
         fresh = count(1)
         size = self._size
 
-        def rename(prefill: Prefill) -> Prefill:
+        def rename(prefill: Asked) -> Asked:
             for block in prefill.blocks:
                 if block not in renamed:
                     number = next(fresh)
@@ -297,15 +354,38 @@ def _request(step: Operation) -> Name | None:
     return step.name if isinstance(step, OnRequest) else None
 
 
-def _first(most: int, prefill: Prefill) -> Prefill:
+def _first(most: int, prefill: Asked) -> Asked:
     """A prompt of so many blocks at most; without its tail, where it has as many or more."""
     if len(prefill.blocks) < most:
         return prefill
     return replace(prefill, blocks=prefill.blocks[:most], tail=_no_tail(prefill))
 
 
-def _no_tail(prefill: Prefill) -> tuple[int, ...] | int | None:
+def _no_tail(prefill: Asked) -> tuple[int, ...] | int | None:
     return () if isinstance(prefill.tail, tuple) else prefill.tail and 0
+
+
+def _engine(step: Operation) -> StreamKey | None:
+    """The worker and rank whose engine an operation has run passes."""
+    return (step.worker, step.rank) if isinstance(step, RunPasses | Run) else None
+
+
+def _with_one_run(steps: Sequence[Operation]) -> list[Operation]:
+    """The steps with the passes of each engine as one run to the end."""
+    engines = dict.fromkeys((step.worker, step.rank) for step in steps if isinstance(step, Submit | RunPasses | Run))
+    return [*(step for step in steps if not _engine(step)), *(Run(None, *key) for key in engines)]
+
+
+def _less(step: Operation) -> Iterator[Operation]:
+    """An operation with fewer tokens to generate, or fewer passes, from the least on."""
+    if isinstance(step, Decode):
+        tokens = step.tokens
+        for fewer in _sizes(_many(tokens)):
+            yield replace(step, tokens=fewer if isinstance(tokens, int) else tokens[:fewer])
+    elif isinstance(step, Submit):
+        yield from (replace(step, output_tokens=fewer) for fewer in _sizes(step.output_tokens))
+    elif isinstance(step, RunPasses):
+        yield from (replace(step, count=fewer) for fewer in _sizes(step.count))
 
 
 def _many(tokens: int | Sequence[int]) -> int:

@@ -34,13 +34,13 @@ class Budget:
         self._work = work
         self._expired = expired
 
-    def spend(self) -> None:
-        """Pay for one step.
+    def spend(self, steps: int = 1) -> None:
+        """Pay for one step, or so many.
 
         Raises:
             Spent: there is nothing left.
         """
-        self.used += 1
+        self.used += steps
         if self.is_spent:
             raise Spent
 

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
 from pytest_kvmock.scenarios.values import Numbers, WorkerName
-from pytest_kvmock.strict_yaml import Node, integer, nullable
+from pytest_kvmock.strict_yaml import Node, integer, nullable, number, plain
 
 MOST_TOKENS: Final = 1_000_000
 """How many tokens a range or a count may have: a few characters must not fill the memory."""
 
 MOST_SINKS: Final = 256
 """How many sinks of one's own there may be; their ids are from 2**16 on."""
+
+_GROUPS: Final = {
+    "sglang": (
+        "schedule_policy",
+        "page_size",
+        "max_prefill_tokens",
+        "chunked_prefill_size",
+        "clip_max_new_tokens",
+        "schedule_conservativeness",
+    ),
+    "reasoning": ("start_thinking_token_id", "end_thinking_token_id", "thinking_ratio"),
+}
+"""The fields of an engine that are mappings, and what is in them."""
 
 _RANGE: Final = re.compile(r"(0|[1-9][0-9]{0,19})\.\.(0|[1-9][0-9]{0,19})")
 
@@ -129,6 +146,42 @@ def read_residency(node: Node) -> Residency:
         if node.value == residency:
             return residency
     raise node.wrong_type(", ".join(RESIDENCIES))
+
+
+def read_milliseconds(node: Node) -> float:
+    """A moment, or a time, in milliseconds."""
+    value = number(node)
+    if not 0 <= value < math.inf:
+        raise node.wrong_type("a number of at least 0 (milliseconds)")
+    return value
+
+
+def read_output(node: Node) -> int:
+    """How many tokens a request of an engine generates."""
+    count = read_count(node)
+    if not count:
+        raise node.wrong_type(f"an integer from 1 to {MOST_TOKENS}")
+    return count
+
+
+def read_engine(node: Node) -> dict[str, Any]:
+    """Fields of `MockEngineArgs`, each checked by itself."""
+    return node.fields(engine_readers())
+
+
+def engine_readers() -> dict[str, Callable[[Node], Any]]:
+    """What reads each field of `MockEngineArgs`."""
+    from pytest_kvmock.engine.args import MockEngineArgs  # for files that have them
+
+    def read(name: str, one: Node) -> Any:
+        if name in _GROUPS:
+            one.fields(dict.fromkeys(_GROUPS[name], plain))  # an unknown key has a place of its own
+        value = plain(one)
+        given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value}
+        MockEngineArgs(**given)
+        return given[name]
+
+    return {each.name: partial(read, each.name) for each in dataclasses.fields(MockEngineArgs) if each.init}
 
 
 def read_true(node: Node) -> bool:

@@ -1,4 +1,7 @@
-"""Plays a scenario on a harness, step by step, and stops at the first line that is not so."""
+"""Plays a scenario on a harness, step by step, and stops at the first line that is not so.
+
+One subject: what each step does, and what each expectation looks at.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from uuid import UUID
 from pytest_kvmock.checks import did_you_mean
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.fleet.mock_engine import EngineStalled
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.log import Expectation
 from pytest_kvmock.hygiene.report import problem_text
 from pytest_kvmock.plh import lineage_hash
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import (
+    Abort,
     Clear,
     Decode,
     Finish,
@@ -24,7 +29,10 @@ from pytest_kvmock.programs.operations import (
     RemoveWorker,
     Restart,
     Resume,
+    Run,
+    RunPasses,
     Serve,
+    Submit,
 )
 from pytest_kvmock.tokens import Prompt
 
@@ -33,12 +41,13 @@ if TYPE_CHECKING:
 
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.moves import Block
     from pytest_kvmock.scenarios.values import Numbers, Scenario, Step, WorkerName
     from pytest_kvmock.strict_yaml import Place
 
-REFUSALS: Final = (OutOfBlocks, RequestError, ValueError, TypeError)
+REFUSALS: Final = (OutOfBlocks, RequestError, EngineStalled, ValueError, TypeError)
 """What a step raises that cannot be done as the file has it (a `MoveError` is a ValueError)."""
 
 
@@ -83,7 +92,7 @@ def play(harness: RouterHarness, scenario: Scenario, *, allow: Collection[str] =
             raise ValueError(f"{scenario.place}: the scenario wants {field}={wanted!r}, the harness has {have!r}")
     if scenario.needs_index and harness.index is harness.reference:
         raise ValueError(f"{scenario.place}: the scenario needs an index under test, and the harness has none")
-    player = _Player(harness, frozenset((*scenario.allow, *allow)), errors_fail=errors_fail)
+    player = _Player(harness, frozenset((*scenario.allow, *allow)), scenario.engine, errors_fail=errors_fail)
     for step in scenario.steps:
         player.play(step)
 
@@ -92,6 +101,7 @@ class _After(NamedTuple):
     """What there is to look at after a step."""
 
     manager_of: Callable[[], KvManager]  # called where blocks are looked at only: a worker may be a name for events
+    engine_of: Callable[[], MockEngine]  # likewise
     answer: Any
     events: list[RouterEvent]
 
@@ -99,14 +109,19 @@ class _After(NamedTuple):
 class _Player:
     """What is known while a scenario is played: requests and partial blocks by name, and what was looked at before."""
 
-    def __init__(self, harness: RouterHarness, allow: frozenset[str], *, errors_fail: bool) -> None:
+    def __init__(
+        self, harness: RouterHarness, allow: frozenset[str], engine: Mapping[str, Any], *, errors_fail: bool
+    ) -> None:
         self._harness = harness
         self._allow = allow
         self._errors_fail = errors_fail
         self._interpreter = Interpreter(harness)
         self._workers: dict[str, WorkerName] = {}  # of each request
         self._partials: dict[str, UUID] = {}
+        self._engine_fields = engine
+        self._engines: set[WorkerName] = set()  # those that were made with these
         self._sinks = 0
+        self._unnamed = 0
         self._seen = 0  # events of the log
         self._judged = 0  # problems of the log
 
@@ -117,7 +132,7 @@ class _Player:
         events = [entry.event for entry in self._harness.events]
         new, self._seen = events[self._seen :], len(events)
         worker = self._worker_of(step.given) if step.worker is None else step.worker
-        after = _After(lambda: self._engine(worker).manager, answer, new)
+        after = _After(lambda: self._worker(worker).manager, lambda: self._engine(worker), answer, new)
         for name, (place, wanted) in step.expected.items():
             if name in ("refused", "problems"):
                 continue
@@ -173,20 +188,47 @@ class _Player:
         worker: WorkerName = given.get("worker", given.get("id", FIRST))
         return worker if isinstance(worker, tuple) else FIRST
 
-    def _engine(self, worker: WorkerName, backend: str | None = None) -> KvWorker:
-        """The mock engine of an id; in a file, ids from 2**16 on are of sinks."""
+    def _worker(self, worker: WorkerName, backend: str | None = None) -> KvWorker:
+        """The worker of an id; in a file, ids from 2**16 on are of sinks."""
         if worker[0] >= FIRST_SINK_WORKER:
             raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1} here, got {worker[0]}")
         return self._harness.worker(*worker, backend)
 
+    def _engine(self, worker: WorkerName, **fields: Any) -> MockEngine:
+        """The engine of a worker, made by the scenario's arguments and these."""
+        self._worker(worker)
+        if worker in self._engines and not fields:
+            return self._harness.engine(*worker)
+        engine = self._harness.engine(*worker, **{**self._engine_fields, **fields})
+        self._engines.add(worker)
+        return engine
+
     def _do_on(self, step: OnRequest) -> Any:
         """Do an operation on a request."""
-        requests = self._interpreter.requests
-        if step.name not in requests:
-            names = [str(name) for name in requests]
-            known = f"known: {', '.join(names) or 'none'}"
-            raise ValueError(f"no request is named {step.name!r}{did_you_mean(str(step.name), names, known)}")
+        request = self._request(str(step.name))
+        of_engine = step.name in self._interpreter.submitted
+        if of_engine != isinstance(step, Abort):
+            whose = "an engine's, which finishes it or aborts it" if of_engine else "none of an engine's: finish it"
+            raise RequestError(f"{step.kind} on a request that is {whose}; it is {request.status}")
         return self._interpreter.do(step)
+
+    def _request(self, name: str) -> Any:
+        """A request of a worker or of an engine."""
+        known = {**self._interpreter.requests, **self._interpreter.submitted}
+        if name not in known:
+            names = [str(each) for each in known if isinstance(each, str)]
+            all_names = f"known: {', '.join(names) or 'none'}"
+            raise ValueError(f"no request is named {name!r}{did_you_mean(name, names, all_names)}")
+        return known[name]
+
+    def _check_free(self, name: str) -> None:
+        """Make sure that no open request has a name."""
+        requests, submitted = self._interpreter.requests, self._interpreter.submitted
+        is_open = name in requests and requests[name].status in ("running", "preempted")
+        if is_open or (name in submitted and submitted[name].is_open):
+            raise ValueError(f"a request named {name!r} is open already")
+        requests.pop(name, None)
+        submitted.pop(name, None)
 
     def _block(self, block: int | str) -> Block:
         if isinstance(block, int):
@@ -196,29 +238,27 @@ class _Player:
     def _do_use(self, blocks: list[int | str], worker: WorkerName = FIRST, plhs: Any = None, **given: Any) -> int:
         if plhs is not None:
             given["plhs"] = [lineage_hash(*parts) for parts in plhs]
-        return self._engine(worker).manager.use(map(self._block, blocks), **given)
+        return self._worker(worker).manager.use(map(self._block, blocks), **given)
 
     def _do_deref(self, blocks: list[int | str], worker: WorkerName = FIRST) -> None:
-        self._engine(worker).manager.deref(map(self._block, blocks))
+        self._worker(worker).manager.deref(map(self._block, blocks))
 
     def _do_promote(self, partial: str, block: int, worker: WorkerName = FIRST, plh: Any = None, **given: Any) -> None:
         if plh is not None:
             given["plh"] = lineage_hash(*plh)
         uuid = self._block(partial)
         assert isinstance(uuid, UUID)
-        self._engine(worker).manager.promote(uuid, block, **given)
+        self._worker(worker).manager.promote(uuid, block, **given)
 
     def _do_prefill(self, request: str, worker: WorkerName = FIRST, **prompt: Any) -> int:
-        requests = self._interpreter.requests
-        if request in requests and requests[request].status in ("running", "preempted"):
-            raise ValueError(f"a request named {request!r} is open already")
-        self._engine(worker)
+        self._check_free(request)
+        self._worker(worker)
         cached: int = self._interpreter.do(Prefill(request, *self._asked(prompt), *worker, "hashes" in prompt))
         self._workers[request] = worker
         return cached
 
     def _do_serve(self, worker: WorkerName = FIRST, output_tokens: int = 0, **prompt: Any) -> Any:
-        self._engine(worker)
+        self._worker(worker)
         return self._interpreter.do(Serve(*self._asked(prompt), *worker, "hashes" in prompt, output_tokens))
 
     def _asked(self, given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...] | int | None]:
@@ -241,17 +281,51 @@ class _Player:
     def _do_resume(self, request: str) -> Any:
         return self._do_on(Resume(request))
 
-    def _do_clear(self, worker: WorkerName) -> None:
+    def _do_engine(self, fields: Mapping[str, Any], worker: WorkerName = FIRST) -> None:
+        self._engine(worker, **fields)
+
+    def _do_submit(
+        self,
+        request: str | None = None,
+        worker: WorkerName = FIRST,
+        output_tokens: int = 1,
+        arrival_ms: float | None = None,
+        priority: int | None = None,
+        **prompt: Any,
+    ) -> None:
+        name: str | int = request or self._unnamed
+        if request is None:
+            self._unnamed += 1
+        else:
+            self._check_free(request)
         self._engine(worker)
+        asked = (*self._asked(prompt), *worker, "hashes" in prompt)
+        self._interpreter.do(Submit(name, *asked, output_tokens, arrival_ms, priority))
+        if request is not None:
+            self._workers[request] = worker
+
+    def _do_abort(self, request: str) -> None:
+        self._do_on(Abort(request))
+
+    def _do_step(self, worker: WorkerName = FIRST, count: int = 1) -> None:
+        self._engine(worker)
+        self._interpreter.do(RunPasses(count, *worker))
+
+    def _do_run(self, worker: WorkerName = FIRST, until_ms: float | None = None) -> None:
+        self._engine(worker)
+        self._interpreter.do(Run(until_ms, *worker))
+
+    def _do_clear(self, worker: WorkerName) -> None:
+        self._worker(worker)
         if not self._interpreter.do(Clear(*worker)):
-            raise RequestError(f"worker {worker[0]} is not cleared while blocks are in use")
+            raise RequestError(f"worker {worker[0]} is not cleared while requests are open or blocks in use")
 
     def _do_restart(self, worker: WorkerName, announced: bool = False) -> None:
-        self._engine(worker)
+        self._worker(worker)
         self._interpreter.do(Restart(*worker, announced))
 
     def _do_worker(self, id: WorkerName, backend: str | None = None) -> None:  # noqa: A002 - the key in the file
-        self._engine(id, backend)
+        self._worker(id, backend)
 
     def _do_remove_worker(self, worker: int) -> None:
         known = {made.worker_id for made in self._harness.workers.values()}
@@ -259,6 +333,7 @@ class _Player:
         if worker not in known:
             raise ValueError(f"there is no worker {worker}; there are: {', '.join(map(str, sorted(known))) or 'none'}")
         self._interpreter.do(RemoveWorker(worker))
+        self._engines = {of for of in self._engines if of[0] != worker}
 
     def _do_event(
         self, worker: WorkerName = FIRST, tier: StorageTier = StorageTier.DEVICE, token_ids: Any = None, **given: Any
@@ -322,6 +397,22 @@ class _Player:
     def _look_overlap(self, wanted: dict[str, Any], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - as its likes
         prompt = {key: value for key, value in wanted.items() if key != "workers"}
         return wanted["workers"], self._harness.overlap(_prompt(prompt))
+
+    def _look_requests(self, wanted: Mapping[str, Mapping[str, Any]], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - likewise
+        return wanted, {name: self._as_it_is(name, like) for name, like in wanted.items()}
+
+    def _as_it_is(self, name: str, like: Mapping[str, Any]) -> dict[str, Any]:
+        """What a request is, in the fields that `like` has; None for what one of a worker does not have."""
+        try:
+            request = self._request(name)
+        except ValueError as error:
+            return {"error": str(error)}
+        return {field: getattr(request, field, None) for field in like}
+
+    def _look_metrics(self, wanted: Mapping[str, Any], after: _After) -> tuple[Any, Any]:
+        engine = after.engine_of()
+        metrics = engine.metrics
+        return wanted, {name: engine.now_ms if name == "now_ms" else getattr(metrics, name) for name in wanted}
 
 
 def _expanded(numbers: Numbers) -> list[int]:

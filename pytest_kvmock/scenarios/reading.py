@@ -7,25 +7,30 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from pytest_kvmock.checks import not_allowed_text
 from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.profiles import FIELDS
 from pytest_kvmock.scenarios.fields import (
     check_one_of,
+    engine_readers,
     read_block,
     read_cached_block,
     read_capacity,
     read_count,
+    read_engine,
     read_lineage,
+    read_milliseconds,
     read_natural,
     read_numbers,
+    read_output,
     read_published,
     read_residency,
     read_tier,
     read_true,
     read_worker,
 )
-from pytest_kvmock.scenarios.values import Expected, Scenario, Step, WorkerName
+from pytest_kvmock.scenarios.values import METRICS, REQUEST_COUNTS, STATUSES, Expected, Scenario, Step, WorkerName
 from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, plain, read_yaml, string
 
 Reader = Callable[[Node], Any]
@@ -68,6 +73,8 @@ def load_scenarios(path: Path | str, name: str | None = None) -> list[Scenario]:
                 (*common.get("allow", ()), *own.get("allow", ())),
                 own.get("needs_index", common.get("needs_index", False)),
                 node.keys.get("backends", document.keys.get("backends")),
+                {**common.get("engine", {}), **own.get("engine", {})},
+                node.keys.get("engine", document.keys.get("engine")),
             )
         )
     return scenarios
@@ -105,6 +112,7 @@ def _backends(node: Node) -> tuple[str, ...]:
 _COMMON: Final[Mapping[str, Reader]] = {
     "description": string,
     "profile": _profile,
+    "engine": read_engine,
     "backends": _backends,
     "allow": list_of(_rule),
     "needs_index": boolean,
@@ -170,6 +178,13 @@ def _decode(node: Node) -> dict[str, Any]:
     return given
 
 
+def _engine(node: Node) -> dict[str, Any]:
+    """A worker, and fields of its engine."""
+    given = node.fields({"worker": read_worker, **engine_readers()})
+    worker = {"worker": given.pop("worker")} if "worker" in given else {}
+    return {**worker, "fields": given}
+
+
 def _fault(node: Node) -> dict[str, Any]:
     """One fault by its name, with its arguments: `lose`, `{lose: 1}` or `{lose: {n: 1, kind: stored}}`."""
     if isinstance(node.value, str):
@@ -223,6 +238,19 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
     "finish": _mapping({"request": string}, ("request",), "request"),
     "preempt": _mapping({"request": string}, ("request",), "request"),
     "resume": _mapping({"request": string}, ("request",), "request"),
+    "engine": _engine,
+    "submit": _prompt(
+        {
+            "request": string,
+            "output_tokens": read_output,
+            "arrival_ms": read_milliseconds,
+            "priority": integer,
+            "worker": read_worker,
+        }
+    ),
+    "abort": _mapping({"request": string}, ("request",), "request"),
+    "step": _mapping({"count": read_capacity, "worker": read_worker}, (), "count"),
+    "run": _mapping({"until_ms": nullable(read_milliseconds), "worker": read_worker}, (), "until_ms"),
     "clear": _mapping({"worker": read_worker}, ("worker",), "worker"),
     "restart": _mapping({"worker": read_worker, "announced": boolean}, ("worker",), "worker"),
     "worker": _mapping({"id": read_worker, "backend": string}, ("id",), "id"),
@@ -279,6 +307,29 @@ def _overlap(node: Node) -> dict[str, Any]:
     return given
 
 
+def _request(node: Node) -> dict[str, Any]:
+    """What a request is: its status, or more of it."""
+    if not isinstance(node.value, dict):
+        return {"status": _status(node)}
+    given = node.fields({"status": _status, **dict.fromkeys(REQUEST_COUNTS, integer)})
+    if not given:
+        raise node.error(f"nothing is expected; known: status, {', '.join(REQUEST_COUNTS)}")
+    return given
+
+
+def _status(node: Node) -> str:
+    if node.value not in STATUSES:
+        raise node.error(not_allowed_text(node.value, STATUSES))
+    return string(node)
+
+
+def _metrics(node: Node) -> dict[str, Any]:
+    given = node.fields({**dict.fromkeys(METRICS, integer), "now_ms": read_milliseconds})
+    if not given:
+        raise node.error(f"nothing is expected; known: {', '.join(METRICS)}, now_ms")
+    return given
+
+
 _EXPECTATIONS: Final[Mapping[str, Reader]] = {
     "allocated": integer,
     "refused": string,
@@ -288,6 +339,8 @@ _EXPECTATIONS: Final[Mapping[str, Reader]] = {
     "inactive": _how_many(list_of(read_cached_block)),
     "eviction_order": list_of(read_cached_block),
     "overlap": _overlap,
+    "requests": lambda node: node.entries(_request),
+    "metrics": _metrics,
     "problems": list_of(_rule),
 }
 """What can be expected of a step, and what reads it. They are looked at in the order of the file."""
@@ -317,7 +370,10 @@ def _step(node: Node) -> Step:
     if "allocated" in expected and action != "use":
         raise node.value["expect"].key_error("allocated", "'allocated' is what a use answers")
     if "cached_tokens" in expected and action not in ("prefill", "resume", "serve"):
-        raise node.value["expect"].key_error("cached_tokens", "'cached_tokens' is of a prefill, resume or serve")
+        why = "'cached_tokens' is of a prefill, resume or serve"
+        if action in ("submit", "step", "run"):
+            why += "; that of an engine's request is expected as {requests: {name: {cached_tokens: 0}}}"
+        raise node.value["expect"].key_error("cached_tokens", why)
     return Step(node.keys[action], action, given, expected, worker)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from pytest_kvmock.strict_yaml import Place
 
@@ -14,6 +14,16 @@ WorkerName: TypeAlias = tuple[int, int]
 
 Numbers: TypeAlias = tuple[range, ...]
 """Numbers as they are written, one range after the other: a few characters must not fill the memory."""
+
+
+STATUSES: Final = ("waiting", "running", "preempted", "finished", "rejected", "aborted", "lost")
+"""What a request may be."""
+
+REQUEST_COUNTS: Final = ("cached_tokens", "generated_tokens", "preemptions")
+"""What else can be expected of one; all but the first of an engine's alone."""
+
+METRICS: Final = ("running", "waiting", "arriving", "active_blocks", "preemptions")
+"""What can be expected of an engine, beside its time."""
 
 
 class Expected(NamedTuple):
@@ -52,10 +62,12 @@ class Scenario:
         steps: what is done, in order.
         base: name of the engine profile that it builds on; None for the default one.
         profile: fields of the profile that are laid over that.
+        engine: fields of `MockEngineArgs` for the engines of its workers; see `RouterHarness`.
         backends: names of the backends that it runs over; None for the default matrix.
         allow: rules that may be broken without consequence.
         backends_at: where those stand.
         needs_index: it is about an index under test, so that it must be played on a harness that has one.
+        engine_at: where those of `engine` stand.
     """
 
     name: str
@@ -67,3 +79,5 @@ class Scenario:
     allow: tuple[str, ...] = ()
     needs_index: bool = False
     backends_at: Place | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    engine_at: Place | None = None

@@ -20,7 +20,10 @@ from pytest_kvmock.programs.operations import (
     Prefill,
     RemoveWorker,
     Restart,
+    Run,
+    RunPasses,
     Serve,
+    Submit,
 )
 from pytest_kvmock.tokens import Prompt
 
@@ -50,6 +53,8 @@ def scenario_text(program: Reproduction, name: str) -> str:
     }
     if fields:
         document["profile"] = fields
+    if program.engine:
+        document["engine"] = dict(program.engine)
     document["backends"] = [program.backend]
     if program.allow:
         document["allow"] = list(program.allow)
@@ -66,6 +71,8 @@ def scenario_text(program: Reproduction, name: str) -> str:
 def _world(program: Reproduction) -> Iterator[dict[str, Any]]:
     for key, backend in program.workers:
         yield {"worker": {"id": _worker(key), **({} if backend is None else {"backend": backend})}}
+    for key, given in program.engines:
+        yield {"engine": {**_of(key), **given}}
 
 
 def _worker(key: StreamKey) -> int | list[int]:
@@ -130,6 +137,16 @@ def _operation(step: Operation, size: int) -> dict[str, Any]:
             tokens = step.argument
             given = {"count": tokens} if isinstance(tokens, int) else {"tokens": _numbers(tokens)}
             return {"decode": {"request": _request(step.name), **given}}
+        case Submit():
+            of = _of((step.worker, step.rank))
+            own = {name: getattr(step, name) for name in ("arrival_ms", "priority") if getattr(step, name) is not None}
+            asked = {"request": _request(step.name), **_prompt(step.prompt(size), size)}
+            return {"submit": {**asked, "output_tokens": step.output_tokens, **own, **of}}
+        case RunPasses():
+            return {"step": {"count": step.count, **_of((step.worker, step.rank))}}
+        case Run():
+            until = {} if step.until_ms is None else {"until_ms": step.until_ms}
+            return {"run": {**until, **_of((step.worker, step.rank))}}
         case OnRequest():
             return {step.kind: _request(step.name)}
         case Restart():

@@ -13,6 +13,7 @@ from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import (
+    Abort,
     Burst,
     Clear,
     Decode,
@@ -24,6 +25,7 @@ from pytest_kvmock.programs.operations import (
     Program,
     Resume,
     Step,
+    Submit,
 )
 
 _FITTING: Final = {
@@ -56,6 +58,12 @@ class Player(Interpreter):
         """
         if isinstance(step, Prefill):
             self.requests.pop(step.name, None)
+        elif isinstance(step, Submit):
+            self.submitted.pop(step.name, None)
+        elif isinstance(step, Abort):
+            submitted = self.submitted.get(step.name)
+            if submitted is None or not submitted.is_open:
+                return None
         elif isinstance(step, OnRequest):
             request = self.requests.get(step.name)
             if request is None or request.status not in _FITTING[type(step)]:

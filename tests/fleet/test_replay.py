@@ -61,6 +61,26 @@ def test_the_worked_example_of_a_session():
     assert 104.669246 == pytest.approx(report.duration_ms, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("on_time", "fields", "backend"),
+    [
+        (False, {"semantics": "1.2.1"}, "lineage"),
+        (False, {"semantics": "1.3.1"}, "lineage"),
+        (True, {"semantics": "1.2.1", "engine_type": "sglang"}, "mocker_sglang"),
+        (False, {"semantics": "1.3.1", "engine_type": "sglang"}, "mocker_sglang"),
+    ],
+)
+def test_one_engine_in_a_closed_loop_takes_a_turn_when_its_pass_ends(on_time, fields, backend):
+    """Live: the original's loop for one engine looks at the clock between passes; 1.2.1 has none for SGLang."""
+    long = request(0.0, [9], 20)
+    turns = [request(0.0, [1], session_id="s"), request(None, [1, 2], session_id="s", delay=30.0)]
+    engines = [MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=100, **fields), backend=backend)]
+    first, other, second = replay([turns[0], long, turns[1]], engines, concurrency=2).requests
+    ready = first.token_ms[-1] + 30.0
+    pass_end = next(end for end in other.token_ms if end > ready)
+    assert (ready if on_time else pass_end) == second.arrival_ms
+
+
 def test_ids_are_hashes_or_become_the_tokens_of_the_loader():
     by_hashes = replay([request(0.0, [1, 2]), request(0.0, [1, 3])], [engine()])
     by_tokens = replay([request(0.0, [1, 2]), request(0.0, [1, 3])], [engine()], trace_block_size=4)

@@ -213,8 +213,19 @@ def test_trouble_of_other_blocks_stands_beside_it():
 @pytest.mark.parametrize("named", [stored(2), Removed((2,))], ids=["stored", "removed"])
 def test_once_an_event_names_the_block_its_trouble_is_its_own(named):
     stream = Stream(prefix_closed=False)
-    stream.observe_all([*HAZARD, named, Removed((2,))])
+    stream.observe_all([*HAZARD, named, stored(9), Removed((2,))])
     assert ["block_not_found"] == stream.observe(Removed((2,)))
+
+
+def test_what_happened_to_a_block_may_happen_to_it_again():
+    """The engine holds it: it can evict it, silently, and store it again in one move once more."""
+    stream = Stream(prefix_closed=False)
+    stream.observe_all(HAZARD)
+    _, two = stream.problems
+    assert [] == stream.observe(stored(2, parent=10))
+    assert ["(evicted_and_restored)"] == stream.observe(Removed((2,)))
+    assert ["(parent_block_not_found)"] == stream.observe(stored(4, parent=2))
+    assert ["evicted_and_restored", "parent_block_not_found"] == [p.rule for p in two.folded]
 
 
 @pytest.mark.parametrize(

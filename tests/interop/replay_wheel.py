@@ -17,7 +17,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-SECONDS = 0.5  # of processor time: a case takes some milliseconds
+SECONDS = 0.3  # of processor time: a case takes some milliseconds
 
 
 def play(core, case, directory):

@@ -99,6 +99,18 @@ def test_no_fixture_is_autouse(nested):
             ["_kvmock_case", "_kvmock_matrix", "kv_backend", "kv_base_profile", "kv_index", "kv_manager"],
         ),
         ("kv_backend", ["_kvmock_matrix", "kv_backend"]),
+        (
+            "kv_engine",
+            [
+                "_kvmock_case",
+                "_kvmock_matrix",
+                "_kvmock_scheduler_case",
+                "kv_backend",
+                "kv_base_profile",
+                "kv_engine",
+                "kv_index",
+            ],
+        ),
     ],
 )
 def test_few_fixtures_are_in_the_closure(nested, fixture, closure):

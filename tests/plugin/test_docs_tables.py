@@ -113,6 +113,7 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
         "profile": None,
         "faults": {},
         "survive": (),
+        "engine": {},
     }
     assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
 

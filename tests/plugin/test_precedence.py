@@ -161,6 +161,29 @@ PROFILE = [
         id="the inner profile replaces the outer one",
     ),
     pytest.param(BASE, [{"profile": "fleet"}, {"profile": None}], {}, BASE, id="None brings the base back"),
+    pytest.param(
+        BASE,
+        [{"engine": {"num_gpu_blocks": 9, "enable_prefix_caching": False}}],
+        {},
+        BASE.replace(num_blocks=9, prefix_caching=False),
+        id="sizes of the engine over the base",
+    ),
+    pytest.param(
+        BASE,
+        [{"engine": {"num_gpu_blocks": 9, "dp_size": 2}}, {"engine": {"num_gpu_blocks": 7}}],
+        {},
+        BASE.replace(num_blocks=7, dp_size=2),
+        id="the inner engine over the outer one, field by field",
+    ),
+    pytest.param(BASE, [{"engine": {"block_size": 8}}], {}, BASE, id="what the base says is no contradiction"),
+    pytest.param(BASE, [{"engine": {"speedup_ratio": 2.0}}], {}, BASE, id="the rest of the engine is left out"),
+    pytest.param(
+        BASE,
+        [{"profile": "fleet", "engine": {"block_size": 64}}],
+        {},
+        EngineProfile(block_size=64, num_blocks=32, workers=4, seed=1),
+        id="the base does not count where a named profile is in its place",
+    ),
 ]
 
 
@@ -172,6 +195,51 @@ def test_profile(base, markers, command_line, expected):
 def test_fields_that_do_not_go_together_are_refused():
     with pytest.raises(ValueError, match="num_blocks"):
         resolve_profile(BASE, [{"num_blocks": 0}], {})
+
+
+CONTRADICTIONS = [
+    # base, markers from outer to inner, what is set
+    pytest.param(BASE, [{"engine": {"block_size": 16}}], "block_size=8", id="a base that is not the default"),
+    pytest.param(
+        BASE, [{"num_blocks": 256, "engine": {"num_gpu_blocks": 9}}], "num_blocks=256", id="a key, as default"
+    ),
+    pytest.param(BASE, [{"engine": {"num_gpu_blocks": 9}}, {"num_blocks": 8}], "num_blocks=8", id="an inner key"),
+    pytest.param(BASE, [{"profile": "small"}, {"engine": {"num_gpu_blocks": 8}}], "num_blocks=9", id="a named profile"),
+    pytest.param(BASE, [{"chunk": 32, "engine": {"max_num_batched_tokens": 8}}], "chunk=32", id="a chunk"),
+]
+
+
+@pytest.mark.parametrize(("base", "markers", "given"), CONTRADICTIONS)
+def test_an_engine_that_contradicts_what_is_set_is_refused(base, markers, given):
+    with pytest.raises(ValueError, match=f"contradicts {given} of the profile; set one of them, or both to the same"):
+        resolve_profile(base, markers, {}, {"fleet": FLEET, "small": SMALL})
+
+
+MATRIX_FIELDS = {"num_blocks": 500, "block_size": 64, "prefix_caching": False, "chunk": None}
+
+OVER_THE_MATRIX = [
+    # base, markers, expected
+    pytest.param(
+        BASE.replace(chunk=32, workers=3),
+        [],
+        EngineProfile(block_size=64, num_blocks=500, prefix_caching=False, workers=3, seed=1),
+        id="it is laid over the base",
+    ),
+    pytest.param(
+        BASE, [{"num_blocks": 9}], EngineProfile(64, 9, prefix_caching=False, seed=1), id="a key is laid over it"
+    ),
+    pytest.param(
+        BASE,
+        [{"engine": {"num_gpu_blocks": 9}}],
+        EngineProfile(64, 9, prefix_caching=False, seed=1),
+        id="so is a field of the engine",
+    ),
+]
+
+
+@pytest.mark.parametrize(("base", "markers", "expected"), OVER_THE_MATRIX)
+def test_a_case_of_the_scheduler_matrix(base, markers, expected):
+    assert expected == resolve_profile(base, markers, {}, {}, MATRIX_FIELDS)
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs

@@ -249,3 +249,73 @@ def test_where_nothing_can_be_saved_is_a_usage_error(nested, args, message):
 
     assert pytest.ExitCode.USAGE_ERROR == result.ret
     assert [f"ERROR: --kv-save-scenario: {message}"] == [line for line in result.errlines if line]
+
+
+def test_a_scenario_has_engines(nested):
+    text = (
+        "profile: {block_size: 4}\nengine: {max_num_seqs: 1, num_gpu_blocks: 9}\nsteps:\n"
+        "- submit: {request: a, tokens: 0..7, output_tokens: 2}\n- submit: {tokens: 0..7}\n- step: 1\n"
+        "  expect: {metrics: {running: 1, waiting: 1}}\n- run:\n  expect: {requests: {a: finished}}\n"
+        "- submit: {tokens: 0..36}\n  expect: {refused: 10 blocks are needed and 9 are available}\n"
+    )
+    files = {"pytest.ini": INI + "kvmock_backends = lineage hash_cache\n", "a.kv.yaml": text}
+    nested("", files=files).assert_outcomes(passed=2)
+
+
+def test_arguments_of_an_engine_that_contradict_the_profile_are_an_error_of_collection(nested):
+    text = "profile: {num_blocks: 7}\nengine: {num_gpu_blocks: 9}\nsteps: [{run: }]\n"
+    result = nested("", files={"pytest.ini": INI, "a.kv.yaml": text})
+    result.stdout.fnmatch_lines(
+        [
+            "a.kv.yaml:2:1: engine: num_gpu_blocks=9 contradicts num_blocks=7 of the profile; set one of them, or both to the same value"
+        ]
+    )
+
+
+SECRETIVE = """
+from pytest_kvmock import BackendSpec, KvCacheEvent, Stored
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.cache.dynamo.logical import LogicalManager
+
+
+class KeepsOneSecret:
+    def __init__(self, sink):
+        self.sink = sink
+
+    def publish(self, event, tier, token_ids):
+        data = event.data
+        if isinstance(data, Stored) and len(data.block_hashes) > 2:
+            data = Stored(data.parent_hash, data.block_hashes[:-1], data.tokens_hashes[:-1])
+        self.sink.publish(KvCacheEvent(event.event_id, data, event.dp_rank), tier, None)
+
+
+def make(*, sink, **sizes):
+    return LogicalManager(backend="secretive", eviction=LruPolicy(), sink=sink and KeepsOneSecret(sink), **sizes)
+
+
+def pytest_kvmock_backends():
+    return {"secretive": BackendSpec("secretive", "nothing", make, in_matrix=False)}
+"""
+
+
+def test_a_failure_of_an_engine_is_saved_as_a_scenario_that_fails_until_it_is_mended(nested):
+    files = {"pytest.ini": INI, "conftest.py": SECRETIVE}
+    body = """
+        @pytest.mark.kv_backends("secretive")
+        @pytest.mark.kvmock(block_size=4, num_blocks=24)
+        def test_driven(kv_harness, kv_backend):
+            engine = kv_harness.engine(0, max_num_seqs=3)
+            for number in range(20):
+                engine.submit(range(100 * number, 100 * number + 12), 6)
+            engine.run()
+    """
+    result = nested(body, "--kv-save-scenario", "saved", files=files)
+    result.stdout.fnmatch_lines(
+        [
+            "# cut from 20 requests to 1",
+            "# saved as saved/test_it.py-test_driven-secretive.kv.yaml",
+            "        kv.engine(0).submit([[]*range(12)], 5)",
+            "        kv.engine(0).run()",
+        ]
+    )
+    nested("", "saved", files=files).assert_outcomes(failed=1)

@@ -16,10 +16,10 @@ BAD = [
     ("", "1:1: the file is empty"),
     ("# nothing\n", "1:1: the file is empty"),
     ("steps: [", "1:9: not YAML: while parsing a flow node, expected the node content, but found '<stream end>'"),
-    ("- a\n", "1:1: got a list; allowed: a mapping of keys description, profile, backends, allow, needs_index, scenarios, steps"),
+    ("- a\n", "1:1: got a list; allowed: a mapping of keys description, profile, engine, backends, allow, needs_index, scenarios, steps"),
     (
         "step: []\n",
-        "1:1: unknown key 'step'; did you mean 'steps'? known: description, profile, backends, allow, needs_index, scenarios, steps",
+        "1:1: unknown key 'step'; did you mean 'steps'? known: description, profile, engine, backends, allow, needs_index, scenarios, steps",
     ),
     ("profile: {}\n", "1:1: either 'scenarios' (a mapping of names to scenarios) or 'steps' is needed"),
     (f"scenarios: {{a: {{{STEPS}}}}}\n{STEPS}\n", "1:1: either 'scenarios' (a mapping of names to scenarios) or 'steps' is needed"),

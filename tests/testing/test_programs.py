@@ -178,8 +178,8 @@ def test_what_is_no_step_is_refused():
         RouterHarness(SMALL, "lru") as kv,
         pytest.raises(
             TypeError,
-            match=r"^a program has Prefill, Serve, Decode, Finish, Preempt, Resume, Clear, Burst, Restart, RemoveWorker "
-            r"and DropNext, got 'run'\n",
+            match=r"^a program has Prefill, Serve, Decode, Finish, Preempt, Resume, Submit, Abort, RunPasses, Run, Clear, "
+            r"Burst, Restart, RemoveWorker and DropNext, got 'run'\n",
         ),
     ):
         play(kv, ["run"])

@@ -1,21 +1,22 @@
 """The cache of Dynamo's mock of SGLang: token slots, a radix tree of whole pages, and events by presence.
 
-One subject: who has which slots, and which pages a router is told of.
+One subject: who has which slots, and which pages are published.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from logging import DEBUG
 from typing import ClassVar, Final, Literal, TypeAlias
 
 from pytest_kvmock.cache.base import LOG, RequestLevel, trace
 from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
 from pytest_kvmock.cache.dynamo.mocker_sglang_tree import PageNode, PageTree
+from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.radix_tree import TreeNode
 from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
+from pytest_kvmock.events import BlockTokens, Cleared, Removed, StorageTier, Stored
 from pytest_kvmock.moves import Block
 from pytest_kvmock.sinks import Sink
 from pytest_kvmock.tokens import chained_hash
@@ -344,7 +345,7 @@ class MockerRadixManager(RequestLevel):
         """
         tokens, pages, hashes, copies = request.tokens, request.pages, self._hashes, self._copies
         names: list[int] = []
-        local: list[int] = []
+        places: list[int] = []
         parent = None
         for at in range(first // self.block_size, request.computed // self.block_size):
             page = pages[at]
@@ -362,11 +363,19 @@ class MockerRadixManager(RequestLevel):
                     continue
                 parent = before
             names.append(name)
-            local.append(tokens.local_hashes[at])
+            places.append(at)
         if names:
-            self._publisher.publish(Stored(parent, tuple(names), tuple(local)))
+            local = tuple(tokens.local_hashes[at] for at in places)
+            self._publisher.publish(Stored(parent, tuple(names), local), self._token_ids(tokens, places))
             if LOG.isEnabledFor(DEBUG):
                 trace(self, names, ())
+
+    def _token_ids(self, tokens: HashedTokens, places: Sequence[int]) -> BlockTokens | None:
+        """The tokens of some pages, where somebody is given them; the original's events have none."""
+        if self.sink is None or tokens.tokens is None:
+            return None
+        size, ids = self.block_size, tokens.tokens
+        return [tuple(ids[at * size : (at + 1) * size]) for at in places]
 
     def _remove(self, pages: Iterable[int]) -> None:
         """Take the hashes of pages away, and publish which have no page left: one Removed, or none."""

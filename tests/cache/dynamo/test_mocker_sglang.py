@@ -1,4 +1,4 @@
-"""The cache of Dynamo's mock of SGLang by hand: slots, pages, what is evicted, and what a router is told."""
+"""The cache of Dynamo's mock of SGLang by hand: slots, pages, what is evicted, and what is published."""
 
 from random import Random
 
@@ -250,7 +250,7 @@ def test_a_page_may_be_one_token():
 
 
 class Model:
-    """What a router knows after the events."""
+    """The blocks that are present after the events."""
 
     def __init__(self):
         self.present = set()
@@ -277,7 +277,7 @@ CALLS = st.lists(
 
 @settings(max_examples=300)
 @given(calls=CALLS, num_blocks=st.sampled_from([3, 6, 12]))
-def test_no_slot_is_lost_and_the_router_knows_what_is_there(calls, num_blocks):
+def test_no_slot_is_lost_and_what_is_published_is_there(calls, num_blocks):
     model = Model()
     manager = create_manager("mocker_sglang", num_blocks=num_blocks, block_size=SIZE, sink=model)
     for name, what, number in calls:

@@ -1,0 +1,378 @@
+"""Handoffs: a prefill engine computes a prompt, and a decode engine gets its KV over a link, and generates."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
+    from pytest_kvmock.fleet.arrivals import Arrivals
+    from pytest_kvmock.fleet.engine_request import EngineRequest
+    from pytest_kvmock.fleet.mock_engine import MockEngine
+
+# Theory of operation
+#
+# 1.2.1 (`Handoffs`). When a prefill pass has computed the whole prompt, its blocks are free, and the link takes the
+# request to the next decode engine in turn, where it arrives as any request does. While it is on the link it is not open,
+# so a closed loop dispatches another one. A prefill pass of no time hands over before a decode engine starts its pass.
+#
+# 1.3.1 (`ReservingHandoffs`). The KV has an owner at every moment. A handoff goes through these actions, each caused by
+# the one before it; they are taken one at a time, in the order in which they were caused:
+#
+#   reserve   The prompt is computed, and stays allocated at its source ("held"). The next decode engine in turn is its
+#             destination, where it queues for blocks.
+#   transfer  The destination has blocks for the whole prompt ("reserved"): those that it has cached, and new ones, which
+#             have no name yet, so that nobody else hits them. The transfer starts, of the whole prompt whatever is cached.
+#   activate  The transfer is through. The new blocks get their names; one that another request cached in the meantime is
+#             given back. The request waits at the decode engine as one whose prompt is computed.
+#   release   The source frees its blocks; they stay cached there.
+#
+# An engine in a pass is left alone: activation and release wait for the end of its pass, before what that end causes.
+# A destination looks at the first of its queue, and at no other: when a pass of its ends, when a request joins its
+# queue while it runs no pass, and after an activation. Nothing is reserved while as many requests run as may run at
+# once, nor, after a try that failed, before blocks or a place among the running ones have become free. While its queue is not
+# empty a decode engine admits no preempted request, which would compute its prompt anew, but those that are activated.
+# A prompt that the whole pool of its destination cannot hold fails: its source frees it, and nothing is generated.
+#
+# A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
+# after all passes that start at that moment.
+
+_ActionKind: TypeAlias = Literal["reserve", "transfer", "activate", "release"]
+
+
+class Handoff:
+    """One prompt on its way from a prefill engine to a decode engine.
+
+    Attributes:
+        source: the prefill engine.
+        prefilled: the request there, which generates no token that counts.
+        destination: the decode engine; None before it has one.
+        request: the request there, the one that is reported.
+        held_ms: when the prompt was computed.
+        reserved_ms: when the destination had blocks for it.
+        activated_ms: when the destination was told that the transfer is through.
+        released_ms: when the source freed its blocks.
+        decode_admitted_ms: start of the pass that admitted it at the destination. As below, known once it has finished.
+        decode_reused_tokens: the most tokens that the destination found cached as it resumed it; what it found as it
+            reserved blocks does not count.
+    """
+
+    __slots__ = (
+        "activated_ms",
+        "decode_admitted_ms",
+        "decode_reused_tokens",
+        "destination",
+        "held_ms",
+        "prefilled",
+        "released_ms",
+        "request",
+        "reserved_ms",
+        "source",
+    )
+
+    def __init__(self, source: MockEngine, prefilled: EngineRequest, held_ms: float) -> None:
+        self.source = source
+        self.prefilled = prefilled
+        self.destination: MockEngine | None = None
+        self.request: EngineRequest | None = None
+        self.held_ms = held_ms
+        self.reserved_ms: float | None = None
+        self.activated_ms: float | None = None
+        self.released_ms: float | None = None
+        self.decode_admitted_ms: float | None = None
+        self.decode_reused_tokens = 0
+
+    @property
+    def transfer_ms(self) -> float:
+        """How long its KV takes over the link of its source; 0 where that has none."""
+        return self.source.args.handoff_ms(self.prefilled.prompt_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it by the keys of Dynamo's report of 1.3.1; what did not happen is None."""
+        return {
+            "reused_input_tokens": self.prefilled.reused_tokens,
+            "prefill_admit_ms": self.prefilled.admitted_ms,
+            "source_held_ms": self.held_ms,
+            "destination_reserved_ms": self.reserved_ms,
+            "destination_activated_ms": self.activated_ms,
+            "decode_admit_ms": self.decode_admitted_ms,
+            "source_released_ms": self.released_ms,
+            "decode_reused_input_tokens": self.decode_reused_tokens,
+        }
+
+    def take_over(self) -> None:
+        """Let the request be reported with what its source found."""
+        request, prefilled = self.request, self.prefilled
+        assert request is not None
+        request.admitted_ms = prefilled.admitted_ms
+        request.reused_tokens = max(request.reused_tokens, prefilled.reused_tokens)
+        request.first_reused_tokens = prefilled.first_reused_tokens
+
+
+class _Action(NamedTuple):
+    kind: _ActionKind
+    handoff: Handoff
+
+
+class Handoffs:
+    """Handoffs as 1.2.1 makes them.
+
+    Args:
+        sources: the prefill engines.
+        expect: opens the request of a handoff at the next decode engine in turn, and sets both.
+        arrivals: told of requests that are on the link, where a closed loop does not count them.
+
+    Attributes:
+        keeps_blocks: whether a prompt stays allocated at its source when it is computed.
+        made: the handoffs, where they are noted.
+    """
+
+    keeps_blocks = False
+
+    def __init__(self, sources: Collection[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals) -> None:
+        self._sources = frozenset(sources)
+        self._expect = expect
+        self._arrivals = arrivals
+        # (when it is through, order, which)
+        self._transfers: list[tuple[float, int, Handoff]] = []
+        self._sequence = 0
+        self.made: list[Handoff] = []
+
+    @property
+    def next_moment(self) -> float:
+        """When the next transfer is through; infinite where there is none."""
+        return self._transfers[0][0] if self._transfers else math.inf
+
+    @property
+    def waiting(self) -> list[EngineRequest]:
+        """The requests that wait for blocks of a decode engine, which has not admitted them."""
+        return []
+
+    def waits_for(self, engine: MockEngine) -> bool:  # noqa: ARG002 - nothing waits here
+        """Whether something waits for the end of the engine's next pass."""
+        return False
+
+    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
+        """Note the end of a pass; None: of passes that were made in one go."""
+        if done is None or engine not in self._sources:
+            return
+        for request in done.finished:
+            handoff = Handoff(engine, cast("EngineRequest", request), now_ms)
+            delay = handoff.transfer_ms
+            if delay:
+                self._start_transfer(handoff, now_ms + delay)
+                self._arrivals.leave()
+            else:
+                self._arrive(handoff)
+
+    def _start_transfer(self, handoff: Handoff, end_ms: float) -> None:
+        heappush(self._transfers, (end_ms, self._sequence, handoff))
+        self._sequence += 1
+
+    def finish_transfers(self, now_ms: float) -> None:
+        """End the transfers that are through."""
+        while self.next_moment <= now_ms:
+            self._arrivals.enter()
+            self._arrive(heappop(self._transfers)[2])
+
+    def _arrive(self, handoff: Handoff) -> None:
+        self._expect(handoff)
+        assert handoff.destination is not None
+        assert handoff.request is not None
+        handoff.take_over()
+        handoff.destination.scheduler.submit(handoff.request)
+
+    def act(self, now_ms: float) -> None:
+        """Take the actions that were caused."""
+
+
+class _Queue:
+    """The handoffs that queue for blocks of one decode engine.
+
+    Attributes:
+        handoffs: in the order in which they came.
+        freed: how often blocks, or a place among the running requests, became free.
+        tried: `freed` at the last try of the first one; None before.
+    """
+
+    __slots__ = ("freed", "handoffs", "tried")
+
+    def __init__(self) -> None:
+        self.handoffs: deque[Handoff] = deque()
+        self.freed = 0
+        self.tried: int | None = None
+
+
+class ReservingHandoffs(Handoffs):
+    """Handoffs as 1.3.1 makes them.
+
+    Args:
+        sources: the prefill engines.
+        destinations: the decode engines.
+        expect: as above.
+        arrivals: as above.
+        rejected: told of a request whose prompt its destination can never hold.
+        busy: the engines that are in a pass.
+        blocked: the engines that cannot go on before something happens to them; those to which it does are taken out.
+    """
+
+    keeps_blocks = True
+
+    def __init__(
+        self,
+        sources: Collection[MockEngine],
+        destinations: Collection[MockEngine],
+        expect: Callable[[Handoff], None],
+        arrivals: Arrivals,
+        *,
+        rejected: Callable[[EngineRequest], None],
+        busy: Collection[MockEngine],
+        blocked: set[MockEngine],
+    ) -> None:
+        super().__init__(sources, expect, arrivals)
+        for engine in destinations:
+            if not engine.can_reserve:
+                raise ValueError(
+                    "replay: with prefill in the semantics of 1.3.1, engines must be of type vllm over a backend that takes "
+                    f"moves (such as lineage), got {engine!r}"
+                )
+        self._rejected = rejected
+        self._busy = busy
+        self._blocked = blocked
+        self._queues = {engine: _Queue() for engine in destinations}
+        self._actions: deque[_Action] = deque()
+        self._deferred: dict[MockEngine, list[_Action]] = {}
+        self._active: dict[ScheduledRequest, Handoff] = {}
+
+    @property
+    def waiting(self) -> list[EngineRequest]:
+        """The requests that wait for blocks of a decode engine, which has not admitted them."""
+        handoffs = [handoff for queue in self._queues.values() for handoff in queue.handoffs]
+        return [handoff.request for handoff in handoffs if handoff.request is not None]
+
+    def waits_for(self, engine: MockEngine) -> bool:
+        """Whether something waits for the end of the engine's next pass, or may wait for it when actions are taken."""
+        queue = self._queues.get(engine)
+        return bool(self._actions) or engine in self._deferred or (queue is not None and bool(queue.handoffs))
+
+    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
+        """Note the end of a pass; None: of passes that were made in one go."""
+        reserved = None
+        queue = self._queues.get(engine)
+        if queue is not None:
+            if done is not None and (done.finished or done.preempted):
+                queue.freed += 1
+            reserved = self._reserve_first(engine, now_ms)
+        self._actions.extend(self._deferred.pop(engine, ()))
+        if done is not None:
+            for request in done.finished:
+                if queue is None:
+                    self.made.append(Handoff(engine, cast("EngineRequest", request), now_ms))
+                    self._actions.append(_Action("reserve", self.made[-1]))
+                else:
+                    self._settle(self._active.pop(request))
+        if reserved is not None:
+            self._actions.append(reserved)
+
+    @staticmethod
+    def _settle(handoff: Handoff) -> None:
+        """Note what the destination found of a finished request, which is reported with what its source found."""
+        assert handoff.request is not None
+        handoff.decode_admitted_ms = handoff.request.admitted_ms
+        handoff.decode_reused_tokens = handoff.request.reused_tokens
+        handoff.take_over()
+
+    def finish_transfers(self, now_ms: float) -> None:
+        """End the transfers that are through."""
+        while self.next_moment <= now_ms:
+            self._actions.append(_Action("activate", heappop(self._transfers)[2]))
+
+    def act(self, now_ms: float) -> None:
+        """Take the actions that were caused, and those that they cause in their turn."""
+        while self._actions:
+            action = self._actions.popleft()
+            handoff = action.handoff
+            if action.kind == "reserve":
+                self._enqueue(handoff, now_ms)
+            elif action.kind == "transfer":
+                if handoff.transfer_ms:
+                    self._start_transfer(handoff, now_ms + handoff.transfer_ms)
+                else:
+                    self._actions.append(_Action("activate", handoff))
+            else:
+                engine = handoff.destination if action.kind == "activate" else handoff.source
+                assert engine is not None
+                if engine in self._busy:
+                    self._deferred.setdefault(engine, []).append(action)
+                    continue
+                self._blocked.discard(engine)
+                if action.kind == "activate":
+                    self._activate(handoff, now_ms)
+                else:
+                    self._release(handoff, now_ms)
+
+    def _enqueue(self, handoff: Handoff, now_ms: float) -> None:
+        self._expect(handoff)
+        engine, request = handoff.destination, handoff.request
+        assert engine is not None
+        assert request is not None
+        if not request.is_open:  # rejected
+            self._actions.append(_Action("release", handoff))
+            return
+        queue = self._queues[engine]
+        if not queue.handoffs:
+            queue.tried = None
+        queue.handoffs.append(handoff)
+        engine.hold_back_prompts(True)
+        self._blocked.discard(engine)  # it may admit others now
+        if engine not in self._busy:
+            reserved = self._reserve_first(engine, now_ms)
+            if reserved is not None:
+                self._actions.append(reserved)
+
+    def _reserve_first(self, engine: MockEngine, now_ms: float) -> _Action | None:
+        """Reserve blocks for the first of an engine's queue, if that is due and they are there; what that causes."""
+        queue = self._queues[engine]
+        if not queue.handoffs or queue.tried == queue.freed:
+            return None
+        queue.tried = queue.freed
+        if len(engine.scheduler.running) >= (engine.args.max_num_seqs or math.inf):
+            return None
+        handoff = queue.handoffs[0]
+        assert handoff.request is not None
+        if not engine.reserve(handoff.request):
+            return None
+        queue.handoffs.popleft()
+        queue.tried = None
+        engine.hold_back_prompts(bool(queue.handoffs))
+        self._blocked.discard(engine)
+        handoff.reserved_ms = now_ms
+        return _Action("transfer", handoff)
+
+    def _activate(self, handoff: Handoff, now_ms: float) -> None:
+        engine, request = handoff.destination, handoff.request
+        assert engine is not None
+        assert request is not None
+        manager = engine.worker.manager
+        active = manager.num_active_blocks
+        engine.activate(request)
+        handoff.activated_ms = now_ms
+        self._active[request] = handoff
+        if manager.num_active_blocks < active:
+            self._queues[engine].freed += 1
+        self._actions.append(_Action("release", handoff))
+        reserved = self._reserve_first(engine, now_ms)
+        if reserved is not None:
+            self._actions.append(reserved)
+
+    def _release(self, handoff: Handoff, now_ms: float) -> None:
+        handoff.source.release(handoff.prefilled)
+        assert handoff.request is not None
+        if handoff.request.status == "rejected":
+            self._rejected(handoff.request)
+        else:
+            handoff.released_ms = now_ms

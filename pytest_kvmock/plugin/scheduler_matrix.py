@@ -1,0 +1,84 @@
+"""The scheduler matrix of a test: `@pytest.mark.kv_scheduler_matrix`, over the cases of `fleet.scheduler_cases`.
+
+All fixtures of an engine depend on a private one, `_kvmock_scheduler_case`, which is parametrised here: so a test needs
+to name `kv_scheduler_case` only where it looks at it. The case sets the sizes of the test's profile, above its base and
+below its markers, and the fields of the engine below those of the markers; what makes it this case, nobody may set.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+import pytest
+
+from pytest_kvmock.fleet.scheduler_cases import SCHEDULER_CASES, SchedulerCase
+from pytest_kvmock.plugin.markers import show_mark
+from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, is_parametrised_by_mark
+from pytest_kvmock.plugin.options import SCHEDULER_MATRIX
+
+PARAMETER: Final = "_kvmock_scheduler_case"
+
+_PARAMETRISED: Final = f"{CASE_OF_MATRIX} gets its values from @pytest.mark.{SCHEDULER_MATRIX}; do not parametrise it"
+_SET_BY_CASE: Final = ("enable_prefix_caching", "enable_chunked_prefill")
+
+
+def generate_cases(metafunc: pytest.Metafunc) -> None:
+    """Parametrise a test over the eight cases, if it has the marker.
+
+    Raises:
+        pytest.Collector.CollectError: it is not one that can be run over them.
+    """
+    definition = metafunc.definition
+    has_marker = definition.get_closest_marker(SCHEDULER_MATRIX) is not None
+    if is_parametrised_by_mark(definition, CASE_OF_MATRIX):
+        wrong: str | None = _PARAMETRISED
+    elif has_marker and PARAMETER not in metafunc.fixturenames:
+        wrong = f"{SCHEDULER_MATRIX} is for tests that take kv_engine or make_kv_engine; this one takes neither"
+    else:
+        wrong = _wrong_beside(definition) if has_marker else None
+    if wrong is not None:
+        raise pytest.Collector.CollectError(f"{definition.nodeid}: {wrong}")
+    if has_marker:
+        metafunc.parametrize(PARAMETER, SCHEDULER_CASES, ids=[case.id for case in SCHEDULER_CASES], indirect=True)
+
+
+def _wrong_beside(item: pytest.Item) -> str | None:
+    """Return which `kvmock` marker of a test sets what the cases set; None: none does."""
+    for mark in item.iter_markers("kvmock"):
+        engine = mark.kwargs.get("engine")
+        fields = engine if isinstance(engine, Mapping) else {}  # what is no mapping is reported with all wrong markers
+        name = next((name for name in _SET_BY_CASE if name in fields), None)
+        if name is None and "prefix_caching" in mark.kwargs:
+            name = "prefix_caching"
+        if name is not None:
+            return f"{show_mark(mark)}: each case of {SCHEDULER_MATRIX} sets {name}; leave it out"
+    return None
+
+
+def case_of(item: pytest.Item) -> SchedulerCase:
+    """Return the case that a test is, which has the marker, or parameters of its own in the place of the cases.
+
+    Raises:
+        ValueError: it was not parametrised, or by somebody else, or a marker came later that sets what its case sets.
+    """
+    callspec = getattr(item, "callspec", None)
+    parameters = {} if callspec is None else callspec.params
+    if CASE_OF_MATRIX in parameters:
+        raise ValueError(_PARAMETRISED)
+    case = parameters.get(PARAMETER)
+    if isinstance(case, SchedulerCase):
+        wrong = _wrong_beside(item)  # of a marker that came after collection
+        if wrong is not None:
+            raise ValueError(wrong)
+        return case
+    unittest = sys.modules.get("unittest")
+    cls = getattr(item, "cls", None)
+    if unittest is not None and isinstance(cls, type) and issubclass(cls, unittest.TestCase):
+        why = (
+            "pytest does not parametrise methods of unittest.TestCase; write it as a function, or in a class of no base"
+        )
+    else:
+        why = "it takes no kv_engine as an argument, or the marker came after collection"
+    raise ValueError(f"this test has {SCHEDULER_MATRIX} and cannot be run over its cases: {why}")

@@ -1,0 +1,89 @@
+"""Replays with prefill and decode engines, recorded from Dynamo's mocker 1.2.1 and 1.3.1, to the bit."""
+
+import pytest
+from recorded_replays import COLUMNS, check_summary, request_of, runs_of
+
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
+from pytest_kvmock.traces import TraceRequest
+
+RUNS = runs_of("replay_disaggregated.json.gz", "1.2.1", "1.3.1")
+STAGES = (
+    "prefill_admit_ms",
+    "source_held_ms",
+    "destination_reserved_ms",
+    "destination_activated_ms",
+    "decode_admit_ms",
+    "source_released_ms",
+    "decode_reused_input_tokens",
+)
+
+
+def engines_of(case, kind, version, watched):
+    args = MockEngineArgs.from_json(case[f"{kind}_engine"], semantics=version)
+    engines = [MockEngine(args) for _ in range(case["replay"].get(f"num_{kind}_workers", 1))]
+    for engine in engines if watched else ():
+        engine.on_pass(lambda done: None)
+    return engines
+
+
+def play(case, version, watched):
+    how = case["replay"]
+    return replay(
+        map(request_of, case["requests"]),
+        engines_of(case, "decode", version, watched),
+        engines_of(case, "prefill", version, watched),
+        how.get("replay_concurrency"),
+        how.get("arrival_speedup_ratio", 1.0),
+        trace_block_size=how["trace_block_size"],
+    )
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["in-one-go", "each-pass"])
+@pytest.mark.parametrize(("case", "version"), RUNS)
+def test_a_replay_with_handoffs_equals_the_recorded_one(case, version, watched):
+    run = case["runs"][version]
+    if "error" in run:
+        with pytest.raises(EngineStalled):
+            play(case, version, watched)
+        return
+    report = play(case, version, watched)
+    check_summary(run["summary"], report)
+    if "per_request" in run:
+        rows = [tuple(row[name] for name in COLUMNS + STAGES) for row in report.per_request()]
+        assert sorted(map(tuple, run["per_request"]), key=str) == sorted(rows, key=str)
+
+
+def pair(blocks, **link):
+    """A prefill engine, and a decode engine of so many blocks of 4 tokens."""
+    sizes = {"block_size": 4, "semantics": "1.3.1"}
+    prefill = MockEngine(MockEngineArgs(worker_type="prefill", num_gpu_blocks=100, **sizes, **link))
+    return prefill, MockEngine(MockEngineArgs(worker_type="decode", num_gpu_blocks=blocks, **sizes, **link))
+
+
+def test_the_source_keeps_its_blocks_until_the_transfer_is_through():
+    prefill, decode = pair(100, kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
+    report = replay([TraceRequest(0, 8, 2, (1, 2))], [decode], [prefill], trace_block_size=4)
+    row = report.per_request()[0]
+    assert row["source_held_ms"] == row["destination_reserved_ms"]
+    assert row["source_held_ms"] + 8.0 == row["destination_activated_ms"] == row["source_released_ms"]
+    assert (0, 0) == (prefill.metrics.active_blocks, decode.metrics.active_blocks)
+
+
+def test_a_prompt_that_its_destination_can_never_hold_is_rejected_and_the_others_are_served():
+    prefill, decode = pair(8)
+    trace = [TraceRequest(0, 8, 2, (1, 2)), TraceRequest(1, 40, 2, tuple(range(10, 20))), TraceRequest(2, 8, 2, (5, 6))]
+    report = replay(trace, [decode], [prefill], trace_block_size=4)
+    assert ["finished", "rejected", "finished"] == [request.status for request in report.requests]
+    assert 86.072289 == pytest.approx(report.duration_ms)
+    assert 0 == prefill.metrics.active_blocks
+
+
+def test_an_engine_that_cannot_reserve_blocks_is_no_destination():
+    sizes = {"block_size": 4, "num_gpu_blocks": 50, "semantics": "1.3.1"}
+    prefill, decode = (
+        MockEngine(MockEngineArgs(worker_type=kind, **sizes), backend="vllm") for kind in ("prefill", "decode")
+    )
+    with pytest.raises(ValueError, match="engines must be of type vllm over a backend that takes moves"):
+        replay([TraceRequest(0, 8, 2, (1, 2))], [decode], [prefill], trace_block_size=4)
+    assert decode.is_idle

@@ -1,0 +1,241 @@
+"""Workers that engines in virtual time drive: restart, clear, removal, leaks, faults and recovery are theirs, too."""
+
+import pytest
+
+from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, Recovery, Removed, RouterHarness, Stored
+from pytest_kvmock.engine.worker import RequestError
+from pytest_kvmock.recovery import RouterCursor
+
+ENGINES = ["lineage", "hash_cache", "vllm", "sglang"]
+
+
+@pytest.fixture
+def driven(make_kv):
+    """Make a harness and the engine of its worker 0, which has two requests: one runs, the other waits."""
+
+    def make(backend="lineage", index=None, **options):
+        profile = EngineProfile(block_size=4, num_blocks=12, workers=2)
+        kv = RouterHarness(profile, backend, index, engine={"max_num_seqs": 1}, **options)
+        engine = kv.engine(0)
+        running, waiting = engine.submit(range(8), 9), engine.submit(range(100, 108), 3)
+        engine.step()
+        return kv, engine, running, waiting
+
+    return make
+
+
+# ---------------------------------------------------------------------------------------------------- restart and clear
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_after_a_restart_the_engine_is_empty_and_serves_again(driven, backend):
+    kv, engine, running, waiting = driven(backend)
+    if backend != "sglang":  # whose scheduler has no limit of requests in this form
+        assert ["running", "waiting"] == [running.status, waiting.status]
+    arriving = engine.submit(range(8), 1, 5_000.0)
+    before = engine.now_ms
+
+    kv.worker(0).restart(announced=True)
+
+    assert ["lost"] * 3 == [request.status for request in (running, waiting, arriving)]
+    assert (0, 0, 0, 0) == (
+        engine.metrics.running,
+        engine.metrics.waiting,
+        engine.metrics.arriving,
+        engine.metrics.active_blocks,
+    )
+    assert before == engine.now_ms
+    assert [] == kv.worker(0).requests
+    fresh = engine.submit(range(8), 3)
+    engine.run()
+    assert ("finished", 0) == (fresh.status, fresh.cached_tokens)
+    assert {0: 2} == kv.overlap(range(8))
+    assert ([], []) == kv.judge()[:2]
+
+
+def test_a_lost_request_cannot_be_aborted(driven):
+    kv, _, running, _ = driven()
+    kv.worker(0).restart(announced=True)
+    with pytest.raises(
+        RequestError, match=r"^abort on a request that is lost; it must be waiting, running or preempted$"
+    ):
+        running.abort()
+
+
+def test_an_unannounced_restart_is_noticed(driven, rules_of):
+    kv, engine, _, _ = driven()
+    kv.worker(0).restart()
+    assert ["engine_drift"] == rules_of(kv.judge().errors)
+    engine.submit(range(8), 1)
+    engine.run()
+    assert ["event_id_gap"] == rules_of(kv.judge().errors)
+
+
+def test_a_worker_is_not_cleared_while_requests_of_its_engine_are_open(driven):
+    kv, engine, running, waiting = driven()
+    worker = kv.worker(0)
+    assert not worker.clear()
+    running.abort()
+    assert ("waiting", False) == (waiting.status, worker.clear())
+    waiting.abort()
+    arriving = engine.submit(range(4), 1, 1_000.0)
+    assert not worker.clear()
+    assert 0 == kv.ok_count("cleared")
+    engine.run()
+    assert "finished" == arriving.status
+    assert worker.clear()
+    assert {} == kv.overlap(range(8))
+    again = engine.submit(range(8), 1)
+    engine.run()
+    assert 0 == again.cached_tokens
+    assert ([], []) == kv.judge()[:2]
+
+
+def test_held_events_of_a_restarted_worker_are_lost_with_it():
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", engine={"events_visible": "pass_end"})
+    engine = kv.engine(0)
+    engine.submit(range(8), 3)
+    engine.start_pass(0.0)
+    kv.worker(0).restart(announced=True)
+    kv.flush()
+    assert 0 == kv.events.total
+    engine.submit(range(8), 3)
+    engine.run()
+    assert [0] == [entry.event.event.event_id for entry in kv.events][:1]
+    assert ([], []) == kv.judge()[:2]
+
+
+def test_what_is_held_is_published_before_the_harness_compares():
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", engine={"events_visible": "pass_end"})
+    engine = kv.engine(0)
+    engine.submit(range(8), 3)
+    engine.start_pass(0.0)
+    assert 0 == kv.events.total
+    kv.assert_in_sync()
+    assert 1 == kv.events.total
+    engine.finish_pass()
+    engine.run()
+    assert {0: 2} == kv.overlap(range(8))
+
+
+# --------------------------------------------------------------------------------------------------- removal and leaks
+
+
+def test_a_worker_that_was_removed_comes_back_with_an_engine_of_its_own(driven):
+    kv, engine, running, _ = driven()
+    kv.remove_worker(0)
+    assert {} == kv.overlap(range(8))
+    again = kv.engine(0)
+    assert again is not engine
+    assert [] == again.requests
+    again.submit(range(8), 1)
+    again.run()
+    assert {0: 2} == kv.overlap(range(8))
+    assert "running" == running.status  # the engine itself goes on, and nobody asks it
+    assert [] == kv.judge().errors
+
+
+def test_open_requests_of_an_engine_are_leaked(driven):
+    kv, engine, running, _ = driven()
+    engine.submit(range(4), 1, 1_000.0)
+    (leaked,) = kv.judge().warnings
+    assert ("leaked_requests", 0, "3 requests are open, with 3, 0, 0 blocks") == (
+        leaked.rule,
+        leaked.worker_id,
+        leaked.observed,
+    )
+    running.abort()
+    engine.run()
+    assert [] == kv.judge().warnings
+
+
+def test_requests_of_the_worker_and_of_its_engine_share_the_cache():
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=6), "lineage")
+    own = kv.worker(0).prefill(range(8))
+    theirs = kv.engine(0).submit(range(12), 2)
+    kv.engine(0).run()
+    assert 8 == theirs.cached_tokens
+    with pytest.raises(OutOfBlocks):
+        kv.engine(0).submit(range(100, 124), 1)
+    own.finish()
+    assert ([], []) == kv.judge()[:2]
+
+
+def test_replay_of_the_engines_of_a_harness_can_be_followed_by_an_abort(driven):
+    """What `replay` gives an engine is no operation of the test, and may be aborted all the same."""
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage")
+    engine = kv.engine(0)
+    engine.dispatch(kv.prompt(2), 9, 0.0).abort()
+    assert [] == [*kv.recording.recorded()]
+    assert ([], []) == kv.judge()[:2]
+
+
+# ------------------------------------------------------------------------------------------------ faults and recovery
+
+
+def test_a_lost_event_of_an_engine_is_detected(rules_of):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage")
+    kv.drop_next()
+    engine = kv.engine(0)
+    for start in (0, 100, 200):
+        engine.submit(range(start, start + 8), 6)
+    engine.run()
+    assert "event_id_gap" in rules_of(kv.judge().errors)
+
+
+@pytest.mark.parametrize("visible", ["pass_start", "pass_end"])
+def test_a_fault_strikes_the_events_of_an_engine(visible):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", engine={"events_visible": visible})
+    fault = kv.faults.double()
+    engine = kv.engine(0)
+    engine.submit(range(8), 1)
+    engine.run()
+    assert 1 == fault.injected
+    assert [0, 0] == [entry.event.event.event_id for entry in kv.events]
+    assert ["event_id_gap"] == [problem.rule for problem in kv.judge().errors]
+
+
+class Recovering(RadixIndex):
+    """Asks the worker for what it missed."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.ask = ask
+        self.cursor = RouterCursor()
+
+    def apply(self, event):
+        step = self.cursor.observe(event)
+        while True:
+            for each in step.apply:
+                super().apply(each)
+            if step.ask is None:
+                return
+            step = self.cursor.answered(step.ask, self.ask(*step.ask))
+
+
+def test_a_router_recovers_what_it_missed_of_an_engine():
+    recovery = Recovery()
+    index = Recovering(recovery)
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", index, recovery=recovery)
+    kv.engine(0).submit(range(8), 1)
+    kv.engine(0).run()
+    kv.drop_next(2)
+    for start in (100, 200, 300):
+        kv.engine(0).submit(range(start, start + 8), 6)
+    kv.engine(0).run()
+    kv.assert_in_sync()
+    assert {0: 2} == kv.overlap(range(100, 108))
+    assert ["event_id_gap"] == [problem.rule for problem in kv.judge().errors]  # and no index_drift
+
+
+def test_events_of_several_engines_are_told_apart():
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=2), "lineage", RadixIndex())
+    for worker in (0, 1):
+        for start in (0, 100 * (worker + 1), 200):
+            kv.engine(worker).submit(range(start, start + 8), 6)
+    while not (kv.engine(0).is_idle and kv.engine(1).is_idle):
+        for worker in (0, 1):
+            kv.engine(worker).step()
+    assert {0, 1} == {entry.event.worker_id for entry in kv.events}
+    assert {Stored, Removed} == {type(entry.event.event.data) for entry in kv.events}
+    assert ([], []) == kv.judge()[:2]
