@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
-from pytest_kvmock.checks import is_integer
+from pytest_kvmock.checks import is_integer, unknown_text
 
 _U32: Final = 2**32 - 1
 _U64: Final = 2**64 - 1
@@ -71,6 +71,18 @@ class StorageTier(StrEnum):
     HOST_PINNED = "host_pinned"
     DISK = "disk"
     EXTERNAL = "external"
+
+    @classmethod
+    def of(cls, name: object) -> StorageTier:
+        """Return a tier by its name; a tier is returned as it is.
+
+        Raises:
+            ValueError: there is none of this name; the known ones are listed.
+        """
+        try:
+            return cls(name)  # type: ignore[arg-type]  # what is none is refused
+        except ValueError:
+            raise ValueError(unknown_text("tier", name, [tier.value for tier in cls])) from None
 
 
 class StoredBlock(NamedTuple):

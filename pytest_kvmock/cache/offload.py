@@ -95,6 +95,9 @@ class OffloadEngine(Protocol):
     def find(self, plhs: Sequence[int]) -> PinnedPrefix | None:
         """Pin the longest prefix that it holds; None if it does not hold the first."""
 
+    def lookup(self, plhs: Sequence[int]) -> int:
+        """Count how many of these it holds, from the first on. Changes nothing."""
+
     def start(self, prefix: PinnedPrefix, now: float | None) -> None:
         """Start the transfer of a pinned prefix to the device, now or at the time of the last tick."""
 

@@ -185,6 +185,10 @@ class HostOffload:
         slots = self._host.match(plhs)
         return HostPrefix(slots) if slots else None
 
+    def lookup(self, plhs: Sequence[int]) -> int:
+        """Count how many of these the host holds, from the first on. Changes nothing."""
+        return next((i for i, plh in enumerate(plhs) if plh not in self._host), len(plhs))
+
     def start(self, prefix: PinnedPrefix, now: float | None = None) -> None:
         """Start the transfer of a pinned prefix to the device; see `OffloadEngine.start`."""
         assert isinstance(prefix, HostPrefix)

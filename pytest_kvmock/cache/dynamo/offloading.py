@@ -108,6 +108,11 @@ class Offloading:
         """Return when the next transfer finishes if nothing else starts; None if none is under way."""
         return None if self._offload is None else self._offload.deadline()
 
+    @property
+    def num_outside(self) -> int:
+        """Slots that hold no block: quarantined until a block of theirs was copied, or reserved for one that comes back."""
+        return self._num_outside
+
     def _carry_out(self, result: OffloadResult) -> None:
         """Take back the slots that are free again, and publish the events."""
         for slot in result.slots:
