@@ -1,6 +1,6 @@
 """What engines publish and routers receive: Stored, Removed, Cleared, and the two envelopes around them.
 
-The shapes, names and JSON are those of Dynamo's `kv-router` protocols. Blocks travel as parallel tuples, not as an
+One subject: what travels, and its form in JSON. The shapes, names and JSON are those of Dynamo's `kv-router` protocols. Blocks travel as parallel tuples, not as an
 object each; `Stored.blocks` makes pairs when somebody asks.
 """
 
@@ -73,16 +73,18 @@ class StorageTier(StrEnum):
     EXTERNAL = "external"
 
     @classmethod
-    def of(cls, name: object) -> StorageTier:
-        """Return a tier by its name; a tier is returned as it is.
+    def of(cls, tier: StorageTier | str) -> StorageTier:
+        """The tier of a name; "host" is short for "host_pinned".
 
         Raises:
-            ValueError: there is none of this name; the known ones are listed.
+            ValueError: there is no such tier; the message names those that there are.
         """
+        if tier == "host":
+            return cls.HOST_PINNED
         try:
-            return cls(name)  # type: ignore[arg-type]  # what is none is refused
+            return cls(tier)
         except ValueError:
-            raise ValueError(unknown_text("tier", name, [tier.value for tier in cls])) from None
+            raise ValueError(unknown_text("tier", tier, [*cls])) from None
 
 
 class StoredBlock(NamedTuple):

@@ -40,7 +40,7 @@ def _logical(tiers: Any, **options: Any) -> KvManager:
 
     manager = LogicalManager(**options)
     if tiers is not None:
-        from pytest_kvmock.tiers.settings import Tiers
+        from pytest_kvmock.tiers.config import Tiers
 
         manager.attach_offload(Tiers.of(tiers).make(manager.block_size))
     return manager

@@ -4,7 +4,7 @@ import pytest
 
 from pytest_kvmock import BackendSpec, create_manager
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
-from pytest_kvmock.tiers.settings import Tiers
+from pytest_kvmock.tiers.config import Tiers
 
 
 @pytest.mark.parametrize(
