@@ -103,7 +103,7 @@ class EngineComparison:
             stream = ledger.streams[key]
             for blocks, expected, had in differences(stream, self._resident_blocks(key, resident) or [], tier):
                 if blocks:
-                    found.append(ledger.drift_problem(stream, tuple(blocks), expected, had))
+                    found.append(ledger.drift_problem(stream, tuple(blocks), expected, had, tier))
         for problem in found:
             problem.position = judge.log.total - 1
         return oldest_first(found, judge.ledger.streams, judge.log)

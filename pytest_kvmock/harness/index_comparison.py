@@ -33,6 +33,7 @@ from pytest_kvmock.harness.under_test import (
     question,
     raised_at,
 )
+from pytest_kvmock.hygiene.folding import fold
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.orphans import stored_as
 from pytest_kvmock.hygiene.problem import Problem
@@ -505,7 +506,7 @@ class IndexComparison:
         elif desync is not None and problem.block not in desync.resynced:
             problem.follows_from(desync.cause)
         elif key in self._arrived.streams:
-            Ledger.fold(self._arrived.streams[key], problem)
+            fold(self._arrived.streams[key], problem)
             if problem.cause is not None and problem.cause.excused:
                 problem.stand()  # an index that survives a fault is right all the same
         if problem.cause is not None:

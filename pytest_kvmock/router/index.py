@@ -151,7 +151,8 @@ class RadixIndex:
         self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
         self._device = Tree()
         # In the order in which a query goes on from tier to tier.
-        self._lower = {tier: LowerTier() for tier in StorageTier if tier is not StorageTier.DEVICE}
+        lower = (tier for tier in StorageTier if tier is not StorageTier.DEVICE)
+        self._lower: dict[StorageTier, LowerTier] = {tier: LowerTier() for tier in lower}
 
     def new(self) -> RadixIndex:
         """An empty index that is made as this one was."""
