@@ -320,3 +320,18 @@ def test_an_event_of_another_worker_by_hand_is_judged_by_tier_too():
     kv.apply([Stored(None, (5,), (5,))])
     kv.apply(RouterEvent(0, next(iter(kv.events)).event.event, HOST))
     assert ["event_id_gap"] == [problem.rule for problem in kv.events.problems]  # and no duplicate
+
+
+def test_a_worker_is_compared_in_each_tier_that_is_known_of_it():
+    kv = RouterHarness()
+    worker = kv.worker(0)
+    kv._judge.open((0, 0), first_id=0, num_blocks=8, tier_blocks={HOST: 4})
+    worker.serve(kv.prompt(1))
+    sink = worker.manager.sink
+    sink.publish(KvCacheEvent(1, chain(1)), HOST)
+    sink.publish(KvCacheEvent(2, chain(1)), DISK)  # of which nothing is known
+    (problem,) = kv.judge().errors
+    assert ("engine_drift", HOST) == (problem.rule, problem.storage_tier)
+    assert problem.observed.startswith(
+        "the engine does not hold block 1 in host_pinned; block 1 was stored in host_pinned"
+    )
