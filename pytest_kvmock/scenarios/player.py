@@ -46,7 +46,7 @@ FIRST: Final = (0, 0)
 """The worker that a step is about by default."""
 
 
-_OF_A_SINK: Final = ("num_blocks", "residency", "prefix_closed")
+_OF_A_SINK: Final = ("num_blocks", "tier_blocks", "residency", "prefix_closed")
 """Keys of an event that are arguments of its sink."""
 
 
@@ -320,8 +320,9 @@ class _Player:
         return [names.get(block, block) for block in blocks]
 
     def _look_overlap(self, wanted: dict[str, Any], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - as its likes
-        prompt = {key: value for key, value in wanted.items() if key != "workers"}
-        return wanted["workers"], self._harness.overlap(_prompt(prompt))
+        prompt = {key: value for key, value in wanted.items() if key not in ("workers", "tier")}
+        tier = wanted.get("tier", StorageTier.DEVICE)
+        return wanted["workers"], self._harness.overlap(_prompt(prompt), tier)
 
 
 def _expanded(numbers: Numbers) -> list[int]:
