@@ -132,6 +132,22 @@ class HarnessWorker(KvWorker):
         super().restart(announced=announced)
 
 
+def _tier_blocks(given: object) -> dict[StorageTier, int]:
+    """The capacities of the tiers below the device that a sink was given, checked."""
+    name = "make_kv_sink: tier_blocks"
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} must be a mapping of tiers to numbers of blocks, got {given!r:.80}")
+    below: dict[StorageTier, int] = {}
+    for tier, blocks in given.items():
+        try:
+            below[StorageTier.of(tier)] = check_integer(f"{name}[{tier!r}]", blocks, 1)
+        except ValueError as error:
+            raise ValueError(str(error) if name in str(error) else f"{name}: {error}") from None
+    if StorageTier.DEVICE in below:
+        raise ValueError(f"{name}: the blocks of the device are num_blocks")
+    return below
+
+
 def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink: Sink | None) -> KvManager:
     """Make the block manager of a worker, and check that it is one, of this backend."""
     try:
@@ -352,11 +368,18 @@ class Workers:
         return worker
 
     def make_sink(
-        self, *, chained: bool | None, num_blocks: int | None, residency: Residency, prefix_closed: bool
+        self,
+        *,
+        chained: bool | None,
+        num_blocks: int | None,
+        tier_blocks: Mapping[StorageTier | str, int],
+        residency: Residency,
+        prefix_closed: bool,
     ) -> KvSink:
         """Make a sink where a block manager of the user's own may publish; see `RouterHarness.make_sink`."""
         if num_blocks is not None:
             check_integer("make_kv_sink: num_blocks", num_blocks, 1, ", or None")
+        below = _tier_blocks(tier_blocks)
         if residency not in RESIDENCIES:
             raise ValueError(f"make_kv_sink: {unknown_text('residency', residency, RESIDENCIES)}")
         taken = {*self.sink_ids, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
@@ -367,6 +390,7 @@ class Workers:
             first_id=None,
             block_size=self._profile.block_size,
             num_blocks=num_blocks,
+            tier_blocks=below,
             residency=residency,
             prefix_closed=prefix_closed,
         )
