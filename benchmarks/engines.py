@@ -12,10 +12,16 @@ from benchmarks import manager, workload
 from benchmarks.measure import Figure, NotHere, cpu_seconds, dynamo, profile_of
 from benchmarks.verdict import traces
 from pytest_kvmock import MockEngine, MockEngineArgs, RouterHarness, replay
+from pytest_kvmock.fleet.scheduler_cases import (
+    BLOCK_SIZE,
+    NUM_GPU_BLOCKS,
+    NUM_REQUESTS,
+    SCHEDULER_CASES,
+    make_scheduler_requests,
+)
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
 
 ROUNDS = 3
-CASES = tuple(product((False, True), repeat=3))  # shared, cached, chunked
 BACKENDS = ("lineage", "lru", "multi_lru")
 MATRIX_SECONDS = 10
 TRACE_SECONDS, TRACE_RATIO = 10, 0.3
@@ -104,26 +110,22 @@ def _beside(name, bar, ours, peer, version, *, ratio, count=None):
     return Figure(name, bar, f"{other / seconds:.2f} × ({measured})", met, beside, "" if met else profile_of(ours))
 
 
-def _serve(backend, shared, cached, chunked):
-    fields = {"enable_prefix_caching": cached, "enable_chunked_prefill": chunked, "speedup_ratio": 1000.0}
-    options = {"engine": {"num_gpu_blocks": 500, "block_size": 64, **fields}, "judge_unpublished": True}
-    random = Random(0)
-    start = [random.randrange(2**32) for _ in range(500)]
-    with RouterHarness(backend=backend, **options) as kv:
+def _serve(backend, case):
+    sizes = {"num_gpu_blocks": NUM_GPU_BLOCKS, "block_size": BLOCK_SIZE, "enable_prefix_caching": case.caching}
+    with RouterHarness(backend=backend, engine={**sizes, **case.engine}, judge_unpublished=True) as kv:
         engine = kv.engine()
-        for _ in range(200):
-            prefix = start if shared else [random.randrange(2**32) for _ in range(500)]
-            engine.submit([*prefix, *(random.randrange(2**32) for _ in range(500))], 100)
+        for request in make_scheduler_requests(case, Random(0)):
+            engine.submit(*request)
         report = engine.run()
-    assert len(report.completed) == 200
+    assert len(report.completed) == NUM_REQUESTS
 
 
 def scheduler_matrix():
     """All cases of the scheduler matrix over the eviction backends, with verdict."""
 
     def all_cases():
-        for backend, case in product(BACKENDS, CASES):
-            _serve(backend, *case)
+        for backend, case in product(BACKENDS, SCHEDULER_CASES):
+            _serve(backend, case)
 
     seconds = cpu_seconds(all_cases)
     met = seconds <= MATRIX_SECONDS

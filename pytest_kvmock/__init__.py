@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.events import RouterEvent as RouterEvent
     from pytest_kvmock.events import StorageTier as StorageTier
     from pytest_kvmock.events import Stored as Stored
-    from pytest_kvmock.fleet.mock_engine import EngineStalled as EngineStalled
+    from pytest_kvmock.fleet.engine_state import EngineStalled as EngineStalled
     from pytest_kvmock.fleet.mock_engine import MockEngine as MockEngine
     from pytest_kvmock.fleet.replay import replay as replay
     from pytest_kvmock.fleet.scheduler_cases import SchedulerCase as SchedulerCase
@@ -66,7 +66,7 @@ _HOME = {
     "CapturingSink": "sinks",
     "Cleared": "events",
     "EngineProfile": "backends",
-    "EngineStalled": "fleet.mock_engine",
+    "EngineStalled": "fleet.engine_state",
     "EventLog": "hygiene.log",
     "EvictionPolicy": "cache.dynamo.eviction.policy",
     "Faults": "harness.faults",

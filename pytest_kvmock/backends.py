@@ -335,7 +335,8 @@ class EngineProfile:
         num_blocks: capacity of one worker (of each rank), in blocks.
         workers: how many workers exist from the start, with ids from 0.
         dp_size: data-parallel ranks of each worker.
-        prefix_caching: False: nothing is reused and nothing is published, as in the real stack.
+        prefix_caching: False: nothing is reused and nothing is published, as in the real stack; but a `MockEngine` over
+            `mocker_sglang` reuses all the same, as the original's scheduler does.
         chunk: prefill in chunks of this many tokens; None: in one go.
         seed: seeds everything random, together with the test's name.
 

@@ -130,13 +130,15 @@ class MockEngineArgs:
         engine_type: "vllm" or "sglang": the scheduler.
         num_gpu_blocks: capacity of a rank in blocks, at least 1.
         block_size: tokens a block. 0, the default, becomes 64 for vllm; for sglang the page size, or 1.
-        max_num_seqs: most requests that run at once, at least 1; None: unlimited.
-        max_num_batched_tokens: most tokens that one pass computes, at least 1; None: unlimited.
-        enable_prefix_caching: False: nothing is reused.
-        enable_chunked_prefill: False: a prompt is computed in one pass or not at all.
+        max_num_seqs: most requests that run at once, at least 1; None: unlimited. For sglang without effect in 1.2.1.
+        max_num_batched_tokens: most tokens that one pass computes, at least 1; None: unlimited. vllm only.
+        enable_prefix_caching: False: nothing is published, and nothing is reused, but over `mocker_sglang`: its
+            scheduler ignores this field, as the original's does.
+        enable_chunked_prefill: False: a prompt is computed in one pass or not at all. vllm only.
         speedup_ratio: divides times, finite and at least 0; by 0 nothing is divided, as by 1.
         decode_speedup_ratio: finite and at least 0. Times of decode are divided by the product of both, if it is not 0.
-        dp_size: data-parallel ranks, at least 1.
+        dp_size: data-parallel ranks, at least 1. A `MockEngine` is one rank, whatever this says; a harness makes an
+            engine for each rank.
         startup_time: seconds, at least 0, or None. Inert.
         worker_type: "aggregated", "prefill" (charges no decode) or "decode" (charges no prefill, publishes nothing).
         planner_profile_data: path of an `.npz` profile (`InterpolatedModel.from_npz`); None: the polynomial model.
@@ -364,7 +366,7 @@ class MockEngineArgs:
         for name in additions:
             if name not in _OURS:
                 raise ValueError(unknown_text("addition", name, _OURS))
-        return cls(**_arguments({**values, **additions}))
+        return cls(**_arguments(_without_json_only({**values, **additions}), _JSON_ONLY))
 
     @classmethod
     def from_profile(
@@ -380,7 +382,7 @@ class MockEngineArgs:
             profile: an `EngineProfile`, or what has its fields.
             explicit: names of fields that the profile sets explicitly; by default those that differ from their default.
                 One that `engine` sets too must be equal; what else the profile has gives way to `engine`.
-            **engine: fields of the arguments, and the keys that Dynamo's JSON may have. A `block_size` of 0 is as none.
+            **engine: fields of the arguments. A `block_size` of 0 is as none.
 
         Raises:
             ValueError: a field contradicts one that the profile sets explicitly, is unknown, or out of range.
@@ -434,13 +436,17 @@ def set_fields(profile: object) -> set[str]:
     }
 
 
-def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by the names of their fields, from those and the other keys that Dynamo's JSON may have.
+def _arguments(values: Mapping[str, Any], more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return arguments by the names of their fields.
+
+    Args:
+        values: what was given, by name.
+        more: names that the user may write beside those of the fields.
 
     Raises:
-        ValueError: one is unknown, or is not built yet, or of a wrong type, or `is_prefill` and `is_decode` are both true.
+        ValueError: one is unknown, or is not built yet.
     """
-    known = (*_JSON_FIELDS, *_OURS, *_JSON_ONLY)
+    known = (*_JSON_FIELDS, *_OURS)
     arguments = dict(values)
     for name, value in values.items():
         if name in _TIERS:
@@ -448,7 +454,17 @@ def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"{name}={value!r:.80}: offload tiers are not built yet; leave it out")
             del arguments[name]
         elif name not in known:
-            raise ValueError(unknown_text("field of the engine's arguments", name, known))
+            raise ValueError(unknown_text("field of the engine's arguments", name, (*known, *more)))
+    return arguments
+
+
+def _without_json_only(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what JSON says without the keys that are no fields; the older ones become `worker_type`.
+
+    Raises:
+        ValueError: one is of a wrong type, or `is_prefill` and `is_decode` are both true.
+    """
+    arguments = dict(values)
     for name in _JSON_ONLY:
         if not isinstance(arguments.get(name, False), bool):
             raise ValueError(f"{name} must be True or False, got {arguments[name]!r:.80}")  # noqa: TRY004 - one error

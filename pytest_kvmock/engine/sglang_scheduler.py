@@ -49,8 +49,10 @@ DECAY_PASSES: Final = 600
 class SglangScheduler:
     """Schedules requests as Dynamo's mock of SGLang does.
 
-    `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect. A decode worker charges no
-    prefill; a prefill worker charges the decode of its one token, unlike the mock of vLLM.
+    `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect, nor has
+    `enable_prefix_caching` on what is computed: whether requests reuse is a matter of the cache, and that of Dynamo's
+    mock always lets them. A decode worker charges no prefill; a prefill worker charges the decode of its one token,
+    unlike the mock of vLLM.
 
     Args:
         driver: brings its requests to the cache.
@@ -116,8 +118,8 @@ class SglangScheduler:
         done = ForwardPass(now_ms)
         self._order()
         self._admit(done)
-        self._charge_prefill(done)
         self._start(done)
+        self._charge_prefill(done)
         lengths = [len(request) for request in self._running]
         if not self._newer:  # before anybody is retracted
             self._charge_decode(done, lengths)
@@ -228,7 +230,6 @@ class SglangScheduler:
 
     def _charge_decode(self, done: ForwardPass, lengths: list[int]) -> None:
         done.active_blocks = self._driver.manager.num_active_blocks
-        done.decode_lengths = lengths
         if not lengths:
             return
         done.decode_ms = self._decode_ms(sum(lengths), len(lengths))
@@ -269,6 +270,8 @@ class SglangScheduler:
         running, driver = self._running, self._driver
         if not running:
             return
+        prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
+        done.decode_lengths = [len(request) for request in running if request not in prefilled]
         room = driver.make_room([request.state for request in running])
         if self._newer:
             if not room:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.engine.performance import PolynomialModel
@@ -85,12 +84,12 @@ class VllmScheduler:
         self._waiting.append(request)
 
     def abort(self, request: ScheduledRequest) -> None:
-        """Forget an open request, and free what it holds."""
+        """Forget an open request, and free what it holds: one that waits may have got a part of its blocks."""
         if request.status == "running":
             self._running.remove(request)
-            self._driver.release(request.state)
         else:
             self._waiting.remove(request)
+        self._driver.release(request.state)
         request.status = "aborted"
 
     # ---------------------------------------------------------------------------------------------- one pass
@@ -239,8 +238,7 @@ class VllmScheduler:
         if not count:
             return now_ms, 0
         running = self._running
-        ends = self._decode_ends(now_ms, count)
-        del ends[1 + bisect_left(ends, until_ms) :]  # the first starts now; another, when the one before it ends
+        ends = self._decode_ends(now_ms, until_ms, count)
         count = len(ends)
         for request in running:
             self._driver.generate_quietly(request.state, request.next_tokens(count))
@@ -270,19 +268,23 @@ class VllmScheduler:
                 return 0
         return count or 0
 
-    def _decode_ends(self, now_ms: float, count: int) -> list[float]:
-        """When so many passes end that only decode."""
+    def _decode_ends(self, now_ms: float, until_ms: float, count: int) -> list[float]:
+        """When so many passes end that only decode; of those only that start before a moment."""
         manager, running, model = self._driver.manager, self._running, self._performance
         size = manager.block_size
         active, total = manager.num_active_blocks * size, manager.max_capacity * size
         mean = sum(map(len, running)) // len(running)
         # This one does not look at the mean length, which grows by a token a pass.
         if isinstance(model, PolynomialModel):
-            return moments(now_ms, rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup), count)
-        steps = [rounded_ms(model.decode_ms(active, total, mean + i), self._decode_speedup) for i in range(count)]
-        ends = accumulate(steps, initial=now_ms)
-        next(ends)
-        return list(ends)
+            step = rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup)
+            ends = moments(now_ms, step, count)
+            del ends[1 + bisect_left(ends, until_ms) :]  # the first starts now; another, when the one before it ends
+            return ends
+        ends, end = [], now_ms
+        while len(ends) < count and end < until_ms:
+            end += rounded_ms(model.decode_ms(active, total, mean + len(ends)), self._decode_speedup)
+            ends.append(end)
+        return ends
 
     # ------------------------------------------------------------------------------------------------ decode
 
@@ -296,10 +298,11 @@ class VllmScheduler:
             if request.computed_tokens >= length and generated < request.max_output_tokens:
                 ready.append(request)
                 lengths.append(length)
-        manager = driver.manager
-        done.active_blocks = manager.num_active_blocks
+        done.active_blocks = driver.manager.num_active_blocks
         if not ready:
             return
+        # Before anything is generated: a model of a user's own may raise.
+        decode_ms = self._decode_ms(lengths) if self._decodes else 0.0
         for request in ready:
             if request.status != "running":  # preempted for one before it
                 continue
@@ -320,13 +323,17 @@ class VllmScheduler:
                     running.remove(request)
                     request.status = "finished"
                     done.finished.append(request)
-        if self._decodes and done.generated:
-            size = manager.block_size
-            ms = self._performance.decode_ms(
-                done.active_blocks * size, manager.max_capacity * size, sum(lengths) // len(lengths)
-            )
-            done.decode_ms = rounded_ms(ms, self._decode_speedup)
+        if done.generated:
+            done.decode_ms = decode_ms
         prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
         done.decode_lengths = [
             length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
         ]
+
+    def _decode_ms(self, lengths: list[int]) -> float:
+        manager = self._driver.manager
+        size = manager.block_size
+        active, total = self._pass.active_blocks * size, manager.max_capacity * size
+        return rounded_ms(
+            self._performance.decode_ms(active, total, sum(lengths) // len(lengths)), self._decode_speedup
+        )

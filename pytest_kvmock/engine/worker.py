@@ -455,6 +455,10 @@ class KvWorker:
             self.manager.sink = self._watch
         return cast("SchedulerDriver", self._driver)
 
+    def detach(self) -> None:
+        """Take back `attach`: no engine uses this worker."""
+        self._engine = None
+
     @property
     def is_watched(self) -> bool:
         """Whether somebody is given the events that it would publish and does not."""

@@ -6,7 +6,8 @@ from pytest_kvmock.engine.nested_args import ReasoningConfig, SglangArgs
 from pytest_kvmock.engine.performance import CallableModel, InterpolatedModel, PerformanceModel, PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
 from pytest_kvmock.fleet.engine_request import EngineRequest
-from pytest_kvmock.fleet.mock_engine import EngineMetrics, EngineStalled, MockEngine
+from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled
+from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.fleet.replay import replay
 from pytest_kvmock.fleet.report import EngineReport, ReplayReport
 from pytest_kvmock.fleet.scheduler_cases import (

@@ -90,10 +90,17 @@ class Arrivals:
         concurrency: how many are open at once; None: they arrive by their timestamps.
         speedup: by what times are divided.
         sessions_keep_place: whether a session counts as open until its last request is done (1.3.1).
+        start_ms: when the first request arrives.
     """
 
     def __init__(
-        self, turns: Iterable[Turn], concurrency: int | None, speedup: float, *, sessions_keep_place: bool
+        self,
+        turns: Iterable[Turn],
+        concurrency: int | None,
+        speedup: float,
+        *,
+        sessions_keep_place: bool,
+        start_ms: float = 0.0,
     ) -> None:
         self._limit = concurrency
         self._sessions_keep_place = sessions_keep_place
@@ -103,12 +110,13 @@ class Arrivals:
         self._timed: list[tuple[float, int, Turn]] = []
         self._placeless: list[tuple[float, int, Turn]] = []
         firsts = link_sessions(turns, speedup)
-        begin_ms = min(turn.timestamp_ms for turn in firsts)
+        first_ms = min(turn.timestamp_ms for turn in firsts)
         for turn in firsts:
             if concurrency is None:
-                heappush(self._timed, ((turn.timestamp_ms - begin_ms) / speedup, turn.session, turn))
+                moment = start_ms + (turn.timestamp_ms - first_ms) / speedup
+                heappush(self._timed, (moment, turn.session, turn))
             else:
-                heappush(self._placeless, (0.0, turn.session, turn))
+                heappush(self._placeless, (start_ms, turn.session, turn))
 
     @property
     def _has_place(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
@@ -16,10 +15,11 @@ from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.driver import RadixSchedulerDriver, ReservingDriver, SchedulerDriver
-from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
+from pytest_kvmock.engine.scheduler import ForwardPass
 from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
-from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks
+from pytest_kvmock.engine.worker import KvWorker, RequestError
 from pytest_kvmock.fleet.engine_request import EngineRequest
+from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled, RequestTooLarge
 from pytest_kvmock.fleet.report import EngineReport
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -35,81 +35,13 @@ MOST_IDLE_PASSES: Final = 1024
 """Passes without progress after which an engine is stalled: as many as Dynamo's replay of 1.3.1 allows."""
 
 
-class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOfBlocks
-    """An engine that can never make progress: its requests wait for blocks, or for a budget, that never come.
-
-    Attributes:
-        now_ms: when, in virtual milliseconds.
-        running: the requests that run.
-        waiting: the requests that wait.
-        passes: how many passes made no progress; 0 where it takes other engines to make progress, and they do not.
-    """
-
-    def __init__(
-        self, now_ms: float, running: tuple[ScheduledRequest, ...], waiting: tuple[ScheduledRequest, ...], passes: int
-    ) -> None:
-        super().__init__(now_ms, running, waiting, passes)
-        self.now_ms = now_ms
-        self.running = running
-        self.waiting = waiting
-        self.passes = passes
-
-    def __str__(self) -> str:
-        first = f"; first in the queue: {self.waiting[0]!r}" if self.waiting else ""
-        tried = (
-            f"{self.passes} passes up to {self.now_ms:g} ms generated no token"
-            if self.passes
-            else (f"at {self.now_ms:g} ms nothing is left that could free blocks")
-        )
-        return (
-            f"the engine makes no progress: {tried}, with "
-            f"{len(self.running)} requests running and {len(self.waiting)} waiting{first}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineMetrics:
-    """What an engine is doing now.
-
-    Attributes:
-        running: requests that run.
-        waiting: requests that arrived and wait, those preempted included.
-        arriving: requests that have not arrived yet.
-        active_blocks: blocks in use.
-        total_blocks: blocks that it has.
-        preemptions: how often a request was preempted.
-    """
-
-    running: int
-    waiting: int
-    arriving: int
-    active_blocks: int
-    total_blocks: int
-    preemptions: int
-
-    @property
-    def cache_usage(self) -> float:
-        """Share of the blocks that are in use, from 0 to 1."""
-        return self.active_blocks / self.total_blocks
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it by the keys of Dynamo's worker metrics."""
-        return {
-            "active_decode_blocks": self.active_blocks,
-            "gpu_cache_usage_perc": self.cache_usage,
-            "total_blocks": self.total_blocks,
-            "num_running_reqs": self.running,
-            "num_waiting_reqs": self.waiting,
-            "num_preemptions": self.preemptions,
-        }
-
-
 class MockEngine:
     """One engine in virtual time: a worker, its scheduler and a clock that only passes move.
 
     Args:
-        args: what it is; by default Dynamo's mocker as it starts.
-        backend: name or spec of its block manager, where no worker is given.
+        args: what it is; by default Dynamo's mocker as it starts. It is one rank, whatever `dp_size` says.
+        backend: name or spec of its block manager, where no worker is given; by default "lineage", or "mocker_sglang" for
+            `engine_type="sglang"`.
         sink: where its events are published, where no worker is given.
         seed: seed of generated tokens and of the names of partial blocks.
         worker: the worker whose manager and requests it uses; its sizes must be those of `args`.
@@ -128,21 +60,27 @@ class MockEngine:
         self,
         args: MockEngineArgs | None = None,
         *,
-        backend: str | BackendSpec = "lineage",
+        backend: str | BackendSpec | None = None,
         sink: Sink | None = None,
         seed: int = 0,
         worker: KvWorker | None = None,
     ) -> None:
-        self.args = args = args or MockEngineArgs()
+        args = MockEngineArgs() if args is None else args
+        if not isinstance(args, MockEngineArgs):
+            raise ValueError(f"args must be MockEngineArgs, got {args!r:.80}")  # noqa: TRY004 - one error
+        if worker is not None and not isinstance(worker, KvWorker):
+            raise ValueError(f"worker must be a KvWorker, or None, got {worker!r:.80}")
+        self.args = args
         self._rng = Random(seed)  # noqa: S311 - mock data
-        self.worker = worker or _make_worker(args, backend_spec(backend), sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
+        spec = backend_spec(backend or ("mocker_sglang" if args.engine_type == "sglang" else "lineage"))
+        self.worker = worker or _make_worker(args, spec, sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
         self._check_worker()
         self.now_ms = 0.0
         self.requests: list[EngineRequest] = []
         self.passes = 0
         self._listeners: list[Callable[[ForwardPass], None]] = []
         self._arriving: deque[EngineRequest] = deque()
-        self._last_arrival = 0.0
+        self._last_delivered = 0.0  # the arrival of the last request that has arrived
         self._preemptions = 0
         self._idle_passes = 0
         self._under_way: ForwardPass | None = None
@@ -154,7 +92,11 @@ class MockEngine:
     def _begin(self) -> None:
         """Make the scheduler, over the worker's driver of now."""
         self._driver = self.worker.attach(self, publishes=self.args.needs_kv_publisher)
-        self.scheduler: Scheduler = _make_scheduler(self.args, self._driver)
+        try:
+            self.scheduler: Scheduler = _make_scheduler(self.args, self._driver)
+        except ValueError:
+            self.worker.detach()
+            raise
 
     def _check_worker(self) -> None:
         """Compare the worker's sizes and the arguments.
@@ -172,9 +114,10 @@ class MockEngine:
                 raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
 
     def restarted(self) -> None:
-        """Begin anew, as the worker did: nothing runs, waits or arrives; the time stays."""
+        """Begin anew, as the worker did: nothing runs, waits or arrives. Time, requests, passes and preemptions stay."""
         self._arriving.clear()
         self._under_way = None
+        self._last_delivered = min(self._last_delivered, self.now_ms)
         self._idle_passes = 0
         self._begin()
 
@@ -235,7 +178,8 @@ class MockEngine:
             priority: larger is served first, where the engine's policy has priorities.
 
         Raises:
-            OutOfBlocks: prompt and output can never fit, however empty the engine is.
+            OutOfBlocks: prompt and output can never fit, however empty the engine is. (SGLang's scheduler needs a little
+                more than they are; what it can never admit ends in `EngineStalled`.)
             ValueError: an argument out of range; nothing has changed.
         """
         prompt = Prompt.of(prompt)
@@ -244,10 +188,10 @@ class MockEngine:
         self._check_priority(priority)
         self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival, priority or 0)
-        self._last_arrival = arrival
         if arrival > self.now_ms:
             self._arriving.append(request)
         else:
+            self._last_delivered = arrival
             self.scheduler.submit(request)
         return request
 
@@ -350,17 +294,19 @@ class MockEngine:
 
     def _check_size(self, prompt: Prompt, max_output_tokens: int) -> None:
         size, blocks = self.args.block_size, self.args.num_gpu_blocks
-        needed = -(-(prompt.length(size) + max_output_tokens) // size)
+        asked = prompt.length(size)
+        needed = -(-(asked + max_output_tokens) // size)
         if needed > blocks:
-            raise OutOfBlocks(needed, blocks)
+            raise RequestTooLarge(needed, blocks, f"a request of {asked} + {max_output_tokens} tokens", repr(self))
 
     def _check_arrival(self, arrival_ms: float | None) -> float:
+        last = self._arriving[-1].arrival_ms if self._arriving else self._last_delivered
         if arrival_ms is None:
-            return max(self.now_ms, self._last_arrival)
+            return max(self.now_ms, last)
         check_number("arrival_ms", arrival_ms, unit=" (milliseconds)")
-        if arrival_ms < self._last_arrival:
+        if arrival_ms < last:
             raise ValueError(
-                f"arrival_ms must be at least {self._last_arrival!r}, the arrival of the request before it, got "
+                f"arrival_ms must be at least {last!r}, the arrival of the request before it, got "
                 f"{arrival_ms!r}: requests are submitted in the order of their arrival"
             )
         return float(arrival_ms)
@@ -374,26 +320,46 @@ class MockEngine:
             raise ValueError(f"priority is for engines whose policy has priorities (backend sglang); this is {self!r}")
 
     def abort(self, request: EngineRequest) -> None:
-        """Take an open request out of scheduler and worker; `EngineRequest.abort` calls it."""
+        """Take an open request out of scheduler and worker; `EngineRequest.abort` calls it.
+
+        Raises:
+            RequestError: it is no open request of this engine.
+        """
+        if not request.is_open or request not in self.worker.requests:
+            raise RequestError(f"abort of {request!r}, which is no open request of {self!r}")
+        self._drop(request)
+        self.worker.requests.remove(request)
+
+    def _drop(self, request: EngineRequest) -> None:
+        """Take a request out of the queues, and free what it holds."""
         if request in self._arriving:
             self._arriving.remove(request)
         else:
             with self.worker.serving_requests():
-                self.scheduler.abort(request)
-        request.status = "aborted"
-        self.worker.requests.remove(request)
+                if request in self.scheduler.running or request in self.scheduler.waiting:
+                    self.scheduler.abort(request)
+                else:  # its prompt is computed by another engine, or for one
+                    self._driver.release(request.state)
+        if request.is_open:
+            request.status = "aborted"
 
     def close(self) -> None:
-        """Drop the engine: abort each open request, the newest first; all blocks are free, and full ones stay cached.
+        """Drop the engine: abort each open request; all its blocks are free, and full ones stay cached.
 
         Events that are held for the end of a pass are published. Its worker stays, and so do time, `requests` and
         `report`. To leave the engine as a context manager does this.
         """
         self._under_way = None
         self.worker.release_events()
-        still_open = [*self.scheduler.running, *self.scheduler.waiting, *self._arriving]
-        for request in reversed(still_open):
-            self.abort(cast("EngineRequest", request))  # it was given no other
+        # Each stands at the end of its queue where it is looked for, or at the beginning: there may be thousands.
+        order = (*self._arriving, *self.scheduler.waiting, *reversed(self.scheduler.running))
+        own = [each for each in self.worker.requests if isinstance(each, EngineRequest)]
+        requests = dict.fromkeys((*(cast("EngineRequest", each) for each in order), *own))
+        for request in requests:
+            self._drop(request)
+        self.worker.requests[:] = [each for each in self.worker.requests if each not in requests]
+        if isinstance(self.scheduler, VllmScheduler):
+            self.scheduler.holds_back_prompts = False
         self._idle_passes = 0
 
     def __enter__(self) -> Self:
@@ -427,14 +393,14 @@ class MockEngine:
         """Run passes until no request is open, or until a moment.
 
         Args:
-            until_ms: no pass is started at or after it; the engine's time is then at least that. None: to the end.
+            until_ms: no pass is started at or after it; the engine's time is then at least that. A pass that began
+                before may end after it, so it may be in the past: nothing happens then. None: to the end.
 
         Raises:
             EngineStalled: its requests can never make progress.
-            ValueError: `until_ms` is no number, or before the engine's time.
+            ValueError: `until_ms` is no finite number of at least 0.
         """
-        if until_ms is not None:
-            check_number("until_ms", until_ms, self.now_ms, unit=" (milliseconds; the engine's time)")
+        self._check_until(until_ms)
         until = math.inf if until_ms is None else until_ms
         while not self.is_idle and self.now_ms < until:
             if not self.has_work and self._arriving[0].arrival_ms >= until:
@@ -445,6 +411,10 @@ class MockEngine:
         if until_ms is not None:
             self.now_ms = max(self.now_ms, until_ms)
         return self.report
+
+    def _check_until(self, until_ms: float | None) -> None:
+        if until_ms is not None:
+            check_number("until_ms", until_ms, unit=" (milliseconds)")
 
     def fast_forward(self, now_ms: float, until_ms: float) -> float:
         """Run passes that only decode in one go, while each starts before a moment; see `Scheduler.fast_forward`.
@@ -465,16 +435,26 @@ class MockEngine:
         """Run the next pass from this moment, without the end of it: for who drives several engines on one clock.
 
         What the pass computes is there at once; events that are visible at its end are held until `finish_pass`.
+
+        Raises:
+            RequestError: a pass is under way.
         """
+        if self._under_way is not None:
+            raise RequestError(f"start_pass while a pass of {self!r} is under way; finish_pass ends it")
         self.now_ms = now_ms
         arriving = self._arriving
         while arriving and arriving[0].arrival_ms <= now_ms:
+            self._last_delivered = arriving[0].arrival_ms
             self.scheduler.submit(arriving.popleft())
         worker = self.worker
         if self.args.events_visible_at == "pass_end":
             worker.hold_events()
-        with worker.serving_requests():
-            done = self.scheduler.execute_pass(now_ms)
+        try:
+            with worker.serving_requests():
+                done = self.scheduler.execute_pass(now_ms)
+        except BaseException:  # of a performance model of a user's own; what was computed by then stays
+            worker.release_events()
+            raise
         for request in done.finished:
             if not request.keeps_blocks:
                 worker.requests.remove(cast("EngineRequest", request))  # it was given no other
@@ -491,9 +471,11 @@ class MockEngine:
 
         Raises:
             EngineStalled: its requests can never make progress.
+            RequestError: no pass is under way.
         """
         done = self._under_way
-        assert done is not None, "no pass is under way"
+        if done is None:
+            raise RequestError(f"finish_pass while no pass of {self!r} is under way; start_pass starts one")
         self._under_way = None
         self.now_ms = done.end_ms
         self.worker.release_events()
@@ -514,9 +496,12 @@ class MockEngine:
             return
         scheduler = self.scheduler
         # A long prompt may need many passes, in small parts, before its first token.
-        budget = self.args.max_num_batched_tokens or math.inf
+        args = self.args
+        budget = (
+            args.sglang_options.chunked_prefill_size if args.engine_type == "sglang" else args.max_num_batched_tokens
+        )
         open_tokens = sum(len(request) for request in (*scheduler.running, *scheduler.waiting))
-        if self._idle_passes > MOST_IDLE_PASSES + 2 * open_tokens / budget:
+        if self._idle_passes > MOST_IDLE_PASSES + 2 * open_tokens / (budget or math.inf):
             raise EngineStalled(done.end_ms, tuple(scheduler.running), tuple(scheduler.waiting), self._idle_passes)
 
 

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_kvmock.checks import check_integer
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
+from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.handoff import Handoff, Handoffs, ReservingHandoffs
-from pytest_kvmock.fleet.mock_engine import EngineStalled
+from pytest_kvmock.fleet.replay_checks import check_engines, check_settings, check_sizes, engines_of, turns_of
 from pytest_kvmock.fleet.report import ReplayReport
-from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
 def replay(
     requests: Iterable[TraceRequest],
-    engines: Sequence[MockEngine],
-    prefill: Sequence[MockEngine] = (),
+    engines: Iterable[MockEngine],
+    prefill: Iterable[MockEngine] = (),
     concurrency: int | None = None,
     arrival_speedup: float = 1.0,
     *,
@@ -42,71 +41,47 @@ def replay(
 ) -> ReplayReport:
     """Replay a trace on engines that share one clock, as Dynamo's offline replay does.
 
+    The clock starts at the time of the engine that is furthest, 0 where all are new; all times of the report are on it.
+
+    With `prefill`, in the semantics of 1.3.1, decode engines must be of `engine_type` "vllm" over a backend that takes
+    moves (such as lineage): vllm, sglang and mocker_sglang are refused there. In those of 1.2.1 any engine takes part.
+
+    A harness does not record what is replayed on its engines: where such a test fails, the reproduction is cut down from
+    the events alone.
+
     Args:
-        requests: what arrives, by timestamp in an open loop (the first at 0), in this order in a closed one.
-        engines: they take requests in turn.
-        prefill: engines that compute prompts, in turn; a request then moves to one of `engines`, which must be decode
-            engines, over a link (`kv_bytes_per_token`, `kv_transfer_bandwidth`).
+        requests: what arrives, by timestamp in an open loop (the first at once), in this order in a closed one. Each has
+            at least one token of prompt and one of output, and finite times; timestamps of a session do not fall, where
+            they stand for a delay.
+        engines: they take requests in turn; all idle, of one block size and semantics. With `prefill` they must be of
+            `worker_type` "decode", else "aggregated".
+        prefill: engines of `worker_type` "prefill", that compute prompts, in turn; a request then moves to one of
+            `engines` over a link (`kv_bytes_per_token`, `kv_transfer_bandwidth`).
         concurrency: how many requests are open at once, whatever their timestamps; None: they arrive by those.
         arrival_speedup: by what arrival times and delays are divided; above 0.
         trace_block_size: tokens for each hash id; a prompt has then the tokens of Dynamo's loader, each id repeated
             so often. None: an id is the local hash of a block of the engines' size, and prompts have no tokens.
 
     Raises:
-        EngineStalled: an engine can never make progress.
-        OutOfBlocks: a request can never fit, and the engine does not reject it; see `MockEngine.dispatch`.
-        ValueError: an argument is not what it must be; nothing has happened.
+        EngineStalled: an engine can never make progress. Requests stay open then: `MockEngine.close` drops them.
+        OutOfBlocks: a request can never fit one of the engines, which does not reject it (see `MockEngine.dispatch`);
+            nothing has happened.
+        TypeError: an argument, or something in it, is not of its type; nothing has happened.
+        ValueError: an argument, or a field of a request, is out of range; nothing has happened.
     """
-    _check(engines, prefill, concurrency, arrival_speedup, trace_block_size)
-    block_size = engines[0].args.block_size
-    turns = [Turn(request, _prompt(request, trace_block_size, block_size)) for request in requests]
-    if not turns:
-        raise ValueError("replay: there is no request")
+    engines, prefill = engines_of("engines", engines), engines_of("prefill", prefill)
+    check_engines(engines, prefill)
+    check_settings(concurrency, arrival_speedup, trace_block_size)
+    turns = turns_of(requests, trace_block_size, engines[0].args.block_size)
+    check_sizes(turns, engines, prefill)
     later = engines[0].args.scheduler_semantics == "1.3.1"
-    arrivals = Arrivals(turns, concurrency, arrival_speedup, sessions_keep_place=later)
+    start_ms = float(max(engine.now_ms for engine in (*prefill, *engines)))
+    arrivals = Arrivals(turns, concurrency, arrival_speedup, sessions_keep_place=later, start_ms=start_ms)
     # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before; but that of
     # 1.2.1 serves an engine of type "sglang" as if there were several.
     only_between_passes = concurrency is not None and len(engines) == 1 and not prefill
     only_between_passes &= later or engines[0].args.engine_type == "vllm"
-    return _Replay(engines, prefill, arrivals, only_between_passes=only_between_passes).run()
-
-
-def _check(
-    engines: Sequence[MockEngine],
-    prefill: Sequence[MockEngine],
-    concurrency: int | None,
-    arrival_speedup: float,
-    trace_block_size: int | None,
-) -> None:
-    if not engines:
-        raise ValueError("replay: engines must be at least one, got none")
-    everyone = [*prefill, *engines]
-    if len(set(map(id, everyone))) < len(everyone):
-        raise ValueError("replay: an engine is given twice; each takes part once")
-    for engine in everyone:
-        if not engine.is_idle or engine.is_in_pass:
-            raise ValueError(f"replay: {engine!r} has open requests; engines must be idle")
-    for name, wanted, group in (("prefill", "prefill", prefill), ("engines", "decode", engines if prefill else ())):
-        for engine in group:
-            if engine.args.worker_type != wanted:
-                raise ValueError(f"replay: {name} must have worker_type={wanted!r}, got {engine.args.worker_type!r}")
-    for field in ("block_size", "scheduler_semantics"):
-        if len(values := {getattr(engine.args, field): None for engine in everyone}) > 1:
-            raise ValueError(f"replay: all engines must have one {field}, got {', '.join(map(repr, values))}")
-    if concurrency is not None:
-        check_integer("replay: concurrency", concurrency, 1, ", or None")
-    if trace_block_size is not None:
-        check_integer("replay: trace_block_size", trace_block_size, 1, " (tokens), or None")
-    is_number = isinstance(arrival_speedup, int | float) and not isinstance(arrival_speedup, bool)
-    if not is_number or not 0 < arrival_speedup < math.inf:
-        raise ValueError(f"replay: arrival_speedup must be a finite number above 0, got {arrival_speedup!r:.80}")
-
-
-def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int) -> Prompt:
-    if trace_block_size is None:
-        return request.prompt(block_size)
-    tokens = [hash_id & 0xFFFFFFFF for hash_id in request.hash_ids for _ in range(trace_block_size)]
-    return Prompt(tokens[: request.input_length])
+    return _Replay(engines, prefill, arrivals, start_ms, only_between_passes=only_between_passes).run()
 
 
 class _Replay:
@@ -116,6 +91,7 @@ class _Replay:
         engines: those that generate tokens.
         prefill: those that compute prompts for them; may be empty.
         arrivals: decides when which request arrives.
+        start_ms: when the clock starts.
         only_between_passes: whether requests arrive only when no pass is under way.
     """
 
@@ -124,6 +100,7 @@ class _Replay:
         engines: Sequence[MockEngine],
         prefill: Sequence[MockEngine],
         arrivals: Arrivals,
+        start_ms: float,
         *,
         only_between_passes: bool,
     ) -> None:
@@ -133,7 +110,7 @@ class _Replay:
         self._passes_before = sum(engine.passes for engine in self._everyone)
         self._arrivals = arrivals
         self._only_between_passes = only_between_passes
-        self._now = 0.0
+        self._now = start_ms
         self._busy: dict[MockEngine, float] = {}
         # Engines that could do nothing, and to which nothing has happened since.
         self._blocked: set[MockEngine] = set()

@@ -17,9 +17,9 @@ _PERCENTILES: Final = (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.9
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What was served, from the first arrival on.
+    """What was served.
 
-    All sums are over the requests that completed. A percentile is the value at `round((n - 1) * q)` of the n sorted
+    All times are on the clock of the engines. All sums are over the requests that completed. A percentile is the value at `round((n - 1) * q)` of the n sorted
     ones (half up), a standard deviation that of the population; without a value both are 0 (Dynamo's replay).
 
     Attributes:
@@ -47,7 +47,7 @@ class EngineReport:
 
     @property
     def duration_ms(self) -> float:
-        """From the first arrival to the last token; 0 where there was none."""
+        """From the first arrival to the last token, both of requests that completed; 0 where none did."""
         ends = [request.token_ms[-1] for request in self.completed if request.token_ms]
         return max(ends) - min(request.arrival_ms for request in self.completed) if ends else 0.0
 
@@ -123,7 +123,8 @@ class ReplayReport(EngineReport):
         passes: how many forward passes were run, by all engines together.
         served_by: for each request, the position of the engine that generates its tokens; None where a prefill engine
             rejected it.
-        handoffs: of each request that a prefill engine handed over, what the report of 1.3.1 says about that.
+        handoffs: of each request that a prefill engine handed over, what the report of 1.3.1 says about that; 1.3.1
+            only, in the semantics of 1.2.1 it is empty.
     """
 
     served_by: Sequence[int | None] = ()

@@ -43,11 +43,12 @@ class EngineComparison:
     def _residents(self, workers: Iterable[KvWorker]) -> Residents:
         """The sources of resident blocks: callables, and workers, with the device and each tier that is known of them.
 
-        A worker that has never published, and holds nothing, is only a name for events made by hand.
+        A worker that has never published, and holds nothing, is only a name for events made by hand. One that does not
+        publish any more, as it became a decode engine, is not compared.
         """
         sources = [(key, tier, resident) for (key, tier), resident in self._resident.items()]
         for worker in workers:
-            if worker.has_published or worker.is_watched or (worker.publishes and worker.manager.resident()):
+            if worker.is_watched or (worker.publishes and (worker.has_published or worker.manager.resident())):
                 key = (worker.worker_id, worker.dp_rank)
                 sources.append((key, StorageTier.DEVICE, worker.manager.resident))
                 tiers = self._judge.ledger.stream(key).tier_blocks

@@ -74,14 +74,14 @@ class HarnessEngine(MockEngine):
 
     def run(self, until_ms: float | None = None) -> EngineReport:
         """As `MockEngine.run`."""
+        self._check_until(until_ms)
         self._recording.operate(Run, until_ms, *self._key)
         return super().run(until_ms)
 
-    def abort(self, request: EngineRequest) -> None:
-        """As `MockEngine.abort`."""
+    def _drop(self, request: EngineRequest) -> None:
         if request in self._numbers:  # one that `dispatch` was given is recorded by nobody
             self._recording.operate(Abort, self._numbers[request])
-        super().abort(request)
+        super()._drop(request)
 
 
 def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, Any]) -> MockEngineArgs:
@@ -93,6 +93,13 @@ def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, 
     """
     fields = {"engine_type": spec.scheduler, **fields}
     return MockEngineArgs.from_profile(profile, explicit=_SIZES, **fields)
+
+
+def differences(has: MockEngineArgs, asked: MockEngineArgs) -> str:
+    """Return "max_num_seqs is 256, asked for 3"."""
+    names = [each.name for each in dataclasses.fields(has) if each.compare]
+    differ = [name for name in names if getattr(has, name) != getattr(asked, name)]
+    return ", ".join(f"{name} is {getattr(has, name)!r}, asked for {getattr(asked, name)!r}" for name in differ)
 
 
 _SIZES: Final = ("num_blocks", "block_size", "prefix_caching", "dp_size", "chunk")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from pytest_kvmock.engine.worker import KvWorker, OpenRequest
+from pytest_kvmock.engine.worker import KvWorker, OpenRequest, Request
 from pytest_kvmock.harness.index_comparison import QueuedEvent
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
@@ -54,6 +54,8 @@ class Verdicts:
             shown = ", ".join(map(str, sizes[:8])) + (f" and {len(sizes) - 8} more" if len(sizes) > 8 else "")
             known = f"{len(requests)} request{'s are' if len(requests) > 1 else ' is'} open, with {shown} blocks"
             right = "a request is finished, or left by its with block, before the test ends"
+            if any(not isinstance(request, Request) for request in requests):  # of an engine
+                right = "an engine runs to its end, or aborts what is open (run, abort, close), before the test ends"
             key = (worker.worker_id, worker.dp_rank)
             self._log.note([Problem("leaked_requests", *key, known, right, position=self._log.total - 1)])
 

@@ -270,7 +270,7 @@ class Workers:
         Raises:
             ValueError: as `RouterHarness.engine`.
         """
-        from pytest_kvmock.harness.engines import HarnessEngine, WatchingSink, engine_args  # for those who use one
+        from pytest_kvmock.harness.engines import HarnessEngine, differences, engine_args  # for those who use one
 
         key = None if worker_id is None else self.key(worker_id, dp_rank)
         found = None if key is None else self._engines_of.get(key)
@@ -280,12 +280,12 @@ class Workers:
         wanted = engine_args(self._profile, spec, {**self._engine_fields, **fields}) if args is None else args
         if found is not None:
             if found.args != wanted:
-                raise ValueError(f"the engine of worker {worker_id} has other arguments already: {found.args!r}")
+                raise ValueError(
+                    f"the engine of worker {worker_id} exists already, with other arguments: {differences(found.args, wanted)}"
+                )
             return found
         worker = self.next_worker() if worker_id is None else self.worker(worker_id, dp_rank)
         assert isinstance(worker, HarnessWorker)
-        if self._judge_unpublished:
-            worker.watch(WatchingSink(self._judge, worker.worker_id))
         engine = HarnessEngine(wanted, worker, self._recording, self._profile.seed)
         self._engines_of[self.key(worker.worker_id, worker.dp_rank)] = engine
         self._recording.engines[worker.worker_id, worker.dp_rank] = wanted, worker.spec
@@ -363,6 +363,10 @@ class Workers:
             prefix_closed=spec.prefix_closed,
             chain=None if spec.chain is None else partial(spec.chain, worker.manager),
         )
+        if self._judge_unpublished:
+            from pytest_kvmock.harness.engines import WatchingSink  # for those who use it
+
+            worker.watch(WatchingSink(self._judge, worker_id))
         self._publisher.begun((worker_id, dp_rank))
         worker.begin()
         return worker

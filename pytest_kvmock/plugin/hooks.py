@@ -172,6 +172,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(line)
 
 
+def _refuse_outside_matrix(item: pytest.Item) -> None:
+    """Fail a test that has the marker of the scheduler matrix and was not run over it.
+
+    Methods of `unittest.TestCase` are not generated, and markers may come after collection.
+    """
+    from pytest_kvmock.plugin.case import fail_in_one_line, scheduler_case
+
+    try:
+        scheduler_case(item)
+    except ValueError as error:
+        fail_in_one_line(item, str(error))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Judge the events of the test when its body is over."""
@@ -179,6 +192,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     case = item.stash.get(CASE, None)
     if case is not None:
         case.harness.body_begins()
+    elif SCHEDULER_MATRIX in item.keywords and isinstance(item, pytest.Function):
+        _refuse_outside_matrix(item)  # nothing of ours was set up, so nobody has looked
     try:
         yield
     except BaseException as failure:

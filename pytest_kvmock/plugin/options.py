@@ -39,7 +39,7 @@ MARKERS: Final = (
     ),
     (
         f"{SCHEDULER_MATRIX}: run the test over the eight cases of Dynamo's scheduler matrix, on each of its backends; "
-        "it takes kv_engine, kv_scheduler_case and kv_scheduler_requests."
+        "it takes kv_engine or make_kv_engine, and may take kv_scheduler_case and kv_scheduler_requests."
     ),
 )
 

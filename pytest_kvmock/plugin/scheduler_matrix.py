@@ -21,6 +21,7 @@ from pytest_kvmock.plugin.options import SCHEDULER_MATRIX
 PARAMETER: Final = "_kvmock_scheduler_case"
 
 _PARAMETRISED: Final = f"{CASE_OF_MATRIX} gets its values from @pytest.mark.{SCHEDULER_MATRIX}; do not parametrise it"
+_ENGINES: Final = frozenset({"kv_engine", "make_kv_engine"})
 _SET_BY_CASE: Final = ("enable_prefix_caching", "enable_chunked_prefill")
 
 
@@ -30,11 +31,13 @@ def generate_cases(metafunc: pytest.Metafunc) -> None:
     Raises:
         pytest.Collector.CollectError: it is not one that can be run over them.
     """
-    definition = metafunc.definition
+    definition, names = metafunc.definition, metafunc.fixturenames
     has_marker = definition.get_closest_marker(SCHEDULER_MATRIX) is not None
     if is_parametrised_by_mark(definition, CASE_OF_MATRIX):
         wrong: str | None = _PARAMETRISED
-    elif has_marker and PARAMETER not in metafunc.fixturenames:
+    elif has_marker and (PARAMETER not in names or _ENGINES.isdisjoint(names)):
+        if not any(mark.name == SCHEDULER_MATRIX for mark in definition.own_markers):
+            return  # the marker of its class or module, which has no effect on a test that needs no engine
         wrong = f"{SCHEDULER_MATRIX} is for tests that take kv_engine or make_kv_engine; this one takes neither"
     else:
         wrong = _wrong_beside(definition) if has_marker else None
@@ -57,8 +60,10 @@ def _wrong_beside(item: pytest.Item) -> str | None:
     return None
 
 
-def case_of(item: pytest.Item) -> SchedulerCase:
+def case_of(item: pytest.Item) -> SchedulerCase | None:
     """Return the case that a test is, which has the marker, or parameters of its own in the place of the cases.
+
+    None: the marker is that of its class or module, and it needs no engine.
 
     Raises:
         ValueError: it was not parametrised, or by somebody else, or a marker came later that sets what its case sets.
@@ -79,6 +84,10 @@ def case_of(item: pytest.Item) -> SchedulerCase:
         why = (
             "pytest does not parametrise methods of unittest.TestCase; write it as a function, or in a class of no base"
         )
+    elif any(mark.name == SCHEDULER_MATRIX for mark in item.own_markers):
+        why = "it takes no kv_engine or make_kv_engine as an argument, or the marker came after collection"
+    elif _ENGINES.isdisjoint(getattr(item, "fixturenames", ())):
+        return None
     else:
-        why = "it takes no kv_engine as an argument, or the marker came after collection"
+        why = "the marker came after collection"
     raise ValueError(f"this test has {SCHEDULER_MATRIX} and cannot be run over its cases: {why}")

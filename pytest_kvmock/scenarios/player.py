@@ -12,7 +12,7 @@ from uuid import UUID
 from pytest_kvmock.checks import did_you_mean
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.fleet.mock_engine import EngineStalled
+from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.log import Expectation
 from pytest_kvmock.hygiene.report import problem_text

@@ -197,6 +197,15 @@ def test_older_keys_that_are_wrong_are_refused(given, message):
     assert message == refusal(MockEngineArgs.from_json, given)
 
 
+@pytest.mark.parametrize("name", ["is_prefill", "is_decode", "has_perf_model"])
+def test_keys_of_json_alone_are_unknown_elsewhere(name):
+    for call in (MockEngineArgs().replace, lambda **given: MockEngineArgs.from_profile(EngineProfile(), **given)):
+        message = refusal(call, **{name: True})
+        assert message.startswith(f"unknown field of the engine's arguments {name!r}")
+        assert name not in message.partition("known: ")[2]
+    assert name in refusal(MockEngineArgs.from_json, {"max_model_len": 5}).partition("known: ")[2]
+
+
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 NUMBER = "a finite number of at least 0"
@@ -592,9 +601,9 @@ def test_a_profile_may_be_any_object_with_these_fields():
     )
 
 
-def test_additions_and_older_keys_go_with_a_profile():
-    args = MockEngineArgs.from_profile(EngineProfile(), is_prefill=True, semantics="1.3.1", performance_model=(1, 2))
-    assert ("prefill", "1.3.1", CallableModel(1, 2)) == (args.worker_type, args.semantics, args.performance)
+def test_additions_go_with_a_profile():
+    args = MockEngineArgs.from_profile(EngineProfile(), semantics="1.3.1", performance_model=(1, 2))
+    assert ("1.3.1", CallableModel(1, 2)) == (args.semantics, args.performance)
 
 
 def test_the_path_of_a_profile_file_may_be_a_path(tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.fleet.mock_engine import EngineStalled, MockEngine
+from pytest_kvmock.fleet import EngineStalled, MockEngine
 from pytest_kvmock.sinks import CapturingSink
 
 SIZE = 4

@@ -13,8 +13,8 @@ def turn(name, timestamp=None, session=None, delay=None):
     return Turn(TraceRequest(timestamp, 1, 1, (name,), session, delay), Prompt([name]))
 
 
-def arrivals(turns, concurrency=None, speedup=1.0, *, sessions_keep_place=False):
-    return Arrivals(turns, concurrency, speedup, sessions_keep_place=sessions_keep_place)
+def arrivals(turns, concurrency=None, speedup=1.0, *, sessions_keep_place=False, **start):
+    return Arrivals(turns, concurrency, speedup, sessions_keep_place=sessions_keep_place, **start)
 
 
 def played(queue, serve_ms):
@@ -46,6 +46,15 @@ def played(queue, serve_ms):
 def test_requests_without_sessions(expected, timestamps, concurrency, speedup):
     turns = [turn(name, timestamp) for name, timestamp in enumerate(timestamps, 1)]
     assert expected == played(arrivals(turns, concurrency, speedup), 100)
+
+
+@pytest.mark.parametrize(
+    ("expected", "concurrency"), [([(1, 100), (2, 104)], None), ([(1, 100), (2, 200)], 1)], ids=["open", "closed"]
+)
+def test_the_first_arrives_when_the_clock_starts(expected, concurrency):
+    queue = arrivals([turn(1, 3), turn(2, 11)], concurrency, 2.0, start_ms=100.0)
+    assert 100.0 == queue.next_ms
+    assert expected == played(queue, 100)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Replays with prefill and decode engines, recorded from Dynamo's mocker 1.2.1 and 1.3.1, to the bit."""
 
+import re
+
 import pytest
 from recorded_replays import COLUMNS, check_summary, request_of, runs_of
 
 from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
 from pytest_kvmock.traces import TraceRequest
 
@@ -77,6 +80,45 @@ def test_a_prompt_that_its_destination_can_never_hold_is_rejected_and_the_others
     assert ["finished", "rejected", "finished"] == [request.status for request in report.requests]
     assert 86.072289 == pytest.approx(report.duration_ms)
     assert 0 == prefill.metrics.active_blocks
+
+
+@pytest.mark.parametrize(
+    ("decode_blocks", "ids", "output", "problem"),
+    [
+        (
+            8,
+            range(8),
+            2,
+            "requests[1] of 32 tokens and 2 of output can never fit: 9 blocks are needed",
+        ),
+        (200, range(100), 2, "requests[1] of 400 tokens and 1 of output can never fit: 101 blocks are needed"),
+    ],
+    ids=["engines", "prefill"],
+)
+def test_what_can_never_fit_leaves_all_engines_as_they_were(decode_blocks, ids, output, problem):
+    prefill, decode = pair(decode_blocks)
+    trace = [TraceRequest(0, 8, 2, (1, 2)), TraceRequest(1, 4 * len(ids), output, tuple(ids))]
+    with pytest.raises(OutOfBlocks, match=re.escape(problem)):
+        replay(trace, [decode], [prefill], trace_block_size=4)
+    for engine in (prefill, decode):
+        assert (0, 0, []) == (engine.passes, engine.metrics.active_blocks, engine.worker.requests)
+    assert ["finished"] == [each.status for each in replay(trace[:1], [decode], [prefill], trace_block_size=4).requests]
+
+
+def test_what_every_prefill_engine_rejects_need_not_fit_a_decode_engine():
+    prefill, decode = pair(102)
+    trace = [TraceRequest(0, 8, 2, (1, 2)), TraceRequest(1, 404, 50, tuple(range(101)))]
+    report = replay(trace, [decode], [prefill], trace_block_size=4)
+    assert [404] == [each.prompt_tokens for each in report.rejected]
+    assert [8] == [each.prompt_tokens for each in report.completed]
+
+
+def test_a_second_replay_goes_on_at_the_time_of_the_first():
+    prefill, decode = pair(100, kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
+    trace = [TraceRequest(0, 8, 2, (1, 2))]
+    first, second = (replay(trace, [decode], [prefill], trace_block_size=4).requests[0] for _ in range(2))
+    assert first.token_ms[-1] == second.arrival_ms
+    assert second.arrival_ms < second.admitted_ms + 1e-9 < second.token_ms[0]
 
 
 def test_an_engine_that_cannot_reserve_blocks_is_no_destination():

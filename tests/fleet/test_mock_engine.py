@@ -370,7 +370,10 @@ def test_what_can_never_fit_is_refused(prompt, output, fits, semantics):
         engine.submit(tokens(prompt), output)
         assert 1 == len(engine.run().completed)
         return
-    with pytest.raises(OutOfBlocks, match=f"{-(-(prompt + output) // 4)} blocks are needed and 10 are available"):
+    with pytest.raises(
+        OutOfBlocks,
+        match=rf"a request of {prompt} \+ {output} tokens can never fit: {-(-(prompt + output) // 4)} blocks are needed",
+    ):
         engine.submit(tokens(prompt), output)
     assert engine.is_idle
 
@@ -398,6 +401,22 @@ def test_a_wrong_moment_is_refused(until):
         engine.run(until)
 
 
+def test_to_run_until_a_moment_that_is_past_does_nothing():
+    """A pass may go beyond the moment that was asked for; who follows arrivals need not look."""
+    engine = engine_of()
+    engine.submit(tokens(8), 3)
+    engine.run(until_ms=1.0)
+    now = engine.now_ms
+    assert now > 1.0
+    engine.run(until_ms=2.0)
+    assert (now, 1) == (engine.now_ms, engine.passes)
+
+
+def test_an_engine_of_type_sglang_has_its_own_backend():
+    engine = MockEngine(MockEngineArgs(engine_type="sglang"))
+    assert "mocker_sglang" == engine.worker.backend
+
+
 def test_a_hash_prompt_is_served_and_its_output_has_hashes_of_its_own():
     sink = CapturingSink()
     engine = engine_of(sink=sink)
@@ -406,3 +425,103 @@ def test_a_hash_prompt_is_served_and_its_output_has_hashes_of_its_own():
     engine.run()
     assert [0, 8] == [request.cached_tokens for request in engine.requests]
     assert [2, 1, 1] == [len(event.data.block_hashes) for event in sink.events]
+
+
+# ------------------------------------------------------------------------------------------ what goes wrong midway
+
+
+@pytest.mark.parametrize(("engine_type", "backend"), [("vllm", "lineage"), ("sglang", "mocker_sglang")])
+def test_a_prefill_model_that_fails_loses_no_request(engine_type, backend):
+    answers = iter([float("nan"), 5.0])
+    engine = engine_of(backend, engine_type=engine_type, performance_model=(lambda *asked: next(answers), 5.0))
+    request = engine.submit(tokens(8), 3)
+    with pytest.raises(
+        ValueError, match=r"prefill time for batch=1, isl=8, prefix=0 must be a finite number .* got nan"
+    ):
+        engine.run()
+    assert [request] == engine.worker.requests
+    engine.run()
+    assert "finished" == request.status
+    assert (0, []) == (engine.metrics.active_blocks, engine.worker.requests)
+
+
+def test_a_decode_model_that_fails_leaves_no_token_half_done():
+    answers = iter([5.0, None, 5.0, 5.0])
+    engine = engine_of(performance_model=(5.0, lambda *asked: next(answers)))
+    engine.on_pass(lambda done: None)  # pass by pass
+    request = engine.submit(tokens(8), 3)
+    with pytest.raises(ValueError, match="got None"):
+        engine.run()
+    assert 1 == request.generated_tokens == len(request.token_ms)
+    engine.run()
+    assert [10.0, 15.0, 20.0] == request.token_ms
+    assert [] == engine.worker.requests
+
+
+def test_a_model_is_asked_once_a_pass():
+    asked = []
+    engine = engine_of(performance_model=(5.0, lambda *given: asked.append(given) or 12.0))
+    engine.submit(tokens(5), 12)
+    engine.submit(tokens(5, 50), 1, arrival_ms=30.0)
+    engine.run()
+    assert engine.passes == len(asked)
+
+
+def test_a_prompt_of_many_small_chunks_is_no_stall_over_sglang():
+    engine = engine_of("mocker_sglang", engine_type="sglang", num_gpu_blocks=2000, sglang={"chunked_prefill_size": 4})
+    engine.submit(tokens(4 * 1100), 1)
+    assert 1 == len(engine.run().completed)
+
+
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache"])
+def test_what_waits_with_a_part_of_its_blocks_frees_them_when_it_is_aborted(backend):
+    engine = engine_of(backend, num_gpu_blocks=8)
+    held = engine.worker.prefill(tokens(24))
+    request = engine.submit([*tokens(8), *tokens(8, 900)], 2)
+    engine.step()
+    request.abort()
+    held.finish()
+    assert 0 == engine.metrics.active_blocks
+
+
+def test_a_request_that_will_not_come_holds_up_nobody():
+    engine = engine_of()
+    engine.submit(tokens(8), 1, arrival_ms=1000.0).abort()
+    assert 0.0 == engine.submit(tokens(8), 1).arrival_ms
+    engine.submit(tokens(8), 1, arrival_ms=1000.0)
+    engine.worker.restart()
+    assert 5.0 == engine.submit(tokens(8), 1, arrival_ms=5.0).arrival_ms
+
+
+def test_a_pass_is_started_and_finished_in_turn():
+    engine = engine_of()
+    with pytest.raises(RequestError, match=r"finish_pass while no pass of .* is under way"):
+        engine.finish_pass()
+    engine.start_pass(0.0)
+    with pytest.raises(RequestError, match=r"start_pass while a pass of .* is under way"):
+        engine.start_pass(0.0)
+
+
+def test_an_engine_aborts_only_its_own_open_requests():
+    engine, other = engine_of(), engine_of()
+    request = other.submit(tokens(8), 1)
+    with pytest.raises(RequestError, match="which is no open request of <MockEngine"):
+        engine.abort(request)
+    other.run()
+    with pytest.raises(RequestError, match="which is no open request of <MockEngine"):
+        other.abort(request)
+
+
+@pytest.mark.parametrize("wrong", [{"args": {"block_size": 4}}, {"worker": 3}])
+def test_what_is_no_argument_of_an_engine_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"(args must be MockEngineArgs|worker must be a KvWorker, or None), got "):
+        MockEngine(**wrong)
+
+
+def test_a_worker_that_an_engine_could_not_use_is_free_for_another():
+    worker = KvWorker(lambda sink: backend_spec("lineage").make(num_blocks=9, block_size=4, dp_rank=0, sink=sink))
+    with pytest.raises(ValueError, match="engine_type 'sglang' schedules over a radix cache"):
+        MockEngine(MockEngineArgs(num_gpu_blocks=9, block_size=4, engine_type="sglang"), worker=worker)
+    engine = MockEngine(MockEngineArgs(num_gpu_blocks=9, block_size=4), worker=worker)
+    engine.submit(tokens(8), 1)
+    assert 1 == len(engine.run().completed)

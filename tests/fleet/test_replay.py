@@ -1,5 +1,8 @@
 """Several engines on one clock."""
 
+import pickle
+import re
+
 import pytest
 
 from pytest_kvmock.engine.args import MockEngineArgs
@@ -95,7 +98,7 @@ def test_ids_of_another_size_than_a_block_become_tokens():
     report = replay(requests, engines, concurrency=1, trace_block_size=8)
     assert [0, 20] == [each.reused_tokens for each in report.requests]
     with pytest.raises(
-        ValueError, match="a request of 20 tokens has 3 hash ids: 5 are expected, one for each 4 tokens"
+        ValueError, match="a prompt of 20 tokens has 3 hash ids, where the engines' block size of 4 makes 5"
     ):
         replay(requests, [engine()])
 
@@ -113,6 +116,27 @@ def test_a_prompt_larger_than_all_blocks_is_rejected_by_1_3_1():
 def test_what_can_never_fit_is_a_named_error(semantics, blocks, output):
     with pytest.raises(OutOfBlocks):
         replay([request(0.0, range(blocks), output)], [engine(num_gpu_blocks=10, semantics=semantics)])
+
+
+def test_what_can_never_fit_is_refused_before_anything_happens():
+    one = engine(num_gpu_blocks=10)
+    trace = [request(0.0, [1, 2]), request(5.0, range(9), 5, session_id="a"), request(9.0, [3])]
+    with pytest.raises(OutOfBlocks) as caught:
+        replay(trace, [one])
+    assert (
+        "replay: requests[1] of 36 tokens and 5 of output can never fit: 11 blocks are needed for prompt and output, "
+        "and num_gpu_blocks is 10 in engines"
+    ) == str(caught.value)
+    assert (11, 10) == (caught.value.requested, caught.value.available)
+    assert str(caught.value) == str(pickle.loads(pickle.dumps(caught.value)))
+    assert (0, 0.0, []) == (one.passes, one.now_ms, one.requests)
+
+
+def test_each_engine_must_hold_each_request():
+    with pytest.raises(
+        OutOfBlocks, match=r"requests\[0\] .* can never fit: 5 blocks are needed for .* num_gpu_blocks is 4 "
+    ):
+        replay([request(0.0, range(4))], [engine(), engine(num_gpu_blocks=4)])
 
 
 def test_a_livelock_of_the_original_is_a_named_error():
@@ -141,7 +165,27 @@ def test_engines_may_replay_again_and_keep_what_is_cached():
     reports = [replay([request(7.0, [1, 2], 2)], engines) for _ in range(2)]
     assert [0.0, 1.0] == [report.reused_ratio for report in reports]
     assert [2, 2] == [report.passes for report in reports]
-    assert [0.0, 0.0] == [report.requests[0].arrival_ms for report in reports]
+    first, second = (report.requests[0] for report in reports)
+    assert (0.0, first.token_ms[-1]) == (first.arrival_ms, second.arrival_ms)
+
+
+@pytest.mark.parametrize("concurrency", [None, 1])
+def test_the_clock_starts_at_the_time_of_the_engine_that_is_furthest(concurrency):
+    new, old = engine(), engine()
+    old.run(until_ms=1000.0)
+    trace = [request(20.0, [1, 2], 2), request(50.0, [3, 4], 2), request(120.0, [5, 6], 2)]
+    later = replay(trace, [new, old], concurrency=concurrency)
+    first = replay(trace, [engine(), engine()], concurrency=concurrency)
+    assert [1000.0 + each.arrival_ms for each in first.requests] == pytest.approx(
+        [each.arrival_ms for each in later.requests]
+    )
+    assert first.duration_ms == pytest.approx(later.duration_ms)
+    assert new.now_ms > 1000.0
+
+
+def test_engines_and_requests_may_be_iterators():
+    report = replay(iter(ONE), iter([engine(worker_type="decode")]), iter([engine(worker_type="prefill")]))
+    assert ["finished"] == [each.status for each in report.requests]
 
 
 def test_a_report_of_nothing_is_all_zero():
@@ -170,6 +214,75 @@ ONE = [request(0.0, [1])]
 def test_a_wrong_argument_is_refused(requests, engines, options, message):
     with pytest.raises(ValueError, match=message):
         replay(requests, [engine() for _ in range(engines)], **options)
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"timestamp": NAN}, "timestamp must be a finite number (milliseconds), or None, got nan"),
+        ({"timestamp": INFINITE}, "timestamp must be a finite number (milliseconds), or None, got inf"),
+        ({"timestamp": "7"}, "timestamp must be a finite number (milliseconds), or None, got '7'"),
+        ({"timestamp": 10**400}, "timestamp must be a finite number (milliseconds), or None, got 1000"),
+        ({"delay": NAN}, "delay must be a finite number of at least 0 (milliseconds), or None, got nan"),
+        ({"delay": -50}, "delay must be a finite number of at least 0 (milliseconds), or None, got -50"),
+        ({"timestamp": 4.0}, "timestamp must be at least 5.0, that of the turn before it in session 'a', got 4.0"),
+        ({"delay": 3.0, "session_id": None}, "delay must be 0 or None, as no turn of a session is before it, got 3.0"),
+        ({"delay": 3.0, "session_id": "b"}, "delay must be 0 or None, as no turn of a session is before it, got 3.0"),
+        ({"output_length": 0}, "output_length must be an integer of at least 1 (tokens), got 0"),
+        ({"output_length": -3}, "output_length must be an integer of at least 1 (tokens), got -3"),
+        ({"output_length": None}, "output_length must be an integer of at least 1 (tokens), got None"),
+        ({"input_length": 0, "hash_ids": ()}, "input_length must be an integer of at least 1 (tokens), got 0"),
+        ({"input_length": 4.0}, "input_length must be an integer of at least 1 (tokens), got 4.0"),
+        ({"input_length": 8}, "a prompt of 8 tokens has 1 hash ids, where "),
+    ],
+)
+@pytest.mark.parametrize("concurrency", [None, 1])
+def test_a_bad_field_of_a_request_is_refused_before_anything_happens(bad, message, concurrency):
+    one = engine()
+    fields = {"timestamp": 6.0, "input_length": 4, "output_length": 1, "hash_ids": (2,), "session_id": "a", **bad}
+    trace = [request(0.0, [1]), request(5.0, [1], session_id="a"), TraceRequest(**fields)]
+    with pytest.raises(ValueError, match=re.escape(f"requests[2]: {message}")):
+        replay(trace, [one], concurrency=concurrency)
+    assert [] == one.requests
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(
+        ValueError, match=r"requests\[0\]: a prompt of 4 tokens has 0 hash ids, where trace_block_size of 4 makes 1"
+    ):
+        replay([TraceRequest(0.0, 4, 1, ())], [engine()], trace_block_size=4)
+
+
+def test_timestamps_before_0_are_those_of_any_clock():
+    report = replay([request(5.0, [1]), request(-10.0, [2])], [engine()])
+    assert [0.0, 15.0] == [each.arrival_ms for each in report.requests]
+
+
+@pytest.mark.parametrize(
+    ("requests", "engines", "prefill", "message"),
+    [
+        (7, [engine()], (), "replay: requests must be a sequence of TraceRequest objects, got 7"),
+        ([{"input_length": 4}], [engine()], (), "replay: requests[0] must be a TraceRequest, got {'input_length': 4}"),
+        ([*ONE, None], [engine()], (), "replay: requests[1] must be a TraceRequest, got None"),
+        (ONE, engine(), (), "replay: engines must be a sequence of MockEngine objects, got <MockEngine"),
+        (ONE, [engine(), MockEngineArgs], (), "replay: engines[1] must be a MockEngine, got <class"),
+        (ONE, [engine()], None, "replay: prefill must be a sequence of MockEngine objects, got None"),
+        (ONE, [engine()], ["prefill"], "replay: prefill[0] must be a MockEngine, got 'prefill'"),
+    ],
+)
+def test_a_wrong_type_is_refused(requests, engines, prefill, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        replay(requests, engines, prefill)
+
+
+@pytest.mark.parametrize("worker_type", ["prefill", "decode"])
+def test_without_prefill_engines_serve_alone(worker_type):
+    message = f"engines must have worker_type='aggregated', got '{worker_type}': prefill is empty"
+    with pytest.raises(ValueError, match=message):
+        replay(ONE, [engine(worker_type=worker_type)])
 
 
 def test_engines_are_idle_of_one_kind_and_given_once():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from pytest_kvmock import CapturingSink, Removed, Stored
+from pytest_kvmock import CapturingSink, Cleared, Removed, RouterHarness, Stored
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.fleet import MockEngine
+from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, make_scheduler_requests
 
 ENGINES_OWN = ("wrong_hash", "evicted_and_restored")
 """Warnings of what multi_lru does, which may evict a block before its children."""
@@ -34,6 +37,33 @@ def test_token_generation_patterns(kv_engine, kv_scheduler_case, kv_scheduler_re
         assert {} == kv_harness.overlap(kv_scheduler_requests[-1].prompt)
     else:
         assert (reused > 100 * 448) == kv_scheduler_case.shared  # of 500 shared tokens, 7 blocks
+
+
+@pytest.mark.parametrize(
+    ("backend", "published", "cached"),
+    [
+        ("lineage", {Stored, Removed}, False),
+        ("lru", {Stored, Removed}, False),
+        ("multi_lru", {Stored, Removed}, False),
+        ("hash_cache", {Stored, Removed}, False),
+        ("vllm", set(), False),
+        ("vllm_0_19", set(), False),
+        ("sglang", {Cleared}, False),  # as its cache starts
+        ("mocker_sglang", {Stored, Removed}, True),
+    ],
+)
+def test_what_each_manager_would_publish_without_caching(backend, published, cached):
+    case = SchedulerCase(shared=True, caching=False, chunked=False)
+    engine = {"num_gpu_blocks": 500, "block_size": 64, "enable_prefix_caching": False, **case.engine}
+    with RouterHarness(backend=backend, engine=engine, judge_unpublished=True) as kv:
+        requests = make_scheduler_requests(case, Random(0))[:50]
+        for request in requests:
+            kv.engine(0).submit(*request)
+        report = kv.engine(0).run()
+
+        assert published == {type(event.event.data) for event in kv.streams[0, 0].events}
+        assert {} == kv.overlap(requests[0].prompt)
+        assert cached == any(request.cached_tokens for request in report.requests)
 
 
 # ---------------------------------------------------------------------------------------------------- beside it

@@ -239,3 +239,37 @@ def test_events_of_several_engines_are_told_apart():
     assert {0, 1} == {entry.event.worker_id for entry in kv.events}
     assert {Stored, Removed} == {type(entry.event.event.data) for entry in kv.events}
     assert ([], []) == kv.judge()[:2]
+
+
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang", "mocker_sglang"])
+def test_a_decode_engine_publishes_nothing_and_is_not_compared(backend):
+    with RouterHarness(backend=backend, engine={"worker_type": "decode"}) as kv:
+        kv.engine().submit(kv.prompt(3), 20)
+        kv.engine().run()
+        assert [] == kv.events.stored
+
+
+def test_a_worker_that_becomes_a_decode_engine_is_not_compared_any_more():
+    with RouterHarness() as kv:
+        kv.worker(0).serve(kv.prompt(2))
+        engine = kv.engine(0, worker_type="decode")
+        engine.submit(kv.prompt(3), 4)
+        engine.run()
+
+
+def test_the_manager_of_a_worker_stays_when_its_engine_is_made():
+    with RouterHarness(engine={"enable_prefix_caching": False}, judge_unpublished=True) as kv:
+        manager = kv.worker(0).manager
+        engine = kv.engine()
+        assert manager is engine.worker.manager
+
+
+def test_a_run_that_is_refused_is_not_recorded():
+    with RouterHarness() as kv:
+        engine = kv.engine()
+        engine.submit(kv.prompt(2), 2)
+        engine.run()
+        before = len(kv.recording.operations)
+        with pytest.raises(ValueError, match="until_ms must be"):
+            engine.run(-1.0)
+        assert before == len(kv.recording.operations)

@@ -213,6 +213,7 @@ WRONG = [
     ("{'num_gpu_blocks': 0}", "num_gpu_blocks must be an integer of at least 1, got 0"),
     ("{'speedup_ratio': float('nan')}", "speedup_ratio must be a finite number of at least 0, got nan"),
     ("{'preemption_mode': 'filo'}", "*preemption_mode*filo*lifo*fifo*"),
+    ("{'is_prefill': True}", "unknown field of the engine's arguments 'is_prefill'*"),
     ("{'num_g2_blocks': 8}", "num_g2_blocks=8: offload tiers are not built yet; leave it out"),
     ("{'planner_profile_data': 'missing.npz'}", "planner_profile_data: *missing.npz*"),
     ("{'sglang': {'page_sze': 8}}", "*page_sze*did you mean 'page_size'*"),
@@ -461,6 +462,10 @@ ERRORS = {
         f"{MATRIX}def test(kv_harness): pass",
         "kv_scheduler_matrix is for tests that take kv_engine or make_kv_engine; this one takes neither",
     ),
+    "without an engine, with its case and requests": (
+        f"{MATRIX}def test(kv_scheduler_case, kv_scheduler_requests): pass",
+        "kv_scheduler_matrix is for tests that take kv_engine or make_kv_engine; this one takes neither",
+    ),
     "without any fixture": (
         f"{MATRIX}def test(): pass",
         "kv_scheduler_matrix is for tests that take kv_engine or make_kv_engine; this one takes neither",
@@ -523,31 +528,45 @@ def test_its_fixtures_without_the_marker_are_one_line(nested, fixture):
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
 
 
-def test_the_matrix_on_a_testcase_is_one_line(nested):
+ON_TESTCASE = (
+    "kvmock: this test has kv_scheduler_matrix and cannot be run over its cases: pytest does not parametrise methods "
+    "of unittest.TestCase; write it as a function, or in a class of no base"
+)
+
+
+@pytest.mark.parametrize("fixture", ["kv_engine", "kv_harness", None])
+def test_the_matrix_on_a_testcase_is_one_line(nested, fixture):
+    takes = f"@pytest.fixture(autouse=True)\n            def _kv(self, {fixture}): pass" if fixture else "pass"
     result = nested(
         f"""
         {MARK}
         @pytest.mark.kv_backends("lru")
         class T(unittest.TestCase):
-            @pytest.fixture(autouse=True)
-            def _kv(self, kv_engine): pass
+            {takes}
             def test(self): pass
         """
     )
 
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(
-        [
-            (
-                "kvmock: this test has kv_scheduler_matrix and cannot be run over its cases: pytest does not parametrise methods "
-                "of unittest.TestCase; write it as a function, or in a class of no base"
-            )
-        ]
-    )
+    result.assert_outcomes(**{"errors" if fixture else "failed": 1})
+    result.stdout.fnmatch_lines([ON_TESTCASE])
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
 
 
-def test_a_marker_that_comes_late_is_one_line(nested):
+def test_the_matrix_on_a_testcase_that_is_skipped_is_nothing(nested):
+    result = nested(
+        f"""
+        {MARK}
+        @pytest.mark.skip
+        class T(unittest.TestCase):
+            def test(self): pass
+        """
+    )
+
+    result.assert_outcomes(skipped=1)
+
+
+@pytest.mark.parametrize("fixture", ["kv_engine", "kv_harness", ""])
+def test_a_marker_that_comes_late_is_one_line(nested, fixture):
     files = {
         "conftest.py": """
         import pytest
@@ -557,9 +576,9 @@ def test_a_marker_that_comes_late_is_one_line(nested):
         """
     }
 
-    result = nested("def test(kv_engine): pass", "--kv-backend=lru", files=files)
+    result = nested(f"def test({fixture}): pass", "--kv-backend=lru", files=files)
 
-    result.assert_outcomes(errors=1)
+    result.assert_outcomes(**{"errors" if fixture else "failed": 1})
     result.stdout.fnmatch_lines(
         ["kvmock: this test has kv_scheduler_matrix and cannot be run over its cases: *after collection"]
     )
@@ -577,3 +596,19 @@ def test_a_pytest_generate_tests_over_the_case_is_one_line(nested):
 
     result.assert_outcomes(errors=1, deselected=23)
     result.stdout.fnmatch_lines(["kvmock: kv_scheduler_case gets its values from *; do not parametrise it"])
+
+
+def test_the_marker_of_a_module_has_no_effect_on_a_test_that_needs_no_engine(nested):
+    result = nested(
+        """
+        import pytest
+        pytestmark = pytest.mark.kv_scheduler_matrix
+
+        def test_plain(): pass
+        def test_engine(kv_engine): pass
+        """,
+        "--kv-backend=lineage",
+        "-q",
+    )
+
+    result.assert_outcomes(passed=1 + 8)

@@ -11,6 +11,7 @@ FIXTURES = [
     "kv_backend",
     "kv_base_profile",
     "kv_cache_manager",
+    "kv_engine",
     "kv_events",
     "kv_index",
     "kv_manager",
@@ -18,10 +19,13 @@ FIXTURES = [
     "kv_prompt",
     "kv_recovery",
     "kv_harness",
+    "kv_scheduler_case",
+    "kv_scheduler_requests",
     "kv_sink",
     "kv_trace",
     "kv_traits",
     "kv_worker",
+    "make_kv_engine",
     "make_kv_manager",
     "make_kv_sink",
 ]
@@ -113,7 +117,7 @@ def test_markers_are_listed_with_their_whole_signature(nested):
     result.stdout.fnmatch_lines(
         [
             "@pytest.mark.kv_backends(*names, exclude=()): *",
-            "@pytest.mark.kvmock([*], block_size=, *event_errors='fail|warn|ignore', *, allow=(rules,), faults={fault: rate}, survive=(faults,)): *",
+            "@pytest.mark.kvmock([*], block_size=, *event_errors='fail|warn|ignore', *, allow=(rules,), faults={fault: rate}, survive=(faults,), engine={field: value}): *",
         ]
     )
     assert all(f"{key}=" in result.stdout.str() for key in PROFILE_KEYS)

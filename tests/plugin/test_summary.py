@@ -240,3 +240,21 @@ def test_events_of_a_teardown_are_in_the_properties(nested, pytester):
     )
 
     assert [{"kvmock.events": "2", "kvmock.errors": "0"}] == properties_of(pytester)
+
+
+def test_an_engine_that_is_never_run_leaves_a_trace(nested):
+    result = nested("def test(kv_engine, kv_prompt): kv_engine.submit(kv_prompt(4), 4)", "--kv-backend=lineage")
+
+    result.assert_outcomes(passed=1)
+    assert f"kvmock: 1 test on lineage; 0 events; warnings: 1 leaked_requests {FAIL}" == line_of(result)
+
+
+def test_what_an_open_request_of_an_engine_needs_is_in_the_warning(nested):
+    result = nested(
+        "def test(kv_engine, kv_prompt): kv_engine.submit(kv_prompt(4), 4)",
+        "--kv-backend=lineage",
+        "--kv-event-warnings=fail",
+    )
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*an engine runs to its end, or aborts what is open (run, abort, close)*"])

@@ -1,0 +1,101 @@
+"""What an engine is doing at a moment, and the errors of one that can do nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvmock.engine.worker import OutOfBlocks
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.scheduler import ScheduledRequest
+
+
+class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOfBlocks
+    """An engine that can never make progress: its requests wait for blocks, or for a budget, that never come.
+
+    Attributes:
+        now_ms: when, in virtual milliseconds.
+        running: the requests that run.
+        waiting: the requests that wait.
+        passes: how many passes made no progress; 0 where it takes other engines to make progress, and they do not.
+    """
+
+    def __init__(
+        self, now_ms: float, running: tuple[ScheduledRequest, ...], waiting: tuple[ScheduledRequest, ...], passes: int
+    ) -> None:
+        super().__init__(now_ms, running, waiting, passes)
+        self.now_ms = now_ms
+        self.running = running
+        self.waiting = waiting
+        self.passes = passes
+
+    def __str__(self) -> str:
+        first = f"; first in the queue: {self.waiting[0]!r}" if self.waiting else ""
+        tried = (
+            f"{self.passes} passes up to {self.now_ms:g} ms generated no token"
+            if self.passes
+            else (f"at {self.now_ms:g} ms nothing is left that could free blocks")
+        )
+        return (
+            f"the engine makes no progress: {tried}, with "
+            f"{len(self.running)} requests running and {len(self.waiting)} waiting{first}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """What an engine is doing now.
+
+    Attributes:
+        running: requests that run.
+        waiting: requests that arrived and wait, those preempted included.
+        arriving: requests that have not arrived yet.
+        active_blocks: blocks in use.
+        total_blocks: blocks that it has.
+        preemptions: how often a request was preempted.
+    """
+
+    running: int
+    waiting: int
+    arriving: int
+    active_blocks: int
+    total_blocks: int
+    preemptions: int
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the blocks that are in use, from 0 to 1."""
+        return self.active_blocks / self.total_blocks
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it by the keys of Dynamo's worker metrics."""
+        return {
+            "active_decode_blocks": self.active_blocks,
+            "gpu_cache_usage_perc": self.cache_usage,
+            "total_blocks": self.total_blocks,
+            "num_running_reqs": self.running,
+            "num_waiting_reqs": self.waiting,
+            "num_preemptions": self.preemptions,
+        }
+
+
+class RequestTooLarge(OutOfBlocks):
+    """A request that can never fit an engine, however empty that is; nothing has happened.
+
+    Attributes:
+        request: which one, and its size in tokens: the first words of the message.
+        engines: what it does not fit.
+    """
+
+    def __init__(self, requested: int, available: int, request: str, engines: str) -> None:
+        super().__init__(requested, available)
+        self.args = (requested, available, request, engines)  # all four, so that it survives pickling
+        self.request = request
+        self.engines = engines
+
+    def __str__(self) -> str:
+        return (
+            f"{self.request} can never fit: {self.requested} blocks are needed for prompt and output, and "
+            f"num_gpu_blocks is {self.available} in {self.engines}"
+        )

@@ -1,0 +1,226 @@
+"""Checks of what a replay is given, before anything happens: its engines, its requests, and whether these can ever fit.
+
+Each refusal names the argument and the position in it, from 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.fleet.arrivals import Turn
+from pytest_kvmock.fleet.engine_state import RequestTooLarge
+from pytest_kvmock.fleet.mock_engine import MockEngine
+from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.traces import TraceRequest
+
+# --------------------------------------------------------------------------------------------------------- engines
+
+
+def engines_of(name: str, engines: Iterable[MockEngine]) -> tuple[MockEngine, ...]:
+    """Return the engines of one argument.
+
+    Raises:
+        TypeError: they cannot be iterated, or one is no `MockEngine`.
+    """
+    found = tuple(_iterated(name, engines, "MockEngine objects"))
+    for position, engine in enumerate(found):
+        if not isinstance(engine, MockEngine):
+            raise TypeError(f"replay: {name}[{position}] must be a MockEngine, got {engine!r:.80}")
+    return found
+
+
+def check_engines(engines: Sequence[MockEngine], prefill: Sequence[MockEngine]) -> None:
+    """Check that engines can take part in one replay together.
+
+    Raises:
+        ValueError: there is none, one is given twice, has open requests or does other work than its place asks for; or
+            they differ in what must be the same.
+    """
+    if not engines:
+        raise ValueError("replay: engines must be at least one, got none")
+    everyone = [*prefill, *engines]
+    if len(set(map(id, everyone))) < len(everyone):
+        raise ValueError("replay: an engine is given twice; each takes part once")
+    for engine in everyone:
+        if not engine.is_idle or engine.is_in_pass:
+            raise ValueError(f"replay: {engine!r} has open requests; engines must be idle")
+    served = "decode" if prefill else "aggregated"
+    why = "" if prefill else ": prefill is empty"
+    for name, wanted, because, group in (("prefill", "prefill", "", prefill), ("engines", served, why, engines)):
+        for engine in group:
+            if engine.args.worker_type != wanted:
+                raise ValueError(
+                    f"replay: {name} must have worker_type={wanted!r}, got {engine.args.worker_type!r}{because}"
+                )
+    for field in ("block_size", "scheduler_semantics"):
+        if len(values := {getattr(engine.args, field): None for engine in everyone}) > 1:
+            raise ValueError(f"replay: all engines must have one {field}, got {', '.join(map(repr, values))}")
+
+
+def check_settings(concurrency: int | None, arrival_speedup: float, trace_block_size: int | None) -> None:
+    """Check the arguments of `replay` that are numbers.
+
+    Raises:
+        ValueError: one is out of range, or no number.
+    """
+    if concurrency is not None:
+        check_integer("replay: concurrency", concurrency, 1, ", or None")
+    if trace_block_size is not None:
+        check_integer("replay: trace_block_size", trace_block_size, 1, " (tokens), or None")
+    if not _is_finite(arrival_speedup) or arrival_speedup <= 0:
+        raise ValueError(f"replay: arrival_speedup must be a finite number above 0, got {arrival_speedup!r:.80}")
+
+
+# -------------------------------------------------------------------------------------------------------- requests
+
+
+def turns_of(requests: Iterable[TraceRequest], trace_block_size: int | None, block_size: int) -> list[Turn]:
+    """Return the requests of a trace, each with its prompt.
+
+    Args:
+        requests: the trace.
+        trace_block_size: as `replay` takes it.
+        block_size: that of the engines.
+
+    Raises:
+        TypeError: it cannot be iterated, or something in it is no `TraceRequest`.
+        ValueError: there is none, or a field of one is out of range.
+    """
+    turns: list[Turn] = []
+    sessions: dict[str, float] = {}
+    for position, request in enumerate(_iterated("requests", requests, "TraceRequest objects")):
+        where = f"replay: requests[{position}]"
+        if not isinstance(request, TraceRequest):
+            raise TypeError(f"{where} must be a TraceRequest, got {request!r:.80}")
+        check_integer(f"{where}: input_length", request.input_length, 1, " (tokens)")
+        check_integer(f"{where}: output_length", request.output_length, 1, " (tokens)")
+        _check_times(where, request, sessions)
+        try:
+            prompt = _prompt(request, trace_block_size, block_size)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{where}: {error}") from error
+        turns.append(Turn(request, prompt))
+    if not turns:
+        raise ValueError("replay: there is no request")
+    return turns
+
+
+def _check_times(where: str, request: TraceRequest, sessions: dict[str, float]) -> None:
+    """Check when a request arrives; note the last timestamp of its session.
+
+    Raises:
+        ValueError: a time is not finite, or the request comes before the one of its session that it waits for.
+    """
+    timestamp, delay, session = request.timestamp, request.delay, request.session_id
+    if timestamp is not None and not _is_finite(timestamp):
+        raise ValueError(f"{where}: timestamp must be a finite number (milliseconds), or None, got {timestamp!r:.80}")
+    if delay is not None and not (_is_finite(delay) and delay >= 0):
+        raise ValueError(
+            f"{where}: delay must be a finite number of at least 0 (milliseconds), or None, got {delay!r:.80}"
+        )
+    before = None if session is None else sessions.get(session)
+    if delay and before is None:
+        raise ValueError(f"{where}: delay must be 0 or None, as no turn of a session is before it, got {delay!r}")
+    if session is None:
+        return
+    # Where the trace names no delay, it is the difference of timestamps (`link_sessions`); Dynamo's loader refuses one
+    # that is negative too.
+    if before is not None and delay is None and timestamp is not None and timestamp < before:
+        raise ValueError(
+            f"{where}: timestamp must be at least {before!r}, that of the turn before it in session {session!r}, got "
+            f"{timestamp!r}"
+        )
+    if timestamp is not None or before is None:
+        sessions[session] = timestamp or 0.0
+
+
+def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int) -> Prompt:
+    size, count = trace_block_size or block_size, len(request.hash_ids)
+    expected = -(-request.input_length // size)
+    if count != expected:
+        whose = "the engines' block size" if trace_block_size is None else "trace_block_size"
+        raise ValueError(
+            f"a prompt of {request.input_length} tokens has {count} hash ids, where {whose} of {size} makes {expected}; "
+            "trace_block_size must be the one that the trace was made with (512 in Mooncake traces)"
+        )
+    if trace_block_size is None:
+        return request.prompt(block_size)
+    tokens = [hash_id & 0xFFFFFFFF for hash_id in request.hash_ids for _ in range(trace_block_size)]
+    return Prompt(tokens[: request.input_length])
+
+
+# ----------------------------------------------------------------------------------------------------------- sizes
+
+
+class _Size(NamedTuple):
+    """What is to be known of an engine.
+
+    Attributes:
+        block_size: tokens in a block.
+        blocks: how many it has.
+        rejects: whether it rejects a prompt that is larger than all of them.
+    """
+
+    block_size: int
+    blocks: int
+    rejects: bool
+
+
+def check_sizes(turns: Iterable[Turn], engines: Iterable[MockEngine], prefill: Iterable[MockEngine]) -> None:
+    """Check that each request fits each engine that may get it, or is rejected there; see `MockEngine.dispatch`.
+
+    Raises:
+        RequestTooLarge: prompt and output can never fit.
+    """
+    serving, computing = _sizes(engines), _sizes(prefill)
+    for position, turn in enumerate(turns):
+        if computing:
+            accepted = [_accepts(size, turn, 1, position, "prefill") for size in computing]
+            if not any(accepted):
+                continue  # no decode engine gets it
+        for size in serving:
+            _accepts(size, turn, turn.trace.output_length, position, "engines")
+
+
+def _sizes(engines: Iterable[MockEngine]) -> list[_Size]:
+    """Return the sizes of engines, each once."""
+    all_args = [engine.args for engine in engines]
+    sizes = [
+        _Size(args.block_size, args.num_gpu_blocks, args.scheduler_semantics == "1.3.1" and args.engine_type == "vllm")
+        for args in all_args
+    ]
+    return list(dict.fromkeys(sizes))
+
+
+def _accepts(size: _Size, turn: Turn, output: int, position: int, engines: str) -> bool:
+    """Return whether engines of this size accept a request with so much output; False: they reject it."""
+    prompt = turn.prompt.length(size.block_size)
+    if size.rejects and -(-prompt // size.block_size) > size.blocks:
+        return False
+    needed = -(-(prompt + output) // size.block_size)
+    if needed > size.blocks:
+        request = f"replay: requests[{position}] of {prompt} tokens and {output} of output"
+        raise RequestTooLarge(needed, size.blocks, request, engines)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------- values
+
+
+def _iterated(name: str, values: Iterable[Any], wanted: str) -> Iterator[Any]:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"replay: {name} must be a sequence of {wanted}, got {values!r:.80}")
+    return iter(values)
+
+
+def _is_finite(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is no float
+        return False
