@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from cache_helpers import OffloadPlayer, new_manager
 
-FILES = {"offload": 24, "offload_swaps": 40, "offload_programs": 55}
+FILES = {"offload": 24, "offload_swaps": 40, "offload_programs": 56}
 
 
 @pytest.mark.parametrize("file", FILES)
