@@ -75,9 +75,11 @@ class OffloadEngine(Protocol):
 
     Attributes:
         tier: where it keeps them.
+        lost_to_pins: blocks that were lost on their way there because a swap-in pinned others.
     """
 
     tier: StorageTier
+    lost_to_pins: int
 
     def take(self, evicted: Sequence[BlockDetails], slots: Sequence[Slot]) -> OffloadResult:
         """Take blocks that the device evicted, in order, and their slots until they have been copied."""

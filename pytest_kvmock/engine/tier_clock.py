@@ -130,9 +130,12 @@ class TierClock:
             if manager.num_active_blocks < manager.max_capacity:
                 return
             engine = manager.offload
+            pins = (
+                " while blocks that come back to the device are pinned there" if engine and engine.lost_to_pins else ""
+            )
             raise SlotsLost(
                 f"{manager.num_outside} blocks of the device are quarantined for ever: the host could not hold a batch "
-                f"whole (blocks that come back are pinned there meanwhile), and so lost it; nothing is under way in {engine!r}"
+                f"whole{pins}, and lost it. Nothing is under way in {engine!r}"
             )
         if not wait:
             raise WouldWait(self.now, deadline, why)

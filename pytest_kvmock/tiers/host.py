@@ -16,10 +16,11 @@ class HostPool:
         total: how many slots there are, at least 1.
     """
 
-    __slots__ = ("_num_inactive", "_pool")
+    __slots__ = ("_num_inactive", "_policy", "_pool")
 
     def __init__(self, total: int) -> None:
-        self._pool = BlockPool(total, LineagePolicy())
+        self._policy = LineagePolicy()
+        self._pool = BlockPool(total, self._policy)
         self._num_inactive = 0
 
     def __contains__(self, plh: int) -> bool:
@@ -35,6 +36,11 @@ class HostPool:
         """Slots that are empty, or hold a block that may be evicted."""
         return self._pool.reset_len + self._num_inactive
 
+    @property
+    def pinned(self) -> int:
+        """How many blocks are pinned."""
+        return len(self._pool.registered) - self._num_inactive
+
     def blocks(self) -> list[Slot]:
         """Return the slots that hold a block."""
         return list(self._pool.registered.values())
@@ -48,33 +54,30 @@ class HostPool:
         if count > self.available:
             return None
         slots = self._pool.take_reset(count)
-        victims = self._pool.inactive.evict(count - len(slots)) if len(slots) < count else []
+        victims = self._policy.evict(count - len(slots)) if len(slots) < count else []
         for slot in victims:
             del self._pool.registered[slot.plh]
         self._num_inactive -= len(victims)
         return slots + victims, [slot.plh for slot in victims]
 
-    def register(self, slots: Sequence[Slot], names: Sequence[int], plhs: Sequence[int]) -> list[int]:
+    def register(self, slots: Sequence[Slot], names: Sequence[int], plhs: Sequence[int]) -> tuple[list[int], list[int]]:
         """Fill slots with the blocks of one transfer, all at once, so that none of them is evicted for another.
 
         A block that is there already keeps its slot, and becomes the youngest; the second slot is given back.
 
         Returns:
-            The lineage hashes of those that were not there.
+            The lineage hashes of those that were not there, and of those among them that are lost again, with their
+            slots: another block has their place in the forest (position and fragment, with another parent), where the
+            original panics. Chained hashes never come to that.
         """
         new: list[int] = []
         held: list[Slot] = []
         for slot, name, plh in zip(slots, names, plhs, strict=True):
             present = self._pool.registered.get(plh)
-            if present is None and self._find_inactive(plh) is not None:
-                # Another block has the place of this one in the forest. The original panics in a task that nobody
-                # waits for; chained hashes never come to that.
-                self._pool.give_back(slot)
-                continue
             if present is None:
                 slot.name, slot.plh = name, plh
                 self._pool.registered[plh] = slot
-                self._pool.inactive._on_register((slot,))
+                self._policy._on_register((slot,))
                 new.append(plh)
                 present = slot
                 slot.refs = 1
@@ -82,8 +85,15 @@ class HostPool:
                 self._pool.give_back(slot)
                 self._pin(present)
             held.append(present)
-        self.release(held)
-        return new
+        lost: list[int] = []
+        for slot in held:
+            if slot.refs == 1 and self._policy._first_refused((slot,)) is not None:
+                lost.append(slot.plh)
+                del self._pool.registered[slot.plh]
+                self._policy._unregister(slot)
+            else:
+                self.release((slot,))
+        return new, lost
 
     def match(self, plhs: Sequence[int]) -> list[Slot]:
         """Pin the longest prefix that is held, as `match_blocks` finds it.
@@ -112,14 +122,14 @@ class HostPool:
         for slot in slots:
             slot.refs -= 1
             if not slot.refs:
-                self._pool.inactive.insert((slot,))
+                self._policy.insert((slot,))
                 self._num_inactive += 1
 
     def _find_inactive(self, plh: int) -> Slot | None:
-        return self._pool.inactive._find(plh)
+        return self._policy._find(plh)
 
     def _pin(self, slot: Slot) -> None:
         if not slot.refs:
-            self._pool.inactive.remove((slot,))
+            self._policy.remove((slot,))
             self._num_inactive -= 1
         slot.refs += 1

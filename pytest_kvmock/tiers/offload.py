@@ -99,6 +99,7 @@ class HostOffload:
         tier: the host's.
         now: the time of the last tick, in ms, cut to microseconds: transfers that a move starts begin then.
         lost_blocks: blocks that were lost because the host could not hold a batch whole.
+        lost_to_pins: those of them that it could have held, had a swap-in not pinned other blocks.
     """
 
     tier = StorageTier.HOST_PINNED
@@ -120,6 +121,7 @@ class HostOffload:
         self._to_device = Link(to_device_gbps, ids)
         self.now = 0.0
         self.lost_blocks = 0
+        self.lost_to_pins = 0
         self._calls: list[_Call] = []
         self._queue: deque[_Batch] = deque()
         self._offloads: dict[int, _Batch] = {}
@@ -226,9 +228,13 @@ class HostOffload:
                 self._onboards.pop(number).is_complete = True
                 continue
             names = [block.name for block in batch.blocks]
-            new = self._host.register(batch.slots, names, [block.plh for block in batch.blocks])
+            new, lost = self._host.register(batch.slots, names, [block.plh for block in batch.blocks])
             self._happened += [(True, plh) for plh in new]
-            batch.call.unsettled -= len(batch.blocks)
+            self._happened += [(False, plh) for plh in lost]
+            if lost:
+                self.lost_blocks += len(lost)
+            else:
+                batch.call.unsettled -= len(batch.blocks)
 
     def _start_queued(self) -> None:
         """Start batches that wait, the first first, while fewer are under way than may be."""
@@ -237,6 +243,8 @@ class HostOffload:
             allocated = self._host.allocate(len(batch.blocks))
             if allocated is None:
                 self.lost_blocks += len(batch.blocks)
+                if len(batch.blocks) <= self._host.available + self._host.pinned:
+                    self.lost_to_pins += len(batch.blocks)
                 continue
             batch.slots, evicted = allocated
             self._happened += [(False, plh) for plh in evicted]

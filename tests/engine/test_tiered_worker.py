@@ -15,6 +15,7 @@ from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Removed, StorageTier, Stored
 from pytest_kvmock.tiers.offload import HostOffload
+from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
 
 SIZE = 4
 A, B, C = (list(range(start, start + 24)) for start in (0, 100, 200))
@@ -176,6 +177,19 @@ def test_a_deadline_that_never_comes_raises_at_once(wait):
     assert ([], 0) == (worker.requests, worker.manager.num_active_block_refs)
 
 
+def test_slots_that_are_lost_to_a_swap_in_s_pins_raise_by_name():
+    worker = worker_of(6, host=1)
+    serve(worker, A[:4])
+    serve(worker, B)
+    with pytest.raises(SlotsLost) as error:
+        worker.prefill(A[:4])
+    assert str(error.value).startswith(
+        "6 blocks of the device are quarantined for ever: the host could not hold a batch whole while blocks that come "
+        "back to the device are pinned there, and lost it. Nothing is under way in <HostOffload"
+    )
+    assert (6, 6) == (worker.manager.num_active_blocks, worker.manager.num_outside)
+
+
 def test_clear_with_transfers_under_way_empties_both_tiers():
     worker = worker_of()
     serve(worker, A)
@@ -263,6 +277,9 @@ def test_random_requests_lose_no_slot_and_no_block(backend, steps, num_blocks, h
                 request.finish() if what == "finish" else request.decode(which)
         except OutOfBlocks:
             pass
+        except SlotsLost:  # to pins: the batch fits the host
+            assert manager.offload.lost_to_pins
+            return
         for event in sink.router_events:
             blocks, data = held[event.storage_tier], event.event.data
             if isinstance(data, Stored):
@@ -284,3 +301,27 @@ def test_random_requests_lose_no_slot_and_no_block(backend, steps, num_blocks, h
     while (deadline := manager.offload_deadline()) is not None:
         worker.tick(max(deadline, worker.now))
     assert (0, 0) == (manager.num_active_blocks, manager.offload.lost_blocks)
+
+
+def test_a_trace_reuses_more_with_a_host_and_ends_in_sync(traces_dir):
+    """The first requests of the published conversation trace; a block is 512 tokens, 5.9 ms on the link."""
+    requests = list(read_mooncake(traces_dir / "mooncake_conversation_trace.jsonl"))[:700]
+    reused = {}
+    for name, host in (("none", 1), ("host", 4000)):
+        tiers = {"tiers": {"host": host}} if name == "host" else {}
+        make = partial(create_manager, num_blocks=1000, block_size=MOONCAKE_BLOCK_SIZE, **tiers)
+        sink = CapturingSink()
+        worker = KvWorker(lambda sink, make=make: make(sink=sink), sink=sink)
+        reused[name] = sum(serve(worker, request.prompt())[0] for request in requests) // MOONCAKE_BLOCK_SIZE
+        held = {StorageTier.DEVICE: set(), HOST: set()}
+        for event in sink.router_events:
+            blocks, data = held[event.storage_tier], event.event.data
+            if isinstance(data, Stored):
+                assert blocks.isdisjoint(data.block_hashes)
+                blocks.update(data.block_hashes)
+            else:
+                assert blocks.issuperset(data.block_hashes)
+                blocks.difference_update(data.block_hashes)
+        for tier, blocks in held.items():
+            assert blocks == set(worker.manager.resident(tier))
+    assert {"none": 738, "host": 1896} == reused

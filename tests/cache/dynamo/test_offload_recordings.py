@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from cache_helpers import OffloadPlayer, new_manager
 
-FILES = {"offload": 24, "offload_swaps": 40}
+FILES = {"offload": 24, "offload_swaps": 40, "offload_programs": 56}
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -21,7 +21,7 @@ def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recordi
 
 def test_the_recordings_hold_each_outcome_of_a_swap_in(recording):
     found = Counter()
-    for file in FILES:
+    for file in ("offload", "offload_swaps"):
         for program in recording(f"{file}.json.gz")["programs"]:
             answers = [answer for (kind, *_), answer, *_ in program["steps"] if kind == "swap_in"]
             found.update(answer if isinstance(answer, str) else answer[0] for answer in answers)
