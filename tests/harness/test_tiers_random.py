@@ -83,10 +83,10 @@ class Engine:
             self.sink(Removed((block,)), tier)
 
 
-def verdict_on(seed, loses):
+def verdict_on(seed, loses, **options):
     rng = Random(seed)
     index, sync = rng.choice([PlainTiers, RadixIndex])(), rng.choice(["auto", "every", "burst", "end"])
-    kv = RouterHarness(backend=None, index=index, sync=sync)
+    kv = RouterHarness(backend=None, index=index, sync=sync, **options)
     engines = [Engine(kv.make_sink(), rng) for _ in range(2)]
     paths = [[rng.randrange(1, 4) for _ in range(5)] for _ in range(4)]
     for _ in range(60):
@@ -106,3 +106,9 @@ def test_sound_traffic_over_all_tiers_is_in_sync(seed):
 def test_what_follows_from_lost_events_is_listed_under_the_gap_in_every_tier(seed):
     verdict = verdict_on(seed, loses=True)
     assert {"event_id_gap"} >= {problem.rule for problem in verdict.errors}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_index_that_does_not_survive_a_loss_is_wrong_because_of_it_in_every_tier(seed):
+    verdict = verdict_on(seed, loses=True, survive=["lose"])
+    assert {"lose"} >= {problem.fault and problem.fault.kind for problem in verdict.errors}
