@@ -415,7 +415,9 @@ class IndexComparison:
         streams, block = self._ledger.streams, chain.blocks[-1]
         own = streams.get(key)
         if own is not None:
-            if chain.negative:  # without its first block, it may be another chain that was stored
+            # Without its first block it may be another chain that was stored; and so may be what begins below the device,
+            # where a block comes without its parent.
+            if chain.negative or (len(own.tiers) > 1 and not own.was_stored(block)):
                 named = stored_as(own, chain.local)
                 block = min(named) if named else block
             if own.was_stored(block):
@@ -477,9 +479,7 @@ class IndexComparison:
         wrong = self._wrong(answer, chain, ignored) if asked != "find_tiered" else None
         if wrong is not None:
             return WrongAnswer("find_tiered", answer, StorageTier.DEVICE, *wrong)
-        free = set(ignored or ())
-        if self.survival is not None:
-            free.update(self.survival.exempt, self.survival.affected)
+        free = () if self.survival is None else self.survival.unjudged_below(ignored)
         below = difference_below(tiers, self._reference.find_tiered(chain.local), free)
         return None if below is None else WrongAnswer("find_tiered", answer, *below)
 

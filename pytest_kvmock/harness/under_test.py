@@ -112,8 +112,8 @@ class IndexUnderTest:
         asked = next((method for method in methods if callable(getattr(index, method, None))), None)
         if asked is None:
             raise TypeError(
-                f"the index under test ({name}) has neither find_matches(local_hashes) nor match_tokens(tokens), "
-                "nor find_tiered(local_hashes)"
+                f"the index under test ({name}) has none of find_matches(local_hashes), match_tokens(tokens) and "
+                "find_tiered(local_hashes)"
             )
         self.apply: Callable[[RouterEvent], Any] = apply
         self.asked: str = asked

@@ -146,7 +146,7 @@ def test_an_index_must_answer_in_some_way():
     class Silent:
         def apply(self, event): ...
 
-    with pytest.raises(TypeError, match=r"nor match_tokens\(tokens\), nor find_tiered\(local_hashes\)"):
+    with pytest.raises(TypeError, match=r"match_tokens\(tokens\) and find_tiered\(local_hashes\)"):
         harness(Silent())
 
 
