@@ -256,7 +256,7 @@ def test_a_scenario_has_engines(nested):
         "profile: {block_size: 4}\nengine: {max_num_seqs: 1, num_gpu_blocks: 9}\nsteps:\n"
         "- submit: {request: a, tokens: 0..7, output_tokens: 2}\n- submit: {tokens: 0..7}\n- step: 1\n"
         "  expect: {metrics: {running: 1, waiting: 1}}\n- run:\n  expect: {requests: {a: finished}}\n"
-        "- submit: {tokens: 0..36}\n  expect: {refused: 10 blocks are needed and 9 are available}\n"
+        "- submit: {tokens: 0..36}\n  expect: {refused: 10 blocks are needed for prompt and output}\n"
     )
     files = {"pytest.ini": INI + "kvmock_backends = lineage hash_cache\n", "a.kv.yaml": text}
     nested("", files=files).assert_outcomes(passed=2)
