@@ -146,6 +146,9 @@ class BackendSpec:
         """Raise a ValueError for one that it has not."""
         for option in options:
             if option not in self.options:
+                if option == "tiers":
+                    able = [name for name, spec in BACKENDS.items() if option in spec.options]
+                    raise ValueError(f"backend {self.name!r} takes no tiers; {', '.join(able[:-1])} and {able[-1]} do")
                 known = f"it has {', '.join(self.options)}" if self.options else "it has none"
                 hint = did_you_mean(option, self.options, known)
                 raise ValueError(f"backend {self.name!r} has no option {option!r}{hint}")
@@ -192,9 +195,11 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
     {
         spec.name: spec
         for spec in (
-            BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", makers.lineage),
-            BackendSpec("lru", f"{_LOGICAL}, lru backend", makers.lru),
-            BackendSpec("multi_lru", f"{_LOGICAL}, multi_lru backend", makers.multi_lru, prefix_closed=False),
+            BackendSpec("lineage", f"{_LOGICAL}, lineage backend (its default)", makers.lineage, options=("tiers",)),
+            BackendSpec("lru", f"{_LOGICAL}, lru backend", makers.lru, options=("tiers",)),
+            BackendSpec(
+                "multi_lru", f"{_LOGICAL}, multi_lru backend", makers.multi_lru, prefix_closed=False, options=("tiers",)
+            ),
             BackendSpec(
                 "hash_cache",
                 "dynamo-mocker 1.0.2",

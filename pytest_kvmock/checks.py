@@ -73,6 +73,17 @@ def check_number(name: str, value: object, least: float = 0.0, most: float = mat
     raise ValueError(f"{name} must be a finite number {wanted}{unit}, got {value!r:.80}")
 
 
+def check_time(now: object, what: str = "a time") -> float:
+    """Return a time in ms as a float.
+
+    Raises:
+        ValueError: it is no finite number of at least 0.
+    """
+    if type(now) is float and 0.0 <= now < math.inf:  # nearly always, and without the call
+        return now
+    return check_number(what, now, unit=" (ms)")
+
+
 def nearest(name: object, known: Iterable[str]) -> list[str]:
     """Return the known names that are most like `name`, the likest first; none where no name is like it."""
     if not isinstance(name, str):

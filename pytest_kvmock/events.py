@@ -1,6 +1,6 @@
 """What engines publish and routers receive: Stored, Removed, Cleared, and the two envelopes around them.
 
-The shapes, names and JSON are those of Dynamo's `kv-router` protocols. Blocks travel as parallel tuples, not as an
+One subject: what travels, and its form in JSON. The shapes, names and JSON are those of Dynamo's `kv-router` protocols. Blocks travel as parallel tuples, not as an
 object each; `Stored.blocks` makes pairs when somebody asks.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
-from pytest_kvmock.checks import is_integer
+from pytest_kvmock.checks import is_integer, unknown_text
 
 _U32: Final = 2**32 - 1
 _U64: Final = 2**64 - 1
@@ -71,6 +71,20 @@ class StorageTier(StrEnum):
     HOST_PINNED = "host_pinned"
     DISK = "disk"
     EXTERNAL = "external"
+
+    @classmethod
+    def of(cls, tier: StorageTier | str) -> StorageTier:
+        """The tier of a name; "host" is short for "host_pinned".
+
+        Raises:
+            ValueError: there is no such tier; the message names those that there are.
+        """
+        if tier == "host":
+            return cls.HOST_PINNED
+        try:
+            return cls(tier)
+        except ValueError:
+            raise ValueError(unknown_text("tier", tier, [*cls])) from None
 
 
 class StoredBlock(NamedTuple):

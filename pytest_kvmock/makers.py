@@ -12,29 +12,38 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.content import Chain
 
 
-def lineage(**sizes: Any) -> KvManager:
+def lineage(*, tiers: Any = None, **sizes: Any) -> KvManager:
     """Make a `LogicalManager` that evicts leaves first."""
     from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
-    from pytest_kvmock.cache.dynamo.logical import LogicalManager
 
-    return LogicalManager(backend="lineage", eviction=LineagePolicy(), **sizes)
+    return _logical(tiers, backend="lineage", eviction=LineagePolicy(), **sizes)
 
 
-def lru(**sizes: Any) -> KvManager:
+def lru(*, tiers: Any = None, **sizes: Any) -> KvManager:
     """Make a `LogicalManager` that evicts the least recently used block."""
     from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
-    from pytest_kvmock.cache.dynamo.logical import LogicalManager
 
-    return LogicalManager(backend="lru", eviction=LruPolicy(), **sizes)
+    return _logical(tiers, backend="lru", eviction=LruPolicy(), **sizes)
 
 
-def multi_lru(*, num_blocks: int, **sizes: Any) -> KvManager:
+def multi_lru(*, num_blocks: int, tiers: Any = None, **sizes: Any) -> KvManager:
     """Make a `LogicalManager` that evicts by frequency."""
     from pytest_kvmock.cache.dynamo.eviction.multi_lru import MultiLruPolicy
-    from pytest_kvmock.cache.dynamo.logical import LogicalManager
 
     policy = MultiLruPolicy(num_blocks)
-    return LogicalManager(backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
+    return _logical(tiers, backend="multi_lru", eviction=policy, num_blocks=num_blocks, **sizes)
+
+
+def _logical(tiers: Any, **options: Any) -> KvManager:
+    """Make a `LogicalManager`, with an engine of its own for the tiers below it, if there are any."""
+    from pytest_kvmock.cache.dynamo.logical import LogicalManager
+
+    manager = LogicalManager(**options)
+    if tiers is not None:
+        from pytest_kvmock.tiers.config import Tiers
+
+        manager.attach_offload(Tiers.of(tiers).make(manager.block_size))
+    return manager
 
 
 def hash_cache(**sizes: Any) -> KvManager:

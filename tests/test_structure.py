@@ -27,6 +27,7 @@ TOLD_APART_BY_FOLDERS = {
     "hashes",  # vLLM's and SGLang's
     "index",  # the router's; in testing, the contract of one
     "manager",  # the protocol of block managers; in testing, the contract of one
+    "offload",  # the protocol of further tiers; in tiers, the host
     "program",  # what is played; in reduce, the one that is cut down
     "recovery",  # between worker and router; in harness, the test's hold on it
     "replay",  # of a trace on engines; in reduce, of what a harness recorded

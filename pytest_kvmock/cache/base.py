@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 
-from pytest_kvmock.checks import check_integer, is_integer
+from pytest_kvmock.checks import check_integer, check_time, is_integer
 from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, Removed, StorageTier, block_text
 from pytest_kvmock.moves import MoveError
 from pytest_kvmock.sinks import Sink
@@ -136,6 +136,14 @@ class ManagerBase:
     def take_event_id(self) -> int:
         """Consume the next event id, for an event that somebody else publishes for this manager."""
         return self._publisher.take_id()
+
+    def tick(self, now: float) -> None:
+        """Move the time of the tiers below the device forward to `now` (ms); nothing happens where there are none.
+
+        Raises:
+            ValueError: the time is no finite number of at least 0.
+        """
+        check_time(now)
 
     @property
     def num_active_blocks(self) -> int:

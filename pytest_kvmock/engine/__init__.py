@@ -1,6 +1,6 @@
 """Engines: workers, their requests, and the drivers that bring those to a block manager."""
 
-from pytest_kvmock.engine.driver import Driver, MakeDriver, Traits
+from pytest_kvmock.engine.driver import Driver, MakeDriver, SlotsLost, Traits, WouldWait
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, Request, RequestError, Served
 
@@ -13,5 +13,7 @@ __all__ = [
     "Request",
     "RequestError",
     "Served",
+    "SlotsLost",
     "Traits",
+    "WouldWait",
 ]

@@ -36,6 +36,27 @@ class Traits:
     chunks: bool = True
 
 
+class WouldWait(RuntimeError):  # noqa: N818 - named for what it says, as BlockingIOError is
+    """A request would have to wait, and was told not to. It holds nothing; what it has set going goes on.
+
+    Attributes:
+        deadline: when the next transfer is done, in ms: tick the worker to then and try again.
+    """
+
+    def __init__(self, now: float, deadline: float, why: str) -> None:
+        super().__init__(now, deadline, why)
+        self.now = now
+        self.deadline = deadline
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.why}, until {self.deadline} ms at the earliest; it is {self.now} ms (wait=True waits, or tick the worker)"
+
+
+class SlotsLost(RuntimeError):  # noqa: N818 - as above
+    """A request waits for blocks of the device that nothing will ever free; nothing is under way."""
+
+
 class Driver(Protocol):
     """Brings the requests of a worker to a block manager of one kind.
 

@@ -17,7 +17,7 @@ class EventRecorder:
     Attributes:
         sink: as above.
         published: whether a manager ever published anything.
-        stored: hashes of the blocks that were stored, in order, while somebody asks for them; else None.
+        stored: hashes of the blocks that were stored on the device, in order, while somebody asks for them; else None.
         holds: whether events are held.
         held: the events that are held, in order, with tier and token ids.
     """
@@ -39,7 +39,7 @@ class EventRecorder:
     ) -> None:
         """Take an event of a manager."""
         self.published = True
-        if self.stored is not None and isinstance(event.data, Stored):
+        if self.stored is not None and isinstance(event.data, Stored) and storage_tier is StorageTier.DEVICE:
             self.stored += event.data.block_hashes
         if self.holds:
             self.held.append((event, storage_tier, token_ids))

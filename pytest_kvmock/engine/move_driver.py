@@ -79,6 +79,10 @@ class MoveDriver:
         # With names from elsewhere: whoever only looks must not change what is generated next, nor meet it.
         return self.manager.prefill_cost(self._sequence(prompt, Random("look"))).cached_tokens  # noqa: S311 - mock data
 
+    def lineage(self, prompt: Prompt) -> Sequence[int]:
+        """Lineage hashes of the prompt's full blocks."""
+        return self._sequence(prompt, Random("look")).positional_lineage_hashes  # noqa: S311 - mock data
+
     def open(self, prompt: Prompt) -> _MoveRequest:
         """A request that has no block yet."""
         return _MoveRequest(self._sequence(prompt))

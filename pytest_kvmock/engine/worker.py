@@ -15,15 +15,25 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import integer_text, is_integer
-from pytest_kvmock.engine.driver import Driver, MakeDriver, RadixSchedulerDriver, SchedulerDriver, Traits
+from pytest_kvmock.engine.driver import (
+    Driver,
+    MakeDriver,
+    RadixSchedulerDriver,
+    SchedulerDriver,
+    SlotsLost,
+    Traits,
+    WouldWait,
+)
 from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.engine.tier_clock import TierClock
     from pytest_kvmock.moves import Block
     from pytest_kvmock.sinks import Sink
 
@@ -92,6 +102,7 @@ class Request:
     Attributes:
         prompt: what was asked.
         cached_tokens: tokens of the prompt that were cached when it was admitted (or resumed).
+        onboarded_tokens: those of them that were brought back from the host for it.
     """
 
     def __init__(self, worker: KvWorker, prompt: Prompt) -> None:
@@ -100,6 +111,7 @@ class Request:
         self._driver = worker._driver
         self._state = self._driver.open(prompt)
         self.cached_tokens = 0
+        self.onboarded_tokens = 0
         self._status = "preempted"  # until its blocks are there
 
     def __enter__(self) -> Self:
@@ -140,10 +152,16 @@ class Request:
         self._need("decode", "running")
         steps = self._worker._steps(tokens)
         requested, available = self._driver.plan(self._state, steps)
+        clock = self._worker._clock
+        if clock is not None:
+            available = clock.room()
         if requested > available:
             raise OutOfBlocks(requested, available)
         with self._worker._serving():
-            self._driver.extend(self._state, steps)
+            if clock is None:
+                self._driver.extend(self._state, steps)
+            else:
+                clock.generate(self._state, steps)
 
     def lose(self) -> None:
         """Give the request up, as its worker restarts."""
@@ -181,8 +199,11 @@ class Request:
         self._need("resume", "preempted")
         self._admit()
 
-    def _admit(self) -> None:
+    def _admit(self, *, wait: bool = True, onboard: bool = False) -> None:
         driver, state = self._driver, self._state
+        if self._worker._clock is not None:
+            self._admit_in_time(self._worker._clock, wait=wait, onboard=onboard)
+            return
         requested, available = driver.blocks_needed(state)
         if requested > available:
             raise OutOfBlocks(requested, available)
@@ -192,6 +213,26 @@ class Request:
         with self._worker._serving():
             for upto in range(chunk, length + chunk, chunk):
                 driver.admit(state, min(upto, length))
+        self._status = "running"
+
+    def _admit_in_time(self, clock: TierClock, *, wait: bool, onboard: bool) -> None:
+        driver, state = self._driver, self._state
+        requested, _ = driver.blocks_needed(state)
+        available = clock.room()
+        if requested > available:
+            raise OutOfBlocks(requested, available)
+        length = len(state)
+        chunk = self._worker.chunk or length
+        with self._worker._serving():
+            try:
+                # As Dynamo's scheduler: only what waits is swapped in, not what was preempted.
+                self.onboarded_tokens = clock.onboard(state, wait=wait) if onboard else 0
+                self.cached_tokens = driver.cached(state)
+                for upto in range(chunk, length + chunk, chunk):
+                    clock.allocate(state, min(upto, length), wait=wait)
+            except (WouldWait, SlotsLost):
+                driver.preempt(state)
+                raise
         self._status = "running"
 
     def _end(self, status: str) -> None:
@@ -253,11 +294,18 @@ class KvWorker:
         self._recorder = EventRecorder(sink)
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
+        self._clock: TierClock | None = None
         self._driver = self._start()
 
     def _start(self) -> Driver:
         sink = self._recorder if self.publishes else self._watch
-        return self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
+        driver = self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
+        now, self._clock = self.now, None
+        if getattr(driver.manager, "offload", None) is not None:
+            from pytest_kvmock.engine.tier_clock import TierClock
+
+            self._clock = TierClock.of(driver, now)
+        return driver
 
     def __repr__(self) -> str:
         return f"<KvWorker {self.worker_id} rank {self.dp_rank} {self.manager.backend}>"
@@ -266,6 +314,23 @@ class KvWorker:
     def manager(self) -> KvManager:
         """The block manager."""
         return self._driver.manager
+
+    @property
+    def now(self) -> float:
+        """The worker's virtual time in ms; it passes with tiers below the device only, else it is 0."""
+        return 0.0 if self._clock is None else self._clock.now
+
+    def tick(self, now: float) -> None:
+        """Move the worker's time forward to `now` (ms): transfers between tiers end, and their events are published.
+
+        Raises:
+            ValueError: the worker has no tiers below the device; or the time is no finite number of at least 0, or
+                before the worker's.
+        """
+        if self._clock is None:
+            raise ValueError(f"tick: {self!r} has no tiers below the device, so no time passes in it")
+        with self._serving():
+            self._clock.tick(now)
 
     @property
     def backend(self) -> str:
@@ -282,15 +347,25 @@ class KvWorker:
         """Whether a manager of it ever published anything, before a restart too."""
         return self._recorder.published
 
-    def prefill(self, prompt: Prompt | TokenIds) -> Request:
+    def prefill(self, prompt: Prompt | TokenIds, *, wait: bool = True) -> Request:
         """Admit a request: blocks for its whole prompt, cached ones reused.
+
+        With tiers below the device: what the host has of the prompt is brought back first, and the worker's time passes
+        until it is there, and until the device has room.
+
+        Args:
+            prompt: what is asked.
+            wait: False: raise instead of letting time pass. A transfer that was started goes on, and what it brings is
+                cached when the worker is ticked.
 
         Raises:
             OutOfBlocks: it does not fit; nothing has changed.
+            WouldWait: time would have to pass, and `wait` is False.
+            SlotsLost: the device's room is lost, and nothing will free it.
             ValueError: an empty prompt, or a token out of range.
         """
         request = self._request(Prompt.of(prompt))
-        request._admit()
+        request._admit(wait=wait, onboard=True)
         self.requests.append(request)
         return request
 
@@ -312,13 +387,29 @@ class KvWorker:
             self._recorder.stored = None
         return Served(request.cached_tokens, tuple(stored))
 
-    def cached_tokens(self, prompt: Prompt | TokenIds) -> int:
-        """Tokens of the prompt that are cached now. Looks, and touches nothing."""
+    def cached_tokens(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> int:
+        """Tokens of the prompt that are cached now. Looks, and touches nothing.
+
+        Args:
+            prompt: which.
+            tier: where; of a further tier, those that come after what the device has.
+
+        Raises:
+            ValueError: an unknown tier.
+        """
+        if tier is not StorageTier.DEVICE and StorageTier.of(tier) is not StorageTier.DEVICE:
+            return 0 if self._clock is None else self._clock.cached(Prompt.of(prompt), StorageTier.of(tier))
         return self._driver.lookup(Prompt.of(prompt))
 
     def clear(self) -> bool:
-        """Drop all that is cached, and publish Cleared. False, and no event, while requests are open."""
-        return not self.requests and self._driver.clear()
+        """Drop all that is cached, and publish Cleared. False, and no event, while requests are open.
+
+        Transfers between tiers are cancelled, and further tiers are emptied too.
+        """
+        cleared = not self.requests and self._driver.clear()
+        if cleared and self._clock is not None:
+            self._clock.forget()
+        return cleared
 
     def restart(self, *, announced: bool = False) -> None:  # noqa: ARG002 - a worker alone has no router
         """Begin anew, as after a crash: empty, open requests lost, event ids from 0.

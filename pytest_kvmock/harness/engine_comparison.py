@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TypeAlias
 
 from pytest_kvmock.engine.worker import KvWorker
@@ -40,19 +41,19 @@ class EngineComparison:
                 self._resident.pop((key, tier), None)
 
     def _residents(self, workers: Iterable[KvWorker]) -> Residents:
-        """The sources of resident blocks: callables, and workers.
+        """The sources of resident blocks: callables, and workers, with the device and each tier that is known of them.
 
         A worker that has never published, and holds nothing, is only a name for events made by hand. One that does not
         publish any more, as it became a decode engine, is not compared.
         """
-        return [
-            *((key, tier, resident) for (key, tier), resident in self._resident.items()),
-            *(
-                ((worker.worker_id, worker.dp_rank), StorageTier.DEVICE, worker.manager.resident)
-                for worker in workers
-                if worker.is_watched or (worker.publishes and (worker.has_published or worker.manager.resident()))
-            ),
-        ]
+        sources = [(key, tier, resident) for (key, tier), resident in self._resident.items()]
+        for worker in workers:
+            if worker.is_watched or (worker.publishes and (worker.has_published or worker.manager.resident())):
+                key = (worker.worker_id, worker.dp_rank)
+                sources.append((key, StorageTier.DEVICE, worker.manager.resident))
+                tiers = self._judge.ledger.stream(key).tier_blocks
+                sources += [(key, tier, partial(worker.manager.resident, tier)) for tier in tiers]
+        return sources
 
     def flush(self, next_ids: Mapping[StreamKey, int], workers: Iterable[KvWorker]) -> None:
         """Compare what can be compared by now, and report what is new.
@@ -104,7 +105,7 @@ class EngineComparison:
             stream = ledger.streams[key]
             for blocks, expected, had in differences(stream, self._resident_blocks(key, resident) or [], tier):
                 if blocks:
-                    found.append(ledger.drift_problem(stream, tuple(blocks), expected, had))
+                    found.append(ledger.drift_problem(stream, tuple(blocks), expected, had, tier))
         for problem in found:
             problem.position = judge.log.total - 1
         return oldest_first(found, judge.ledger.streams, judge.log)

@@ -8,6 +8,9 @@ of the reference and the leading run of blocks that are held according to the ev
 through a block that an engine has left without its parent (`orphaned_child`); an answer outside of that is listed under
 the warning. But where both are the same, an index that returns more has counted what is not held, or is behind a hole: no
 orphan excuses that.
+
+An index that has `find_tiered` tells tiers apart. As soon as an event has named a tier below the device, it is asked for
+those too.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, StreamKey, block_text
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, StreamKey, block_text
 from pytest_kvmock.harness.chains import Chain, Chains, leading_run, orphaned_in
 from pytest_kvmock.harness.survival import SurvivalOracle
 from pytest_kvmock.harness.under_test import (
@@ -29,10 +32,12 @@ from pytest_kvmock.harness.under_test import (
     UnreadableAnswer,
     WorkerScores,
     agree,
+    difference_below,
     first_difference,
     question,
     raised_at,
 )
+from pytest_kvmock.hygiene.folding import fold
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.orphans import stored_as
 from pytest_kvmock.hygiene.problem import Problem
@@ -74,6 +79,28 @@ class QueuedEvent(NamedTuple):
     def key(self) -> StreamKey:
         """The worker and rank of the event."""
         return self.event.worker_id, self.event.event.dp_rank
+
+
+class WrongAnswer(NamedTuple):
+    """The first worker for which an answer of the index under test is wrong.
+
+    Attributes:
+        asked: the method that returned it.
+        answer: the answer, of the device.
+        tier: where it is wrong.
+        worker: which worker.
+        rank: and its rank.
+        blocks: how many blocks it returned.
+        expected: how many are right.
+    """
+
+    asked: str
+    answer: Scores | WorkerScores
+    tier: StorageTier
+    worker: int
+    rank: int
+    blocks: int
+    expected: range
 
 
 class QueuedRemoval(NamedTuple):
@@ -127,7 +154,8 @@ class IndexComparison:
         self._naming: list[tuple[Desync, tuple[int, ...]]] = []
         self._desyncs: dict[StreamKey, Desync] = {}
         self._recovered: dict[StreamKey, int] = {}
-        self._reported: set[tuple[int, int, int]] = set()
+        self._reported: set[tuple[int, int, int, StorageTier]] = set()
+        self._asking = under_test.asked
         self._warned: dict[Problem, Problem] = {}  # of problems not reported yet, the warning that they follow from
 
     # ---------------------------------------------------------------------------------------------- events
@@ -192,7 +220,9 @@ class IndexComparison:
             if desync is not None:
                 self._naming.append((desync, data.block_hashes))
             if self._reported:  # what an event names again may drift again
-                self._reported.difference_update((*key, block) for block in data.block_hashes)
+                self._reported.difference_update(
+                    (*key, block, tier) for block in data.block_hashes for tier in StorageTier
+                )
         return found
 
     def _compare(self) -> Findings:
@@ -302,10 +332,10 @@ class IndexComparison:
         others = self.survival.affected.keys() - {key}
         for where, block in list(self.survival.affected[key]):
             try:
-                agrees = yield from self._agrees(self._chains.upto(self._ledger.streams[where], block), others)
+                wrong = yield from self._look_up(self._chains.upto(self._ledger.streams[where], block), others)
             except Exception:  # noqa: BLE001 - it has not; the lookup at the end reports it
                 return
-            if not agrees:
+            if wrong is not None:
                 return
         self.survival.mark_recovered(key)
 
@@ -315,7 +345,7 @@ class IndexComparison:
         warned, self._warned = self._warned, {}
         for problem in found:
             if problem.rule == "index_drift":
-                reported = (problem.worker_id, problem.dp_rank, problem.blocks[0])
+                reported = (problem.worker_id, problem.dp_rank, problem.blocks[0], problem.storage_tier)
                 if reported in self._reported:
                     continue
                 self._reported.add(reported)
@@ -334,23 +364,23 @@ class IndexComparison:
         """Look up a chain; where the answer is not the reference's, find the shortest part of it that shows that."""
         ignored = None if queued is None or self.survival is None else self.survival.affected.keys()
         try:
-            if (yield from self._agrees(chain, ignored)):
+            if (yield from self._look_up(chain, ignored)) is None:
                 return []
             for count in range(1, len(chain.local) + 1):
                 shortest = chain.part(0, count)
-                if not (yield from self._agrees(shortest, ignored)):
+                if (yield from self._look_up(shortest, ignored)) is not None:
                     break
-            answer = self._under_test.read((yield self._question(shortest)))
+            wrong = yield from self._look_up(shortest, ignored)
         except Exception as error:  # noqa: BLE001 - as in run
-            return [self._failure(self._under_test.asked, error, key, queued, position)]
-        wrong = self._wrong(answer, shortest, ignored)
+            return [self._failure(self._asking, error, key, queued, position)]
         if wrong is None:
             return []  # an index whose answers differ between two lookups: the next lookup shows it again
-        worker, rank, got, right = wrong
-        block, story = self._story((worker, rank), shortest, too_many=got >= right.stop)
+        asked, answer, tier, worker, rank, got, right = wrong
+        block, story = self._story((worker, rank), shortest, tier, too_many=got >= right.stop)
         if queued is not None and queued.key == (worker, rank) and self._left_a_copy(queued.event, block):
             story += "; this Removed took one copy of it, and the engine has another"
-        orphan, warning = self._orphan(answer, (worker, rank), shortest)
+        on_device = tier is StorageTier.DEVICE
+        orphan, warning = self._orphan(answer, (worker, rank), shortest) if on_device else (0, None)
         if len(right) == 1 and got >= right.stop:
             warning = None  # more than is held there: an orphan is no excuse for that
         if warning is not None:
@@ -359,35 +389,39 @@ class IndexComparison:
             "index_drift",
             worker,
             rank,
-            f"{self._under_test.asked}() of your index ({self._under_test.name}) returned {got} for "
+            f"{asked}() of your index ({self._under_test.name}) returned {got}{'' if on_device else f' in {tier}'} for "
             f"{worker_text(worker, rank)} on a {len(shortest.local)}-block prefix (ends in {block_text(block)}); {story}",
             _expected_text(right, "the reference index returned" if self.survival is None else "was published"),
             queued.event if queued else None,
             queued.position if queued else position,
             (block,),
             fault=None if self.survival is None else self.survival.injection_of((worker, rank), (block,)),
+            storage_tier=tier,
         )
         if warning is not None:
             self._warned[problem] = warning
         return [problem]
 
-    def _story(self, key: StreamKey, chain: Chain, *, too_many: bool) -> tuple[int, str]:
+    def _story(self, key: StreamKey, chain: Chain, tier: StorageTier, *, too_many: bool) -> tuple[int, str]:
         """The last block of a chain, by the name that the worker and rank has for it, and its history.
 
         Args:
             key: the worker and rank of which the answer is wrong.
             chain: the chain that was looked up.
+            tier: where the answer is wrong.
             too_many: the answer is too high: the index may have had blocks before the first event.
         """
         early = "; was the index empty at the start?"
         streams, block = self._ledger.streams, chain.blocks[-1]
         own = streams.get(key)
         if own is not None:
-            if chain.negative:  # without its first block, it may be another chain that was stored
+            # Without its first block it may be another chain that was stored; and so may be what begins below the device,
+            # where a block comes without its parent.
+            if chain.negative or (len(own.tiers) > 1 and not own.was_stored(block)):
                 named = stored_as(own, chain.local)
                 block = min(named) if named else block
             if own.was_stored(block):
-                return block, own.history(block)
+                return block, own.history(block, tier)
         others = [other for other, stream in streams.items() if other != key and stream.was_stored(block)]
         others.sort(key=lambda other: other[0] != key[0])  # another rank of the worker first
         if others:
@@ -426,9 +460,28 @@ class IndexComparison:
             and block in stream.held(event.storage_tier)
         )
 
-    def _agrees(self, chain: Chain, ignored: Collection[StreamKey] | None) -> Generator[Call, Any, bool]:
-        answer = self._under_test.read((yield self._question(chain)))
-        return self._wrong(answer, chain, ignored) is None
+    def _look_up(self, chain: Chain, ignored: Collection[StreamKey] | None) -> Generator[Call, Any, WrongAnswer | None]:
+        """Look up a chain in the index under test; return what is wrong with its answers, if anything is."""
+        under_test = self._under_test
+        self._asking = asked = under_test.asked
+        returned = yield self._question(chain)
+        answer = under_test.read(returned)
+        wrong = self._wrong(answer, chain, ignored)
+        if wrong is not None:
+            return WrongAnswer(asked, answer, StorageTier.DEVICE, *wrong)
+        if under_test.find_tiered is None or all(len(stream.tiers) == 1 for stream in self._ledger.streams.values()):
+            return None
+        if asked != "find_tiered":
+            self._asking = "find_tiered"
+            returned = yield under_test.find_tiered, list(chain.local)
+        tiers = under_test.read_tiered(returned)
+        answer = tiers.get(StorageTier.DEVICE, {})
+        wrong = self._wrong(answer, chain, ignored) if asked != "find_tiered" else None
+        if wrong is not None:
+            return WrongAnswer("find_tiered", answer, StorageTier.DEVICE, *wrong)
+        free = () if self.survival is None else self.survival.unjudged_below(ignored)
+        below = difference_below(tiers, self._reference.find_tiered(chain.local), free)
+        return None if below is None else WrongAnswer("find_tiered", answer, *below)
 
     def _wrong(
         self, answer: Scores | WorkerScores, chain: Chain, ignored: Collection[StreamKey] | None
@@ -505,7 +558,7 @@ class IndexComparison:
         elif desync is not None and problem.block not in desync.resynced:
             problem.follows_from(desync.cause)
         elif key in self._arrived.streams:
-            Ledger.fold(self._arrived.streams[key], problem)
+            fold(self._arrived.streams[key], problem)
             if problem.cause is not None and problem.cause.excused:
                 problem.stand()  # an index that survives a fault is right all the same
         if problem.cause is not None:

@@ -16,7 +16,7 @@ from pytest_kvmock.events import RouterEvent, StreamKey
 from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import IndexComparison, QueuedEvent, Sync
 from pytest_kvmock.harness.recording import Recording, WorkerRemoved
-from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, WorkerScores, arun, run
+from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, TierScores, WorkerScores, arun, run
 from pytest_kvmock.hygiene.delivery import Delivery, Published
 from pytest_kvmock.hygiene.drift import oldest_first
 from pytest_kvmock.hygiene.injection import Injection
@@ -299,6 +299,26 @@ class Judge:
         __tracebackhide__ = True
         assert self.under_test is not None
         return await self.under_test.aanswer(prompt, block_size)
+
+    def ask_tiered(self, prompt: Prompt, block_size: int) -> TierScores:
+        """Look up a prompt tier by tier in the index under test, or in the reference.
+
+        Raises:
+            ValueError: it does not tell tiers apart: it has no `find_tiered`.
+            UnreadableAnswer: the answer is no mapping of tiers to mappings of workers to blocks.
+        """
+        __tracebackhide__ = True
+        if self.under_test is None:
+            found = self.reference.find_tiered(prompt.block_hashes(block_size))
+            return {tier: dict(scores) for tier, scores in found.items()}
+        self.end_burst()
+        return self.under_test.answer_tiered(prompt, block_size)
+
+    async def aask_tiered(self, prompt: Prompt, block_size: int) -> TierScores:
+        """As `ask_tiered`, for an async index, as far as it was flushed."""
+        __tracebackhide__ = True
+        assert self.under_test is not None
+        return await self.under_test.aanswer_tiered(prompt, block_size)
 
     def flush_index(self) -> None:
         """Flush the index under test, and compare what must be right by now; nothing to do for an async one."""

@@ -19,6 +19,7 @@ from pytest_kvmock.harness.by_hand import ByHand
 from pytest_kvmock.harness.engine_comparison import EngineComparison
 from pytest_kvmock.harness.index_comparison import SYNC, Sync
 from pytest_kvmock.harness.judge import Judge
+from pytest_kvmock.harness.lookups import Lookups, Overlap
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.faults.fault import Fault
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.harness.faults import Faults
-    from pytest_kvmock.harness.under_test import Scores, WorkerScores
     from pytest_kvmock.sinks import Sink
 
 
@@ -141,6 +141,7 @@ class RouterHarness:
             judge_unpublished=judge_unpublished,
         )
         self._by_hand = ByHand(self.publisher, self._workers)
+        self._lookups = Lookups(self._judge, self._workers, self.profile.block_size, self.publisher.lock)
         self._begun: frozenset[OpenRequest] = frozenset()
         if recovery is not None:
             self.use_recovery(recovery)
@@ -260,6 +261,7 @@ class RouterHarness:
         *,
         chained: bool | None = None,
         num_blocks: int | None = None,
+        tier_blocks: Mapping[StorageTier | str, int] | None = None,
         residency: Residency = "unique",
         prefix_closed: bool = True,
     ) -> KvSink:
@@ -269,14 +271,19 @@ class RouterHarness:
             chained: whether its hashes must be Dynamo's chain (`wrong_hash`); None: that is detected from
                 what is published.
             num_blocks: how many blocks each of its ranks has on the device (`over_capacity`); None: it is not judged.
+            tier_blocks: likewise in the tiers below, by tier: `{"host_pinned": 256}`.
             residency: "unique" where a block is published once while it is held; "counted" where every copy is.
             prefix_closed: whether a block is removed before its parent (`orphaned_child`); see `BackendSpec`.
 
         Raises:
-            ValueError: a capacity below 1, or another residency.
+            ValueError: a capacity below 1, an unknown tier, or another residency.
         """
         return self._workers.make_sink(
-            chained=chained, num_blocks=num_blocks, residency=residency, prefix_closed=prefix_closed
+            chained=chained,
+            num_blocks=num_blocks,
+            tier_blocks=tier_blocks or {},
+            residency=residency,
+            prefix_closed=prefix_closed,
         )
 
     def add_sink(self, sink: Sink, *, before: bool = False) -> None:
@@ -437,7 +444,7 @@ class RouterHarness:
             TypeError: the index is not async.
         """
         __tracebackhide__ = True
-        self._need_async("aflush")
+        self._lookups.need_async("aflush")
         self._workers.release_events()
         await self._judge.acompare()
         self.flush()
@@ -450,46 +457,38 @@ class RouterHarness:
 
     # ---------------------------------------------------------------------------------------------- lookups
 
-    def overlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+    def overlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap:
         """How many leading blocks of a prompt each worker holds, by the index; workers without any are absent.
+
+        Args:
+            prompt: the prompt.
+            tier: which tier. Of one below the device, the blocks by which it extends what the faster tiers have.
 
         Raises:
             TypeError: the index is async: `await kv_harness.aoverlap(prompt)`.
-            ValueError: the index takes tokens, and the prompt has none.
+            ValueError: an unknown tier; the index takes tokens, and the prompt has none; or it has no `find_tiered`.
         """
         __tracebackhide__ = True
-        self._need_sync("overlap", "aoverlap")
-        with self.publisher.lock:  # after a burst it is a comparison too
-            return self._by_worker(self._judge.ask(Prompt.of(prompt), self.profile.block_size))
+        return self._lookups.overlap(prompt, tier)
 
-    async def aoverlap(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+    async def aoverlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap:
         """As `overlap`, for an async index, as far as it was flushed."""
         __tracebackhide__ = True
-        self._need_async("aoverlap")
-        return self._by_worker(await self._judge.aask(Prompt.of(prompt), self.profile.block_size))
+        return await self._lookups.aoverlap(prompt, tier)
 
-    def overlap_for_hashes(self, local_hashes: Iterable[int]) -> dict[WorkerKey, int]:
+    def overlap_by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
+        """The `overlap` of each tier; tiers of which no worker has any are absent. Raises as `overlap` does."""
+        __tracebackhide__ = True
+        return self._lookups.overlap_by_tier(prompt)
+
+    async def aoverlap_by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
+        """As `overlap_by_tier`, for an async index, as far as it was flushed."""
+        __tracebackhide__ = True
+        return await self._lookups.aoverlap_by_tier(prompt)
+
+    def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
-
-    def _by_worker(self, scores: Scores | WorkerScores) -> dict[WorkerKey, int]:
-        out: dict[WorkerKey, int] = {}
-        for key, blocks in scores.items():
-            out[self._workers.key(*key) if isinstance(key, tuple) else key] = blocks
-        return out
-
-    def _need_sync(self, what: str, instead: str) -> None:
-        __tracebackhide__ = True
-        if self._judge.is_async:
-            raise TypeError(
-                f"{what} cannot ask an async index ({type(self.index).__name__}): "
-                f"use `await kv_harness.{instead}(...)`, after `await kv_harness.aflush()`"
-            )
-
-    def _need_async(self, what: str) -> None:
-        __tracebackhide__ = True
-        if not self._judge.is_async:
-            raise TypeError(f"{what} is for an async index under test; this one is asked without await")
 
     # ----------------------------------------------------------------------------------------------- counts
 
@@ -544,14 +543,14 @@ class RouterHarness:
             TypeError: the index is async: `await kv_harness.aassert_in_sync()`.
         """
         __tracebackhide__ = True
-        self._need_sync("assert_in_sync", "aassert_in_sync")
+        self._lookups.need_sync("assert_in_sync", "aassert_in_sync")
         with self.publisher.lock:
             self._raise_if_any(self._judge.compare())
 
     async def aassert_in_sync(self) -> None:
         """As `assert_in_sync`, for an async index, which is flushed first."""
         __tracebackhide__ = True
-        self._need_async("aassert_in_sync")
+        self._lookups.need_async("aassert_in_sync")
         self._raise_if_any(await self._judge.acompare())
 
     def _raise_if_any(self, found: list[Problem]) -> None:

@@ -171,9 +171,7 @@ class SurvivalOracle:
         ranked = not answer or isinstance(next(iter(answer)), tuple)
         given: Mapping[Any, int] = answer
         free = {*self.exempt, *(ignored or ())}
-        behind: set[StreamKey] = set()
-        if ignored is None:
-            behind = {key for key in self.affected.keys() - free if self._lost.get(key) or self._held.get(key)}
+        behind = self._behind(free) if ignored is None else set()
         knowable: list[Mapping[Any, int]] = []
         if behind:
             known = self._knowable(local_hashes)
@@ -189,6 +187,15 @@ class SurvivalOracle:
             if got:
                 out[key] = got
         return out
+
+    def unjudged_below(self, ignored: Collection[StreamKey] | None) -> set[StreamKey]:
+        """The streams for which any answer is accepted below the device; see `expected`."""
+        free = {*self.exempt, *(ignored or ())}
+        return free | self._behind(free) if ignored is None else free
+
+    def _behind(self, free: set[StreamKey]) -> set[StreamKey]:
+        """The affected streams, but for those that are `free`, for which an index may not know of a loss yet."""
+        return {key for key in self.affected.keys() - free if self._lost.get(key) or self._held.get(key)}
 
     def _knowable(self, local_hashes: tuple[int, ...]) -> list[Scores]:
         """The right answers since the first loss that does not show yet; an index that asked the worker may be ahead."""

@@ -7,12 +7,12 @@ The code that calls it is written once, for sync and async indexes: generators y
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from inspect import isawaitable, iscoroutinefunction
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.tokens import Prompt
 
@@ -22,6 +22,8 @@ Scores: TypeAlias = dict[tuple[int, int], int]
 WorkerScores: TypeAlias = dict[int, int]
 """Matched blocks by worker alone: the most over its ranks."""
 
+TierScores: TypeAlias = dict[StorageTier, Scores | WorkerScores]
+"""Matched blocks by tier; tiers of which nobody has any are absent."""
 
 Call: TypeAlias = tuple[Callable[[Any], Any], Any]
 """A function of the index under test, and the argument to call it with."""
@@ -83,9 +85,10 @@ class UnreadableAnswer(ValueError):  # noqa: N818 - named for what it is
 class IndexUnderTest:
     """Wraps a user's index in one interface.
 
-    The index has `apply(event)`, which takes a `RouterEvent`, and one of `find_matches(local_hashes)` and
-    `match_tokens(tokens)`; `flush`, `dump_events`, `remove_worker` and `remove_worker_dp_rank` are used where it has
-    them. Any of them may be a coroutine function; then the test awaits it (`aflush`, `aoverlap`).
+    The index has `apply(event)`, which takes a `RouterEvent`, and one of `find_matches(local_hashes)`,
+    `match_tokens(tokens)` and `find_tiered(local_hashes)`; `flush`, `dump_events`, `remove_worker` and
+    `remove_worker_dp_rank` are used where it has them. Where it has `find_tiered` it tells tiers apart; else it is asked
+    for the device alone. Any of them may be a coroutine function; then the test awaits it (`aflush`, `aoverlap`).
 
     Args:
         index: the user's object.
@@ -105,21 +108,23 @@ class IndexUnderTest:
         apply = getattr(index, "apply", None)
         if not callable(apply):
             raise TypeError(f"the index under test ({name}) has no apply(event), which takes a RouterEvent")
-        find, match = getattr(index, "find_matches", None), getattr(index, "match_tokens", None)
-        if not callable(find) and not callable(match):
+        methods = ("find_matches", "match_tokens", "find_tiered")
+        asked = next((method for method in methods if callable(getattr(index, method, None))), None)
+        if asked is None:
             raise TypeError(
-                f"the index under test ({name}) has neither find_matches(local_hashes) nor match_tokens(tokens)"
+                f"the index under test ({name}) has none of find_matches(local_hashes), match_tokens(tokens) and "
+                "find_tiered(local_hashes)"
             )
-        self.takes_tokens = not callable(find)
         self.apply: Callable[[RouterEvent], Any] = apply
-        ask: Any = match if self.takes_tokens else find
-        self.ask: Callable[[Any], Any] = ask
-        self.asked = "match_tokens" if self.takes_tokens else "find_matches"
+        self.asked: str = asked
+        self.takes_tokens = asked == "match_tokens"
+        self.ask: Callable[[Any], Any] = getattr(index, asked)
+        self.find_tiered = self._method("find_tiered")
         self.flush = self._method("flush")
         self.remove_worker = self._method("remove_worker")
         self.remove_rank = self._method("remove_worker_dp_rank")
         dump = self._method("dump_events")
-        called = (self.apply, self.ask, self.flush, self.remove_worker, self.remove_rank)
+        called = (self.apply, self.ask, self.find_tiered, self.flush, self.remove_worker, self.remove_rank)
         self.is_async = any(call is not None and iscoroutinefunction(call) for call in called)
         try:
             held = list(dump() or ()) if dump is not None and not iscoroutinefunction(dump) else []
@@ -172,17 +177,73 @@ class IndexUnderTest:
         answer = self.ask(self._question(prompt, block_size))
         return self.read(await answer if isawaitable(answer) else answer)
 
+    def answer_tiered(self, prompt: Prompt, block_size: int) -> TierScores:
+        """Flush the index, and look up a prompt tier by tier.
+
+        Raises:
+            ValueError: it has no `find_tiered`.
+            UnreadableAnswer: the answer is no mapping of tiers to mappings of workers to blocks.
+        """
+        __tracebackhide__ = True
+        find_tiered = self._telling_tiers()
+        if self.flush is not None:
+            self.flush()
+        return self.read_tiered(find_tiered(list(prompt.block_hashes(block_size))))
+
+    async def aanswer_tiered(self, prompt: Prompt, block_size: int) -> TierScores:
+        """As `answer_tiered`, for an async index, as far as it was flushed."""
+        __tracebackhide__ = True
+        answer = self._telling_tiers()(list(prompt.block_hashes(block_size)))
+        return self.read_tiered(await answer if isawaitable(answer) else answer)
+
+    def _telling_tiers(self) -> Callable[..., Any]:
+        __tracebackhide__ = True
+        if self.find_tiered is None:
+            raise ValueError(
+                f"the index under test ({self.name}) does not tell tiers apart: it has no find_tiered(local_hashes), "
+                "which returns {tier: {(worker_id, dp_rank): blocks}}"
+            )
+        return self.find_tiered
+
     def _question(self, prompt: Prompt, block_size: int) -> Sequence[int]:
         __tracebackhide__ = True
         hashes = () if self.takes_tokens else list(prompt.block_hashes(block_size))
         return question(hashes, prompt.tokens, takes_tokens=self.takes_tokens)
 
+    def read_tiered(self, answer: Any) -> TierScores:
+        """Read an answer of `find_tiered` into one shape: what has no blocks is dropped.
+
+        Raises:
+            UnreadableAnswer: it is no mapping of tiers to mappings of workers to numbers of blocks.
+        """
+        if not isinstance(answer, Mapping):
+            raise UnreadableAnswer(
+                f"find_tiered() of {self.name} returned {answer!r:.120}; expected a mapping of tiers to mappings of "
+                "worker_id or (worker_id, dp_rank) to a number of blocks"
+            )
+        out: TierScores = {}
+        for tier, scores in answer.items():
+            try:
+                known = StorageTier(tier)
+            except ValueError:
+                raise UnreadableAnswer(
+                    f"find_tiered() of {self.name} returned the tier {tier!r:.80}; known: {', '.join(StorageTier)}"
+                ) from None
+            if found := self._read_scores(scores):
+                out[known] = found
+        return out
+
     def read(self, answer: Any) -> Scores | WorkerScores:
-        """Read an answer into one shape: zeros are dropped, keys keep their form.
+        """Read an answer, of the device, into one shape: zeros are dropped, keys keep their form.
 
         Raises:
             UnreadableAnswer: it is no mapping of workers to numbers of blocks.
         """
+        if self.asked == "find_tiered":
+            return self.read_tiered(answer).get(StorageTier.DEVICE, {})
+        return self._read_scores(answer)
+
+    def _read_scores(self, answer: Any) -> Scores | WorkerScores:
         scores = getattr(answer, "scores", answer)
         if not isinstance(scores, Mapping):
             raise UnreadableAnswer(
@@ -243,6 +304,51 @@ def first_difference(answer: Scores | WorkerScores, least: Scores, most: Scores)
             worker, rank = key if ranked else (key, 0)
             return worker, rank, mine.get(key, 0), right
     return None
+
+
+def difference_below(
+    answer: TierScores, expected: Mapping[StorageTier, Scores], ignored: Collection[StreamKey]
+) -> tuple[StorageTier, int, int, int, range] | None:
+    """The first tier below the device, and the first worker in it, for which an answer of `find_tiered` is wrong.
+
+    A tier goes on where the faster ones end. So what the answer has of a worker below a tier in which it differs is not
+    looked at: on the device it may differ, and be right.
+
+    Args:
+        answer: by worker or by rank; by worker alone, the most over its ranks.
+        expected: the right answer.
+        ignored: workers and ranks for which any answer is accepted.
+
+    Returns:
+        (tier, worker_id, dp_rank, blocks returned, blocks expected); None where all is right.
+    """
+    before = [StorageTier.DEVICE]
+    for tier in StorageTier:
+        if tier is StorageTier.DEVICE:
+            continue
+        mine, due = answer.get(tier, {}), expected.get(tier, {})
+        ranked = not mine or isinstance(next(iter(mine)), tuple)
+        names: set[Any] = {*mine, *(due if ranked else by_worker(due))}
+        for name in sorted(names):
+            got, right = _score(mine, name), _score(due, name)
+            accepted = any(name in (key, key[0]) for key in ignored) or any(
+                _score(answer.get(each, {}), name) != _score(expected.get(each, {}), name) for each in before
+            )
+            if got != right and not accepted:
+                worker, rank = name if ranked else (name, 0)
+                return tier, worker, rank, got, range(right, right + 1)
+        before.append(tier)
+    return None
+
+
+def _score(scores: Scores | WorkerScores, name: Any) -> int:
+    """The blocks of a worker, or of a worker and rank, in either form of an answer."""
+    blocks: Mapping[Any, int] = scores
+    if name in blocks:
+        return blocks[name]
+    if isinstance(name, tuple):
+        return blocks.get(name[0], 0)
+    return max((count for key, count in blocks.items() if isinstance(key, tuple) and key[0] == name), default=0)
 
 
 def question(hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_tokens: bool) -> Sequence[int]:

@@ -10,147 +10,25 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
-from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
 from pytest_kvmock.checks import check_integer, integer_text, is_integer, unknown_text
 from pytest_kvmock.engine.worker import KvWorker
-from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.events import StorageTier, StreamKey
 from pytest_kvmock.harness.engine_comparison import EngineComparison
+from pytest_kvmock.harness.harness_worker import HarnessWorker
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.publisher import Publisher
-from pytest_kvmock.harness.recording import RecordedRequest, Recording
+from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
 from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
-from pytest_kvmock.programs.operations import Clear, Restart
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.harness.engines import HarnessEngine
-    from pytest_kvmock.sinks import Sink
-    from pytest_kvmock.tokens import Prompt
 
 WorkerKey: TypeAlias = int | tuple[int, int]
 """A worker id; (worker_id, dp_rank) where the worker has more ranks than one."""
 
 MOST_WORKER_ID: Final = 2**64 - 1
-
-_MANAGERS: Final[set[type]] = set()
-"""Classes that were found to have the methods of a manager: each test makes some."""
-
-
-class _WorkerSink:
-    """The sink of a worker: adds its id to events, and passes them to the publisher, once the worker has begun."""
-
-    __slots__ = ("_before", "_publisher", "_worker_id", "worker")
-
-    def __init__(self, publisher: Publisher, worker_id: int) -> None:
-        self.worker: KvWorker | None = None
-        self._publisher = publisher
-        self._worker_id = worker_id
-        self._before: list[RouterEvent] = []
-
-    def publish(
-        self,
-        event: KvCacheEvent,
-        storage_tier: StorageTier = StorageTier.DEVICE,
-        token_ids: BlockTokens | None = None,
-    ) -> None:
-        """Publish an event; what a worker publishes for a request has its engine's hashes."""
-        named, worker = RouterEvent(self._worker_id, event, storage_tier, token_ids), self.worker
-        if worker is None:
-            self._before.append(named)
-        else:
-            self._publisher.publish(named, chained=worker.serving)
-
-    def begin(self, worker: KvWorker) -> None:
-        """Publish from now on; first what the worker published when it was made."""
-        self.worker = worker
-        for event in self._before:
-            self._publisher.publish(event)
-
-
-class HarnessWorker(KvWorker):
-    """A worker of a harness: made by a profile, and recorded; it may announce a restart.
-
-    Args:
-        spec: its backend.
-        worker_id: its id.
-        dp_rank: its rank.
-        profile: its size and kind.
-        publisher: where it publishes.
-        recording: records the operations on it.
-        rng: source of generated tokens and of the names of partial blocks.
-
-    Raises:
-        ValueError: the backend refused, raised, or made what is no manager or one of another backend.
-
-    Attributes:
-        spec: its backend.
-    """
-
-    def __init__(
-        self,
-        spec: BackendSpec,
-        worker_id: int,
-        dp_rank: int,
-        *,
-        profile: EngineProfile,
-        publisher: Publisher,
-        recording: Recording,
-        rng: Random,
-    ) -> None:
-        self.spec = spec
-        self._publisher = publisher
-        self._recording = recording
-        self._events = _WorkerSink(publisher, worker_id)
-        super().__init__(
-            partial(_make_manager, spec, profile, dp_rank),
-            worker_id,
-            dp_rank,
-            sink=self._events,
-            prefix_caching=profile.prefix_caching,
-            chunk=profile.chunk,
-            rng=rng,
-            driver=spec.driver,
-        )
-
-    def begin(self) -> None:
-        """Publish to the router from now on; first what it published when it was made."""
-        self._events.begin(self)
-
-    def _request(self, prompt: Prompt) -> RecordedRequest:
-        return RecordedRequest(self, prompt, self._recording)
-
-    def clear(self) -> bool:
-        """As `KvWorker.clear`."""
-        self._recording.operate(Clear, self.worker_id, self.dp_rank)
-        return super().clear()
-
-    def restart(self, *, announced: bool = False) -> None:
-        """As `KvWorker.restart`; an announced one removes the worker from ledger and indexes first."""
-        self._recording.operate(Restart, self.worker_id, self.dp_rank, announced)
-        self._publisher.restarted((self.worker_id, self.dp_rank), announced=announced)
-        super().restart(announced=announced)
-
-
-def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink: Sink | None) -> KvManager:
-    """Make the block manager of a worker, and check that it is one, of this backend."""
-    try:
-        manager = spec.make(num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink)
-    except ValueError:  # a refusal, with a message of its own
-        raise
-    except Exception as error:
-        raise ValueError(f"backend {spec.name!r}: make raised {type(error).__name__}: {error}") from error
-    if type(manager) not in _MANAGERS:
-        wrong = protocol_mismatch(manager, KvManager)
-        if wrong is not None:
-            raise ValueError(f"backend {spec.name!r} made {wrong}")
-        _MANAGERS.add(type(manager))
-    if manager.backend != spec.name:
-        raise ValueError(
-            f"backend {spec.name!r} made a manager that calls itself {manager.backend!r}; "
-            "a test would run on another backend than its id names"
-        )
-    return manager
 
 
 class Workers:
@@ -356,11 +234,18 @@ class Workers:
         return worker
 
     def make_sink(
-        self, *, chained: bool | None, num_blocks: int | None, residency: Residency, prefix_closed: bool
+        self,
+        *,
+        chained: bool | None,
+        num_blocks: int | None,
+        tier_blocks: Mapping[StorageTier | str, int],
+        residency: Residency,
+        prefix_closed: bool,
     ) -> KvSink:
         """Make a sink where a block manager of the user's own may publish; see `RouterHarness.make_sink`."""
         if num_blocks is not None:
             check_integer("make_kv_sink: num_blocks", num_blocks, 1, ", or None")
+        below = _tier_blocks(tier_blocks)
         if residency not in RESIDENCIES:
             raise ValueError(f"make_kv_sink: {unknown_text('residency', residency, RESIDENCIES)}")
         taken = {*self.sink_ids, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
@@ -371,7 +256,45 @@ class Workers:
             first_id=None,
             block_size=self._profile.block_size,
             num_blocks=num_blocks,
+            tier_blocks=below,
             residency=residency,
             prefix_closed=prefix_closed,
         )
         return KvSink(worker_id, self._publisher, self._judge.judge_hashes, self._engines.compare_with, chained=chained)
+
+
+def _tier_blocks(given: object) -> dict[StorageTier, int]:
+    """The capacities of the tiers below the device that a sink was given, checked."""
+    name = "make_kv_sink: tier_blocks"
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} must be a mapping of tiers to numbers of blocks, got {given!r:.80}")
+    below: dict[StorageTier, int] = {}
+    for tier, blocks in given.items():
+        try:
+            below[StorageTier.of(tier)] = check_integer(f"{name}[{tier!r}]", blocks, 1)
+        except ValueError as error:
+            raise ValueError(str(error) if name in str(error) else f"{name}: {error}") from None
+    if StorageTier.DEVICE in below:
+        raise ValueError(f"{name}: the blocks of the device are num_blocks")
+    return below
+
+
+def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink: Sink | None) -> KvManager:
+    """Make the block manager of a worker, and check that it is one, of this backend."""
+    try:
+        manager = spec.make(num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink)
+    except ValueError:  # a refusal, with a message of its own
+        raise
+    except Exception as error:
+        raise ValueError(f"backend {spec.name!r}: make raised {type(error).__name__}: {error}") from error
+    if type(manager) not in _MANAGERS:
+        wrong = protocol_mismatch(manager, KvManager)
+        if wrong is not None:
+            raise ValueError(f"backend {spec.name!r} made {wrong}")
+        _MANAGERS.add(type(manager))
+    if manager.backend != spec.name:
+        raise ValueError(
+            f"backend {spec.name!r} made a manager that calls itself {manager.backend!r}; "
+            "a test would run on another backend than its id names"
+        )
+    return manager

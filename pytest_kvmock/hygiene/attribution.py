@@ -136,7 +136,8 @@ class Attribution:
                 problem.follows_from(self._twins[twin.cause])
             return
         stream = self._published.streams.get(key)
-        if problem.rule == "over_capacity" and stream is not None and stream.overfull:  # reported before, perhaps
+        # Reported before, perhaps.
+        if problem.rule == "over_capacity" and stream is not None and problem.storage_tier in stream.overfull:
             problem.stand()
             return
         problem.fault = self.mismatched.get(key) or self._attribute(problem, key, arriving)
@@ -191,7 +192,9 @@ class Attribution:
 
 
 def _same(problem: Problem, other: Problem) -> bool:
-    """Whether two problems are the same: the rule, the stream, and one block at least."""
+    """Whether two problems are the same: the rule, the stream, the tier, and one block at least."""
     if (problem.rule, problem.worker_id, problem.dp_rank) != (other.rule, other.worker_id, other.dp_rank):
+        return False
+    if problem.storage_tier is not other.storage_tier:
         return False
     return not problem.blocks or not other.blocks or not set(problem.blocks).isdisjoint(other.blocks)

@@ -26,7 +26,8 @@ def differences(
     held, copies = stream.held(tier), stream.copies.get(tier, {})
     there = resident if isinstance(resident, (set, frozenset, dict)) else dict.fromkeys(resident)
     extra = [block for block in held if block not in there]
-    silent = [block for block in there if block not in held and block not in stream.implied]
+    implied = stream.implied if tier is StorageTier.DEVICE else ()
+    silent = [block for block in there if block not in held and block not in implied]
     found = [
         (extra, "what the engine drops is published as Removed", "the engine does not hold"),
         (silent, "what the engine caches is published as Stored", "the engine holds"),
@@ -54,7 +55,8 @@ def confirm(stream: Stream, found: list[Problem], drifts: list[Problem], residen
     """
     dropped = [drift for drift in drifts if drift.cause is None and resident.isdisjoint(drift.blocks)]
     extra = sum(block not in resident for block in stream.held(tier))
-    fits = stream.num_blocks is not None and stream.count(tier) - extra <= stream.num_blocks
+    most = stream.capacity(tier)
+    fits = most is not None and stream.count(tier) - extra <= most
     for problem in found:
         for drift in dropped:
             if set(drift.blocks).issuperset(problem.blocks) and (problem.blocks or fits):

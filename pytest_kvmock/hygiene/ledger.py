@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
 from pytest_kvmock.hygiene.content import Chain, own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.drift import confirm, differences
+from pytest_kvmock.hygiene.folding import fold, parts_of, problem_of
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import LAST, Desync, Residency, Stream
 from pytest_kvmock.hygiene.text import blocks_text, ids_text
@@ -62,6 +63,7 @@ class Ledger:
         first_id: int | None,
         block_size: int | None = None,
         num_blocks: int | None = None,
+        tier_blocks: Mapping[StorageTier, int] | None = None,
         residency: Residency = "unique",
         prefix_closed: bool = True,
         chain: Callable[[], Chain] | None = None,
@@ -73,6 +75,7 @@ class Ledger:
             first_id: the id that its first event has; None for any.
             block_size: tokens a block, to judge token ids by; None: unknown.
             num_blocks: how many blocks it has on the device; None: unknown, and over_capacity is not judged.
+            tier_blocks: likewise in the tiers below, by tier.
             residency: see `BackendSpec`; where it is "counted", a block may be stored and removed several times.
             prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning, and an orphaned child is none.
             chain: makes the rule by which it names blocks, to judge `wrong_hash` by; None: Dynamo's rule.
@@ -83,6 +86,7 @@ class Ledger:
             first_id=first_id,
             block_size=block_size,
             num_blocks=num_blocks,
+            tier_blocks=tier_blocks,
             residency=residency,
             prefix_closed=prefix_closed,
             chain=None if chain is None else chain(),
@@ -103,6 +107,7 @@ class Ledger:
             first_id=None,
             block_size=first.block_size,
             num_blocks=first.num_blocks,
+            tier_blocks=first.tier_blocks,
             residency=first.residency,
             prefix_closed=first.prefix_closed,
         )
@@ -177,50 +182,58 @@ class Ledger:
             before = "another event" if got == due - 1 else "event"
             observed = f"{before} {due - 1} had arrived: ids went backwards, as after an unannounced restart"
             stream.begin_anew("backwards")
-        problem = self._problem("event_id_gap", stream, observed, f"event {due}", ())
+        problem = problem_of("event_id_gap", stream, observed, f"event {due}", ())
         problem.event, problem.position = event, position
         problems.append(problem)
         if event == stream.last:  # a repeat of the event before: only its own consequences follow from it
-            self.fold(stream, problem)
+            fold(stream, problem)
             return problem
         self._desync(stream, problem)
         return None
 
     def _stored(self, stream: Stream, event: RouterEvent, data: Stored, *, chained: bool) -> list[Problem]:
         hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
-        held = stream.device if tier is StorageTier.DEVICE else stream.held(tier)
+        on_device = tier is StorageTier.DEVICE
+        held = stream.device if on_device else stream.held(tier)
         fresh = held.keys().isdisjoint(hashes)
-        plain = fresh and len(set(hashes)) == len(hashes) and (parent is None or parent in held)
+        # Below the device blocks come in the order of their eviction, without their parents (kvbm-logical).
+        due = parent is None or parent in held or not (on_device or parent in hashes)
+        plain = due and fresh and len(set(hashes)) == len(hashes)
         again = set() if fresh else held.keys() & hashes
         before: list[Problem] = []
-        if stream.num_blocks is not None and (
-            stream.overfull or stream.copies or len(stream.device) > stream.num_blocks
+        if stream.tier_blocks or (
+            stream.num_blocks is not None
+            and (stream.overfull or stream.copies or len(stream.device) > stream.num_blocks)
         ):
             before = self._over_capacity(stream)
-        problems = [] if plain else self._unsound(stream, held, data, again)
+        problems = [] if plain else self._unsound(stream, data, again, tier)
         if event.token_ids is not None and (flaw := sparse(event, data, stream.block_size)) is not None:
-            problems.append(self._problem("sparse_tokens", stream, flaw.observed, flaw.expected, (flaw.block,)))
+            problems.append(problem_of("sparse_tokens", stream, flaw.observed, flaw.expected, (flaw.block,), tier=tier))
         if chained:
             problems += self._wrong_hash(stream, event, data, problems)
         if again and stream.residency == "unique":
-            problems += self._repeated(stream, hashes, again, alone=not problems)
+            problems += self._repeated(stream, hashes, again, tier, alone=not problems)
         elif stream.restored:
             stream.restored = {}
-        if stream.removed_but_resident:  # such a block is held, so this event may store it again like any that is
+        if (
+            on_device and stream.removed_but_resident
+        ):  # such a block is held, so this event may store it again like any that is
             resident = stream.removed_but_resident
             stream.restored = {**stream.restored, **{b: resident[b] for b in hashes if b in resident}}
-        if plain:
+        if not on_device:
+            stream.add_below(tier, hashes, again)
+        elif plain:
             stream.add(held, hashes, parent)
         else:
-            if parent is not None and parent not in held and not stream.holds(parent):
+            if parent is not None and parent not in held:
                 stream.implied.add(parent)
-            stream.add_again(tier, hashes, parent, again)
+            stream.add_again(hashes, parent, again)
         stream.events.append(event)
-        stream.mark_named(hashes)
+        stream.mark_named(hashes, tier)
         desync = stream.desync
         if desync is not None:
-            desync.resynced.update(hashes)
-            if parent is not None:
+            desync.named(tier).update(hashes)
+            if on_device and parent is not None:
                 desync.resynced.add(parent)
         return before + problems if before else problems
 
@@ -244,31 +257,37 @@ class Ledger:
         flaw = wrong_hash(event, data, stream.block_size, stream.hash_chain, stream.parents_of)
         if flaw is None:
             return []
-        problem = self._problem("wrong_hash", stream, flaw.observed, flaw.expected, (flaw.block,))
+        problem = problem_of("wrong_hash", stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
         problem.is_error = stream.prefix_closed
         if before and before[0].rule in _OF_THE_CHAIN and before[0].cause is None:
             problem.follows_from(before[0])  # the parent is wrong, so the chain is: one fault
         return [problem]
 
-    def _repeated(self, stream: Stream, hashes: tuple[int, ...], again: set[int], *, alone: bool) -> list[Problem]:
+    def _repeated(
+        self, stream: Stream, hashes: tuple[int, ...], again: set[int], tier: StorageTier, *, alone: bool
+    ) -> list[Problem]:
         """Record which blocks of a Stored are held already; a duplicate_store, if they all are and nothing else is wrong."""
         desync, problems = stream.desync, []
-        stream.doubled = None
+        stream.doubled, stream.restored = None, {}
         if alone and again.issuperset(hashes):
             observed = f"{blocks_text(hashes)} {'is' if len(hashes) == 1 else 'are'} held already"
             expected = "a block that is held is not stored again"
-            stream.doubled = self._problem("duplicate_store", stream, observed, expected, hashes)
-            problems.append(self.fold(stream, stream.doubled, every=True))
-        stream.restored = {b: desync.cause if desync is not None and b not in desync.resynced else None for b in again}
+            stream.doubled = problem_of("duplicate_store", stream, observed, expected, hashes, tier=tier)
+            problems.append(fold(stream, stream.doubled, every=True))
+        named: Collection[int] = again if desync is None else desync.named(tier)
+        if tier is StorageTier.DEVICE:  # what is evicted and stored in one Use is
+            stream.restored = {b: desync.cause if desync is not None and b not in named else None for b in again}
         return problems
 
-    def _unsound(self, stream: Stream, held: dict[int, int], data: Stored, again: set[int]) -> list[Problem]:
+    def _unsound(self, stream: Stream, data: Stored, again: set[int], tier: StorageTier) -> list[Problem]:
         """The one of invalid_block and parent_block_not_found that a Stored breaks, if any."""
         hashes, parent = data.block_hashes, data.parent_hash
         twice = len(set(hashes)) != len(hashes)
         if (twice or parent in hashes) and (own := own_parent(hashes, parent)) is not None:
             observed = f"block {block_text(own)} is named as its own parent"
-            return [self._problem("invalid_block", stream, observed, "a block's parent is another block", (own,))]
+            return [
+                problem_of("invalid_block", stream, observed, "a block's parent is another block", (own,), tier=tier)
+            ]
         if twice or again:
             first = dict(zip(hashes[::-1], data.tokens_hashes[::-1], strict=True)) if twice else {}
             had = first | stream.local_hashes(again)
@@ -276,69 +295,81 @@ class Ledger:
                 if had.get(block, local) != local:
                     observed = f"block {block_text(block)} is held with local hash {block_text(had[block])}"
                     expected = f"one block hash has one local hash, not {block_text(local)} too"
-                    return [self.fold(stream, self._problem("invalid_block", stream, observed, expected, (block,)))]
-        if parent is not None and parent not in held and not stream.holds(parent):
+                    problem = problem_of("invalid_block", stream, observed, expected, (block,), tier=tier)
+                    return [fold(stream, problem)]
+        if tier is not StorageTier.DEVICE:
+            return []
+        if parent is not None and parent not in stream.device and parent not in stream.implied:
             expected = "the parent is a block that this worker and rank holds, or none for a root"
-            problem = self._problem("parent_block_not_found", stream, stream.history(parent), expected, (parent,))
-            return [self.fold(stream, problem)]
+            problem = problem_of("parent_block_not_found", stream, stream.history(parent), expected, (parent,))
+            return [fold(stream, problem)]
         return []
 
     def _over_capacity(self, stream: Stream) -> list[Problem]:
-        """The over_capacity of a device that holds more than the engine has, where it was not reported yet."""
-        most = stream.num_blocks
-        if most is None:
-            return []
-        count = stream.count(StorageTier.DEVICE)
-        reported, stream.overfull = stream.overfull, count > most
-        if reported or not stream.overfull:
-            return []
-        since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
-        observed = f"according to the events, {count} blocks are held{since}"
-        expected = f"the engine has {most} block{'s' * (most != 1)}; what it evicts is published as Removed"
-        problem = self.fold(stream, self._problem("over_capacity", stream, observed, expected, ()))
-        stream.unconfirmed.append((StorageTier.DEVICE, problem))
-        return [problem]
+        """The over_capacity of each tier that holds more than the engine has there, where it was not reported yet."""
+        problems = []
+        for tier, held in stream.tiers.items():
+            most = stream.capacity(tier)
+            if most is None or (tier not in stream.overfull and not stream.copies and len(held) <= most):
+                continue
+            count, reported = stream.count(tier), tier in stream.overfull
+            if count <= most:
+                stream.overfull.discard(tier)
+            elif not reported:
+                stream.overfull.add(tier)
+                where = "" if tier is StorageTier.DEVICE else f" in {tier}"
+                since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
+                observed = f"according to the events, {count} blocks are held{where}{since}"
+                has = f"the engine has {most} block{'s' * (most != 1)}{where and ' there'}"
+                expected = f"{has}; what it evicts is published as Removed"
+                problems.append(fold(stream, problem_of("over_capacity", stream, observed, expected, (), tier=tier)))
+                stream.unconfirmed.append((tier, problems[-1]))
+        return problems
 
     def _removed(self, stream: Stream, event: RouterEvent, data: Removed) -> list[Problem]:
         hashes, tier = data.block_hashes, event.storage_tier
-        held = stream.device if tier is StorageTier.DEVICE else stream.held(tier)
+        on_device = tier is StorageTier.DEVICE
+        held = stream.device if on_device else stream.held(tier)
         after = stream.remove(tier, held, hashes)
         first = after[0] if after else LAST
         # Tail first, as all engines do it, each block is the child of the next: one comparison for all of them.
         plain = after[1:] == hashes[:-1] and (
             first == LAST or (first is not None and first < LAST and first not in held)
         )
-        if plain and stream.residency == "counted":  # a copy may be left, whose parent is removed
+        if not on_device:
+            plain = None not in after
+        elif plain and stream.residency == "counted":  # a copy may be left, whose parent is removed
             plain = held.keys().isdisjoint(hashes)
         problems: list[Problem] = []
         removed: dict[int, int | None] = {}
         if not plain:
             unknown: list[int] = []
             for block, child in zip(hashes, after, strict=True):
-                if child is None and block not in stream.implied:
+                if child is None and not (on_device and block in stream.implied):
                     unknown.append(block)
                 elif removed.get(block, LAST) == LAST:
                     removed[block] = child
             expected = "a Removed names blocks that are held"
-            for part in self._parts(stream, unknown):
-                observed = stream.history(part[0])
+            for part in parts_of(stream, unknown, tier):
+                observed = stream.history(part[0], tier)
                 if part[0] in removed:
                     times, over = hashes.count(part[0]), unknown.count(part[0])
                     observed = f"block {block_text(part[0])} is named {times} times, and was held {times - over}"
-                problems.append(self.fold(stream, self._problem("block_not_found", stream, observed, expected, part)))
+                problem = problem_of("block_not_found", stream, observed, expected, part, tier=tier)
+                problems.append(fold(stream, problem))
         restored = self._restored(stream, event, hashes) if stream.restored else []
         stream.events.append(event)
-        stream.mark_named(hashes)
+        stream.mark_named(hashes, tier)
         if restored:
             # Where the engine did it before with this block, all is listed under the first time.
             firsts = (p.cause if p.cause is not None and p.cause.rule == p.rule else p for p in restored)
             resident = zip((problem.blocks[0] for problem in restored), firsts, strict=True)
             stream.removed_but_resident.update(resident)
             problems += restored
-        if removed and stream.prefix_closed:
-            problems += self._orphaned(stream, tier, removed)
+        if removed and on_device and stream.prefix_closed:
+            problems += self._orphaned(stream, removed)
         if stream.desync is not None:
-            stream.desync.resynced.update(hashes)
+            stream.desync.named(tier).update(hashes)
         return problems
 
     def _restored(self, stream: Stream, event: RouterEvent, hashes: tuple[int, ...]) -> list[Problem]:
@@ -355,7 +386,7 @@ class Ledger:
                     f"block {block_text(block)} was held already when event {last.event.event_id} stored it again"
                 )
                 expected = "a block that is evicted and stored again is not removed after that: the router drops it"
-                problem = self._problem("evicted_and_restored", stream, observed, expected, (block,))
+                problem = problem_of("evicted_and_restored", stream, observed, expected, (block,))
                 cause = again[block]
                 if cause is not None:
                     problem.follows_from(cause)
@@ -365,18 +396,17 @@ class Ledger:
         return problems
 
     @classmethod
-    def _orphaned(cls, stream: Stream, tier: StorageTier, removed: dict[int, int | None]) -> list[Problem]:
-        """The children that are held though their parent is not, one problem a cause.
+    def _orphaned(cls, stream: Stream, removed: dict[int, int | None]) -> list[Problem]:
+        """The children that the device holds though it does not hold their parent, one problem a cause.
 
         Args:
             stream: the stream of that worker and rank.
-            tier: where the event removed.
-            removed: the blocks that it removed, each with what `Stream.remove` returned.
+            removed: the blocks that were removed there, each with what `Stream.remove` returned.
         """
         orphans: dict[Problem | None, list[tuple[int, int]]] = {}
         desync = stream.desync
         for block, child in removed.items():
-            for orphan in stream.orphans(tier, block, child):
+            for orphan in stream.orphans(block, child):
                 cause = stream.removed_but_resident.get(block)
                 if cause is None and desync is not None and orphan not in desync.resynced:
                     cause = desync.cause
@@ -387,16 +417,13 @@ class Ledger:
             observed = f"{stream.history(orphan)}, and its parent {block_text(parent)} is no longer held"
             if len(pairs) > 1:
                 observed += f"; likewise {len(pairs) - 1} more"
-            problem = cls._problem(
-                "orphaned_child", stream, observed, "a block is removed before its parent is", blocks
-            )
+            problem = problem_of("orphaned_child", stream, observed, "a block is removed before its parent is", blocks)
             problem.named = (parent,)
             if cause is not None:
                 problem.follows_from(cause)
-            if tier is StorageTier.DEVICE:
-                stream.orphaned.update(dict.fromkeys(blocks, problem))
+            stream.orphaned.update(dict.fromkeys(blocks, problem))
             problems.append(problem)
-            stream.unconfirmed.append((tier, problem))
+            stream.unconfirmed.append((StorageTier.DEVICE, problem))
         return problems
 
     # ------------------------------------------------------------------------------------------- comparisons
@@ -471,7 +498,7 @@ class Ledger:
         missing = range(due, next_id)
         lost, skipped = stream.take_skipped(missing)
         never = f"; it never published {_several(skipped)}" if skipped else ""
-        problem = self._problem(
+        problem = problem_of(
             "event_id_gap",
             stream,
             f"the worker published ids up to {next_id - 1}; {_several(lost)} did not arrive{never}",
@@ -509,67 +536,32 @@ class Ledger:
         stream = self.stream(key)
         problems = []
         for differing, expected, had in differences(stream, resident, tier):
-            fresh = [block for block in differing if block not in stream.drifted]
-            stream.drifted.update(fresh)
-            for part in self._parts(stream, fresh):
-                problem = self.drift_problem(stream, part, expected, had)
+            fresh = [block for block in differing if (tier, block) not in stream.drifted]
+            stream.drifted.update((tier, block) for block in fresh)
+            for part in parts_of(stream, fresh, tier):
+                problem = self.drift_problem(stream, part, expected, had, tier)
                 problem.position = position
-                problems.append(self.fold(stream, problem))
+                problems.append(fold(stream, problem))
         unconfirmed = [problem for where, problem in stream.unconfirmed if where is tier and problem.cause is None]
         stream.unconfirmed = [pair for pair in stream.unconfirmed if pair[0] is not tier]
         if unconfirmed and problems:
             confirm(stream, unconfirmed, problems, set(resident), tier)
         return problems
 
-    def drift_problem(self, stream: Stream, blocks: tuple[int, ...], expected: str, had: str) -> Problem:
-        """The problem for blocks in which stream and engine differ."""
-        observed = f"{had} {blocks_text(blocks)}; {stream.history(blocks[0])}"
-        return self._problem("engine_drift", stream, observed, expected, blocks)
+    def drift_problem(
+        self, stream: Stream, blocks: tuple[int, ...], expected: str, had: str, tier: StorageTier
+    ) -> Problem:
+        """The problem for blocks in which stream and engine differ in a tier."""
+        where = "" if tier is StorageTier.DEVICE else f" in {tier}"
+        observed = f"{had} {blocks_text(blocks)}{where}; {stream.history(blocks[0], tier)}"
+        return problem_of("engine_drift", stream, observed, expected, blocks, tier=tier)
 
     # ---------------------------------------------------------------------------------------------- desyncs
 
-    @staticmethod
-    def fold(stream: Stream, problem: Problem, *, every: bool = False) -> Problem:
-        """List a problem under the desync of its stream if its block is unknown, or under what left its block resident.
-
-        Args:
-            stream: the stream of that worker and rank.
-            problem: what was found.
-            every: it stands by itself if all its blocks are known; otherwise, if the first is.
-        """
-        desync = stream.desync
-        if desync is not None and problem is not desync.cause:
-            resynced = desync.resynced.issuperset(problem.blocks) if every else problem.block in desync.resynced
-            if not problem.blocks or not resynced:
-                problem.follows_from(desync.cause)
-        if problem.cause is None and problem.block in stream.removed_but_resident:
-            problem.follows_from(stream.removed_but_resident[problem.block])
-        return problem
-
     def _desync(self, stream: Stream, cause: Problem) -> None:
         """Open a desync: every block is unknown. A second cause is listed under the first, and blocks are unknown again."""
-        self.fold(stream, cause)
+        fold(stream, cause)
         stream.desync = Desync(cause if cause.cause is None else cause.cause)
-
-    @staticmethod
-    def _parts(stream: Stream, blocks: Iterable[int]) -> list[tuple[int, ...]]:
-        """Blocks grouped by their cause: known blocks have none, and come first."""
-        blocks = tuple(blocks)
-        desync, removed_but_resident = stream.desync, stream.removed_but_resident
-        if desync is None and not removed_but_resident:
-            return [blocks] if blocks else []
-        parts: dict[Problem | None, list[int]] = {None: []}
-        for block in blocks:
-            unknown = desync is not None and block not in desync.resynced
-            cause = desync.cause if desync is not None and unknown else removed_but_resident.get(block)
-            parts.setdefault(cause, []).append(block)
-        return [tuple(part) for part in parts.values() if part]
-
-    @staticmethod
-    def _problem(rule: str, stream: Stream, observed: str, expected: str, blocks: tuple[int, ...]) -> Problem:
-        problem = Problem(rule, stream.worker_id, stream.dp_rank, observed, expected, blocks=blocks)
-        problem.restarts = stream.restarts
-        return problem
 
 
 def _several(parts: Sequence[range]) -> str:

@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from pytest_kvmock.events import StorageTier
 from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.hygiene.text import after_text, worker_text
@@ -45,6 +46,7 @@ class Problem:
         restarts: why the event ids of its worker and rank had begun anew before it, each time (`EVENTS_BEGAN_ANEW`).
         waived: whether a hook outside of the test waives it; None: it was not asked (see `EventLog.waive`).
         fault: the injected fault that it is a result of; None: it is real.
+        storage_tier: the tier of its blocks.
     """
 
     rule: str
@@ -63,6 +65,7 @@ class Problem:
     waived: bool | None = None
     named: tuple[int, ...] = ()
     restarts: tuple[str, ...] = ()
+    storage_tier: StorageTier = StorageTier.DEVICE
 
     def __post_init__(self) -> None:
         if RULES[self.rule].kind == "warning":

@@ -41,7 +41,7 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
             Rule(
                 "parent_block_not_found",
                 "error",
-                "a Stored names a parent that this worker and rank does not hold",
+                "a Stored on the device names a parent that this worker and rank does not hold there",
             ),
             Rule(
                 "block_not_found",
@@ -102,7 +102,7 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
             Rule(
                 "orphaned_child",
                 "warning",
-                "after a Removed event a child of a removed block is still there (where the backend is prefix_closed)",
+                "after a Removed event on the device a child of a removed block is still there (where the backend is prefix_closed)",
             ),
             Rule(
                 "leaked_requests",

@@ -6,11 +6,11 @@ One subject: the state of a stream between two events. The ledger judges what ch
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise, repeat
 from typing import Final, Literal, TypeAlias
 
-from pytest_kvmock.events import RouterEvent, StorageTier, Stored, StreamKey, block_text
+from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
 from pytest_kvmock.hygiene.content import Chain, DynamoChain
 from pytest_kvmock.hygiene.history import History, Links
 from pytest_kvmock.hygiene.problem import Problem
@@ -31,14 +31,20 @@ class Desync:
 
     Attributes:
         cause: what shows that they are missing.
-        resynced: the blocks that events have named since.
+        resynced: the blocks of the device that events have named since.
+        below: those of the tiers below, by tier: an event says nothing of a block in another tier.
     """
 
-    __slots__ = ("cause", "resynced")
+    __slots__ = ("below", "cause", "resynced")
 
     def __init__(self, cause: Problem) -> None:
         self.cause = cause
         self.resynced: set[int] = set()
+        self.below: dict[StorageTier, set[int]] = {}
+
+    def named(self, tier: StorageTier) -> set[int]:
+        """The blocks of a tier that events have named since."""
+        return self.resynced if tier is StorageTier.DEVICE else self.below.setdefault(tier, set())
 
 
 class Stream(History):
@@ -46,18 +52,22 @@ class Stream(History):
 
     Attributes:
         num_blocks: how many blocks the engine has on the device; None: unknown.
+        tier_blocks: how many it has in each tier below; a tier without is unknown.
         residency: see `BackendSpec`.
         prefix_closed: see `BackendSpec`.
         hash_chain: how the engine names blocks.
         tiers: per tier what is held: each block, and the child that was stored after it, `LAST` or `FORK`. That costs
-            nothing to keep, and shows at a Removed which children the block may still have.
+            nothing to keep, and shows at a Removed which children the block may still have. Below the device, where
+            that is no matter, it is always `LAST`.
         device: the device tier.
-        forks: children of blocks that have several, and of those that are not held in their tier.
-        unmarked: blocks with an entry in `forks` and no mark in `tiers`, because they are not held.
+        forks: children of blocks that have several on the device, and of those that are not held there.
+        unmarked: blocks with an entry in `forks` and no mark in `device`, because they are not held.
         copies: per tier the blocks of which several copies are held, and how many beyond the first.
-        implied: parents that a Stored named though no event had stored them: taken as held, so reported once.
+        implied: parents that a Stored of the device named though no event had stored them there: taken as held, so
+            reported once.
         restarts: why event ids began anew, each time, also where the events before are dropped (see `recover`).
-        emptied: a sample of the blocks that the last Cleared removed: the first, one in the middle, and the last.
+        emptied: a sample of the blocks that the last Cleared removed: of each tier the first, one in the middle, and the
+            last.
         next_id: the id that is due; None when any may come.
         holes: ids that did not arrive.
         skipped: ids that the worker left out when it published, of which no gap was reported yet.
@@ -70,7 +80,8 @@ class Stream(History):
         removed_but_resident: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
         orphaned: blocks of the device whose parent was removed before them, still held or not, each with its orphaned_child.
         links: which blocks were stored after which, for chains through those.
-        overfull: the device holds more than the engine has, and that was reported.
+        overfull: the tiers that hold more than the engine has there, where that was reported.
+        drifted: the blocks that were reported to differ from what the engine holds, each with its tier.
     """
 
     __slots__ = (
@@ -98,6 +109,7 @@ class Stream(History):
         "restarts",
         "restored",
         "skipped",
+        "tier_blocks",
         "tiers",
         "unconfirmed",
         "unmarked",
@@ -111,6 +123,7 @@ class Stream(History):
         first_id: int | None,
         block_size: int | None = None,
         num_blocks: int | None = None,
+        tier_blocks: Mapping[StorageTier, int] | None = None,
         residency: Residency = "unique",
         prefix_closed: bool = True,
         chain: Chain | None = None,
@@ -119,6 +132,7 @@ class Stream(History):
         self.worker_id, self.dp_rank = key
         self.next_id = first_id
         self.num_blocks = num_blocks
+        self.tier_blocks = dict(tier_blocks or {})
         self.residency = residency
         self.prefix_closed = prefix_closed
         self.hash_chain = chain or DynamoChain()
@@ -140,8 +154,8 @@ class Stream(History):
         self.orphaned: dict[int, Problem] = {}
         self.links = Links()
         self.unconfirmed: list[tuple[StorageTier, Problem]] = []
-        self.overfull = False
-        self.drifted: set[int] = set()
+        self.overfull: set[StorageTier] = set()
+        self.drifted: set[tuple[StorageTier, int]] = set()
         self.emptied: tuple[int, ...] = ()
 
     def held(self, tier: StorageTier) -> dict[int, int]:
@@ -159,21 +173,29 @@ class Stream(History):
             for block in self.unmarked.intersection(hashes):
                 self._link(held, block, FORK)
 
-    def add_again(self, tier: StorageTier, hashes: tuple[int, ...], parent: int | None, again: set[int]) -> None:
-        """Hold any blocks, under any parent.
+    def add_again(self, hashes: tuple[int, ...], parent: int | None, again: set[int]) -> None:
+        """Hold any blocks on the device, under any parent.
 
         Args:
-            tier: where.
             hashes: the blocks, in order; some may be named twice.
             parent: the block before the first.
             again: those that are held already.
         """
-        held = self.held(tier)
+        held = self.device
         before = {block: held[block] for block in again}
         self.add(held, hashes, parent)
         for block, child in (*before.items(), *pairwise(hashes)):
             self._link(held, block, child)
-        if self.residency == "counted":
+        self._add_copies(StorageTier.DEVICE, hashes, again)
+
+    def add_below(self, tier: StorageTier, hashes: tuple[int, ...], again: set[int]) -> None:
+        """Hold blocks in a tier below the device, of which some, `again`, are held already."""
+        self.held(tier).update(dict.fromkeys(hashes, LAST))
+        self._add_copies(tier, hashes, again)
+
+    def _add_copies(self, tier: StorageTier, hashes: tuple[int, ...], again: set[int]) -> None:
+        """Count the copies beyond the first, where they are counted."""
+        if self.residency == "counted" and (again or len(set(hashes)) < len(hashes)):
             copies, seen = self.copies.setdefault(tier, {}), again.copy()
             for block in hashes:
                 if block in seen:
@@ -208,17 +230,17 @@ class Stream(History):
             out.append(LAST if left else held.pop(block, None))
         return tuple(out)
 
-    def orphans(self, tier: StorageTier, block: int, child: int | None) -> list[int]:
-        """The children of a removed block that are held in the tier; none where it is held in another.
+    def orphans(self, block: int, child: int | None) -> list[int]:
+        """The children of a removed block that are held on the device; none while it is held there, by a copy.
 
         Args:
-            tier: where it was removed.
-            block: the removed block.
-            child: what `tiers` had of it.
+            block: the block that was removed there.
+            child: what `device` had of it.
         """
-        if any(block in held for held in self.tiers.values()):
+        held = self.device
+        if block in held:
             return []
-        held, children = self.tiers[tier], self.forks.pop(block, set())
+        children = self.forks.pop(block, set())
         self.unmarked.discard(block)
         if child is not None:
             children.add(child)
@@ -232,9 +254,9 @@ class Stream(History):
         """How many blocks are held in a tier, every copy counted."""
         return len(self.held(tier)) + sum(self.copies.get(tier, {}).values())
 
-    def holds(self, block: int) -> bool:
-        """Whether the block is held in any tier, according to the events."""
-        return any(block in held for held in self.tiers.values()) or block in self.implied
+    def capacity(self, tier: StorageTier) -> int | None:
+        """How many blocks the engine has in a tier; None: unknown."""
+        return self.num_blocks if tier is StorageTier.DEVICE else self.tier_blocks.get(tier)
 
     def begin_anew(self, why: str) -> None:
         """Record that event ids begin anew from here on; `why` is a key of `EVENTS_BEGAN_ANEW`."""
@@ -242,20 +264,23 @@ class Stream(History):
         self.restarts = (*self.restarts, why)
         self.skipped = []
 
-    def mark_named(self, blocks: Iterable[int]) -> None:
-        """Mark blocks as named by an event: no longer implied, drifted or removed_but_resident."""
+    def mark_named(self, blocks: Iterable[int], tier: StorageTier) -> None:
+        """Mark blocks of a tier as named by an event: no longer drifted, implied or removed_but_resident there."""
+        if self.drifted:
+            self.drifted.difference_update((tier, block) for block in blocks)
+        if tier is not StorageTier.DEVICE:
+            return
         if self.implied:
             self.implied.difference_update(blocks)
-        if self.drifted:
-            self.drifted.difference_update(blocks)
         if self.removed_but_resident:
             for block in blocks:
                 self.removed_but_resident.pop(block, None)
 
     def clear(self) -> None:
         """Clear the stream: nothing is held, and no block is unknown."""
-        device = list(self.device)
-        self.emptied = tuple({device[0], device[len(device) // 2], device[-1]}) if device else ()
+        samples = [list(held) for held in self.tiers.values() if held]
+        picked = [{blocks[0], blocks[len(blocks) // 2], blocks[-1]} for blocks in samples]
+        self.emptied = tuple(dict.fromkeys(block for some in picked for block in some))
         for held in self.tiers.values():
             held.clear()
         for group in (
@@ -296,6 +321,7 @@ class Stream(History):
             first_id=None,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
+            tier_blocks=self.tier_blocks,
             residency=self.residency,
             prefix_closed=self.prefix_closed,
         )
@@ -346,21 +372,61 @@ class Stream(History):
 
     # --------------------------------------------------------------------------------------------- messages
 
-    def history(self, block: int) -> str:
-        """The state of a block according to the events, for messages."""
+    def history(self, block: int, tier: StorageTier = StorageTier.DEVICE) -> str:
+        """The state of a block according to the events, for messages.
+
+        Args:
+            block: which block.
+            tier: the tier that is asked about; it matters where there are several.
+        """
         name = f"block {block_text(block)}"
-        if block in self.implied:
+        if block in self.implied and tier is StorageTier.DEVICE:
             return f"{name} was named as a parent and never stored"
         stored, removed = self.stored_at.get(block), self.removed_at.get(block)
         if stored is None:
             return f"{name} was {'never stored' if removed is None else f'removed by {self._called(removed)}'}"
-        tiers = [tier for tier, held in self.tiers.items() if block in held]
+        tiers = [tier for tier in StorageTier if block in self.tiers.get(tier, ())]
+        if len(self.tiers) > 1 and (moved := self._moved(block, tier, tiers)):
+            return f"{name} was {moved}"
         if tiers:
             return f"{name} was stored{self._held(block, stored, removed, tiers)}"
         if removed is not None and removed > stored:
             after = ", right after it was stored again" if block in self.removed_but_resident else ""
             return f"{name} was removed by {self._called(removed)}{after}"
         return f"{name} was stored by {self._emptied_by(stored)}"
+
+    def _moved(self, block: int, tier: StorageTier, tiers: list[StorageTier]) -> str:
+        """Where a block went that the tier does not hold: what removed it there, and where it is since.
+
+        Args:
+            block: which block.
+            tier: the tier that is asked about.
+            tiers: those that hold it.
+
+        Returns:
+            Empty where no Removed took it from there, or since all blocks were dropped.
+        """
+        if tier in tiers or block in self.removed_but_resident:
+            return ""
+        places = range(len(self.events) - 1, self._begun() - 1, -1)
+        removed = next((place for place in places if _names(self.events[place], block, Removed) is tier), None)
+        if removed is None:  # it was never there; say what became of it elsewhere
+            gone = ((place, _names(self.events[place], block, Removed)) for place in places)
+            removed, last = next(((place, where) for place, where in gone if where is not None), (None, None))
+            return (
+                "" if removed is None or tiers else f"removed from {last} by {self._called(removed)}; in no tier since"
+            )
+        since = []
+        for where in tiers:
+            stored = next((place for place in places if _names(self.events[place], block, Stored) is where), None)
+            if stored is not None:
+                since.append(f"in {where} since {self._called(stored)}")
+        return f"removed from {tier} by {self._called(removed)}; {', '.join(since) or 'in no tier since'}"
+
+    def _begun(self) -> int:
+        """The place in `events` after the last event before which nothing counts: a Cleared, or what began anew."""
+        cleared = self.cleared_at[-1] + 1 if self.cleared_at else 0
+        return max([cleared, *(when for when, why in self.anew if why != "backwards")])
 
     def _held(self, block: int, stored: int, removed: int | None, tiers: list[StorageTier]) -> str:
         """Since when a block is held in some tiers; `stored` and `removed` are places in `events`."""
@@ -369,7 +435,9 @@ class Stream(History):
             where = f" in {', '.join(tiers)}"
             if self.events[stored].storage_tier not in tiers:  # it was stored in another later, and removed there
                 stored = next(
-                    place for place in reversed(range(len(self.events))) if _stores(self.events[place], block) in tiers
+                    place
+                    for place in reversed(range(len(self.events)))
+                    if _names(self.events[place], block, Stored) in tiers
                 )
         copies = sum(1 + self.copies.get(tier, {}).get(block, 0) for tier in tiers)
         if removed is None or removed < stored or self.events[removed].storage_tier not in tiers:
@@ -397,10 +465,10 @@ class Stream(History):
         return f"{called} and dropped when {worker_text(self.worker_id, self.dp_rank)} {what}"
 
 
-def _stores(event: RouterEvent, block: int) -> StorageTier | None:
-    """The tier in which an event stores a block, if it does."""
+def _names(event: RouterEvent, block: int, kind: type[Stored | Removed]) -> StorageTier | None:
+    """The tier in which an event stores, or removes, a block, if it does."""
     data = event.event.data
-    return event.storage_tier if isinstance(data, Stored) and block in data.block_hashes else None
+    return event.storage_tier if isinstance(data, kind) and block in data.block_hashes else None
 
 
 def _take(ranges: list[range], event_id: int) -> bool:

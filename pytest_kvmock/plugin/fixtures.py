@@ -117,8 +117,9 @@ def _plain(value: Any) -> Any:
 def kv_index() -> Any:
     """The router index under test. Override this fixture to plug in your own.
 
-    An index has `apply(event)` and one of `find_matches(local_hashes)` and `match_tokens(tokens)`. By default it is
-    None: then the reference index stands in.
+    An index has `apply(event)` and one of `find_matches(local_hashes)`, `match_tokens(tokens)` and
+    `find_tiered(local_hashes)`, by which it tells tiers apart. By default it is None: then the reference index
+    stands in.
     """
     return None
 
@@ -283,7 +284,7 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
-    """Make more sinks, `make_kv_sink(chained=None, num_blocks=None, residency="unique", prefix_closed=True)`: each stands for a worker by itself."""
+    """Make more sinks, `make_kv_sink(chained=None, num_blocks=None, tier_blocks=None, residency="unique", prefix_closed=True)`: each stands for a worker by itself."""
     return _checked("make_kv_sink", _kvmock_case.harness.make_sink)
 
 

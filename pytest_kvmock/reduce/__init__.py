@@ -223,16 +223,22 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
         a[0].worker_id for a in arrivals if not isinstance(a, WorkerRemoved) and a[1] and problem.rule == "wrong_hash"
     }
     with_capacity = problem.rule == "over_capacity"
+    tier = problem.storage_tier
     kinds = {
         worker_id: SinkKind(
-            worker_id in chained, about.num_blocks if with_capacity else None, about.residency, about.prefix_closed
+            worker_id in chained,
+            about.num_blocks if with_capacity and tier is StorageTier.DEVICE else None,
+            {tier.value: about.tier_blocks[tier]} if with_capacity and tier in about.tier_blocks else None,
+            about.residency,
+            about.prefix_closed,
         )
         for (worker_id, rank), about in kv.streams.items()
         if not rank
     }
     if with_capacity:  # what is held is too much: what was removed does not matter, nor in how many events it came
         with suppress(NotReduced):
-            return EventCutter(whole, _held(arrivals, whole.breach.worker), replayer, kinds, sinks=kv.sink_ids).cut()
+            held = _held(arrivals, whole.breach.worker, tier)
+            return EventCutter(whole, held, replayer, kinds, sinks=kv.sink_ids).cut()
     return EventCutter(whole, arrivals, replayer, kinds, sinks=kv.sink_ids, later=later).cut()
 
 
@@ -278,8 +284,8 @@ def _upto(arrivals: list[Arrival], position: int) -> list[Arrival]:
     return arrivals
 
 
-def _held(arrivals: list[Arrival], key: StreamKey) -> list[Arrival]:
-    """What a worker and rank holds on the device after these, as one Stored; copies of a block are one more each."""
+def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Arrival]:
+    """What a worker and rank holds in a tier after these, as one Stored; copies of a block are one more each."""
     held: dict[int, list[int]] = {}  # the local hash of each copy
     worker_id, rank = key
     for arrival in arrivals:
@@ -292,10 +298,10 @@ def _held(arrivals: list[Arrival], key: StreamKey) -> list[Arrival]:
             continue
         if isinstance(data, Cleared):
             held.clear()
-        elif event.storage_tier is StorageTier.DEVICE and isinstance(data, Stored):
+        elif event.storage_tier is tier and isinstance(data, Stored):
             for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
                 held.setdefault(block, []).append(local)
-        elif event.storage_tier is StorageTier.DEVICE:
+        elif event.storage_tier is tier:
             for block in data.block_hashes:
                 copies = held.get(block, [])
                 del copies[-1:]
@@ -304,7 +310,7 @@ def _held(arrivals: list[Arrival], key: StreamKey) -> list[Arrival]:
     out: list[Arrival] = []
     while held:
         data = Stored(None, tuple(held), tuple(copies[0] for copies in held.values()))
-        out.append((RouterEvent(worker_id, KvCacheEvent(len(out), data, rank)), False))
+        out.append((RouterEvent(worker_id, KvCacheEvent(len(out), data, rank), tier), False))
         held = {block: copies[1:] for block, copies in held.items() if copies[1:]}
     return out
 

@@ -43,6 +43,7 @@ class SinkKind(NamedTuple):
 
     chained: bool = False
     num_blocks: int | None = None
+    tier_blocks: Mapping[str, int] | None = None
     residency: Residency = "unique"
     prefix_closed: bool = True
 
@@ -221,10 +222,14 @@ def _world(program: Reproduction) -> Iterator[str]:
         own = [event for event in program.events if event.worker_id == FIRST_SINK_WORKER + i]
         if not sink.chained and any(map(_is_chained, own)):  # it would be found out
             fields["chained"] = False
-        arguments = ", ".join(
-            f"{name}={quoted(value) if isinstance(value, str) else value}" for name, value in fields.items()
-        )
+        arguments = ", ".join(f"{name}={_argument(value)}" for name, value in fields.items())
         yield f"{sink_name(FIRST_SINK_WORKER + i, len(program.sinks))} = kv.make_sink({arguments})"
+
+
+def _argument(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{quoted(key)}: {one}' for key, one in value.items())}}}"
+    return quoted(value) if isinstance(value, str) else str(value)
 
 
 def _is_chained(event: RouterEvent) -> bool:

@@ -13,6 +13,9 @@ one node with several holders. The rules are those of Dynamo's `RadixTree` (kv-r
 * a Stored that makes a block its own child raises, after the edge was made. (1.2.1 panics when a later Stored walks
   that edge, and answers nothing any more; here that is the same error again.)
 
+Below the device there is no tree, but a set of edges for each tier (see `lower_tier.py`), which a query follows from
+where the device's match ends: the blocks of a tier are those by which it extends the match of the faster ones.
+
 It differs where 1.2.1 is wrong by accident. 1.2.1 takes two sets of workers of one size for the same set while it
 walks a query; this index intersects them. Its Cleared empties all ranks of the worker; here, as in 1.6.1, the one that
 sent it (`semantics="e1"` brings the older rule back). Its dump does not end on a cycle; this one does.
@@ -36,7 +39,8 @@ from pytest_kvmock.events import (
     block_text,
     value_text,
 )
-from pytest_kvmock.router.tree import Node, Tree, WorkerRank
+from pytest_kvmock.router.lower_tier import LowerTier, Match
+from pytest_kvmock.router.tree import Tree, WorkerRank
 
 # The three errors bear Dynamo's names, which its users look for.
 
@@ -122,9 +126,9 @@ class OverlapScores:
 class RadixIndex:
     """A router's view of all caches, built from events; the reference that other indexes are compared with.
 
-    It ends on every input, and an error leaves it as Dynamo 1.2.1 would be left (see the errors' own texts). Blocks of
-    each storage tier have a tree of their own; a Stored in a lower tier may also stand under a block that the rank
-    holds in another tier only, since offloaded children can come without their parents.
+    It ends on every input, and an error leaves it as Dynamo 1.2.1 would be left (see the errors' own texts). On the
+    device a Stored needs its parent; in the tiers below, where offloaded blocks come in the order of their eviction, the
+    last of a chain first, it does not.
 
     Args:
         semantics: None: a Cleared empties the rank that sent it, in all tiers (Dynamo from 1.6). `"e1"`: it empties all ranks of
@@ -146,7 +150,9 @@ class RadixIndex:
         # too: the engine holds those blocks.
         self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
         self._device = Tree()
-        self._trees = {tier: Tree() for tier in StorageTier} | {StorageTier.DEVICE: self._device}
+        # In the order in which a query goes on from tier to tier.
+        lower = (tier for tier in StorageTier if tier is not StorageTier.DEVICE)
+        self._lower: dict[StorageTier, LowerTier] = {tier: LowerTier() for tier in lower}
 
     def new(self) -> RadixIndex:
         """An empty index that is made as this one was."""
@@ -165,29 +171,39 @@ class RadixIndex:
             raise TypeError(f"RadixIndex.apply takes a RouterEvent, got {event!r:.200}")
         inner, tier = event.event, event.storage_tier
         data: EventData = inner.data
-        tree = self._device if tier is StorageTier.DEVICE else self._trees[StorageTier(tier)]
+        lower = None if tier is StorageTier.DEVICE else self._lower.get(StorageTier(tier))
         key = (event.worker_id, inner.dp_rank)
         if isinstance(data, Stored):
             if self._copies is not None:
                 self._copies.setdefault((key, tier), Counter()).update(data.block_hashes)
-            self._store(tree, key, data, event)
+            if lower is None:
+                self._store(key, data, event)
+            else:
+                lower.store(key, data)
         elif isinstance(data, Removed):
-            rank, blocks = tree.ranks.get(key), data.block_hashes
+            blocks = data.block_hashes
             if self._copies is not None:
                 blocks = self._last_copies((key, tier), blocks)
             unknown = blocks[0] if blocks else None
-            if rank is not None:
-                unknown = tree.remove(rank, blocks)
+            if lower is not None:
+                unknown = lower.remove(key, blocks)
+            elif (rank := self._device.ranks.get(key)) is not None:
+                unknown = self._device.remove(rank, blocks)
             if unknown is not None:
                 _fail(BlockNotFound, event, unknown)
         elif isinstance(data, Cleared):
-            for each in self._trees.values():
-                for rank in each.ranks_of(event.worker_id):
-                    if self._clear_all_ranks or rank.key == key:
-                        each.clear(rank)
-            self._forget_copies(event.worker_id, None if self._clear_all_ranks else inner.dp_rank)
+            self._clear(event.worker_id, None if self._clear_all_ranks else inner.dp_rank)
         else:
             raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
+
+    def _clear(self, worker_id: int, dp_rank: int | None = None) -> None:
+        """Empty one rank of a worker, or all of them, in all tiers."""
+        for rank in self._device.ranks_of(worker_id):
+            if dp_rank is None or rank.key[1] == dp_rank:
+                self._device.clear(rank)
+        for lower in self._lower.values():
+            lower.clear(worker_id, dp_rank)
+        self._forget_copies(worker_id, dp_rank)
 
     def _last_copies(self, where: tuple[WorkerRank, StorageTier], blocks: tuple[int, ...]) -> tuple[int, ...]:
         """Drop one copy of each block; return the blocks that have none left, and those that had none."""
@@ -208,14 +224,13 @@ class RadixIndex:
                 assert self._copies is not None
                 del self._copies[where]
 
-    def _store(self, tree: Tree, key: WorkerRank, data: Stored, event: RouterEvent) -> None:
-        parent_hash = data.parent_hash
+    def _store(self, key: WorkerRank, data: Stored, event: RouterEvent) -> None:
+        tree, parent_hash = self._device, data.parent_hash
         if parent_hash is None:
             parent = tree.root
         else:
             rank = tree.ranks.get(key)
             found = rank.blocks.get(parent_hash) if rank is not None else None
-            found = found or self._anchor(tree, key, parent_hash)
             if found is None:
                 _fail(ParentBlockNotFound, event, parent_hash)
             parent = found
@@ -223,76 +238,104 @@ class RadixIndex:
         if wrong is not None:
             _fail(InvalidBlockSequence, event, wrong)
 
-    def _anchor(self, tree: Tree, key: WorkerRank, parent_hash: int) -> Node | None:
-        """A node for a parent that the rank holds in another tier only; None in the device tier, or if it holds none."""
-        if tree is self._device:
-            return None
-        for other in self._trees.values():
-            holder = other.ranks.get(key)
-            if holder is not None and parent_hash in holder.blocks:
-                return tree.rank(key).anchors.setdefault(parent_hash, Node())
-        return None
-
-    def find_matches(
-        self, local_hashes: Iterable[int], early_exit: bool = False, *, tier: StorageTier = StorageTier.DEVICE
-    ) -> OverlapScores:
-        """Find how many leading blocks of a prompt each worker and rank holds.
+    def find_matches(self, local_hashes: Iterable[int], early_exit: bool = False) -> OverlapScores:
+        """Find how many leading blocks of a prompt each worker and rank holds on the device.
 
         Args:
             local_hashes: local hash of each block, in order from the first.
             early_exit: stop at the first block that one rank alone holds; its score is then a lower bound.
-            tier: which tier is asked; blocks of others do not count.
         """
-        tree = self._device if tier is StorageTier.DEVICE else self._trees[StorageTier(tier)]
-        return OverlapScores(tree.find(local_hashes, early_exit))
+        return OverlapScores(self._device.find(local_hashes, early_exit))
+
+    def find_tiered(self, local_hashes: Iterable[int]) -> dict[StorageTier, dict[WorkerRank, int]]:
+        """Find how many leading blocks of a prompt each worker and rank holds, tier by tier.
+
+        Of the device these are the blocks of `find_matches`; of each tier below, in the order of `StorageTier`, those by
+        which it extends what the tiers before it have. A block that several tiers hold counts in the fastest.
+
+        Args:
+            local_hashes: local hash of each block, in order from the first.
+
+        Returns:
+            Blocks by `(worker_id, dp_rank)`, by tier; who has none is absent, and so is a tier that nobody has any of.
+        """
+        hashes = list(local_hashes)
+        device = self._device.find(hashes, False)
+        found = {StorageTier.DEVICE: device} if device else {}
+        matches: dict[WorkerRank, Match] = {}
+        path = None
+        for tier, lower in self._lower.items():
+            extension = {}
+            for key, edges in lower.ranks.items():
+                match = matches.get(key)
+                if match is None:
+                    depth = device.get(key, 0)
+                    if depth and path is None:
+                        path = self._device.path(hashes)
+                    if depth and path is not None:
+                        match = edges.after_device(hashes, depth, path[depth - 1], self._device.ranks[key])
+                    else:
+                        match = Match(depth, None)
+                if match is not None and (extended := edges.extend(hashes, match)) is not match:
+                    matches[key] = extended
+                    extension[key] = extended.depth - match.depth
+            if extension:
+                found[tier] = extension
+        return found
 
     def dump_events(self) -> list[RouterEvent]:
         """Events that build an index with the same answers from an empty one.
 
-        One block an event, rank by rank, each breadth first; ids count from 0 and are nobody's. What no query can
-        reach for a rank is left out: orphans of a removed block, and blocks under one that is in another tier. Where a rank gave one block two sequence hashes, the
-        last is named; where it gave one sequence hash to two blocks, which no honest engine does, one of them may be
-        missing.
+        One block an event, tier by tier and rank by rank; ids count from 0 and are nobody's. Those of the device come
+        breadth first, and what no query can reach for a rank is left out: orphans of a removed block. Where a rank gave one
+        block two sequence hashes, the last is named; where it gave one sequence hash to two blocks, which no honest engine
+        does, one of them may be missing. Below the device all blocks are there, in the order in which they were stored.
         """
-        events: list[RouterEvent] = []
-        for tier, tree in self._trees.items():
-            for (worker_id, dp_rank), rank in tree.ranks.items():
-                for parent_hash, block_hash, local in tree.edges(rank):
-                    data = Stored(parent_hash, (block_hash,), (local,))
-                    events.append(RouterEvent(worker_id, KvCacheEvent(len(events), data, dp_rank), tier))
-        return events
+        found: list[tuple[StorageTier, WorkerRank, tuple[int | None, int, int]]] = []
+        for key, rank in self._device.ranks.items():
+            found += [(StorageTier.DEVICE, key, edge) for edge in self._device.edges(rank)]
+        for tier, lower in self._lower.items():
+            for key, edges in lower.ranks.items():
+                found += [(tier, key, edge) for edge in edges]
+        return [
+            RouterEvent(key[0], KvCacheEvent(place, Stored(parent, (block,), (local,)), key[1]), tier)
+            for place, (tier, key, (parent, block, local)) in enumerate(found)
+        ]
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker with all its ranks and tiers; an unknown one is none."""
-        for tree in self._trees.values():
-            for rank in tree.ranks_of(worker_id):
-                tree.clear(rank)
-                del tree.ranks[rank.key]
+        for dp_rank in {dp_rank for worker, dp_rank in self._keys() if worker == worker_id}:
+            self.remove_worker_dp_rank(worker_id, dp_rank)
         self._forget_copies(worker_id)
 
     def remove_worker_dp_rank(self, worker_id: int, dp_rank: int) -> None:
         """Forget one rank of a worker; an unknown one is none."""
-        for tree in self._trees.values():
-            rank = tree.ranks.pop((worker_id, dp_rank), None)
-            if rank is not None:
-                tree.clear(rank)
+        rank = self._device.ranks.pop((worker_id, dp_rank), None)
+        if rank is not None:
+            self._device.clear(rank)
+        for lower in self._lower.values():
+            lower.ranks.pop((worker_id, dp_rank), None)
         self._forget_copies(worker_id, dp_rank)
 
     def clear_all_blocks(self, worker_id: int) -> None:
         """Empty all ranks and tiers of a worker, which stays known; an unknown one is none."""
-        for tree in self._trees.values():
-            for rank in tree.ranks_of(worker_id):
-                tree.clear(rank)
-        self._forget_copies(worker_id)
+        self._clear(worker_id)
 
     @property
     def workers(self) -> list[WorkerRank]:
         """Workers and ranks that have stored and were not removed since, sorted; some may hold nothing now."""
-        return sorted({key for tree in self._trees.values() for key in tree.ranks})
+        return sorted(self._keys())
+
+    def _keys(self) -> set[WorkerRank]:
+        return set(self._device.ranks).union(*(lower.ranks for lower in self._lower.values()))
 
     def num_blocks(self, worker_id: int, dp_rank: int = 0, *, tier: StorageTier = StorageTier.DEVICE) -> int:
-        """Count the blocks that a worker and rank holds, orphans too; 0 for an unknown one."""
-        rank = self._trees[StorageTier(tier)].ranks.get((worker_id, dp_rank))
+        """Count the blocks that a worker and rank holds in a tier, orphans too; 0 for an unknown one."""
+        key = (worker_id, dp_rank)
+        lower = self._lower.get(StorageTier(tier))
+        if lower is not None:
+            return lower.num_blocks(key)
+        rank = self._device.ranks.get(key)
         return len(rank.blocks) if rank is not None else 0
 
 

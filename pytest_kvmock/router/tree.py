@@ -1,4 +1,4 @@
-"""The tree of blocks that a `RadixIndex` keeps for each storage tier; see there for its rules."""
+"""The tree of blocks that a `RadixIndex` keeps for the device tier; see there for its rules."""
 
 from __future__ import annotations
 
@@ -104,26 +104,24 @@ class Run:
 
 
 class Rank:
-    """The blocks that one worker and rank holds in one tier.
+    """The blocks that one worker and rank holds on the device.
 
     Attributes:
         key: who it is.
         bit: its bit in `Node.holders`.
         blocks: its blocks by sequence hash.
-        anchors: blocks of other tiers under which it stored some here, by sequence hash.
     """
 
-    __slots__ = ("anchors", "bit", "blocks", "key")
+    __slots__ = ("bit", "blocks", "key")
 
     def __init__(self, key: WorkerRank, bit: int) -> None:
         self.key = key
         self.bit = bit
         self.blocks: dict[int, Node] = {}
-        self.anchors: dict[int, Node] = {}
 
 
 class Tree:
-    """The blocks of one tier."""
+    """The blocks of the device tier."""
 
     def __init__(self) -> None:
         self.root = Node()
@@ -138,7 +136,7 @@ class Tree:
         nodes: dict[Node, Node] = {}
         queue = [self.root]
         for rank in self.ranks.values():
-            queue += (*rank.blocks.values(), *rank.anchors.values())
+            queue += rank.blocks.values()
         while queue:  # by no recursion: chains are long, and there are cycles
             node = queue.pop()
             if node not in nodes:
@@ -153,7 +151,6 @@ class Tree:
         for key, rank in self.ranks.items():
             twin_rank = copy.ranks[key] = Rank(key, rank.bit)
             twin_rank.blocks = {block: nodes[node] for block, node in rank.blocks.items()}
-            twin_rank.anchors = {block: nodes[node] for block, node in rank.anchors.items()}
         return copy
 
     def rank(self, key: WorkerRank) -> Rank:
@@ -178,7 +175,7 @@ class Tree:
 
     def store(self, rank: Rank, parent: Node, data: Stored) -> int | None:
         """Store the blocks under `parent`; return the sequence hash of a block that is its own parent, if there is one."""
-        blocks, anchors, bit = rank.blocks, rank.anchors, rank.bit
+        blocks, bit = rank.blocks, rank.bit
         node = parent
         if self._store_new(rank, parent, data):
             return None
@@ -188,7 +185,7 @@ class Tree:
             elif node.others is not None and local in node.others:
                 child = node.others[local]
             else:
-                child = blocks.get(block_hash) or anchors.pop(block_hash, None) or Node()
+                child = blocks.get(block_hash) or Node()
                 node.link(local, child)
             if child is node:
                 return block_hash
@@ -207,7 +204,6 @@ class Tree:
             not hashes
             or parent.local == locals_[0]
             or (parent.others is not None and locals_[0] in parent.others)
-            or rank.anchors
             or len(set(hashes)) < len(hashes)
             or not blocks.keys().isdisjoint(hashes)
         ):
@@ -247,7 +243,6 @@ class Tree:
     def clear(self, rank: Rank) -> None:
         """Remove all that a rank holds."""
         self.remove(rank, list(rank.blocks))
-        rank.anchors.clear()
 
     def ranks_of(self, worker_id: int) -> list[Rank]:
         """The tables of a worker's ranks."""
@@ -318,6 +313,17 @@ class Tree:
     def _score(self, bits: int, depth: int, scores: dict[WorkerRank, int]) -> None:
         for key in self.who(bits):
             scores[key] = depth
+
+    def path(self, local_hashes: Sequence[int]) -> list[Node]:
+        """The nodes of a chain of local hashes, from the first block on, as far as there are any."""
+        node, nodes = self.root, []
+        for local in local_hashes:
+            child = node.child_at(local)
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
 
     def edges(self, rank: Rank) -> Iterator[tuple[int | None, int, int]]:
         """The `(parent's sequence hash, sequence hash, local hash)` that a query can walk for `rank`, breadth first.

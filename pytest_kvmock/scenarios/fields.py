@@ -140,6 +140,12 @@ def read_tier(node: Node) -> StorageTier:
     return tier
 
 
+def read_tier_blocks(node: Node) -> dict[str, int]:
+    """How many blocks a sink has in each tier below the device, by the names of the tiers."""
+    tiers = [tier.name.lower() for tier in StorageTier if tier is not StorageTier.DEVICE]
+    return node.fields(dict.fromkeys(tiers, read_capacity))
+
+
 def read_residency(node: Node) -> Residency:
     """How a sink counts copies."""
     for residency in RESIDENCIES:

@@ -55,7 +55,7 @@ FIRST: Final = (0, 0)
 """The worker that a step is about by default."""
 
 
-_OF_A_SINK: Final = ("num_blocks", "residency", "prefix_closed")
+_OF_A_SINK: Final = ("num_blocks", "tier_blocks", "residency", "prefix_closed")
 """Keys of an event that are arguments of its sink."""
 
 
@@ -395,8 +395,9 @@ class _Player:
         return [names.get(block, block) for block in blocks]
 
     def _look_overlap(self, wanted: dict[str, Any], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - as its likes
-        prompt = {key: value for key, value in wanted.items() if key != "workers"}
-        return wanted["workers"], self._harness.overlap(_prompt(prompt))
+        prompt = {key: value for key, value in wanted.items() if key not in ("workers", "tier")}
+        tier = wanted.get("tier", StorageTier.DEVICE)
+        return wanted["workers"], self._harness.overlap(_prompt(prompt), tier)
 
     def _look_requests(self, wanted: Mapping[str, Mapping[str, Any]], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - likewise
         return wanted, {name: self._as_it_is(name, like) for name, like in wanted.items()}

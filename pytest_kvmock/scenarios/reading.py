@@ -27,6 +27,7 @@ from pytest_kvmock.scenarios.fields import (
     read_published,
     read_residency,
     read_tier,
+    read_tier_blocks,
     read_true,
     read_worker,
 )
@@ -158,6 +159,7 @@ def _event(node: Node) -> dict[str, Any]:
         "chained": boolean,
         # How the sink is made, of the event that is its first.
         "num_blocks": read_capacity,
+        "tier_blocks": read_tier_blocks,
         "residency": read_residency,
         "prefix_closed": boolean,
     }
@@ -297,7 +299,9 @@ def _active(node: Node) -> Any:
 
 
 def _overlap(node: Node) -> dict[str, Any]:
-    given: dict[str, Any] = _prompt({"workers": lambda one: one.entries(integer)}, ("workers",))(node)
+    given: dict[str, Any] = _prompt({"workers": lambda one: one.entries(integer), "tier": read_tier}, ("workers",))(
+        node
+    )
     workers = {}
     for key, blocks in given["workers"].items():
         if (found := re.fullmatch(r"([0-9]+)(?:/([0-9]+))?", key)) is None:

@@ -119,6 +119,7 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
         sink = program.sinks[event.worker_id - FIRST_SINK_WORKER]
         written |= {"chained": True} if sink.chained else {}
         written |= {} if sink.num_blocks is None else {"num_blocks": sink.num_blocks}
+        written |= {} if sink.tier_blocks is None else {"tier_blocks": dict(sink.tier_blocks)}
         written |= {"residency": sink.residency} if sink.residency != "unique" else {}
         written |= {} if sink.prefix_closed else {"prefix_closed": False}
     return written

@@ -17,6 +17,9 @@ from pytest_kvmock.testing.drafts import Player, random_traffic
 from pytest_kvmock.testing.index_driver import IndexDriver, prompt_of
 from pytest_kvmock.testing.subject import call_with, check_backends, refuse
 
+_HOST: Final = StorageTier.HOST_PINNED
+_DISK: Final = StorageTier.DISK
+
 _PAIRS: Final = 10_000
 """Pairs of store and remove over which `size()` must stay bounded."""
 
@@ -41,7 +44,7 @@ class IndexContract:
                 return MyIndex(count_copies=self.traits.copies)
 
     An async index needs a loop of yours to run in: `run`. Where the index has a method `size()`, its number of entries
-    must stay bounded over any number of events.
+    must stay bounded over any number of events. Where it has `find_tiered`, it tells tiers apart, and is asked for each.
 
     Attributes:
         block_size: tokens a block.
@@ -304,6 +307,77 @@ class IndexContract:
         index.store("xy", tier=StorageTier.DISK)
         index.expect("abcd", {0: 2})
         index.expect("xy", {})
+
+    def test_a_tier_goes_on_where_the_faster_ones_end(self) -> None:
+        """With `find_tiered`: the blocks of a tier are those by which it extends the match of the faster tiers."""
+        index = self._start()
+        index.store("ab", 0)
+        index.store("cd", 0, after="ab", tier=_HOST)
+        index.store("ef", 0, after="abcd", tier=_DISK)
+        index.store("ab", 1)
+        index.store("cd", 1, after="ab", tier=_DISK)
+        index.expect_tiers("abcdef", {"device": {0: 2, 1: 2}, "host_pinned": {0: 2}, "disk": {0: 2, 1: 2}})
+        index.expect_tiers("abc", {"device": {0: 2, 1: 2}, "host_pinned": {0: 1}, "disk": {1: 1}})
+        index.expect_tiers("xyz", {})
+
+    def test_a_tier_goes_on_from_the_root_where_the_faster_ones_have_nothing(self) -> None:
+        """With `find_tiered`: a worker whose device has nothing of a prompt may have it in a tier below."""
+        index = self._start()
+        index.store("abcd", 0, tier=_HOST)
+        index.store("ab", 1, tier=StorageTier.EXTERNAL)
+        index.expect_tiers("abcd", {"host_pinned": {0: 4}, "external": {1: 2}})
+
+    def test_offloaded_blocks_need_no_parent(self) -> None:
+        """With `find_tiered`: offloaded blocks come in the order of their eviction, the last of a chain first."""
+        index = self._start()
+        index.store("ab")
+        index.store("d", after="abc", tier=_HOST)
+        index.expect_tiers("abcd", {"device": {0: 2}})
+        index.store("c", after="ab", tier=_HOST)
+        index.expect_tiers("abcd", {"device": {0: 2}, "host_pinned": {0: 2}})
+
+    def test_a_block_of_two_tiers_counts_in_the_faster(self) -> None:
+        """With `find_tiered`: what the device has is not found again below; nor is what stands before its end."""
+        index = self._start()
+        index.store("abc")
+        index.store("abcd", tier=_HOST)
+        index.expect_tiers("abcd", {"device": {0: 3}, "host_pinned": {0: 1}})
+        index.remove("abc")
+        index.expect_tiers("abcd", {"device": {0: 2}, "host_pinned": {0: 2}})
+
+    def test_a_hole_ends_the_match_of_a_tier(self) -> None:
+        """With `find_tiered`: a block behind one that no tier goes on with is not found."""
+        index = self._start()
+        index.store("ab")
+        index.store("cde", after="ab", tier=_HOST)
+        index.remove("abcd", tier=_HOST)
+        index.expect_tiers("abcde", {"device": {0: 2}, "host_pinned": {0: 1}})
+        index.remove("ab")
+        index.expect_tiers("abcde", {"device": {0: 1}})
+
+    def test_a_removed_takes_blocks_from_its_own_tier(self) -> None:
+        """With `find_tiered`: a Removed of one tier leaves the same block in the others."""
+        index = self._start()
+        index.store("abc", tier=_HOST)
+        index.store("abc", tier=_DISK)
+        index.remove("abc", "ab", tier=_HOST)
+        index.expect_tiers("abc", {"host_pinned": {0: 1}, "disk": {0: 2}})
+        index.store("bc", after="a", tier=_HOST)
+        index.expect_tiers("abc", {"host_pinned": {0: 3}})
+
+    def test_a_cleared_or_removed_worker_has_nothing_in_any_tier(self) -> None:
+        """With `find_tiered`: a Cleared, and `remove_worker`, empty all tiers of the worker."""
+        index = self._start()
+        for worker in (0, 1, 2):
+            index.store("ab", worker)
+            index.store("cd", worker, after="ab", tier=_HOST)
+            index.store("abcd", worker, tier=_DISK)
+        index.clear(0)
+        if index.index.remove_worker is not None:
+            index.remove_worker(1)
+        left = [2] if index.index.remove_worker is not None else [1, 2]
+        both = dict.fromkeys(left, 2)
+        index.expect_tiers("abcd", {"device": both, "host_pinned": both})
 
     def test_a_block_is_held_until_its_last_copy_is_removed(self) -> None:
         """A block with copies is found until each is removed, where an engine of `backends` publishes copies."""

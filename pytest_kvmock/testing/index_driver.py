@@ -175,6 +175,34 @@ class IndexDriver:
             f"looked up {letters[:40] or 'an empty prompt'}: expected {expected}, the index answered {answer}\n{self._story()}"
         )
 
+    def expect_tiers(self, letters: str, expected: dict[str, dict[int, int]]) -> None:
+        """Look up a prompt of these letters tier by tier, where the index has `find_tiered`, and compare the answer.
+
+        Args:
+            letters: the blocks.
+            expected: blocks by worker (of rank 0), by the name of the tier; without what is empty.
+        """
+        __tracebackhide__ = True
+        find_tiered = self.index.find_tiered
+        if find_tiered is None:
+            return
+        self._flush()
+        try:
+            answer = self.index.read_tiered(
+                self._do(find_tiered, list(prompt_of(letters, self._size).block_hashes(self._size)))
+            )
+        except UnreadableAnswer as error:
+            raise AssertionError(f"{error}\n{self._story()}") from error
+        except Exception as error:
+            raise AssertionError(f"find_tiered raised {type(error).__name__}: {error}\n{self._story()}") from error
+        for tier in StorageTier:
+            due: Scores = {(worker, 0): blocks for worker, blocks in expected.get(tier, {}).items()}
+            got = answer.get(tier, {})
+            assert agree(got, due), (
+                f"looked up {letters} by tier: expected {expected.get(tier, {})} in {tier}, the index answered {got}\n"
+                f"{self._story()}"
+            )
+
     def ask(self, letters: str, *, tail: int = 0) -> Scores | WorkerScores:
         """The answer of the index for a prompt of these letters, zeros dropped."""
         __tracebackhide__ = True

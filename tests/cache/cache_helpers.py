@@ -8,11 +8,13 @@ from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.cache.dynamo.eviction.multi_lru import MultiLruPolicy
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
+from pytest_kvmock.cache.offload import NoHits, Scheduled
 from pytest_kvmock.engine.sequence import ActiveSequence
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
 from pytest_kvmock.moves import Deref, Promote, Use
 from pytest_kvmock.plh import lineage_hash
 from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock.tiers.offload import HostOffload
 
 POLICIES = {
     "lineage": lambda num_blocks: LineagePolicy(),
@@ -151,3 +153,64 @@ class Player:
 
     def play_cost(self, name):
         return list(self.manager.prefill_cost(self.sequences[name]))
+
+
+def tier_rows(sink):
+    """The events that a sink captured, in the short form of the recordings: a last item names another tier than the device."""
+    rows = event_rows(sink.events)
+    for row, event in zip(rows, sink.router_events, strict=True):
+        if event.storage_tier != StorageTier.DEVICE:
+            row.append({"host_pinned": "HostPinned"}[event.storage_tier])
+    sink.take()
+    return rows
+
+
+def host_of(config):
+    """The engine of a recorded program."""
+    return HostOffload(
+        config["num_g2_blocks"],
+        block_bytes=config.get("block_size_bytes") or 0,
+        batch_size=config.get("offload_batch_size", 32),
+        to_host_gbps=config.get("g1_to_g2_gbps", 14.0),
+        to_device_gbps=config.get("g2_to_g1_gbps", 14.0),
+    )
+
+
+@dataclass
+class OffloadPlayer(Player):
+    """Plays the operations of a program recorded with an offload engine."""
+
+    swaps: dict = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program):
+        backend, size = program.get("backend", "lineage"), program.get("block_size", 4)
+        return cls(new_manager(backend, program["capacity"], size, offload=host_of(program["offload"])))
+
+    def play(self, operation):
+        kind, *arguments = operation
+        value = getattr(self, f"play_{kind}")(*arguments)
+        manager = self.manager
+        counts = [manager.num_active_blocks, manager.num_active_block_refs, manager.num_inactive_blocks]
+        return [value, tier_rows(manager.sink), *counts]
+
+    def play_tick(self, now):
+        self.manager.tick(now)
+
+    def play_deadline(self):
+        return self.manager.offload_deadline()
+
+    def play_swap_in(self, name, plhs, now):
+        outcome = self.manager.swap_in([lineage_hash(*plh) for plh in plhs], now)
+        if isinstance(outcome, Scheduled):
+            before, self.swaps[name] = self.swaps.get(name), outcome
+            if before is not None:
+                self.manager.put_down(before)
+            return ["scheduled", outcome.num_blocks]
+        return "no_hits" if isinstance(outcome, NoHits) else "blocked"
+
+    def play_swapped(self, name):
+        return self.swaps[name].is_complete
+
+    def play_drop(self, name):
+        self.manager.put_down(self.swaps.pop(name))

@@ -565,7 +565,7 @@ def test_blocks_of_other_tiers_are_recovered_too(recovering):
     kv.drop_next()
     kv.apply(RouterEvent(0, KvCacheEvent(1, Stored(None, (5,), (5,))), StorageTier.HOST_PINNED))
     store(kv, 2)
-    assert {(0, 0): 1} == kv.index.tree.find_matches([5], tier=StorageTier.HOST_PINNED).scores
+    assert {(0, 0): 1} == kv.index.tree.find_tiered([5])[StorageTier.HOST_PINNED]
     kv.apply(RouterEvent(0, KvCacheEvent(3, Removed((5,))), StorageTier.HOST_PINNED))
     assert [] == kv.judge().errors
 

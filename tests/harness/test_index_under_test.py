@@ -238,7 +238,10 @@ class NotCallable(Sound):
     [
         (NoApply(), r"\(NoApply\) has no apply\(event\), which takes a RouterEvent"),
         (NotCallable(), r"\(NotCallable\) has no apply\(event\)"),
-        (NoQuestion(), r"\(NoQuestion\) has neither find_matches\(local_hashes\) nor match_tokens\(tokens\)"),
+        (
+            NoQuestion(),
+            r"\(NoQuestion\) has none of find_matches\(local_hashes\), match_tokens\(tokens\) and find_tiered",
+        ),
         (Sound, "is a class, Sound; it must be an object, Sound"),
         (object(), r"\(object\) has no apply"),
     ],

@@ -1,5 +1,6 @@
 """The rules about what is held: capacity, blocks that go and stay at once, children without parents, copies."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.hygiene.ledger import Ledger
 
-HOST = StorageTier.HOST_PINNED
+DEVICE, HOST, DISK, _ = StorageTier
 
 
 def stored(*blocks, parent=None):
@@ -342,16 +343,111 @@ def test_the_child_and_its_parent_are_named():
     )
 
 
-def test_a_parent_in_another_tier_is_still_there_and_a_child_in_another_is_not_judged():
+def test_orphans_are_judged_on_the_device_alone():
     stream = Stream()
     stream.observe(stored(1, 2))
-    stream.observe(stored(1), tier=HOST)
-    assert [] == stream.observe(Removed((1,)))
+    stream.observe(stored(1, 2), tier=HOST)
     assert [] == stream.observe(Removed((1,)), tier=HOST)
+    assert ["orphaned_child"] == stream.observe(
+        Removed((1,))
+    )  # a router's tree of the device does not reach 2 any more
     stream = Stream()
     stream.observe(stored(1))
     stream.observe(stored(2, parent=1), tier=HOST)
     assert [] == stream.observe(Removed((1,)))
+
+
+def test_a_parent_is_due_on_the_device_alone():
+    stream = Stream()
+    assert [] == stream.observe(stored(3, parent=2), tier=HOST)
+    assert [] == stream.observe(stored(2, parent=1), tier=HOST)
+    assert ["parent_block_not_found"] == stream.observe(stored(4, parent=3))
+    assert "block 3 was stored in host_pinned by event 0 and never removed" == stream.problems[-1].observed
+    assert ["invalid_block"] == stream.observe(stored(5, parent=5), tier=HOST)
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([stored(1), (Removed((1,)), DEVICE)], "removed from device by event 1; in no tier since"),
+        (
+            [stored(1), (Removed((1,)), DEVICE), (stored(1), HOST)],
+            "removed from device by event 1; in host_pinned since event 2",
+        ),
+        (
+            [stored(1), (stored(1), HOST), (stored(1), DISK), (Removed((1,)), DEVICE)],
+            "removed from device by event 3; in host_pinned since event 1, in disk since event 2",
+        ),
+        (
+            [stored(1), (Removed((1,)), DEVICE), (stored(1), HOST), (Removed((1,)), HOST)],
+            "removed from device by event 1; in no tier since",
+        ),
+        ([(stored(1), HOST), (Removed((1,)), HOST)], "removed from host_pinned by event 1; in no tier since"),
+        ([(stored(1), HOST)], "stored in host_pinned by event 0 and never removed"),
+        ([stored(1), (stored(2), HOST)], "stored in device by event 0 and never removed"),
+        ([stored(1), (stored(2), HOST), (Cleared(), DEVICE)], "stored by event 0 and cleared by event 2"),
+        (
+            [stored(1), (Removed((1,)), DEVICE), (stored(1), HOST), (Cleared(), DEVICE)],
+            "stored by event 2 and cleared by event 3",
+        ),
+    ],
+)
+def test_a_text_says_where_a_block_of_the_device_went(events, expected):
+    stream = Stream()
+    stream.observe(stored(9), tier=DISK)
+    for event in events:
+        data, tier = event if isinstance(event, tuple) else (event, DEVICE)
+        stream.observe(data, tier=tier)
+    # The first event is that of the disk, so all are one later.
+    later = re.sub(r"event (\d)", lambda found: f"event {int(found[1]) + 1}", expected)
+    assert f"block 1 was {later}" == stream.known.history(1)
+
+
+def test_what_a_tier_below_has_lost_is_said_of_that_tier():
+    stream = Stream()
+    for data, tier in ((stored(1), DEVICE), (stored(1), HOST), (Removed((1,)), HOST)):
+        stream.observe(data, tier=tier)
+    assert ["block_not_found"] == stream.observe(Removed((1,)), tier=HOST)
+    assert "block 1 was removed from host_pinned by event 2; in device since event 0" == stream.problems[-1].observed
+
+
+def test_each_tier_has_a_capacity_of_its_own():
+    stream = Stream(num_blocks=3, tier_blocks={HOST: 2})
+    stream.observe(stored(1, 2, 3), tier=HOST)
+    assert ["over_capacity"] == stream.observe(stored(1, 2, 3), tier=DISK)
+    stream.observe(stored(1, 2, 3))
+    problem = stream.problems[-1]
+    assert "according to the events, 3 blocks are held in host_pinned after event 0" == problem.observed
+    assert "the engine has 2 blocks there; what it evicts is published as Removed" == problem.expected
+    assert ([], ["over_capacity"]) == (stream.observe(stored(4), tier=DISK), stream.observe_all([stored(5), stored(6)]))
+    assert [DEVICE] == [problem.storage_tier for problem in stream.problems[1:]]
+    stream.observe(Removed((1,)), tier=HOST)
+    assert [] == stream.flush()
+    stream.observe(stored(7), tier=HOST)
+    assert ["over_capacity"] == stream.flush()
+
+
+def test_a_block_that_differs_in_two_tiers_is_reported_in_each():
+    stream = Stream()
+    stream.observe(stored(1))
+    stream.observe(stored(1), tier=HOST)
+    assert (["engine_drift"], ["engine_drift"], []) == (
+        stream.drift([]),
+        stream.drift([], HOST),
+        stream.drift([], HOST),
+    )
+    assert (
+        "the engine does not hold block 1 in host_pinned; block 1 was stored in device, host_pinned by event 1 and never removed"
+        == stream.problems[-1].observed
+    )
+
+
+def test_an_event_resyncs_a_block_in_its_own_tier_alone():
+    stream = Stream()
+    stream.observe(stored(1, 2))
+    assert ["event_id_gap"] == stream.observe(stored(2), 2, tier=HOST)  # the Removed of the device is lost
+    assert ["(engine_drift)"] == stream.drift([1])
+    assert ["engine_drift"] == stream.drift([], HOST)
 
 
 def test_a_child_has_a_parent_while_a_copy_of_it_is_left():

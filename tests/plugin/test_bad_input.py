@@ -422,7 +422,7 @@ FIXTURES = {
     ),
     "an index that cannot be asked": (
         "class Index:\n def apply(self, event): pass\n@pytest.fixture\ndef kv_index(): return Index()",
-        "kvmock: the index under test (Index) has neither find_matches(local_hashes) nor match_tokens(tokens)*",
+        "kvmock: the index under test (Index) has none of find_matches(local_hashes), match_tokens(tokens)*",
     ),
     "an index that is not empty": (
         """

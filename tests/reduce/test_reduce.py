@@ -137,6 +137,22 @@ def test_where_a_block_is_stays_where_it_matters(failure_of):
     assert failure_of(found).startswith("1 KV event error: block_not_found")
 
 
+def too_many_on_the_host(sink):
+    noise(sink)
+    sink(Stored(None, (1, 2, 3), (1, 2, 3)), StorageTier.HOST_PINNED)
+    noise(sink, 5000)
+    sink(Removed((2,)), StorageTier.HOST_PINNED)
+    sink(Stored(7, (8,), (8,)), StorageTier.HOST_PINNED)
+
+
+def test_too_many_blocks_of_a_tier_are_cut_to_one_stored_there(failure_of):
+    found = reproduce(sunk(too_many_on_the_host, tier_blocks={"host": 2}))
+
+    assert [StorageTier.HOST_PINNED] == [event.storage_tier for event in found.events]
+    assert 'kv.make_sink(tier_blocks={"host_pinned": 2})' in found.as_test()
+    assert failure_of(found).startswith("1 KV event error: over_capacity (worker 65536")
+
+
 @pytest.mark.parametrize(("say", "ids"), [(a_skipped_id, [0, 41]), (an_id_that_comes_again, [0, 0])])
 def test_ids_keep_their_jumps_where_they_matter(say, ids):
     assert ids == [event.event.event_id for event in reproduce(sunk(say)).events]

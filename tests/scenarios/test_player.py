@@ -153,6 +153,21 @@ def test_a_fault_with_an_argument_that_it_has_not_is_refused_where_it_stands(pla
         played("steps:\n- fault: {lose: {speed: 1}}")
 
 
+def test_the_overlap_of_a_tier_is_expected_by_its_name(played):
+    played("""
+steps:
+- event: {stored: [1, 2], worker: 65536, tier_blocks: {host_pinned: 2, disk: 1}}
+- event: {stored: [3], parent: 2, worker: 65536, tier: host_pinned}
+  expect:
+    overlap: {hashes: [1, 2, 3], workers: {65536: 1}, tier: host_pinned}
+- event: {stored: [9, 8], worker: 65536, tier: disk}
+  expect: {problems: [over_capacity]}
+- event: {stored: [3], parent: 2, worker: 65536}
+  expect:
+    overlap: {hashes: [1, 2, 3], workers: {65536: 3}}
+""")
+
+
 def test_events_of_sinks_ranks_and_tiers(played):
     harness = played("""
 steps:

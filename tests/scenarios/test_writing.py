@@ -95,6 +95,10 @@ def a_sink_that_holds_too_much(kv):
         sink(Stored(None, (5, 6), (5, 6)))
 
 
+def a_sink_whose_host_holds_too_much(kv):
+    kv.make_sink(tier_blocks={"host": 2}).publish(Stored(9, (1, 2, 3), (1, 2, 3)), StorageTier.HOST_PINNED)
+
+
 def a_removed_of_another_tier(kv):
     kv.apply(Stored(None, (1, 2, 3), (1, 2, 3)))
     kv.apply(RouterEvent(0, KvCacheEvent(1, Removed((3,))), StorageTier.HOST_PINNED))
@@ -122,6 +126,7 @@ def a_signed_name_of_a_parent_that_is_not_there(kv):
         a_gap_of_ids,
         a_sink_that_hashes_wrongly,
         a_sink_that_holds_too_much,
+        a_sink_whose_host_holds_too_much,
         a_removed_of_another_tier,
         a_worker_that_is_forgotten,
         tokens_that_are_too_few,

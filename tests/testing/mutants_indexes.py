@@ -332,6 +332,79 @@ class RemovesFromAllTiers(Radix):
                 super().apply(event)
 
 
+class Tiered(Tree):
+    """A sound index that tells tiers apart, for the others to spoil."""
+
+    def find_tiered(self, local_hashes):
+        return self.tree.find_tiered(local_hashes)
+
+
+@INDEXES.breaks("test_a_tier_goes_on_where_the_faster_ones_end", "test_a_block_of_two_tiers_counts_in_the_faster")
+class CountsEachTierFromTheRoot(Radix):
+    class Subject(Tiered):
+        def find_tiered(self, local_hashes):
+            total, out = {}, {}
+            for tier, scores in self.tree.find_tiered(local_hashes).items():
+                total = {key: total.get(key, 0) + scores.get(key, 0) for key in {*total, *scores}}
+                out[tier] = dict(total)
+            return out
+
+
+@INDEXES.breaks("test_a_tier_goes_on_from_the_root_where_the_faster_ones_have_nothing")
+class ExtendsTheDeviceAlone(Radix):
+    class Subject(Tiered):
+        def find_tiered(self, local_hashes):
+            found = self.tree.find_tiered(local_hashes)
+            device = found.get(StorageTier.DEVICE, {})
+            return {tier: {key: scores[key] for key in scores if key in device} for tier, scores in found.items()}
+
+
+@INDEXES.breaks("test_offloaded_blocks_need_no_parent")
+class NeedsAParentBelowTheDevice(Radix):
+    class Subject(Tiered):
+        def __init__(self):
+            super().__init__()
+            self.known = {None}
+
+        def apply(self, event):
+            data = event.event.data
+            if isinstance(data, Stored):
+                if data.parent_hash not in self.known:
+                    return
+                self.known.update(data.block_hashes)
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_hole_ends_the_match_of_a_tier")
+class RemovesNothingFromTheHost(Radix):
+    class Subject(Tiered):
+        def apply(self, event):
+            if event.storage_tier is not StorageTier.HOST_PINNED or not isinstance(event.event.data, Removed):
+                super().apply(event)
+
+
+@INDEXES.breaks("test_a_removed_takes_blocks_from_its_own_tier")
+class RemovesFromAllTiersBelow(Radix):
+    class Subject(Tiered):
+        def apply(self, event):
+            super().apply(event)
+            if event.storage_tier is StorageTier.HOST_PINNED and isinstance(event.event.data, Removed):
+                with suppress(BlockNotFound):
+                    super().apply(RouterEvent(event.worker_id, event.event, StorageTier.DISK))
+
+
+@INDEXES.breaks("test_a_cleared_or_removed_worker_has_nothing_in_any_tier")
+class ClearsTheDeviceAlone(Radix):
+    class Subject(Tiered):
+        def apply(self, event):
+            kept = []
+            if isinstance(event.event.data, Cleared):
+                kept = [each for each in self.tree.dump_events() if each.storage_tier is not StorageTier.DEVICE]
+            super().apply(event)
+            for each in kept:
+                super().apply(each)
+
+
 @INDEXES.breaks("test_a_block_is_held_until_its_last_copy_is_removed", "test_it_follows_live_traffic")
 class CountsNoCopies(Radix):
     backends = tuple(BACKENDS)

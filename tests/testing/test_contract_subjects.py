@@ -133,7 +133,10 @@ def test_every_test_fails_in_one_line_that_says_what_is_wrong(contract, line):
 @pytest.mark.parametrize(
     ("index", "line"),
     [
-        (NoFind, "the index under test (NoFind) has neither find_matches(local_hashes) nor match_tokens(tokens)"),
+        (
+            NoFind,
+            "the index under test (NoFind) has none of find_matches(local_hashes), match_tokens(tokens) and find_tiered(local_hashes)",
+        ),
         (
             Full,
             "the index under test (Full) is not empty at the start: dump_events() has 1 event; each test needs an index of its own",

@@ -13,9 +13,11 @@ from pytest_kvmock.cache.base import LOG, ManagerBase, trace
 from pytest_kvmock.cache.dynamo import move_checks
 from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 from pytest_kvmock.cache.dynamo.names import Names
+from pytest_kvmock.cache.dynamo.offloading import Offloading
 from pytest_kvmock.cache.dynamo.pool import BlockPool, PendingEvents, PoolMetrics
 from pytest_kvmock.cache.dynamo.short_forms import LineageShortForms
 from pytest_kvmock.cache.manager import PrefillCost, SequenceBlocks
+from pytest_kvmock.cache.offload import BlockDetails, OffloadEngine
 from pytest_kvmock.events import Cleared, StorageTier, Stored, value_text
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, MoveError, Promote, Use
 from pytest_kvmock.sinks import Sink
@@ -29,7 +31,7 @@ from pytest_kvmock.sinks import Sink
 # What a Use publishes of all this, and when: see `PendingEvents` in pool.py.
 
 
-class LogicalManager(LineageShortForms, ManagerBase):
+class LogicalManager(Offloading, LineageShortForms, ManagerBase):
     """Hands out blocks, caches them by lineage hash, evicts by a policy, and publishes what changed.
 
     Args:
@@ -39,6 +41,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         block_size: tokens a block, a power of two from 2 to 1024.
         dp_rank: data-parallel rank that events name.
         sink: where events are published; None: nowhere, and no event id is consumed.
+        offload: what keeps evicted blocks in a further tier; None: nothing does. See `attach_offload`.
 
     Raises:
         ValueError: a number is not what it must be.
@@ -53,6 +56,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         block_size: int = 16,
         dp_rank: int = 0,
         sink: Sink | None = None,
+        offload: OffloadEngine | None = None,
     ) -> None:
         super().__init__(
             backend=backend,
@@ -61,12 +65,15 @@ class LogicalManager(LineageShortForms, ManagerBase):
             dp_rank=dp_rank,
             sink=sink,
         )
+        self._start_offload()
         self._pool = BlockPool(num_blocks, eviction)
         self._partials: dict[UUID, Slot] = {}
         self._names = Names()
         self._references = 0
         self._num_inactive = 0
         self._freed: list[Slot] = []  # inactive, and the policy does not know it yet
+        if offload is not None:
+            self.attach_offload(offload)
 
     # ------------------------------------------------------------------------------------------------- queries
 
@@ -106,7 +113,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
         """Sequence hashes of what is physically cached in a tier; a block has the one it was stored under."""
         if tier != StorageTier.DEVICE:
-            return []
+            return self._resident_below(tier)
         return [slot.name for slot in self._pool.registered.values()]
 
     def check_presence(self, plhs: Iterable[int]) -> list[tuple[int, bool]]:
@@ -117,7 +124,9 @@ class LogicalManager(LineageShortForms, ManagerBase):
     def metrics(self) -> PoolMetrics:
         """Take a snapshot of the pool's counters and gauges."""
         return self._pool.metrics(
-            mutable=len(self._partials), immutable=self._references, inactive=self.num_inactive_blocks
+            mutable=len(self._partials) + self._num_outside,
+            immutable=self._references,
+            inactive=self.num_inactive_blocks,
         )
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
@@ -164,7 +173,10 @@ class LogicalManager(LineageShortForms, ManagerBase):
                 served = self._store_unknown(move, served, leading, pending)
         if served < len(move.blocks) and not pending.refused:
             served = self._use_one_by_one(move, served, pending)
+        victims = None if self._offload is None else self._offload_use(move, served, pending)
         pending.publish(self._publisher, pool)
+        if victims:
+            self._hand_over(victims)
         if (pending.stored or pending.evicted) and LOG.isEnabledFor(DEBUG):
             trace(self, pending.stored, pending.removed)
         return served
@@ -307,15 +319,18 @@ class LogicalManager(LineageShortForms, ManagerBase):
     def _allocate(self, count: int, pending: PendingEvents) -> list[Slot]:
         """Take empty slots: from the reset pool while it has any, then by evicting. Fewer when nothing more can be evicted.
 
-        This and `PendingEvents` are where an offload engine would come in: it holds the evicted slot while its block
-        travels to the next tier.
+        With an offload engine none is evicted here: an evicted slot is its, while the block travels to the next tier.
         """
-        pool, own = self._pool, self._names.own
-        slots = pool.take_reset(count)
-        if len(slots) == count:
+        slots = self._pool.take_reset(count)
+        if len(slots) == count or self._offload is not None:
             return slots
-        wanted = min(count - len(slots), self._num_inactive)
-        victims = pool.inactive.evict(count - len(slots))
+        return slots + self._evict(count - len(slots), pending)
+
+    def _evict(self, count: int, pending: PendingEvents) -> list[Slot]:
+        """Evict the blocks whose turn it is, fewer where no more can be evicted; returns the slots they were in."""
+        pool, own = self._pool, self._names.own
+        wanted = min(count, self._num_inactive)
+        victims = pool.inactive.evict(count)
         if (
             not isinstance(victims, list)
             or len(set(victims)) != wanted
@@ -323,7 +338,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
             or any(slot.refs for slot in victims)
         ):
             raise RuntimeError(
-                f"the eviction policy {type(pool.inactive).__name__} is wrong: evict({count - len(slots)}) gave "
+                f"the eviction policy {type(pool.inactive).__name__} is wrong: evict({count}) gave "
                 f"{value_text(victims):.200}; {wanted} different slots that nobody holds could go"
             )
         plhs = [slot.plh for slot in victims]
@@ -339,7 +354,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
                 del own[name]
         pending.removed += names if not pool.unknown else [pool.name_to_publish(slot) for slot in victims]
         self._num_inactive -= len(victims)
-        return slots + victims
+        return victims
 
     def _deref(self, blocks: Sequence[Block]) -> int:
         if self._names.alias_slots or self._pool.inactive._collisions:
@@ -421,6 +436,8 @@ class LogicalManager(LineageShortForms, ManagerBase):
         self._names.hold_new(mutable)
         pool.inactive._on_register((mutable,))
         pool.registrations += 1
+        if self._offload is not None:
+            self._details[plh] = BlockDetails(name, plh, move.parent, move.local_hash, move.token_ids)
         beside = None if move.token_ids is None else [move.token_ids]
         self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), beside)
         if LOG.isEnabledFor(DEBUG):
@@ -430,10 +447,14 @@ class LogicalManager(LineageShortForms, ManagerBase):
     # ---------------------------------------------------------------------------------------------- the rest
 
     def clear(self) -> bool:
-        """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use."""
+        """Drop every cached block and publish a Cleared; False, and nothing happens, while any block is in use.
+
+        Transfers under way are cancelled, and the further tier is emptied too.
+        """
         if self._references or self._partials:
             return False
         self._flush_freed()
+        self._cancel_offload()
         self._pool.drain()
         self._names = Names()
         self._num_inactive = 0

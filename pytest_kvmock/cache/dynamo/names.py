@@ -15,7 +15,8 @@ class Names:
     Attributes:
         own: registered slots by their own name; the first of several that have one name.
         homonyms: how many registered slots are not in `own`, because another one has their name.
-        alias_slots: the slot that each alias holds.
+        alias_slots: the slot that each alias holds. A pin, which keeps a block active for no request, is an alias too,
+            with a negative number instead of a name.
         alias_refs: references of each alias.
     """
 
@@ -88,5 +89,6 @@ class Names:
             self.homonyms -= 1
 
     def references(self) -> dict[int, int]:
-        """Return the references of each name that holds a slot."""
-        return {name: slot.refs for name, slot in self.own.items() if slot.refs} | self.alias_refs
+        """Return the references of each name that holds a slot; pins have no name."""
+        named = {name: slot.refs for name, slot in self.own.items() if slot.refs}
+        return named | {name: refs for name, refs in self.alias_refs.items() if name >= 0}

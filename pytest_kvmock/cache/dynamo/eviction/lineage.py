@@ -153,6 +153,16 @@ class LineagePolicy(EvictionPolicy):
         if not rivals:
             del self._rivals[node]
 
+    def _unregister(self, slot: Slot) -> None:
+        """Forget an active slot that cannot become inactive."""
+        node: _Node = slot.place
+        self._disown(node, slot)
+        self._drop(node)
+        above: _Node | None = slot.above
+        if above is not None:
+            above.pins -= 1
+            self._drop(above)
+
     def insert(self, slots: Sequence[Slot]) -> None:
         """Put the slots into the forest; their turn comes after all others'."""
         append = self._queue.append

@@ -144,6 +144,13 @@ class MultiLruPolicy(EvictionPolicy):
         for queue in self._queues:
             queue.tidy()
 
+    def _wake_run(self, slots: Sequence[Slot]) -> None:
+        """Take the slots out; the first one's lineage hash counts twice, as it alone was asked for among the active ones."""
+        self.remove(slots[:1])
+        for slot in slots[1:]:
+            slot.place = 0
+        self._tracker.count([slot.above for slot in slots[1:]])
+
     def evict(self, count: int) -> list[Slot]:
         """Choose from the coldest level that has any, those that were inserted longest ago."""
         chosen: list[Slot] = []

@@ -86,6 +86,10 @@ class EvictionPolicy(ABC):
         """Insert one slot."""
         self.insert((slot,))
 
+    def _wake_run(self, slots: Sequence[Slot]) -> None:
+        """Remove slots that one look-up of several lineage hashes matched."""
+        self.remove(slots)
+
     def _find(self, plh: int) -> Slot | None:  # noqa: ARG002 - for those that find by place
         """Return the inactive slot that answers to a lineage hash that is not its own, if there is one."""
         return None

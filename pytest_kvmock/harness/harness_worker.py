@@ -1,0 +1,115 @@
+"""A worker of a harness: made by a profile, recorded, and publishing to the router."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+from pytest_kvmock.backends import BackendSpec, EngineProfile
+from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
+from pytest_kvmock.harness.publisher import Publisher
+from pytest_kvmock.harness.recording import RecordedRequest, Recording
+from pytest_kvmock.programs.operations import Clear, Restart
+
+if TYPE_CHECKING:
+    from pytest_kvmock.tokens import Prompt
+
+_MANAGERS: Final[set[type]] = set()
+"""Classes that were found to have the methods of a manager: each test makes some."""
+
+
+class _WorkerSink:
+    """The sink of a worker: adds its id to events, and passes them to the publisher, once the worker has begun."""
+
+    __slots__ = ("_before", "_publisher", "_worker_id", "worker")
+
+    def __init__(self, publisher: Publisher, worker_id: int) -> None:
+        self.worker: KvWorker | None = None
+        self._publisher = publisher
+        self._worker_id = worker_id
+        self._before: list[RouterEvent] = []
+
+    def publish(
+        self,
+        event: KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+    ) -> None:
+        """Publish an event; what a worker publishes for a request has its engine's hashes."""
+        named, worker = RouterEvent(self._worker_id, event, storage_tier, token_ids), self.worker
+        if worker is None:
+            self._before.append(named)
+        else:
+            self._publisher.publish(named, chained=worker.serving)
+
+    def begin(self, worker: KvWorker) -> None:
+        """Publish from now on; first what the worker published when it was made."""
+        self.worker = worker
+        for event in self._before:
+            self._publisher.publish(event)
+
+
+class HarnessWorker(KvWorker):
+    """A worker of a harness: made by a profile, and recorded; it may announce a restart.
+
+    Args:
+        spec: its backend.
+        worker_id: its id.
+        dp_rank: its rank.
+        profile: its size and kind.
+        publisher: where it publishes.
+        recording: records the operations on it.
+        rng: source of generated tokens and of the names of partial blocks.
+
+    Raises:
+        ValueError: the backend refused, raised, or made what is no manager or one of another backend.
+
+    Attributes:
+        spec: its backend.
+    """
+
+    def __init__(
+        self,
+        spec: BackendSpec,
+        worker_id: int,
+        dp_rank: int,
+        *,
+        profile: EngineProfile,
+        publisher: Publisher,
+        recording: Recording,
+        rng: Random,
+    ) -> None:
+        self.spec = spec
+        self._publisher = publisher
+        self._recording = recording
+        self._events = _WorkerSink(publisher, worker_id)
+        super().__init__(
+            partial(_make_manager, spec, profile, dp_rank),
+            worker_id,
+            dp_rank,
+            sink=self._events,
+            prefix_caching=profile.prefix_caching,
+            chunk=profile.chunk,
+            rng=rng,
+            driver=spec.driver,
+        )
+
+    def begin(self) -> None:
+        """Publish to the router from now on; first what it published when it was made."""
+        self._events.begin(self)
+
+    def _request(self, prompt: Prompt) -> RecordedRequest:
+        return RecordedRequest(self, prompt, self._recording)
+
+    def clear(self) -> bool:
+        """As `KvWorker.clear`."""
+        self._recording.operate(Clear, self.worker_id, self.dp_rank)
+        return super().clear()
+
+    def restart(self, *, announced: bool = False) -> None:
+        """As `KvWorker.restart`; an announced one removes the worker from ledger and indexes first."""
+        self._recording.operate(Restart, self.worker_id, self.dp_rank, announced)
+        self._publisher.restarted((self.worker_id, self.dp_rank), announced=announced)
+        super().restart(announced=announced)

@@ -1,0 +1,7 @@
+"""What is below the device: links whose bandwidth is shared, and the host memory that evicted blocks travel to."""
+
+from pytest_kvmock.tiers.bandwidth import Link
+from pytest_kvmock.tiers.config import Tiers
+from pytest_kvmock.tiers.offload import HostOffload
+
+__all__ = ["HostOffload", "Link", "Tiers"]

@@ -1,0 +1,337 @@
+"""Tiers in a harness: overlap by tier, an index under test that tells tiers apart, and one that does not."""
+
+import asyncio
+
+import pytest
+
+from pytest_kvmock import Prompt, RadixIndex, RouterHarness
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+
+DEVICE, HOST, DISK, EXTERNAL = StorageTier
+
+
+def chain(first, last=None):
+    """Blocks under the one before the first, each by its number, with that number as local hash."""
+    numbers = tuple(range(first, (last or first) + 1))
+    return Stored(first - 1 or None, numbers, numbers)
+
+
+def harness(index=None, **options):
+    kv = RouterHarness(backend=None, index=index, **options)
+    return kv, kv.make_sink()
+
+
+def play(sink, *events):
+    for event in events:
+        data, tier = event if isinstance(event, tuple) else (event, DEVICE)
+        sink(data, tier)
+
+
+OFFLOADED = [chain(1, 2), (chain(4), HOST), (chain(3), HOST), (chain(5), DISK)]
+PROMPT = Prompt(hashes=[1, 2, 3, 4, 5, 6])
+
+
+class Tiered:
+    """An index that tells tiers apart, right by itself; what a test makes it answer comes first."""
+
+    def __init__(self):
+        self.tree = RadixIndex()
+        self.answers = {}
+        self.asked = 0
+
+    def apply(self, event):
+        self.tree.apply(event)
+
+    def find_tiered(self, local_hashes):
+        self.asked += 1
+        return self.answers.get(tuple(local_hashes)) or self.tree.find_tiered(local_hashes)
+
+
+class Both(Tiered):
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes).scores
+
+
+class AsyncTiered(Tiered):
+    async def find_tiered(self, local_hashes):
+        return super().find_tiered(local_hashes)
+
+
+class DeviceOnly:
+    """An index that says nothing of other tiers."""
+
+    def __init__(self):
+        self.tree = RadixIndex()
+
+    def apply(self, event):
+        if event.storage_tier is DEVICE:
+            self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes).scores
+
+
+# ---------------------------------------------------------------------------------------------------- overlap
+
+
+@pytest.mark.parametrize("index", [None, Tiered, Both, RadixIndex])
+def test_the_overlap_of_a_tier_is_what_it_adds_to_the_faster_ones(index):
+    kv, sink = harness(index and index())
+    play(sink, *OFFLOADED)
+    worker = sink.worker_id
+    assert {worker: 2} == kv.overlap(PROMPT) == kv.overlap(PROMPT, tier=DEVICE) == kv.overlap(PROMPT, "device")
+    assert (
+        {worker: 2}
+        == kv.overlap(PROMPT, tier=HOST)
+        == kv.overlap(PROMPT, tier="host")
+        == kv.overlap(PROMPT, "host_pinned")
+    )
+    assert ({worker: 1}, {}) == (kv.overlap(PROMPT, tier="disk"), kv.overlap(PROMPT, tier=EXTERNAL))
+    assert {DEVICE: {worker: 2}, HOST: {worker: 2}, DISK: {worker: 1}} == kv.overlap_by_tier(PROMPT)
+    assert {} == kv.overlap_by_tier(Prompt(hashes=[9]))
+    assert [] == kv.judge().errors
+
+
+def test_ranks_are_named_as_in_overlap():
+    kv, sink = harness()
+    for event_id, (data, rank, tier) in enumerate(
+        [(chain(1, 2), 0, DEVICE), (chain(1, 2), 1, DEVICE), (chain(3), 1, HOST)]
+    ):
+        sink(RouterEvent(sink.worker_id, KvCacheEvent(event_id // 2, data, rank), tier))
+    by_tier = kv.overlap_by_tier(PROMPT)
+    assert (kv.overlap(PROMPT), list(kv.overlap(PROMPT))[1:]) == (by_tier[DEVICE], list(by_tier[HOST]))
+
+
+def test_an_unknown_tier_is_refused_and_the_known_ones_are_named():
+    kv, _ = harness()
+    with pytest.raises(
+        ValueError, match=r"unknown tier 'host_pined'; did you mean 'host_pinned'\? known: device, host_pinned, disk"
+    ):
+        kv.overlap(PROMPT, tier="host_pined")
+    with pytest.raises(ValueError, match="unknown tier 2; known: device, host_pinned, disk, external"):
+        kv.overlap(PROMPT, tier=2)
+
+
+def test_an_index_without_tiers_is_asked_for_the_device_alone():
+    kv, sink = harness(DeviceOnly())
+    play(sink, *OFFLOADED)
+    assert {sink.worker_id: 2} == kv.overlap(PROMPT)
+    for call in (lambda: kv.overlap(PROMPT, tier="host"), lambda: kv.overlap_by_tier(PROMPT)):
+        with pytest.raises(
+            ValueError, match=r"index under test \(DeviceOnly\) does not tell tiers apart: it has no find_tiered"
+        ):
+            call()
+    assert [] == kv.judge().errors
+
+
+def test_an_async_index_is_awaited():
+    kv, sink = harness(AsyncTiered())
+    play(sink, *OFFLOADED)
+
+    async def look():
+        await kv.aflush()
+        return await kv.aoverlap(PROMPT), await kv.aoverlap(PROMPT, tier="host"), await kv.aoverlap_by_tier(PROMPT)
+
+    worker = sink.worker_id
+    by_tier = {DEVICE: {worker: 2}, HOST: {worker: 2}, DISK: {worker: 1}}
+    assert ({worker: 2}, {worker: 2}, by_tier) == asyncio.run(look())
+    with pytest.raises(TypeError, match=r"use `await kv_harness.aoverlap_by_tier\(...\)`"):
+        kv.overlap_by_tier(PROMPT)
+    with pytest.raises(TypeError, match=r"use `await kv_harness.aoverlap\(...\)`"):
+        kv.overlap(PROMPT, tier="host")
+    assert [] == kv.judge().errors
+
+
+def test_an_index_must_answer_in_some_way():
+    class Silent:
+        def apply(self, event): ...
+
+    with pytest.raises(TypeError, match=r"match_tokens\(tokens\) and find_tiered\(local_hashes\)"):
+        harness(Silent())
+
+
+# ------------------------------------------------------------------------------------------------- comparison
+
+
+@pytest.mark.parametrize("kind", [Tiered, Both])
+@pytest.mark.parametrize(
+    ("tiers", "observed", "expected"),
+    [
+        ({DEVICE: 2, HOST: 1}, "returned 1 in host_pinned", "2 blocks, as the reference index returned"),
+        ({DEVICE: 2, HOST: 3}, "returned 3 in host_pinned", "2 blocks, as the reference index returned"),
+        ({DEVICE: 2}, "returned 0 in host_pinned", "2 blocks, as the reference index returned"),
+        ({DEVICE: 2, HOST: 2, DISK: 1}, "returned 1 in disk", "0 blocks, as the reference index returned"),
+        ({DEVICE: 1, HOST: 2}, "returned 1 for", "2 blocks, as the reference index returned"),
+        ({HOST: 4}, "returned 0 for", "2 blocks, as the reference index returned"),
+    ],
+)
+@pytest.mark.parametrize("by_rank", [True, False])
+def test_a_wrong_answer_names_the_tier(kind, tiers, observed, expected, by_rank):
+    index = kind()
+    kv, sink = harness(index)
+    play(sink, *OFFLOADED[:2])
+    key = (sink.worker_id, 0) if by_rank else sink.worker_id
+    index.answers[1, 2, 3, 4] = {tier: {key: blocks} for tier, blocks in tiers.items()}
+    play(sink, OFFLOADED[2])
+    (problem,) = kv.judge().errors
+    assert f"find_tiered() of your index ({kind.__name__}) {observed}" in problem.observed
+    assert (expected, "index_drift") == (problem.expected, problem.rule)
+
+
+def test_the_text_says_where_the_block_went():
+    index = Tiered()
+    kv, sink = harness(index)
+    play(sink, chain(1, 2), (chain(2), HOST))
+    index.answers[1, 2] = {DEVICE: {(sink.worker_id, 0): 1}}
+    play(sink, Removed((2,)))
+    (problem,) = kv.judge().errors
+    assert (HOST, (2,)) == (problem.storage_tier, problem.blocks)
+    assert (
+        f"find_tiered() of your index (Tiered) returned 0 in host_pinned for worker {sink.worker_id} on a 2-block prefix "
+        "(ends in 2); block 2 was stored in host_pinned by event 1 and never removed" == problem.observed
+    )
+
+
+def test_a_stale_block_of_the_host_is_found_by_its_removed():
+    class Forgets(Tiered):
+        def apply(self, event):
+            if event.storage_tier is DEVICE or not isinstance(event.event.data, Removed):
+                super().apply(event)
+
+    kv, sink = harness(Forgets())
+    play(sink, chain(1, 2), (chain(3), HOST), (Removed((3,)), HOST))
+    (problem,) = kv.judge().errors
+    assert 2 == problem.event_id
+    assert "returned 1 in host_pinned" in problem.observed
+    assert problem.observed.endswith("block 3 was removed from host_pinned by event 2; in no tier since")
+
+
+def test_blocks_that_a_cleared_left_on_the_host_are_found():
+    class KeepsHost(Tiered):
+        def apply(self, event):
+            if not isinstance(event.event.data, Cleared):
+                super().apply(event)
+                return
+            kept = [each for each in self.tree.dump_events() if each.storage_tier is not DEVICE]
+            self.tree = RadixIndex()
+            for each in kept:
+                self.tree.apply(each)
+
+    kv, sink = harness(KeepsHost())
+    play(sink, (chain(1, 3), HOST), Cleared())
+    (problem,) = kv.judge().errors
+    assert (1, HOST) == (problem.event_id, problem.storage_tier)
+    assert problem.observed.endswith("was stored by event 0 and cleared by event 1")
+
+
+def test_an_index_with_both_methods_must_be_right_in_both():
+    class Stale(Both):
+        def find_matches(self, local_hashes):
+            return {}
+
+    kv, sink = harness(Stale())
+    play(sink, chain(1))
+    assert ["find_matches() of your index"] == [problem.observed[:28] for problem in kv.judge().errors]
+
+
+def test_tiers_are_asked_for_from_the_first_event_below_the_device_on():
+    index = Both()
+    kv, sink = harness(index)
+    play(sink, chain(1, 2))
+    assert 0 == index.asked
+    play(sink, (chain(3), HOST))
+    assert index.asked > 0
+    assert [] == kv.judge().errors
+
+
+@pytest.mark.parametrize(
+    ("answer", "observed"),
+    [
+        ([], r"find_tiered\(\) of Tiered returned \[\]; expected a mapping of tiers"),
+        (
+            {"hbm": {0: 1}},
+            r"find_tiered\(\) of Tiered returned the tier 'hbm'; known: device, host_pinned, disk, external",
+        ),
+        ({"device": {0: "one"}}, "returned the entry 0: 'one'"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_an_index_failure(answer, observed):
+    class Odd(Tiered):
+        def find_tiered(self, local_hashes):
+            return answer
+
+    Odd.__name__ = "Tiered"
+    kv, sink = harness(Odd())
+    play(sink, chain(1))
+    with pytest.raises(ValueError, match=observed):
+        kv.overlap_by_tier(PROMPT)
+    assert {"index_failure"} == {problem.rule for problem in kv.judge().errors}
+
+
+def test_an_answer_with_tiers_by_name_and_zeros_is_read():
+    index = Tiered()
+    kv, sink = harness(index)
+    play(sink, chain(1), (chain(2), HOST))
+    worker = sink.worker_id
+    index.answers[1, 2, 3] = {"device": {worker: 1, 7: 0}, "host_pinned": {worker: 1}, "disk": {}, "external": {7: 0}}
+    assert {DEVICE: {worker: 1}, HOST: {worker: 1}} == kv.overlap_by_tier(Prompt(hashes=[1, 2, 3]))
+
+
+def test_below_a_device_that_may_differ_any_extension_is_right():
+    """An orphan of the device: one index matches it, another does not, and the host goes on from either end."""
+    index = Both()
+    kv = RouterHarness(backend=None, index=index)
+    sink = kv.make_sink(prefix_closed=False)
+    play(sink, chain(1, 3), Removed((2,)), chain(2))
+    index.find_matches = lambda hashes: {(sink.worker_id, 0): min(3, len(hashes))} if list(hashes)[:1] == [1] else {}
+    index.answers[1, 2, 3, 4] = {DEVICE: {(sink.worker_id, 0): 3}, HOST: {(sink.worker_id, 0): 1}}
+    play(sink, (chain(4), HOST))
+    assert [] == kv.judge().errors
+
+
+# ---------------------------------------------------------------------------------------------------- capacity
+
+
+def test_a_sink_has_a_capacity_for_each_tier():
+    kv = RouterHarness(backend=None)
+    sink = kv.make_sink(num_blocks=2, tier_blocks={"host": 1, DISK: 2})
+    play(sink, chain(1, 2), (chain(1, 2), HOST), (chain(1, 2), DISK))
+    (problem,) = kv.judge().errors
+    assert ("over_capacity", HOST) == (problem.rule, problem.storage_tier)
+
+
+@pytest.mark.parametrize(
+    ("tier_blocks", "message"),
+    [
+        ({"host": 0}, r"make_kv_sink: tier_blocks\['host'\] must be an integer of at least 1, got 0"),
+        ({"host_pined": 1}, "make_kv_sink: tier_blocks: unknown tier 'host_pined'; did you mean 'host_pinned'"),
+        ({"device": 1}, "make_kv_sink: tier_blocks: the blocks of the device are num_blocks"),
+    ],
+)
+def test_a_capacity_that_is_none_is_refused(tier_blocks, message):
+    with pytest.raises(ValueError, match=message):
+        RouterHarness(backend=None).make_sink(tier_blocks=tier_blocks)
+    with pytest.raises(TypeError, match="tier_blocks must be a mapping of tiers to numbers of blocks, got 4"):
+        RouterHarness(backend=None).make_sink(tier_blocks=4)
+
+
+def test_an_event_of_another_worker_by_hand_is_judged_by_tier_too():
+    kv = RouterHarness()
+    kv.apply([Stored(None, (5,), (5,))])
+    kv.apply(RouterEvent(0, next(iter(kv.events)).event.event, HOST))
+    assert ["event_id_gap"] == [problem.rule for problem in kv.events.problems]  # and no duplicate
+
+
+def test_a_worker_is_compared_in_each_tier_that_is_known_of_it():
+    kv = RouterHarness()
+    worker = kv.worker(0)
+    kv._judge.open((0, 0), first_id=0, num_blocks=8, tier_blocks={HOST: 4})
+    worker.serve(kv.prompt(1))
+    sink = worker.manager.sink
+    sink.publish(KvCacheEvent(1, chain(1)), HOST)
+    sink.publish(KvCacheEvent(2, chain(1)), DISK)  # of which nothing is known
+    (problem,) = kv.judge().errors
+    assert ("engine_drift", HOST) == (problem.rule, problem.storage_tier)
+    assert problem.observed.startswith(
+        "the engine does not hold block 1 in host_pinned; block 1 was stored in host_pinned"
+    )

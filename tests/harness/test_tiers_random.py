@@ -1,0 +1,114 @@
+"""Random traffic over all tiers, of engines that keep the rules: nothing is wrong with it, and what is lost is one gap."""
+
+from random import Random
+
+import pytest
+
+from pytest_kvmock import RadixIndex, RouterHarness
+from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
+from pytest_kvmock.tokens import sequence_hashes
+
+DEVICE, *BELOW = StorageTier
+
+
+class PlainTiers:
+    """What each rank holds: by tier, blocks with the place of each; a query walks them one by one."""
+
+    def __init__(self):
+        self.held = {}
+
+    def apply(self, event):
+        key, tier, data = (event.worker_id, event.event.dp_rank), event.storage_tier, event.event.data
+        if isinstance(data, Cleared):
+            self.held = {place: blocks for place, blocks in self.held.items() if place[0] != key}
+            return
+        blocks = self.held.setdefault((key, tier), {})
+        if isinstance(data, Removed):
+            for block in data.block_hashes:
+                blocks.pop(block, None)
+            return
+        parent = data.parent_hash
+        if tier is DEVICE and parent is not None and parent not in blocks:
+            return
+        for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            blocks[block] = (parent, local)
+            parent = block
+
+    def find_tiered(self, local_hashes):
+        out = {tier: {} for tier in StorageTier}
+        for key in {key for key, _ in self.held}:
+            parent, depth = None, 0
+            for tier, found in out.items():
+                places, start = {place: block for block, place in self.held.get((key, tier), {}).items()}, depth
+                while depth < len(local_hashes) and (parent, local_hashes[depth]) in places:
+                    parent, depth = places[parent, local_hashes[depth]], depth + 1
+                found[key] = depth - start
+        return out
+
+
+class Engine:
+    """Holds blocks in four tiers: on the device it removes leaves first, below it stores and removes any, one by one."""
+
+    def __init__(self, sink, rng):
+        self.sink, self.rng = sink, rng
+        self.held = {tier: {} for tier in StorageTier}  # each block with the local hashes up to it
+        for tier in StorageTier:
+            sink.compare(lambda tier=tier: self.held[tier], storage_tier=tier)
+        self.store(DEVICE, [77], 0, 1)  # a first event that is lost leaves no gap: a sink's ids may begin anywhere
+
+    def store(self, tier, path, start, stop):
+        blocks = sequence_hashes(path)
+        self.sink(Stored(blocks[start - 1] if start else None, blocks[start:stop], path[start:stop]), tier)
+        self.held[tier].update({blocks[i]: tuple(path[: i + 1]) for i in range(start, stop)})
+
+    def step(self, path):
+        rng, tier = self.rng, self.rng.choice([*StorageTier])
+        held, blocks = self.held[tier], sequence_hashes(path)
+        if rng.random() < 0.03:
+            for blocks_of_tier in self.held.values():
+                blocks_of_tier.clear()
+            self.sink(Cleared())
+        elif tier is DEVICE and rng.random() < 0.6:
+            start = sum(block in held for block in blocks)
+            if start < len(blocks):
+                self.store(tier, path, start, rng.randint(start + 1, len(blocks)))
+        elif tier is not DEVICE and rng.random() < 0.6:
+            place = rng.randrange(len(path))
+            if blocks[place] not in held:
+                self.store(tier, path, place, place + 1)
+        elif held:
+            parents = {chain[:-1] for chain in held.values()} if tier is DEVICE else ()
+            block = rng.choice([block for block, chain in held.items() if chain not in parents])
+            del held[block]
+            self.sink(Removed((block,)), tier)
+
+
+def verdict_on(seed, loses, **options):
+    rng = Random(seed)
+    index, sync = rng.choice([PlainTiers, RadixIndex])(), rng.choice(["auto", "every", "burst", "end"])
+    kv = RouterHarness(backend=None, index=index, sync=sync, **options)
+    engines = [Engine(kv.make_sink(), rng) for _ in range(2)]
+    paths = [[rng.randrange(1, 4) for _ in range(5)] for _ in range(4)]
+    for _ in range(60):
+        if loses and rng.random() < 0.05:
+            kv.drop_next()
+        rng.choice(engines).step(rng.choice(paths))
+    return kv.judge()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_sound_traffic_over_all_tiers_is_in_sync(seed):
+    verdict = verdict_on(seed, loses=False)
+    assert ([], []) == (verdict.errors, verdict.warnings)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_follows_from_lost_events_is_listed_under_the_gap_in_every_tier(seed):
+    verdict = verdict_on(seed, loses=True)
+    assert {"event_id_gap"} >= {problem.rule for problem in verdict.errors}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_index_that_does_not_survive_a_loss_is_wrong_because_of_it_in_every_tier(seed):
+    verdict = verdict_on(seed, loses=True, survive=["lose"])
+    assert {"lose"} >= {problem.fault and problem.fault.kind for problem in verdict.errors}

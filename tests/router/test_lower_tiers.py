@@ -1,0 +1,313 @@
+"""The tiers below the device in the reference index: what a query finds in each, worked out by hand and by a plain model."""
+
+from contextlib import suppress
+from copy import deepcopy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.router.index import BlockNotFound, KvEventError, ParentBlockNotFound, RadixIndex
+
+DEVICE, HOST, DISK, EXTERNAL = StorageTier
+TIERS = [DEVICE, HOST, DISK, EXTERNAL]
+"""Blocks are 101, 102 ... with local hashes 1, 2 ..., each under the one before, unless a test says otherwise."""
+
+
+def stored(first, last=None, tier=DEVICE, *, worker=0, rank=0):
+    numbers = range(first, (last or first) + 1)
+    parent = None if first == 1 else 100 + first - 1
+    return told(Stored(parent, tuple(100 + n for n in numbers), tuple(numbers)), tier, worker=worker, rank=rank)
+
+
+def removed(*numbers, tier=DEVICE, worker=0, rank=0):
+    return told(Removed(tuple(100 + n for n in numbers)), tier, worker=worker, rank=rank)
+
+
+def told(data, tier=DEVICE, *, worker=0, rank=0):
+    return RouterEvent(worker, KvCacheEvent(0, data, rank), tier)
+
+
+def index_of(*events):
+    index = RadixIndex()
+    for event in events:
+        index.apply(event)
+    return index
+
+
+def found(index, *numbers, worker=0, rank=0):
+    """The blocks of one worker by tier."""
+    tiers = index.find_tiered(numbers)
+    return {tier.value: scores[worker, rank] for tier, scores in tiers.items() if (worker, rank) in scores}
+
+
+CASES = {
+    "the host goes on where the device ends": ([stored(1, 2), stored(3, 4, HOST)], {"device": 2, "host_pinned": 2}),
+    "disk goes on where the host ends": (
+        [stored(1), stored(2, 3, HOST), stored(4, 4, DISK)],
+        {"device": 1, "host_pinned": 2, "disk": 1},
+    ),
+    "disk goes on where the device ends, where the host has nothing": (
+        [stored(1, 2), stored(3, 4, DISK)],
+        {"device": 2, "disk": 2},
+    ),
+    "the host alone": ([stored(1, 4, HOST)], {"host_pinned": 4}),
+    "disk alone": ([stored(1, 4, DISK)], {"disk": 4}),
+    "external alone": ([stored(1, 2, EXTERNAL)], {"external": 2}),
+    "a root on disk, and the rest on the host: no tier comes twice": (
+        [stored(1, 1, DISK), stored(2, 4, HOST)],
+        {"disk": 1},
+    ),
+    "what the device has counts there": ([stored(1, 3), stored(1, 3, HOST)], {"device": 3}),
+    "an extension from the middle of what the host has": (
+        [stored(1, 2), stored(1, 4, HOST)],
+        {"device": 2, "host_pinned": 2},
+    ),
+    "a chain offloaded tail first": (
+        [stored(1, 2), stored(4, 4, HOST), stored(3, 3, HOST)],
+        {"device": 2, "host_pinned": 2},
+    ),
+    "a hole between device and host": ([stored(1), stored(3, 4, HOST)], {"device": 1}),
+    "a hole in the host": ([stored(1), stored(2, 2, HOST), stored(4, 4, HOST)], {"device": 1, "host_pinned": 1}),
+    "a block removed from the middle of the host leaves its child": (
+        [stored(1, 1), stored(2, 4, HOST), removed(2, tier=HOST), stored(2)],
+        {"device": 2, "host_pinned": 2},
+    ),
+    "the device's end moves back": (
+        [stored(1, 3), stored(3, 4, HOST), removed(3)],
+        {"device": 2, "host_pinned": 2},
+    ),
+    "a block that is no longer on the device leads nowhere": ([stored(1), stored(2, 4, HOST), removed(1)], {}),
+    "a block removed from the middle of the device is bridged by the host": (
+        [stored(1, 3), stored(2, 2, HOST), removed(2)],
+        {"device": 1, "host_pinned": 1},
+    ),
+    "another rank's blocks are no start": ([stored(1, 2, rank=1), stored(3, 4, HOST)], {}),
+}
+
+
+@pytest.mark.parametrize(("events", "expected"), CASES.values(), ids=CASES)
+def test_a_tier_extends_what_the_faster_ones_have(events, expected):
+    assert expected == found(index_of(*events), 1, 2, 3, 4)
+
+
+def test_workers_and_ranks_have_extensions_of_their_own():
+    index = index_of(
+        *(stored(1, 2, worker=worker) for worker in (0, 1)),
+        stored(3, 3, HOST, worker=0),
+        stored(1, 4, HOST, worker=2, rank=1),
+        stored(3, 4, DISK, worker=1),
+        stored(4, 4, DISK, worker=0),
+    )
+    assert {
+        DEVICE: {(0, 0): 2, (1, 0): 2},
+        HOST: {(0, 0): 1, (2, 1): 4},
+        DISK: {(0, 0): 1, (1, 0): 2},
+    } == index.find_tiered(iter([1, 2, 3, 4]))
+    assert {(0, 0): 2, (1, 0): 2} == index.find_matches([1, 2, 3, 4]).scores
+
+
+def test_an_empty_index_and_an_empty_query_find_nothing():
+    assert {} == RadixIndex().find_tiered([1, 2])
+    assert {} == index_of(stored(1), stored(2, 2, HOST)).find_tiered([])
+
+
+def test_a_query_that_ends_with_the_device_asks_no_further():
+    assert {"device": 2} == found(index_of(stored(1, 2), stored(3, 4, HOST)), 1, 2)
+
+
+def test_workers_that_name_the_same_blocks_otherwise_both_go_on():
+    """One table of edges for all workers would give the host's block to the first alone, as Dynamo 1.2.1 does."""
+    events = [
+        told(Stored(parent, (base + local,), (local,)), tier, worker=worker)
+        for worker, base in enumerate((100, 200))
+        for parent, local, tier in ((None, 1, DEVICE), (base + 1, 2, HOST))
+    ]
+    assert {DEVICE: {(0, 0): 1, (1, 0): 1}, HOST: {(0, 0): 1, (1, 0): 1}} == index_of(*events).find_tiered([1, 2])
+
+
+def test_below_the_device_no_parent_is_needed_and_on_it_one_there():
+    index = index_of(stored(3, 4, HOST))
+    assert 2 == index.num_blocks(0, tier=HOST)
+    with pytest.raises(ParentBlockNotFound):
+        index.apply(stored(5))  # under a block of the host
+
+
+def test_the_first_edge_of_a_place_wins_and_a_stored_ends_at_another():
+    index = index_of(stored(1, 3, HOST))
+    index.apply(told(Stored(101, (902, 903), (2, 3)), HOST))  # another name for the place of 102
+    index.apply(told(Stored(103, (102, 104), (9, 4)), HOST))  # another place for the block 102
+    assert {"host_pinned": 3} == found(index, 1, 2, 3, 4)
+    assert 3 == index.num_blocks(0, tier=HOST)
+
+
+def test_a_block_under_itself_is_no_error_and_a_query_of_it_ends():
+    index = index_of(told(Stored(7, (7,), (1,)), HOST), stored(1))
+    assert {"device": 1} == found(index, 1, 1, 1)
+
+
+def test_a_removed_takes_what_is_held_and_names_the_first_that_is_not():
+    index = index_of(stored(1, 3, HOST), stored(1, 3))
+    with pytest.raises(BlockNotFound, match="event 0 of worker 0 rank 0 in tier host_pinned removes block 108"):
+        index.apply(removed(3, 8, 2, 9, tier=HOST))
+    assert (1, 3) == (index.num_blocks(0, tier=HOST), index.num_blocks(0))
+    for worker, rank in ((1, 0), (0, 1)):
+        with pytest.raises(BlockNotFound):
+            index.apply(removed(1, tier=HOST, worker=worker, rank=rank))
+    index.apply(told(Removed(()), HOST, worker=9))
+
+
+def test_copies_are_counted_by_tier():
+    index = RadixIndex(count_copies=True)
+    for event in (stored(1, 2, HOST), stored(1, 2, HOST), stored(1), removed(2, tier=HOST)):
+        index.apply(event)
+    assert {"device": 1, "host_pinned": 1} == found(index, 1, 2)
+    index.apply(removed(2, tier=HOST))
+    assert {"device": 1} == found(index, 1, 2)
+
+
+@pytest.mark.parametrize(("semantics", "left"), [(None, {(0, 1): 2, (1, 0): 2}), ("e1", {(1, 0): 2})])
+def test_a_cleared_empties_all_tiers(semantics, left):
+    index = RadixIndex(semantics=semantics)
+    for worker, rank in ((0, 0), (0, 1), (1, 0)):
+        index.apply(stored(1, 2, HOST, worker=worker, rank=rank))
+    index.apply(told(Cleared()))
+    assert {HOST: left} == index.find_tiered([1, 2])
+    assert [(0, 0), (0, 1), (1, 0)] == index.workers
+
+
+def test_a_removed_worker_or_rank_loses_all_tiers():
+    index = index_of(*(stored(1, 2, tier, rank=rank) for tier in TIERS for rank in (0, 1)))
+    index.remove_worker_dp_rank(0, 1)
+    assert {DEVICE: {(0, 0): 2}} == index.find_tiered([1, 2])
+    assert [(0, 0)] == index.workers
+    index.remove_worker(0)
+    index.remove_worker(9)
+    assert ({}, []) == (index.find_tiered([1, 2]), index.workers)
+
+
+def test_cleared_blocks_leave_the_worker_known():
+    index = index_of(stored(1, 2, DISK))
+    index.clear_all_blocks(0)
+    assert ({}, [(0, 0)], []) == (index.find_tiered([1, 2]), index.workers, index.dump_events())
+
+
+def test_a_dump_keeps_what_other_tiers_hold_orphans_of_the_host_too():
+    index = index_of(stored(1, 2), stored(4, 4, HOST), stored(3, 3, HOST), stored(9, 9, DISK))
+    copy = index_of(*index.dump_events())
+    assert {"device": 2, "host_pinned": 2} == found(copy, 1, 2, 3, 4)
+    assert (2, 1) == (copy.num_blocks(0, tier=HOST), copy.num_blocks(0, tier=DISK))
+    assert list(range(5)) == [event.event.event_id for event in index.dump_events()]
+
+
+def test_a_tier_may_be_given_by_its_name():
+    index = index_of(told(Stored(None, (1,), (1,)), "host_pinned"), told(Stored(None, (1,), (1,)), "device"))
+    assert (1, 1, 0) == tuple(index.num_blocks(0, tier=tier) for tier in ("device", "host_pinned", "disk"))
+
+
+# ------------------------------------------------------------------------------------------------ a plain model
+
+
+class PlainTiers:
+    """What each rank holds: by tier, sequence hashes with the place of each. Queries are walked one by one."""
+
+    def __init__(self):
+        self.held = {}
+
+    def apply(self, event):
+        key, tier, data = (event.worker_id, event.event.dp_rank), event.storage_tier, event.event.data
+        if isinstance(data, Cleared):
+            self.held = {place: blocks for place, blocks in self.held.items() if place[0] != key}
+            return
+        blocks = self.held.setdefault((key, tier), {})
+        if isinstance(data, Removed):
+            for block in data.block_hashes:
+                blocks.pop(block, None)
+            return
+        parent = data.parent_hash
+        if tier is DEVICE and parent is not None and parent not in blocks:
+            return
+        for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            blocks[block] = (parent, local)
+            parent = block
+
+    def find(self, query):
+        out = {}
+        for key in sorted({key for key, _ in self.held}):
+            parent, depth = None, 0
+            for tier in TIERS:
+                blocks, start = self.held.get((key, tier), {}), depth
+                places = {place: block for block, place in blocks.items()}
+                while depth < len(query) and (parent, query[depth]) in places:
+                    parent, depth = places[parent, query[depth]], depth + 1
+                if depth > start:
+                    out.setdefault(tier, {})[key] = depth - start
+        return out
+
+
+def block_of(path):
+    """The sequence hash of a chain of local hashes, by an injective rule."""
+    return int("".join(map(str, path))) if path else None
+
+
+PATHS = st.lists(st.integers(1, 2), min_size=1, max_size=5)
+EVENTS = st.one_of(
+    st.builds(
+        lambda path, start: Stored(
+            block_of(path[: min(start, len(path) - 1)]),
+            tuple(block_of(path[: depth + 1]) for depth in range(min(start, len(path) - 1), len(path))),
+            tuple(path[min(start, len(path) - 1) :]),
+        ),
+        PATHS,
+        st.integers(0, 4),
+    ),
+    st.builds(lambda path: Removed((block_of(path),)), PATHS),
+    st.just(Cleared()),
+)
+STREAMS = st.lists(
+    st.builds(lambda data, tier, rank: told(data, tier, rank=rank), EVENTS, st.sampled_from(TIERS), st.integers(0, 1)),
+    max_size=30,
+)
+QUERIES = [[int(digit) for digit in f"{number:05b}".replace("1", "2").replace("0", "1")] for number in range(32)]
+
+
+def leaves_only(events):
+    """The events without those that take a block from the device before its child, which the model's device cannot lose."""
+    held = {}
+    for event in events:
+        key, data = event.event.dp_rank, event.event.data
+        blocks = held.setdefault(key, set())
+        if event.storage_tier is DEVICE and isinstance(data, Removed):
+            if any(str(block).startswith(str(data.block_hashes[0])) for block in blocks - set(data.block_hashes)):
+                continue
+            blocks.difference_update(data.block_hashes)
+        elif event.storage_tier is DEVICE and isinstance(data, Stored):
+            if data.parent_hash is None or data.parent_hash in blocks:
+                blocks.update(data.block_hashes)
+        elif isinstance(data, Cleared):
+            blocks.clear()
+        yield event
+
+
+@given(STREAMS)
+def test_any_stream_is_found_as_by_a_plain_model(events):
+    index, plain = RadixIndex(), PlainTiers()
+    for event in leaves_only(events):
+        with suppress(KvEventError):
+            index.apply(event)
+        plain.apply(event)
+    for query in QUERIES:
+        assert plain.find(query) == index.find_tiered(query)
+
+
+@given(STREAMS)
+def test_a_dump_builds_an_index_with_the_same_answers(events):
+    index = RadixIndex()
+    for event in events:
+        with suppress(KvEventError):
+            index.apply(event)
+    for copy in (index_of(*index.dump_events()), deepcopy(index)):
+        for query in QUERIES:
+            assert index.find_tiered(query) == copy.find_tiered(query)
+            assert index.find_matches(query).scores == index.find_tiered(query).get(DEVICE, {})

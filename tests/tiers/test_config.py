@@ -1,0 +1,94 @@
+"""What users say of the tiers below the device."""
+
+import pytest
+
+from pytest_kvmock import BackendSpec, create_manager
+from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.tiers.config import Tiers
+
+
+@pytest.mark.parametrize(
+    ("given", "tiers"),
+    [
+        ({"host": 64}, Tiers(64)),
+        ({"g2": 64}, Tiers(64)),
+        ({"host": 64, "gbps": 7, "bytes_per_token": 1000, "batch": 8}, Tiers(64, 7, 1000, 8)),
+        (Tiers(9), Tiers(9)),
+    ],
+)
+def test_tiers_are_read(given, tiers):
+    assert tiers == Tiers.of(given)
+    assert tiers == Tiers.of(tiers.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (64, "tiers must be a mapping such as {'host': 64, 'gbps': 14.0}, got 64"),
+        ({}, "tiers: 'host' is missing, the blocks that host memory has room for"),
+        ({"host": 1, "g2": 1}, "tiers: 'host' and 'g2' are the same; give one of them"),
+        (
+            {"hots": 1},
+            "unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, gbps, bytes_per_token, batch",
+        ),
+        ({"host": 0}, "tiers: host must be an integer of at least 1 (blocks), got 0"),
+        ({"host": True}, "tiers: host must be an integer of at least 1 (blocks), got True"),
+        (
+            {"host": 4, "gbps": float("nan")},
+            "tiers: gbps must be a finite number of at least 0 (GB/s; 0 is infinite), got nan",
+        ),
+        ({"host": 4, "gbps": -1}, "tiers: gbps must be a finite number of at least 0 (GB/s; 0 is infinite), got -1"),
+        ({"host": 4, "bytes_per_token": -1}, "tiers: bytes_per_token must be an integer of at least 0, got -1"),
+        ({"host": 4, "batch": 0}, "tiers: batch must be an integer of at least 1, or None, got 0"),
+        (
+            {"host": 8, "batch": 3},
+            (
+                "tiers: batch must be at most 2 for a host of 8 blocks, got 3: batch squared blocks may be on their way, "
+                "and a batch that the host cannot hold whole is lost"
+            ),
+        ),
+    ],
+)
+def test_what_is_wrong_with_tiers_is_said_in_one_line(given, said):
+    with pytest.raises(ValueError) as error:
+        Tiers.of(given)
+    assert said == str(error.value)
+
+
+@pytest.mark.parametrize("tier", ["g3", "disk", "g4", "external"])
+def test_a_tier_that_is_not_built_is_refused_and_says_why(tier):
+    with pytest.raises(ValueError) as error:
+        Tiers.of({"host": 4, tier: 8})
+    assert (
+        f"tiers: {tier!r} is not built: no released engine could be recorded with it. Events of disk and external tiers "
+        "are understood where you publish them yourself"
+    ) == str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
+def test_a_manager_with_tiers_has_an_engine_of_its_own(backend):
+    first, second = (create_manager(backend, num_blocks=4, block_size=4, tiers={"host": 10}) for _ in range(2))
+    assert 10 == first.offload.num_blocks
+    assert first.offload is not second.offload
+    assert None is create_manager(backend, num_blocks=4).offload
+
+
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm", "vllm_0_19", "sglang", "mocker_sglang"])
+def test_other_backends_refuse_tiers_in_one_line(backend):
+    with pytest.raises(ValueError) as error:
+        create_manager(backend, num_blocks=4, tiers={"host": 10})
+    assert f"backend {backend!r} takes no tiers; lineage, lru and multi_lru do" == str(error.value)
+
+
+def test_a_policy_of_ones_own_takes_no_tiers():
+    spec = BackendSpec.of_policy("mine", lambda num_blocks: LruPolicy(), models="none")
+    with pytest.raises(ValueError, match="backend 'mine' takes no tiers"):
+        create_manager(spec, num_blocks=4, tiers={"host": 10})
+
+
+def test_the_default_batch_is_the_largest_whose_square_fits():
+    tiers = Tiers(10)
+    engine = tiers.make(4)
+    assert "<HostOffload at 0.0 ms: 0 blocks of 10, 0 transfers to the host, 0 to the device>" == repr(engine)
+    assert {"host": 10} == tiers.to_dict()
+    assert 3 == engine._batch_size
