@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
+from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.publisher import Publisher
@@ -14,6 +15,7 @@ from pytest_kvmock.harness.recording import RecordedRequest, Recording
 from pytest_kvmock.programs.operations import Clear, Restart
 
 if TYPE_CHECKING:
+    from pytest_kvmock.sinks import Sink
     from pytest_kvmock.tokens import Prompt
 
 _MANAGERS: Final[set[type]] = set()
@@ -113,3 +115,24 @@ class HarnessWorker(KvWorker):
         self._recording.operate(Restart, self.worker_id, self.dp_rank, announced)
         self._publisher.restarted((self.worker_id, self.dp_rank), announced=announced)
         super().restart(announced=announced)
+
+
+def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink: Sink | None) -> KvManager:
+    """Make the block manager of a worker, and check that it is one, of this backend."""
+    try:
+        manager = spec.make(num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink)
+    except ValueError:  # a refusal, with a message of its own
+        raise
+    except Exception as error:
+        raise ValueError(f"backend {spec.name!r}: make raised {type(error).__name__}: {error}") from error
+    if type(manager) not in _MANAGERS:
+        wrong = protocol_mismatch(manager, KvManager)
+        if wrong is not None:
+            raise ValueError(f"backend {spec.name!r} made {wrong}")
+        _MANAGERS.add(type(manager))
+    if manager.backend != spec.name:
+        raise ValueError(
+            f"backend {spec.name!r} made a manager that calls itself {manager.backend!r}; "
+            "a test would run on another backend than its id names"
+        )
+    return manager

@@ -277,24 +277,3 @@ def _tier_blocks(given: object) -> dict[StorageTier, int]:
     if StorageTier.DEVICE in below:
         raise ValueError(f"{name}: the blocks of the device are num_blocks")
     return below
-
-
-def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink: Sink | None) -> KvManager:
-    """Make the block manager of a worker, and check that it is one, of this backend."""
-    try:
-        manager = spec.make(num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink)
-    except ValueError:  # a refusal, with a message of its own
-        raise
-    except Exception as error:
-        raise ValueError(f"backend {spec.name!r}: make raised {type(error).__name__}: {error}") from error
-    if type(manager) not in _MANAGERS:
-        wrong = protocol_mismatch(manager, KvManager)
-        if wrong is not None:
-            raise ValueError(f"backend {spec.name!r} made {wrong}")
-        _MANAGERS.add(type(manager))
-    if manager.backend != spec.name:
-        raise ValueError(
-            f"backend {spec.name!r} made a manager that calls itself {manager.backend!r}; "
-            "a test would run on another backend than its id names"
-        )
-    return manager
