@@ -21,6 +21,7 @@ from pytest_kvmock.traces import TraceRequest
 
 dynamo_core("1.2", "1.3")
 VERSION = metadata.version("ai-dynamo-runtime")
+SEMANTICS = "1.2.1" if VERSION.startswith("1.2.") else "1.3.1"
 
 RUNS = {"vllm": 100, "sglang": 60, "disaggregated": 80, "sessions": 60}
 """Cases of each kind in a run of the suite; some seconds of them are loops of the original that have to be ended."""
@@ -60,7 +61,7 @@ def play(case):
     settings = case["replay"]
 
     def engines(fields, number):
-        args = MockEngineArgs(**fields, semantics=VERSION)
+        args = MockEngineArgs(**fields, semantics=SEMANTICS)
         backend = "mocker_sglang" if case["scheduler"] == "sglang" else "lineage"
         return [MockEngine(args, backend=backend, seed=seed) for seed in range(settings.get(number, 1))]
 
