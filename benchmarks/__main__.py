@@ -19,7 +19,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import engines, index, manager, mooncake, plugin_cost, reduce, tokens, verdict, workers
+from benchmarks import engines, index, manager, mooncake, plugin_cost, reduce, tiers, tokens, verdict, workers
 from benchmarks.measure import NotHere, TableRow
 
 GROUPS = {
@@ -33,6 +33,7 @@ GROUPS = {
     "index": (index.speed, index.memory),
     "trace": (verdict.mooncake,),
     "mooncake": (mooncake.whole_blocks, mooncake.as_long_as_they_were),
+    "tiers": (tiers.host,),
     "engines": (engines.shared_workload, engines.mooncake, engines.scheduler_matrix),
     "reduce": (reduce.events, reduce.requests),
 }

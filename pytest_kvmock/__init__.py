@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.paged import PagedCacheManager as PagedCacheManager
     from pytest_kvmock.cache.paged import PagedRequest as PagedRequest
     from pytest_kvmock.engine.args import MockEngineArgs as MockEngineArgs
+    from pytest_kvmock.engine.driver import SlotsLost as SlotsLost
     from pytest_kvmock.engine.driver import Traits as Traits
+    from pytest_kvmock.engine.driver import WouldWait as WouldWait
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
     from pytest_kvmock.events import Cleared as Cleared
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.router.index import ParentBlockNotFound as ParentBlockNotFound
     from pytest_kvmock.router.index import RadixIndex as RadixIndex
     from pytest_kvmock.sinks import CapturingSink as CapturingSink
+    from pytest_kvmock.tiers.config import Tiers as Tiers
     from pytest_kvmock.tokens import Prompt as Prompt
     from pytest_kvmock.tokens import block_hashes as block_hashes
     from pytest_kvmock.tokens import sequence_hashes as sequence_hashes
@@ -95,10 +98,13 @@ _HOME = {
     "RouterHarness": "harness",
     "SchedulerCase": "fleet.scheduler_cases",
     "SchedulerRequest": "fleet.scheduler_cases",
+    "SlotsLost": "engine.driver",
     "StorageTier": "events",
     "Stored": "events",
+    "Tiers": "tiers.config",
     "TraceRequest": "traces",
     "Traits": "engine.driver",
+    "WouldWait": "engine.driver",
     "block_hashes": "tokens",
     "create_manager": "backends",
     "replay": "fleet.replay",

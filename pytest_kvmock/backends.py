@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.driver import MakeDriver, Traits
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.tiers.config import Tiers
 
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
@@ -120,7 +121,7 @@ class BackendSpec:
         Raises:
             ValueError: it has no such option, or not of this value, or the name is none.
         """
-        self._check_options(options)
+        options = self.check_options(options)
         self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None, **options)  # it raises for a wrong value
 
         def make(**sizes: Any) -> KvManager:
@@ -142,9 +143,12 @@ class BackendSpec:
             options=tuple(option for option in self.options if option not in options),
         )
 
-    def _check_options(self, options: Mapping[str, object]) -> None:
-        """Raise a ValueError for one that it has not."""
-        for option in options:
+    def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options for `make`, without `tiers=None` where it has no tiers; a ValueError for one that it has not."""
+        given = {
+            each: options[each] for each in options if each in self.options or (each, options[each]) != ("tiers", None)
+        }
+        for option in given:
             if option not in self.options:
                 if option == "tiers":
                     able = [name for name, spec in BACKENDS.items() if option in spec.options]
@@ -152,6 +156,7 @@ class BackendSpec:
                 known = f"it has {', '.join(self.options)}" if self.options else "it has none"
                 hint = did_you_mean(option, self.options, known)
                 raise ValueError(f"backend {self.name!r} has no option {option!r}{hint}")
+        return given
 
     @classmethod
     def of_policy(
@@ -309,13 +314,13 @@ def create_manager(
         block_size: tokens a block; for the logical backends a power of two from 2 to 1024.
         dp_rank: the data-parallel rank that its events name.
         sink: where its events are published; None: nowhere.
-        **options: what else the backend takes (`BackendSpec.options`).
+        **options: what else the backend takes (`BackendSpec.options`); each takes `tiers=None`.
 
     Raises:
         ValueError: an unknown backend or option, a capacity below 1, a block size or option that the backend refuses.
     """
     spec = backend_spec(backend)
-    spec._check_options(options)  # noqa: SLF001 - one family
+    options = spec.check_options(options)
     return spec.make(num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink, **options)
 
 
@@ -339,6 +344,8 @@ class EngineProfile:
             `mocker_sglang` reuses all the same, as the original's scheduler does.
         chunk: prefill in chunks of this many tokens; None: in one go.
         seed: seeds everything random, together with the test's name.
+        tiers: the host memory below each rank, where evicted blocks go; given as `Tiers`, or as a mapping that `Tiers.of`
+            reads. None: there is none.
 
     Raises:
         ValueError: a field out of range. The message has its name, what was given and what is allowed.
@@ -351,6 +358,7 @@ class EngineProfile:
     prefix_caching: bool = True
     chunk: int | None = None
     seed: int = 0
+    tiers: Tiers | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("block_size", 1), ("num_blocks", 1), ("workers", 0), ("dp_size", 1)):
@@ -369,6 +377,10 @@ class EngineProfile:
             raise ValueError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")  # noqa: TRY004 - one error
         if not is_integer(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
+        if self.tiers is not None:
+            from pytest_kvmock.tiers.config import Tiers  # for those who have some
+
+            object.__setattr__(self, "tiers", Tiers.of(self.tiers))
 
     def replace(self, **fields: Any) -> EngineProfile:
         """Return the same profile with some fields changed.

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.strict_yaml import Node, Place, YamlError, boolean, integer, nullable, read_yaml, string
+from pytest_kvmock.strict_yaml import Node, Place, YamlError, boolean, integer, nullable, plain, read_yaml, string
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +91,19 @@ def _base(node: Node) -> Node:
 
 
 def _field(name: str) -> Callable[[Node], Any]:
-    reader: Callable[[Node], Any] = {"prefix_caching": boolean, "chunk": nullable(integer)}.get(name, integer)
+    readers: Mapping[str, Callable[[Node], Any]] = {
+        "prefix_caching": boolean,
+        "chunk": nullable(integer),
+        "tiers": plain,
+    }
+    reader = readers.get(name, integer)
 
     def read(node: Node) -> Any:
         value = reader(node)
         try:
-            EngineProfile(**{name: value})
+            return getattr(EngineProfile(**{name: value}), name)
         except ValueError as error:
             raise YamlError(str(error), node.place) from None  # it begins with the field's name
-        return value
 
     return read
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from pytest_kvmock import EngineProfile
+from pytest_kvmock import EngineProfile, Tiers
 from pytest_kvmock.profiles import read_profiles
 from pytest_kvmock.strict_yaml import YamlError
 
@@ -25,12 +25,16 @@ def read(tmp_path):
 
 def test_a_profile_says_any_field(read):
     fields = {"block_size": 4, "num_blocks": 9, "workers": 0, "dp_size": 2, "prefix_caching": False, "seed": -1}
-    for chunk, text in ((32, "32"), (None, "null")):
+    for chunk, tiers, text in (
+        (32, Tiers(64, 7.5, batch=4), "chunk: 32, tiers: {host: 64, gbps: 7.5, batch: 4}"),
+        (None, Tiers(9), "chunk: null, tiers: {g2: 9}"),
+        (None, None, "chunk: null, tiers: null"),
+    ):
         lines = [f"{key}: {str(value).lower()}" for key, value in fields.items()]
-        (small,) = read(a=f"profiles:\n  small: {{{', '.join(lines)}, chunk: {text}}}\n").values()
+        (small,) = read(a=f"profiles:\n  small: {{{', '.join(lines)}, {text}}}\n").values()
 
-        assert {**fields, "chunk": chunk} == small.fields
-        assert EngineProfile(**fields, chunk=chunk) == small.in_place_of(EngineProfile(seed=7, workers=3))
+        assert {**fields, "chunk": chunk, "tiers": tiers} == small.fields
+        assert EngineProfile(**fields, chunk=chunk, tiers=tiers) == small.in_place_of(EngineProfile(seed=7, workers=3))
         assert {field.name for field in dataclasses.fields(EngineProfile)} == set(small.fields)
 
 

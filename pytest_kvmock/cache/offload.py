@@ -6,7 +6,7 @@ know how long a transfer takes, nor what the further tier holds; the engine does
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -81,6 +81,10 @@ class OffloadEngine(Protocol):
     tier: StorageTier
     lost_to_pins: int
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it has room for."""
+
     def take(self, evicted: Sequence[BlockDetails], slots: Sequence[Slot]) -> OffloadResult:
         """Take blocks that the device evicted, in order, and their slots until they have been copied."""
 
@@ -108,6 +112,13 @@ class OffloadEngine(Protocol):
 
     def resident(self) -> Collection[int]:
         """Sequence hashes of what it holds."""
+
+    @property
+    def unpublished(self) -> Container[int]:
+        """Sequence hashes of blocks that came there without a Stored, until they have one.
+
+        Their Removed may be published all the same.
+        """
 
     def clear(self) -> Sequence[Slot]:
         """Cancel all transfers and forget all blocks, without events; returns the slots that it had taken."""

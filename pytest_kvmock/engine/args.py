@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from dataclasses import replace as replace_fields
 from os import PathLike, fspath
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 from pytest_kvmock.checks import check_number, unknown_text
 from pytest_kvmock.engine.nested_args import (
@@ -59,11 +59,18 @@ _OPTIONAL_INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
     "aic_attention_dp_size": (0, MOST_COUNT),
     "bootstrap_port": (0, 65535),
     "kv_bytes_per_token": (0, MOST_COUNT),
+    "num_g2_blocks": (1, MOST_COUNT),
+    "offload_batch_size": (1, MOST_COUNT),
     "zmq_kv_events_port": (0, 65535),
     "zmq_replay_port": (0, 65535),
 }
 _NUMBERS: Final = ("speedup_ratio", "decode_speedup_ratio")
-_OPTIONAL_NUMBERS: Final[Mapping[str, str]] = {"startup_time": " seconds", "kv_transfer_bandwidth": " GB/s"}
+_OPTIONAL_NUMBERS: Final[Mapping[str, str]] = {
+    "startup_time": " seconds",
+    "kv_transfer_bandwidth": " GB/s",
+    "bandwidth_g1_to_g2_gbps": " GB/s",
+    "bandwidth_g2_to_g1_gbps": " GB/s",
+}
 _BOOLEANS: Final = ("enable_prefix_caching", "enable_chunked_prefill", "enable_local_indexer")
 _STRINGS: Final = ("aic_backend", "aic_system", "aic_backend_version", "aic_model_path")
 
@@ -73,19 +80,22 @@ _OURS: Final = ("semantics", "performance_model", "events_visible")
 _JSON_ONLY: Final = ("is_prefill", "is_decode", "has_perf_model")
 """Keys that Dynamo's JSON may have beside the fields: two older forms of `worker_type`, and one without an effect."""
 
-_TIERS: Final = (
-    "num_g2_blocks",
+_HOST: Final = ("num_g2_blocks", "offload_batch_size", "bandwidth_g1_to_g2_gbps", "bandwidth_g2_to_g1_gbps")
+"""Arguments of the host tier: Dynamo's dump does not have them, and its JSON may."""
+
+BEYOND_HOST: Final = (
     "num_g3_blocks",
     "enable_g4_storage",
-    "offload_batch_size",
-    "bandwidth_g1_to_g2_gbps",
-    "bandwidth_g2_to_g1_gbps",
     "bandwidth_g2_to_g3_gbps",
     "bandwidth_g3_to_g2_gbps",
     "bandwidth_g2_to_g4_gbps",
     "bandwidth_g4_to_g2_gbps",
 )
-"""Arguments of Dynamo's offload to further tiers, by 1.2.1 or later, which are refused."""
+"""Arguments of tiers beyond the host in later releases than 1.2.1, which are refused."""
+
+
+if TYPE_CHECKING:
+    from pytest_kvmock.tiers.offload import HostOffload
 
 
 class SizedProfile(Protocol):
@@ -154,7 +164,7 @@ class MockEngineArgs:
         aic_attention_dp_size: see `aic_backend`.
         enable_local_indexer: True or False. Inert.
         bootstrap_port: a port, 0 to 65535, or None. Inert.
-        kv_bytes_per_token: bytes of KV cache a token, at least 0, or None; see `handoff_ms`.
+        kv_bytes_per_token: bytes of KV cache a token, at least 0, or None; see `handoff_ms` and `num_g2_blocks`.
         kv_transfer_bandwidth: GB/s (1e9 bytes) from prefill to decode engine, at least 0, or None; see `handoff_ms`.
         reasoning: a `ReasoningConfig`, a mapping of its fields, or None.
         zmq_kv_events_port: a port, or None. Inert.
@@ -162,6 +172,14 @@ class MockEngineArgs:
         preemption_mode: "lifo": the newest running request is preempted; "fifo": the oldest. vllm only.
         router_queue_policy: "fcfs", "lcfs", "wspt" or None. Inert.
         sglang: `SglangArgs`, a mapping of their fields, or None. Without effect for vllm.
+        num_g2_blocks: blocks of host memory that evicted blocks travel to, at least 1, or None. There is a host only
+            where `kv_bytes_per_token` is set too (0: a transfer takes no time). vllm in the semantics of 1.2.1, over
+            `lineage`, `lru` or `multi_lru`.
+        offload_batch_size: blocks of one transfer to the host, and transfers at once, at least 1; None: 32. A batch
+            that the host cannot hold whole is lost, with its slots on the device, as in the original: its square should
+            be at most `num_g2_blocks`.
+        bandwidth_g1_to_g2_gbps: GB/s to the host, at least 0, which is infinite; None: 14.
+        bandwidth_g2_to_g1_gbps: GB/s back to the device; likewise.
         semantics: "1.2.1" or "1.3.1": the release of Dynamo whose scheduler is followed; None: "1.2.1" for vllm, "1.3.1"
             for sglang. An addition of ours, no part of the JSON.
         performance_model: a `PerformanceModel`, or a pair of callables or milliseconds as `CallableModel` takes them; None:
@@ -216,6 +234,10 @@ class MockEngineArgs:
     preemption_mode: PreemptionMode = "lifo"
     router_queue_policy: Literal["fcfs", "lcfs", "wspt"] | None = None
     sglang: SglangArgs | None = None
+    num_g2_blocks: int | None = None
+    offload_batch_size: int | None = None
+    bandwidth_g1_to_g2_gbps: float | None = None
+    bandwidth_g2_to_g1_gbps: float | None = None
     semantics: Semantics | None = None
     performance_model: PerformanceModel | tuple[Any, Any] | None = None
     events_visible: EventsVisible | None = None
@@ -307,6 +329,26 @@ class MockEngineArgs:
         return (self.sglang or SglangArgs()).filled(self.block_size)
 
     @property
+    def has_host(self) -> bool:
+        """Whether there is host memory below the device: `num_g2_blocks` and `kv_bytes_per_token` are set."""
+        return self.num_g2_blocks is not None and self.kv_bytes_per_token is not None
+
+    def make_host(self) -> HostOffload | None:
+        """Make the host tier of one manager; None where there is none."""
+        if self.num_g2_blocks is None or self.kv_bytes_per_token is None:
+            return None
+        from pytest_kvmock.tiers.offload import DEFAULT_BATCH, DEFAULT_GBPS, HostOffload
+
+        to_host, to_device = self.bandwidth_g1_to_g2_gbps, self.bandwidth_g2_to_g1_gbps
+        return HostOffload(
+            self.num_g2_blocks,
+            block_bytes=self.kv_bytes_per_token * self.block_size,
+            batch_size=self.offload_batch_size or DEFAULT_BATCH,
+            to_host_gbps=DEFAULT_GBPS if to_host is None else to_host,
+            to_device_gbps=DEFAULT_GBPS if to_device is None else to_device,
+        )
+
+    @property
     def needs_kv_publisher(self) -> bool:
         """Whether the engine publishes events: not without prefix caching, and not as a decode worker."""
         return self.enable_prefix_caching and self.worker_type != "decode"
@@ -333,8 +375,11 @@ class MockEngineArgs:
         return replace_fields(self, **_arguments(changes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Dynamo's JSON form, as Python objects: all fields but our additions."""
+        """Dynamo's JSON form, as Python objects: all fields but our additions, and those of the host where they are set."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name in _JSON_FIELDS}
+        for name in _HOST:  # `dump_json` leaves them out
+            if values[name] is None:
+                del values[name]
         for group in ("reasoning", "sglang"):
             if values[group] is not None:
                 values[group] = asdict(values[group])
@@ -436,6 +481,12 @@ def set_fields(profile: object) -> set[str]:
     }
 
 
+def check_beyond_host(name: str, value: object) -> None:
+    """Raise a ValueError for one of `BEYOND_HOST` that asks for such a tier: it is not None, and not False."""
+    if value is not None and value is not False:
+        raise ValueError(f"{name}={value!r:.80}: there are no tiers beyond the host; leave it out")
+
+
 def _arguments(values: Mapping[str, Any], more: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return arguments by the names of their fields.
 
@@ -449,9 +500,8 @@ def _arguments(values: Mapping[str, Any], more: tuple[str, ...] = ()) -> dict[st
     known = (*_JSON_FIELDS, *_OURS)
     arguments = dict(values)
     for name, value in values.items():
-        if name in _TIERS:
-            if value is not None and value is not False:
-                raise ValueError(f"{name}={value!r:.80}: offload tiers are not built yet; leave it out")
+        if name in BEYOND_HOST:
+            check_beyond_host(name, value)
             del arguments[name]
         elif name not in known:
             raise ValueError(unknown_text("field of the engine's arguments", name, (*known, *more)))

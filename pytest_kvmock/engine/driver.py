@@ -37,7 +37,7 @@ class Traits:
 
 
 class WouldWait(RuntimeError):  # noqa: N818 - named for what it says, as BlockingIOError is
-    """A request would have to wait, and was told not to. It holds nothing; what it has set going goes on.
+    """A request would have to wait, and must not. It holds nothing; what it has set going goes on.
 
     Attributes:
         deadline: when the next transfer is done, in ms: tick the worker to then and try again.

@@ -22,9 +22,11 @@ class Parked:
 
     Attributes:
         plhs: lineage hashes of the request's blocks up to the last that comes.
+        skip: how many of them the device had.
+        pin: what keeps those on the device.
     """
 
-    __slots__ = ("_blocks", "_manager", "_parent", "_pin", "_scheduled", "is_open", "plhs")
+    __slots__ = ("_blocks", "_manager", "_parent", "_scheduled", "pin", "plhs", "skip")
 
     def __init__(
         self, manager: LogicalManager, sequence: ActiveSequence, skip: int, pin: Pin, coming: Scheduled
@@ -34,10 +36,10 @@ class Parked:
         size = sequence.block_size
         tokens = sequence.tokens if sequence.emit_token_ids else None
         self._manager = manager
-        self._pin = pin
+        self.pin = pin
         self._scheduled = coming
         self.plhs = tuple(plhs[:end])
-        self.is_open = True
+        self.skip = skip
         names = [block for block in sequence.unique_blocks[:end] if not isinstance(block, UUID)]
         self._parent = names[skip - 1] if skip else None
         self._blocks = [
@@ -53,22 +55,25 @@ class Parked:
         return len(self._blocks)
 
     @property
+    def is_open(self) -> bool:
+        """Whether slots are reserved for them: until `resume` or `give_up`, or until its manager cancels its transfers."""
+        return self._scheduled.is_open
+
+    @property
     def is_complete(self) -> bool:
         """Whether they have come, by the last tick."""
         return self._scheduled.is_complete
 
     def resume(self) -> int:
         """Cache the blocks that came, and pin no more; returns how many."""
-        self.is_open = False
         taken = self._manager.register_swapped_in(self._blocks, self._parent, self._scheduled)
-        self._manager.unpin(self._pin)
+        self._manager.unpin(self.pin)
         return taken
 
     def give_up(self) -> None:
         """Free slots and pins; the transfer goes on, for nothing."""
-        self.is_open = False
         self._manager.put_down(self._scheduled)
-        self._manager.unpin(self._pin)
+        self._manager.unpin(self.pin)
 
 
 def park(

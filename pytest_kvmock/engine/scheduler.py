@@ -1,10 +1,16 @@
-"""What schedulers share: their requests, what a forward pass did, and the protocol by which an engine drives one."""
+"""What schedulers share: their requests, what a forward pass did, their queues, and how an engine drives them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.args import MockEngineArgs
+    from pytest_kvmock.engine.driver import Driver
 
 ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "aborted", "lost"]
 
@@ -24,9 +30,10 @@ class ScheduledRequest:
         generated_tokens: how many it has generated.
         reused_tokens: the most tokens of it that one admission found cached (Dynamo: the maximum over admissions).
         first_reused_tokens: those that its first admission found cached.
+        onboarded_tokens: tokens that came back from the host for it, before its first admission.
         admitted_ms: start of the pass that first gave it blocks; None before.
         token_ms: when each generated token came out, in milliseconds.
-        keeps_blocks: its blocks stay allocated when it finishes, until its engine is told to release them.
+        keeps_blocks: its blocks stay allocated when it finishes, until its engine releases them.
         preemptions: how often it was preempted.
     """
 
@@ -38,6 +45,7 @@ class ScheduledRequest:
         "generated_tokens",
         "keeps_blocks",
         "max_output_tokens",
+        "onboarded_tokens",
         "preemptions",
         "priority",
         "prompt_tokens",
@@ -60,6 +68,7 @@ class ScheduledRequest:
         self.generated_tokens = 0
         self.reused_tokens = 0
         self.first_reused_tokens = 0
+        self.onboarded_tokens = 0
         self.admitted_ms: float | None = None
         self.token_ms: list[float] = []
         self.keeps_blocks = False
@@ -125,7 +134,7 @@ class ForwardPass:
         finished: the requests that finished with it.
         active_blocks: blocks in use when its time was calculated.
         running: how many requests run after it.
-        waiting: the requests that wait after it, in order.
+        waiting: the requests that wait after it, in order; not those that are parked.
         decode_lengths: the length in tokens of each request that it only decoded, before its token.
     """
 
@@ -193,26 +202,63 @@ def _variance(values: Sequence[int]) -> float:
     return sum((value - mean) ** 2 for value in values) / len(values)
 
 
-class Scheduler(Protocol):
-    """Decides what each forward pass computes; it has no clock and no arrivals, the engine has."""
+class Scheduler(ABC):
+    """Decides what each forward pass computes; it has no clock and no arrivals, the engine has.
+
+    Args:
+        driver: brings its requests to the block manager.
+        args: budgets, modes, times and speedups of the engine, and the release that it follows.
+
+    Attributes:
+        holds_back_prompts: it admits only requests whose prompt is computed; for schedulers of decode engines.
+    """
+
+    holds_back_prompts: bool = False
+
+    def __init__(self, driver: Driver, args: MockEngineArgs) -> None:
+        self._driver = driver
+        self._performance = args.performance
+        self._prefills = args.worker_type != "decode"
+        self._speedup = args.speedup_ratio
+        self._decode_speedup = args.speedup_ratio * args.decode_speedup_ratio
+        self._waiting: deque[ScheduledRequest] = deque()
+        self._running: list[ScheduledRequest] = []
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether waiting requests are served by priority, the largest first."""
+        return False
 
     @property
     def running(self) -> Sequence[ScheduledRequest]:
         """The requests that run, in the order in which they are served."""
+        return self._running
 
     @property
     def waiting(self) -> Sequence[ScheduledRequest]:
-        """The requests that wait, those preempted included, in the order in which they are tried."""
+        """The requests that wait, in order: those that were preempted, and those of which a part is computed, too."""
+        return self._waiting
+
+    @property
+    def parked(self) -> Sequence[ScheduledRequest]:
+        """The requests that wait for blocks from the host, and are tried when these have come."""
+        return ()
 
     def submit(self, request: ScheduledRequest) -> None:
         """Take a request that has arrived."""
+        self._waiting.append(request)
 
     def abort(self, request: ScheduledRequest) -> None:
-        """Forget an open request, and free what it holds."""
+        """Forget an open request, and free what it holds (one that waits may hold a part); full blocks stay cached."""
+        (self._running if request.status == "running" else self._waiting).remove(request)
+        self._driver.release(request.state)
+        request.status = "aborted"
 
+    @abstractmethod
     def execute_pass(self, now_ms: float) -> ForwardPass:
         """Run one forward pass from this moment; its requests' `token_ms` are set, its events published."""
 
+    @abstractmethod
     def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
         """Run passes that only decode, in one go, as long as each starts before a moment and no block is touched.
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
+from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
 from pytest_kvmock.engine.timing import rounded_ms
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ DECAY_PASSES: Final = 600
 """Passes in which the share falls from the one to the other."""
 
 
-class SglangScheduler:
+class SglangScheduler(Scheduler):
     """Schedules requests as Dynamo's mock of SGLang does.
 
     `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect, nor has
@@ -62,10 +62,11 @@ class SglangScheduler:
         ValueError: the cache was made for another release.
     """
 
+    _driver: RadixSchedulerDriver
+
     def __init__(self, driver: RadixSchedulerDriver, args: MockEngineArgs) -> None:
         driver.begin(args.scheduler_semantics)
-        self._driver = driver
-        self._performance = args.performance
+        super().__init__(driver, args)
         self._newer = args.scheduler_semantics == "1.3.1"
         options = args.sglang_options
         self._lpm = options.schedule_policy == "lpm"
@@ -77,12 +78,7 @@ class SglangScheduler:
         self._decay = (self._init_ratio - self._min_ratio) / DECAY_PASSES
         self._ratio = self._init_ratio
         self._max_running = args.max_num_seqs if self._newer else None
-        self._prefills = args.worker_type != "decode"
-        self._speedup = args.speedup_ratio
-        self._decode_speedup = args.speedup_ratio * args.decode_speedup_ratio
         self._page = driver.page_size
-        self._waiting: deque[ScheduledRequest] = deque()
-        self._running: list[ScheduledRequest] = []
         self._prioritised = False
 
     @property
@@ -90,26 +86,10 @@ class SglangScheduler:
         """Whether waiting requests are served by priority, the largest first."""
         return self._driver.has_priorities
 
-    @property
-    def running(self) -> Sequence[ScheduledRequest]:
-        """The requests that run, in the order in which they are served."""
-        return self._running
-
-    @property
-    def waiting(self) -> Sequence[ScheduledRequest]:
-        """The requests that wait: retracted ones, and one of which a chunk is left, included."""
-        return self._waiting
-
     def submit(self, request: ScheduledRequest) -> None:
         """Take a request that has arrived."""
-        self._waiting.append(request)
+        super().submit(request)
         self._prioritised |= bool(request.priority)
-
-    def abort(self, request: ScheduledRequest) -> None:
-        """Forget an open request, and free what it holds; whole pages stay cached."""
-        (self._running if request.status == "running" else self._waiting).remove(request)
-        self._driver.release(request.state)
-        request.status = "aborted"
 
     # ---------------------------------------------------------------------------------------------- one pass
 

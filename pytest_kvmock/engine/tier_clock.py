@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
@@ -26,15 +26,22 @@ class TierClock:
         now: the time, in ms.
 
     Attributes:
-        now: the time, in ms.
+        manager: the worker's.
     """
 
     def __init__(self, driver: MoveDriver, now: float = 0.0) -> None:
         assert isinstance(driver.manager, LogicalManager)
         self._driver = driver
-        self._manager = driver.manager
+        self.manager = self._manager = driver.manager
         self._parked: list[Parked] = []
-        self.now = now
+        # Blocks on the device that came back, and were not counted as onboarded yet, by the blocks that were asked for.
+        self._came: dict[tuple[int, ...], set[int]] = {}
+        self._now = now
+
+    @property
+    def now(self) -> float:
+        """The time, in ms: that of its last tick, or the manager's where somebody moved that alone further."""
+        return max(self._now, self._manager.offload_now)
 
     @classmethod
     def of(cls, driver: Driver, now: float) -> TierClock | None:
@@ -51,20 +58,64 @@ class TierClock:
         """
         if check_time(now) < self.now:
             raise ValueError(f"tick: time does not go backwards; it is {self.now} ms, got {now}")
-        self.now = float(now)
-        self._manager.tick(self.now)
+        self._now = float(now)
+        self._manager.tick(self._now)
+        self._parked = [each for each in self._parked if each.is_open]  # without what the manager cancelled
         for parked in [each for each in self._parked if each.is_complete]:
             self._parked.remove(parked)
+            cached = {
+                plh for blocks in self._came.values() for plh, here in self._manager.check_presence(blocks) if here
+            }
+            self._came = {plhs: here for plhs, blocks in self._came.items() if (here := blocks & cached)}
+            self._came.setdefault(parked.plhs, set()).update(parked.plhs[parked.skip :])
             parked.resume()
 
+    def pass_to(self, now: float) -> None:
+        """Move the time forward from the end of one transfer to the next, so that each that was queued starts in its turn."""
+        deadline = self._manager.offload_deadline()
+        while deadline is not None and deadline <= now:
+            self.tick(max(deadline, self.now))
+            deadline = self._manager.offload_deadline()
+        self.tick(now)
+
     def forget(self) -> None:
-        """Forget what is parked: its manager cancelled it."""
+        """Forget what is parked, and what came back: its manager cancelled it."""
         self._parked.clear()
+        self._came.clear()
+
+    def cancel(self) -> None:
+        """Cancel all transfers, and empty the further tier."""
+        self._manager.cancel_offload()
+        self.forget()
+
+    def unpublished(self, tier: StorageTier) -> Container[int]:
+        """Return the blocks of a further tier that events do not show; see `OffloadEngine`."""
+        return self._manager.unpublished(tier)
+
+    @property
+    def lost_text(self) -> str | None:
+        """Which slots of the device are lost, and why; None while something is under way, or none are."""
+        manager = self._manager
+        engine, lost = manager.offload, manager.num_outside - manager.num_reserved
+        if engine is None or not lost or engine.deadline() is not None:
+            return None
+        pins = " while blocks that come back to the device are pinned there" if engine.lost_to_pins else ""
+        return (
+            f"{lost} blocks of the device are quarantined for ever: the host could not hold a batch "
+            f"whole{pins}, and lost it. Nothing is under way in {engine!r}"
+        )
 
     def room(self) -> int:
-        """Count the blocks of the device that no request holds, those included whose slots are on their way."""
+        """Count the blocks of the device that no request holds, those included whose slots are on their way.
+
+        What is reserved or pinned for blocks that come back is free when they are there; but if another than this clock
+        brings them, a scheduler for its requests, only when that says so.
+        """
         manager = self._manager
-        return manager.max_capacity - manager.num_active_blocks + manager.num_outside
+        parked = [each for each in self._parked if each.is_open]
+        elsewhere = manager.num_reserved - sum(each.num_blocks for each in parked)
+        pinned = manager.num_held_by(each.pin for each in parked)
+        return manager.max_capacity - manager.num_active_blocks + manager.num_outside - elsewhere + pinned
 
     def cached(self, prompt: Prompt, tier: StorageTier) -> int:
         """Count the tokens of a prompt that a further tier has, beyond those that the device has. Changes nothing."""
@@ -76,19 +127,23 @@ class TierClock:
         return engine.lookup(plhs[self._driver.lookup(prompt) // size :]) * size
 
     def onboard(self, state: Any, *, wait: bool) -> int:
-        """Bring back what the host has of a request without blocks; returns how many tokens came.
+        """Bring back what the host has of a request without blocks.
+
+        Returns:
+            How many of its cached tokens came back for it; in an earlier attempt, too, which did not wait for them.
 
         Raises:
             WouldWait: that takes time, and `wait` is False.
             SlotsLost: the slots for it never come.
         """
-        blocks = 0
+        plhs = tuple(state.sequence.positional_lineage_hashes)
         while True:
-            plhs = tuple(state.sequence.positional_lineage_hashes)
-            parked = next((each for each in self._parked if each.plhs == plhs[: len(each.plhs)]), None)
+            parked = next((each for each in self._parked if each.is_open and each.plhs == plhs[: len(each.plhs)]), None)
             outcome = parked or park(self._manager, state.sequence, self._driver.cached(state), self.now)
             if isinstance(outcome, NoHits):
-                return blocks * self._manager.block_size
+                size = self._manager.block_size
+                came = set().union(*(self._came[asked] for asked in self._asked(plhs)))
+                return sum(plh in came for plh in plhs[: self._driver.cached(state) // size]) * size
             if not isinstance(outcome, Parked):
                 self._wait(
                     wait, "blocks of the device are on their way to the host, to make room for those that come back"
@@ -96,10 +151,18 @@ class TierClock:
                 continue
             if parked is None:
                 self._parked.append(outcome)
-            came = outcome.num_blocks
+                self.tick(self.now)  # what the start of the transfer ended elsewhere is published now
             while outcome.is_open:
-                self._wait(wait, f"{came} blocks are on their way back from the host")
-            blocks += came
+                self._wait(wait, f"{outcome.num_blocks} blocks are on their way back from the host")
+
+    def admitted(self, state: Any) -> None:
+        """Forget what came back for a request: it was admitted, and has counted it."""
+        for asked in self._asked(tuple(state.sequence.positional_lineage_hashes)):
+            del self._came[asked]
+
+    def _asked(self, plhs: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The keys of what came back for a request with these blocks: it begins with them."""
+        return [asked for asked in self._came if asked == plhs[: len(asked)]]
 
     def allocate(self, state: Any, upto: int, *, wait: bool) -> None:
         """Use the blocks of a request's first tokens, and wait where the device has none.
@@ -125,18 +188,15 @@ class TierClock:
         """Let the time pass until the next transfer is done."""
         manager = self._manager
         deadline = manager.offload_deadline()
+        if deadline is None and any(each.is_complete for each in self._parked):  # by a tick of the manager
+            self.tick(self.now)
+            return
         if deadline is None:
             # Where the host had all that was evicted, its slots are free again at once.
             if manager.num_active_blocks < manager.max_capacity:
                 return
-            engine = manager.offload
-            pins = (
-                " while blocks that come back to the device are pinned there" if engine and engine.lost_to_pins else ""
-            )
-            raise SlotsLost(
-                f"{manager.num_outside} blocks of the device are quarantined for ever: the host could not hold a batch "
-                f"whole{pins}, and lost it. Nothing is under way in {engine!r}"
-            )
+            assert self.lost_text is not None  # no request holds what it waits for: that was counted before
+            raise SlotsLost(self.lost_text)
         if not wait:
             raise WouldWait(self.now, deadline, why)
         self.tick(max(deadline, self.now))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from pytest_kvmock.engine.parked_requests import ParkedRequests
 from pytest_kvmock.engine.performance import PolynomialModel
-from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
+from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
 from pytest_kvmock.engine.timing import moments, rounded_ms
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.driver import SchedulerDriver
+    from pytest_kvmock.engine.tier_clock import TierClock
 
 # Theory of operation
 #
@@ -37,59 +38,47 @@ _BLOCKED: Final = -1
 _PREEMPTED: Final = -2
 
 
-class VllmScheduler:
+class VllmScheduler(Scheduler):
     """Schedules requests as Dynamo's mock of vLLM does.
 
     Args:
         driver: brings its requests to the block manager.
         args: budgets, modes, times and speedups of the engine, and the release that it follows.
+        tiers: the time of the tiers below the device; None: there are none.
     """
+
+    _driver: SchedulerDriver
 
     def __init__(
         self,
         driver: SchedulerDriver,
         args: MockEngineArgs,
+        tiers: TierClock | None = None,
     ) -> None:
-        self._driver = driver
-        self._performance = args.performance
+        super().__init__(driver, args)
+        self._parked = None if tiers is None else ParkedRequests(tiers)
         self._whole = driver.admits_whole or args.scheduler_semantics == "1.3.1"
         self._budget = args.max_num_batched_tokens or math.inf
         self._max_running = args.max_num_seqs or math.inf
         self._chunked = args.enable_chunked_prefill
         self._oldest_first = args.preemption_mode == "fifo"
-        self._prefills = args.worker_type != "decode"
         self._decodes = args.worker_type != "prefill"
-        self._speedup = args.speedup_ratio
-        self._decode_speedup = args.speedup_ratio * args.decode_speedup_ratio
-        self._waiting: deque[ScheduledRequest] = deque()
-        self._running: list[ScheduledRequest] = []
-        self.holds_back_prompts = False
         # Of the pass that is under way.
         self._pass = ForwardPass(0.0)
         self._used: dict[ScheduledRequest, int] = {}
         self._left = self._budget
 
     @property
-    def running(self) -> Sequence[ScheduledRequest]:
-        """The requests that run, oldest first."""
-        return self._running
-
-    @property
-    def waiting(self) -> Sequence[ScheduledRequest]:
-        """The requests that wait, those preempted included, in order."""
-        return self._waiting
-
-    def submit(self, request: ScheduledRequest) -> None:
-        """Take a request that has arrived."""
-        self._waiting.append(request)
+    def parked(self) -> Sequence[ScheduledRequest]:
+        """The requests that wait for blocks from the host, in the order of their parking."""
+        return () if self._parked is None else self._parked.requests
 
     def abort(self, request: ScheduledRequest) -> None:
-        """Forget an open request, and free what it holds: one that waits may have got a part of its blocks."""
-        if request.status == "running":
-            self._running.remove(request)
-        else:
-            self._waiting.remove(request)
-        self._driver.release(request.state)
+        """Forget an open request, and free what it holds; what is on its way for a parked one comes for nothing."""
+        if self._parked is None or request not in self._parked.requests:
+            super().abort(request)
+            return
+        self._parked.give_up(request)
         request.status = "aborted"
 
     # ---------------------------------------------------------------------------------------------- one pass
@@ -99,12 +88,19 @@ class VllmScheduler:
         done = self._pass = ForwardPass(now_ms)
         self._used = {}
         self._left = self._budget
+        parked = self._parked
+        if parked is not None:
+            self._waiting.extendleft(reversed(parked.tick(now_ms)))
         self._schedule_running()
         if not done.preempted:
             self._admit()
         done.prefill_ms = self._prefill_ms()
         self._decode()
         done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
+        if parked is not None and done.end_ms <= now_ms:
+            deadline = parked.deadline
+            if deadline is not None:
+                done.end_ms = deadline
         for request in done.generated:
             request.token_ms.append(done.end_ms)
         done.running = len(self._running)
@@ -146,14 +142,21 @@ class VllmScheduler:
             head = self._next_waiting()
             if head is None or (self._whole and not driver.fits(head.state, len(head))):
                 break
-            outcome = self._schedule(head)
-            if outcome == _BLOCKED:
+            if self._parked is not None and head.status == "waiting":
+                outcome = self._parked.park(head, driver.reusable(head.state), done.start_ms)
+                if outcome == "parked":
+                    waiting.popleft()
+                    continue
+                if outcome == "blocked":
+                    break
+            used = self._schedule(head)
+            if used == _BLOCKED:
                 break
             waiting.remove(head)  # no longer the first if it preempted somebody
             running.append(head)
             head.status = "running"
             done.admitted.append(head)
-            if not outcome and not self._left:
+            if not used and not self._left:
                 break
 
     def _next_waiting(self) -> ScheduledRequest | None:
@@ -250,6 +253,8 @@ class VllmScheduler:
     def _quiet_passes(self) -> int:
         """How many passes from now on do nothing but decode every running request, within the blocks that it has."""
         running, waiting = self._running, self._waiting
+        if self._parked is not None and not self._parked.is_quiet:
+            return 0
         if not running or len(running) > self._budget or not self._decodes:
             return 0
         if waiting and len(running) < self._max_running:

@@ -8,7 +8,7 @@ One subject: a request on a worker, and what becomes of it when the worker clear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
@@ -102,7 +102,8 @@ class Request:
     Attributes:
         prompt: what was asked.
         cached_tokens: tokens of the prompt that were cached when it was admitted (or resumed).
-        onboarded_tokens: those of them that were brought back from the host for it.
+        onboarded_tokens: those of them that were brought back from the host for it: also when a first `prefill` did not
+            wait for them.
     """
 
     def __init__(self, worker: KvWorker, prompt: Prompt) -> None:
@@ -146,6 +147,8 @@ class Request:
 
         Raises:
             OutOfBlocks: not all of them fit; none was generated.
+            SlotsLost: with tiers, a step needs a block, and nothing will ever free one. The tokens before it were
+                generated, and the request runs on.
             RequestError: the request is not running.
             ValueError: a token, or the count, out of range.
         """
@@ -194,6 +197,8 @@ class Request:
 
         Raises:
             OutOfBlocks: they do not fit; it stays preempted.
+            SlotsLost: with tiers, they would fit, and nothing will ever free them all; it stays preempted, with all that
+                it had generated.
             RequestError: the request is not preempted.
         """
         self._need("resume", "preempted")
@@ -233,6 +238,7 @@ class Request:
             except (WouldWait, SlotsLost):
                 driver.preempt(state)
                 raise
+        clock.admitted(state)
         self._status = "running"
 
     def _end(self, status: str) -> None:
@@ -316,6 +322,11 @@ class KvWorker:
         return self._driver.manager
 
     @property
+    def tiers(self) -> TierClock | None:
+        """The time of the tiers below the device, for an engine; None: there are none."""
+        return self._clock
+
+    @property
     def now(self) -> float:
         """The worker's virtual time in ms; it passes with tiers below the device only, else it is 0."""
         return 0.0 if self._clock is None else self._clock.now
@@ -364,12 +375,12 @@ class KvWorker:
             SlotsLost: the device's room is lost, and nothing will free it.
             ValueError: an empty prompt, or a token out of range.
         """
-        request = self._request(Prompt.of(prompt))
+        request = self._request(Prompt.of(prompt), wait=wait)
         request._admit(wait=wait, onboard=True)
         self.requests.append(request)
         return request
 
-    def _request(self, prompt: Prompt) -> Request:
+    def _request(self, prompt: Prompt, *, wait: bool) -> Request:  # noqa: ARG002 - a harness records it
         return Request(self, prompt)
 
     def serve(self, prompt: Prompt | TokenIds, output_tokens: int = 0) -> Served:
@@ -411,6 +422,15 @@ class KvWorker:
             self._clock.forget()
         return cleared
 
+    def cancel_transfers(self) -> None:
+        """Cancel all transfers between tiers, and empty the further ones, without an event. The device keeps its blocks."""
+        if self._clock is not None:
+            self._clock.cancel()
+
+    def unpublished(self, tier: StorageTier) -> Container[int]:
+        """Return the blocks of a further tier that are there without a Stored; see `OffloadEngine.unpublished`."""
+        return () if self._clock is None else self._clock.unpublished(tier)
+
     def restart(self, *, announced: bool = False) -> None:  # noqa: ARG002 - a worker alone has no router
         """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
 
@@ -424,6 +444,7 @@ class KvWorker:
         for request in self.requests:
             request.lose()
         self.requests.clear()
+        self.cancel_transfers()
         self._recorder.drop()
         self._driver = self._start()
         if self._engine is not None:

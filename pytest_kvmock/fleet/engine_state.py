@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_kvmock.engine.worker import OutOfBlocks
 
 if TYPE_CHECKING:
+    from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.scheduler import ScheduledRequest
 
 
@@ -19,18 +20,26 @@ class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOf
         running: the requests that run.
         waiting: the requests that wait.
         passes: how many passes made no progress; 0 where it takes other engines to make progress, and they do not.
+        lost: which blocks of the device will never be free, and why; None: none were lost.
     """
 
     def __init__(
-        self, now_ms: float, running: tuple[ScheduledRequest, ...], waiting: tuple[ScheduledRequest, ...], passes: int
+        self,
+        now_ms: float,
+        running: tuple[ScheduledRequest, ...],
+        waiting: tuple[ScheduledRequest, ...],
+        passes: int,
+        lost: str | None = None,
     ) -> None:
-        super().__init__(now_ms, running, waiting, passes)
+        super().__init__(now_ms, running, waiting, passes, lost)
         self.now_ms = now_ms
         self.running = running
         self.waiting = waiting
         self.passes = passes
+        self.lost = lost
 
     def __str__(self) -> str:
+        lost = f". {self.lost}" if self.lost else ""
         first = f"; first in the queue: {self.waiting[0]!r}" if self.waiting else ""
         tried = (
             f"{self.passes} passes up to {self.now_ms:g} ms generated no token"
@@ -39,7 +48,7 @@ class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOf
         )
         return (
             f"the engine makes no progress: {tried}, with "
-            f"{len(self.running)} requests running and {len(self.waiting)} waiting{first}"
+            f"{len(self.running)} requests running and {len(self.waiting)} waiting{first}{lost}"
         )
 
 
@@ -49,7 +58,7 @@ class EngineMetrics:
 
     Attributes:
         running: requests that run.
-        waiting: requests that arrived and wait, those preempted included.
+        waiting: requests that arrived and wait, those included that were preempted, or wait for blocks from the host.
         arriving: requests that have not arrived yet.
         active_blocks: blocks in use.
         total_blocks: blocks that it has.
@@ -78,6 +87,35 @@ class EngineMetrics:
             "num_waiting_reqs": self.waiting,
             "num_preemptions": self.preemptions,
         }
+
+
+class EngineSize(NamedTuple):
+    """The size of an engine: what can ever be served there, however empty it is.
+
+    Attributes:
+        block_size: tokens in a block.
+        blocks: how many it has.
+        rejects: whether it rejects a prompt that is larger than all of them (1.3.1, vllm).
+    """
+
+    block_size: int
+    blocks: int
+    rejects: bool
+
+    @classmethod
+    def of(cls, args: MockEngineArgs) -> EngineSize:
+        """Return the size of an engine with these arguments."""
+        rejects = args.scheduler_semantics == "1.3.1" and args.engine_type == "vllm"
+        return cls(args.block_size, args.num_gpu_blocks, rejects)
+
+    def rejects_prompt(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens is rejected."""
+        return self.rejects and -(-tokens // self.block_size) > self.blocks
+
+    def exceeded_by(self, tokens: int) -> int:
+        """Return how many blocks so many tokens need, where that is more than there are; else 0."""
+        needed = -(-tokens // self.block_size)
+        return needed if needed > self.blocks else 0
 
 
 class RequestTooLarge(OutOfBlocks):

@@ -54,7 +54,7 @@ class Handoff:
         request: the request there, the one that is reported.
         held_ms: when the prompt was computed.
         reserved_ms: when the destination had blocks for it.
-        activated_ms: when the destination was told that the transfer is through.
+        activated_ms: when the transfer was through and the destination had the request.
         released_ms: when the source freed its blocks.
         decode_admitted_ms: start of the pass that admitted it at the destination. As below, known once it has finished.
         decode_reused_tokens: the most tokens that the destination found cached as it resumed it; what it found as it
@@ -124,7 +124,7 @@ class Handoffs:
     Args:
         sources: the prefill engines.
         expect: opens the request of a handoff at the next decode engine in turn, and sets both.
-        arrivals: told of requests that are on the link, where a closed loop does not count them.
+        arrivals: counts requests that are on the link as not open, where a closed loop does so.
 
     Attributes:
         keeps_blocks: whether a prompt stays allocated at its source when it is computed.
@@ -215,7 +215,7 @@ class ReservingHandoffs(Handoffs):
         destinations: the decode engines.
         expect: as above.
         arrivals: as above.
-        rejected: told of a request whose prompt its destination can never hold.
+        rejected: called with a request whose prompt its destination can never hold.
         busy: the engines that are in a pass.
         blocked: the engines that cannot go on before something happens to them; those to which it does are taken out.
     """

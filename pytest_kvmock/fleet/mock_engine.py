@@ -19,7 +19,7 @@ from pytest_kvmock.engine.scheduler import ForwardPass
 from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
 from pytest_kvmock.engine.worker import KvWorker, RequestError
 from pytest_kvmock.fleet.engine_request import EngineRequest
-from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled, RequestTooLarge
+from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineSize, EngineStalled, RequestTooLarge
 from pytest_kvmock.fleet.report import EngineReport
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from pytest_kvmock.cache.dynamo.logical import LogicalManager
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.scheduler import Scheduler
+    from pytest_kvmock.engine.tier_clock import TierClock
     from pytest_kvmock.sinks import Sink
 
 MOST_IDLE_PASSES: Final = 1024
@@ -71,6 +73,7 @@ class MockEngine:
         if worker is not None and not isinstance(worker, KvWorker):
             raise ValueError(f"worker must be a KvWorker, or None, got {worker!r:.80}")
         self.args = args
+        self._size = EngineSize.of(args)
         self._rng = Random(seed)  # noqa: S311 - mock data
         spec = backend_spec(backend or ("mocker_sglang" if args.engine_type == "sglang" else "lineage"))
         self.worker = worker or _make_worker(args, spec, sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
@@ -93,7 +96,7 @@ class MockEngine:
         """Make the scheduler, over the worker's driver of now."""
         self._driver = self.worker.attach(self, publishes=self.args.needs_kv_publisher)
         try:
-            self.scheduler: Scheduler = _make_scheduler(self.args, self._driver)
+            self.scheduler = _make_scheduler(self.args, self._driver, self.worker.tiers)
         except ValueError:
             self.worker.detach()
             raise
@@ -112,6 +115,50 @@ class MockEngine:
         for name, has, asked in zip(names, of_worker, wanted, strict=True):
             if has != asked:
                 raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
+        tiers = worker.tiers
+        host = None if tiers is None or tiers.manager.offload is None else tiers.manager.offload.num_blocks
+        if args.has_host and args.num_g2_blocks != host:
+            made = "without tiers" if host is None else f"with a host of {host} blocks"
+            raise ValueError(
+                f"num_g2_blocks={args.num_g2_blocks}, and {worker!r} was made {made}; leave it out, or give it the same"
+            )
+        self._check_links(None if tiers is None else tiers.manager.offload)
+        if tiers is not None and args.scheduler_semantics != "1.2.1":
+            raise ValueError(
+                "tiers are for engines that follow the scheduler of 1.2.1, as no later one was recorded with them; got "
+                f"semantics={args.scheduler_semantics!r} over {worker!r}"
+            )
+
+    def _check_links(self, host: object) -> None:
+        """Compare what `args` set of the links to a host and what the worker's was made with.
+
+        Raises:
+            ValueError: they differ.
+        """
+        if host is None:
+            return
+        from pytest_kvmock.tiers.offload import HostOffload
+
+        if not isinstance(host, HostOffload):  # one of the user's own
+            return
+        args = self.args
+        to_host, to_device = host.gbps
+        made = {
+            "offload_batch_size": host.batch_size,
+            "bandwidth_g1_to_g2_gbps": to_host,
+            "bandwidth_g2_to_g1_gbps": to_device,
+        }
+        if args.has_host:  # without a host of theirs, the bytes of a token are those of handoffs
+            size = self.worker.manager.block_size
+            made["kv_bytes_per_token"] = (
+                host.block_bytes // size if host.block_bytes % size == 0 else host.block_bytes / size
+            )
+        for name, has in made.items():
+            asked = getattr(args, name)
+            if asked is not None and asked != has:
+                raise ValueError(
+                    f"{name}={asked!r}, and the host of {self.worker!r} was made with {has!r}; leave it out, or give it the same"
+                )
 
     def restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives. Time, requests, passes and preemptions stay."""
@@ -127,7 +174,7 @@ class MockEngine:
         manager = self.worker.manager
         return EngineMetrics(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.waiting) + len(self.scheduler.parked),
             arriving=len(self._arriving),
             active_blocks=manager.num_active_blocks,
             total_blocks=manager.max_capacity,
@@ -142,7 +189,7 @@ class MockEngine:
     @property
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self.scheduler.parked)
 
     @property
     def is_idle(self) -> bool:
@@ -221,13 +268,11 @@ class MockEngine:
         Raises:
             OutOfBlocks: prompt and output can never fit.
         """
-        args = self.args
-        rejects = args.scheduler_semantics == "1.3.1" and args.engine_type == "vllm"
-        fits = -(-prompt.length(args.block_size) // args.block_size) <= args.num_gpu_blocks
-        if fits or not rejects:
+        rejected = self._size.rejects_prompt(prompt.length(self.args.block_size))
+        if not rejected:
             self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival_ms, 0)
-        if not fits:
+        if rejected:
             request.status = "rejected"
             self.worker.requests.remove(request)
         return request
@@ -235,7 +280,7 @@ class MockEngine:
     @property
     def can_reserve(self) -> bool:
         """Whether blocks can be reserved for a prompt that another engine computes."""
-        return isinstance(self.scheduler, VllmScheduler) and isinstance(self._driver, ReservingDriver)
+        return isinstance(self._driver, ReservingDriver)
 
     def reserve(self, request: EngineRequest) -> bool:
         """Reserve blocks for the whole prompt of a request that was not submitted; False: they are not there."""
@@ -253,7 +298,6 @@ class MockEngine:
 
     def hold_back_prompts(self, holds: bool) -> None:
         """Admit only requests whose prompt is computed, or all again."""
-        assert isinstance(self.scheduler, VllmScheduler)
         self.scheduler.holds_back_prompts = holds
 
     def release(self, request: EngineRequest) -> None:
@@ -293,11 +337,11 @@ class MockEngine:
         return Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
 
     def _check_size(self, prompt: Prompt, max_output_tokens: int) -> None:
-        size, blocks = self.args.block_size, self.args.num_gpu_blocks
-        asked = prompt.length(size)
-        needed = -(-(asked + max_output_tokens) // size)
-        if needed > blocks:
-            raise RequestTooLarge(needed, blocks, f"a request of {asked} + {max_output_tokens} tokens", repr(self))
+        size = self._size
+        asked = prompt.length(size.block_size)
+        needed = size.exceeded_by(asked + max_output_tokens)
+        if needed:
+            raise RequestTooLarge(needed, size.blocks, f"a request of {asked} + {max_output_tokens} tokens", repr(self))
 
     def _check_arrival(self, arrival_ms: float | None) -> float:
         last = self._arriving[-1].arrival_ms if self._arriving else self._last_delivered
@@ -316,7 +360,7 @@ class MockEngine:
             return
         if not is_integer(priority):
             raise ValueError(f"priority must be an integer, got {priority!r:.80}")
-        if not getattr(self.scheduler, "has_priorities", False):
+        if not self.scheduler.has_priorities:
             raise ValueError(f"priority is for engines whose policy has priorities (backend sglang); this is {self!r}")
 
     def abort(self, request: EngineRequest) -> None:
@@ -336,8 +380,9 @@ class MockEngine:
             self._arriving.remove(request)
         else:
             with self.worker.serving_requests():
-                if request in self.scheduler.running or request in self.scheduler.waiting:
-                    self.scheduler.abort(request)
+                scheduler = self.scheduler
+                if request in scheduler.running or request in scheduler.waiting or request in scheduler.parked:
+                    scheduler.abort(request)
                 else:  # its prompt is computed by another engine, or for one
                     self._driver.release(request.state)
         if request.is_open:
@@ -358,8 +403,7 @@ class MockEngine:
         for request in requests:
             self._drop(request)
         self.worker.requests[:] = [each for each in self.worker.requests if each not in requests]
-        if isinstance(self.scheduler, VllmScheduler):
-            self.scheduler.holds_back_prompts = False
+        self.scheduler.holds_back_prompts = False
         self._idle_passes = 0
 
     def __enter__(self) -> Self:
@@ -394,7 +438,8 @@ class MockEngine:
 
         Args:
             until_ms: no pass is started at or after it; the engine's time is then at least that. A pass that began
-                before may end after it, so it may be in the past: nothing happens then. None: to the end.
+                before may end after it, so it may be in the past: nothing happens then. None: to the end. With a host,
+                transfers that are done by then are published, if no request is left.
 
         Raises:
             EngineStalled: its requests can never make progress.
@@ -410,6 +455,10 @@ class MockEngine:
             self.fast_forward(self.now_ms, min(until, next_arrival))
         if until_ms is not None:
             self.now_ms = max(self.now_ms, until_ms)
+            tiers = self.worker.tiers
+            if tiers is not None and not self.has_work:  # else its next pass lets the time pass
+                with self.worker.serving_requests():
+                    tiers.pass_to(max(tiers.now, self.now_ms))
         return self.report
 
     def _check_until(self, until_ms: float | None) -> None:
@@ -500,14 +549,26 @@ class MockEngine:
         budget = (
             args.sglang_options.chunked_prefill_size if args.engine_type == "sglang" else args.max_num_batched_tokens
         )
-        open_tokens = sum(len(request) for request in (*scheduler.running, *scheduler.waiting))
-        if self._idle_passes > MOST_IDLE_PASSES + 2 * open_tokens / (budget or math.inf):
-            raise EngineStalled(done.end_ms, tuple(scheduler.running), tuple(scheduler.waiting), self._idle_passes)
+        waiting = (*scheduler.waiting, *scheduler.parked)
+        open_tokens = sum(len(request) for request in (*scheduler.running, *waiting))
+        tiers = self.worker.tiers
+        # Each block of the device may have to travel to the host by itself, and back.
+        transfers = 0 if tiers is None else 2 * self.args.num_gpu_blocks
+        if self._idle_passes > MOST_IDLE_PASSES + transfers + 2 * open_tokens / (budget or math.inf):
+            lost = None if tiers is None else tiers.lost_text
+            raise EngineStalled(done.end_ms, tuple(scheduler.running), waiting, self._idle_passes, lost)
 
 
 def _make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng: Random) -> KvWorker:
+    if args.has_host:
+        spec.check_options({"tiers": args.num_g2_blocks})
+
     def make_manager(sink: Sink | None) -> KvManager:
-        return spec.make(num_blocks=args.num_gpu_blocks, block_size=args.block_size, dp_rank=0, sink=sink)
+        manager = spec.make(num_blocks=args.num_gpu_blocks, block_size=args.block_size, dp_rank=0, sink=sink)
+        host = args.make_host()
+        if host is not None:
+            cast("LogicalManager", manager).attach_offload(host)
+        return manager
 
     return KvWorker(
         make_manager,
@@ -519,7 +580,7 @@ def _make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng
     )
 
 
-def _make_scheduler(args: MockEngineArgs, driver: Any) -> Scheduler:
+def _make_scheduler(args: MockEngineArgs, driver: Any, tiers: TierClock | None) -> Scheduler:
     """Make the scheduler that `args` name, over the driver of a manager that it can use."""
     if args.engine_type == "sglang":
         from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
@@ -534,4 +595,4 @@ def _make_scheduler(args: MockEngineArgs, driver: Any) -> Scheduler:
         raise ValueError(
             f"engine_type 'vllm' cannot schedule over backend {driver.manager.backend!r}; engine_type 'sglang' does"
         )
-    return VllmScheduler(driver, args)
+    return VllmScheduler(driver, args, tiers)

@@ -161,6 +161,7 @@ class _Replay:
         """Raise if requests are left for which nobody will free blocks."""
         running = [request for engine in self._everyone for request in engine.scheduler.running]
         waiting = [request for engine in self._everyone for request in engine.scheduler.waiting]
+        waiting += [request for engine in self._everyone for request in engine.scheduler.parked]
         waiting += self._handoffs.waiting
         if running or waiting:
             raise EngineStalled(self._now, tuple(running), tuple(waiting), 0)

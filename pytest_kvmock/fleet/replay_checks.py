@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.fleet.arrivals import Turn
-from pytest_kvmock.fleet.engine_state import RequestTooLarge
+from pytest_kvmock.fleet.engine_state import EngineSize, RequestTooLarge
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest
@@ -158,20 +158,6 @@ def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int
 # ----------------------------------------------------------------------------------------------------------- sizes
 
 
-class _Size(NamedTuple):
-    """What is to be known of an engine.
-
-    Attributes:
-        block_size: tokens in a block.
-        blocks: how many it has.
-        rejects: whether it rejects a prompt that is larger than all of them.
-    """
-
-    block_size: int
-    blocks: int
-    rejects: bool
-
-
 def check_sizes(turns: Iterable[Turn], engines: Iterable[MockEngine], prefill: Iterable[MockEngine]) -> None:
     """Check that each request fits each engine that may get it, or is rejected there; see `MockEngine.dispatch`.
 
@@ -188,23 +174,18 @@ def check_sizes(turns: Iterable[Turn], engines: Iterable[MockEngine], prefill: I
             _accepts(size, turn, turn.trace.output_length, position, "engines")
 
 
-def _sizes(engines: Iterable[MockEngine]) -> list[_Size]:
+def _sizes(engines: Iterable[MockEngine]) -> list[EngineSize]:
     """Return the sizes of engines, each once."""
-    all_args = [engine.args for engine in engines]
-    sizes = [
-        _Size(args.block_size, args.num_gpu_blocks, args.scheduler_semantics == "1.3.1" and args.engine_type == "vllm")
-        for args in all_args
-    ]
-    return list(dict.fromkeys(sizes))
+    return list(dict.fromkeys(EngineSize.of(engine.args) for engine in engines))
 
 
-def _accepts(size: _Size, turn: Turn, output: int, position: int, engines: str) -> bool:
+def _accepts(size: EngineSize, turn: Turn, output: int, position: int, engines: str) -> bool:
     """Return whether engines of this size accept a request with so much output; False: they reject it."""
     prompt = turn.prompt.length(size.block_size)
-    if size.rejects and -(-prompt // size.block_size) > size.blocks:
+    if size.rejects_prompt(prompt):
         return False
-    needed = -(-(prompt + output) // size.block_size)
-    if needed > size.blocks:
+    needed = size.exceeded_by(prompt + output)
+    if needed:
         request = f"replay: requests[{position}] of {prompt} tokens and {output} of output"
         raise RequestTooLarge(needed, size.blocks, request, engines)
     return True

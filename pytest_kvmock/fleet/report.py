@@ -59,8 +59,21 @@ class EngineReport:
             sum(request.prompt_tokens for request in self.completed),
         )
 
+    @property
+    def onboarded_tokens(self) -> int:
+        """Tokens that came back from the host for these requests."""
+        return sum(request.onboarded_tokens for request in self.completed)
+
+    @property
+    def onboarded_ratio(self) -> float:
+        """The same as a share of the prompts' tokens; it is a part of `reused_ratio`."""
+        return _ratio(self.onboarded_tokens, sum(request.prompt_tokens for request in self.completed))
+
     def to_json(self) -> dict[str, Any]:
-        """Return all figures, by the keys of Dynamo's replay; times in milliseconds."""
+        """Return all figures, by the keys of Dynamo's replay; times in milliseconds.
+
+        `onboarded_input_tokens` is ours: what came back from the host.
+        """
         done = self.completed
         inputs = sum(request.prompt_tokens for request in done)
         outputs = sum(request.generated_tokens for request in done)
@@ -81,6 +94,7 @@ class EngineReport:
             "first_admission_prefix_cache_reused_ratio": _ratio(
                 sum(request.first_reused_tokens for request in done), inputs
             ),
+            "onboarded_input_tokens": self.onboarded_tokens,
         }
         times = [(request.arrival_ms, request.token_ms) for request in done if request.token_ms]
         later = [tokens for _, tokens in times if len(tokens) > 1]
@@ -95,7 +109,10 @@ class EngineReport:
         return out
 
     def per_request(self) -> list[dict[str, Any]]:
-        """Return a row a request, by the keys of Dynamo's report of 1.3.1; what did not happen is None."""
+        """Return a row a request, by the keys of Dynamo's report of 1.3.1; what did not happen is None.
+
+        `onboarded_input_tokens` is ours.
+        """
         rows = []
         for request in self.requests:
             tokens = request.token_ms
@@ -108,6 +125,7 @@ class EngineReport:
                     "input_length": request.prompt_tokens,
                     "output_length": request.max_output_tokens,
                     "reused_input_tokens": request.reused_tokens,
+                    "onboarded_input_tokens": request.onboarded_tokens,
                     "ttft_ms": tokens[0] - request.arrival_ms if tokens else None,
                 }
             )

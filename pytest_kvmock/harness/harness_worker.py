@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
@@ -12,7 +12,7 @@ from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import RecordedRequest, Recording
-from pytest_kvmock.programs.operations import Clear, Restart
+from pytest_kvmock.programs.operations import Clear, Restart, Tick
 
 if TYPE_CHECKING:
     from pytest_kvmock.sinks import Sink
@@ -102,8 +102,13 @@ class HarnessWorker(KvWorker):
         """Publish to the router from now on; first what it published when it was made."""
         self._events.begin(self)
 
-    def _request(self, prompt: Prompt) -> RecordedRequest:
-        return RecordedRequest(self, prompt, self._recording)
+    def _request(self, prompt: Prompt, *, wait: bool) -> RecordedRequest:
+        return RecordedRequest(self, prompt, self._recording, wait=wait)
+
+    def tick(self, now: float) -> None:
+        """As `KvWorker.tick`."""
+        self._recording.operate(Tick, now, self.worker_id, self.dp_rank)
+        super().tick(now)
 
     def clear(self) -> bool:
         """As `KvWorker.clear`."""
@@ -117,10 +122,19 @@ class HarnessWorker(KvWorker):
         super().restart(announced=announced)
 
 
+def options_of(profile: EngineProfile) -> dict[str, Any]:
+    """Options that a profile asks of the backend of its workers: tiers, if it has any."""
+    return {} if profile.tiers is None else {"tiers": profile.tiers}
+
+
 def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink: Sink | None) -> KvManager:
     """Make the block manager of a worker, and check that it is one, of this backend."""
+    options = options_of(profile)
+    spec.check_options(options)
     try:
-        manager = spec.make(num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink)
+        manager = spec.make(
+            num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink, **options
+        )
     except ValueError:  # a refusal, with a message of its own
         raise
     except Exception as error:

@@ -126,12 +126,12 @@ def recorded_prompt(prompt: Prompt, block_size: int) -> tuple[Sequence[int], tup
 class RecordedRequest(Request):
     """A request that records the operations on it."""
 
-    def __init__(self, worker: KvWorker, prompt: Prompt, recording: Recording) -> None:
+    def __init__(self, worker: KvWorker, prompt: Prompt, recording: Recording, *, wait: bool = True) -> None:
         super().__init__(worker, prompt)
         self._recording = recording
         self._number = recording.next_request()
         blocks, tail, hashed = recorded_prompt(prompt, worker.manager.block_size)
-        recording.operate(Prefill, self._number, blocks, tail, worker.worker_id, worker.dp_rank, hashed)
+        recording.operate(Prefill, self._number, blocks, tail, worker.worker_id, worker.dp_rank, hashed, wait)
 
     def decode(self, tokens: int | Sequence[int] = 1) -> None:
         """As `Request.decode`."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.checks import unknown_text
@@ -45,10 +45,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.harness.faults import Faults
     from pytest_kvmock.sinks import Sink
-
-
-ENGINES_OWN: Final = frozenset({"evicted_and_restored", "wrong_hash"})
-"""Warnings that faithful engines cause by themselves where a block may be removed before its parent."""
 
 
 class RouterHarness:
@@ -389,7 +385,7 @@ class RouterHarness:
     def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
         """Remove a worker from the router, all ranks; it may come back with any event id.
 
-        The worker itself still exists; `worker(id)` makes a new one.
+        The worker itself still exists, without what was in tiers below its device or on the way; `worker(id)` makes a new one.
 
         Raises:
             ValueError: the index under test has no `remove_worker`; nothing has changed.
@@ -582,8 +578,7 @@ class RouterHarness:
     def is_engines_own(self, warning: Problem) -> bool:
         """Whether a warning is one that a faithful mock engine causes by itself, as `multi_lru` and `hash_cache` do."""
         key = (warning.worker_id, warning.dp_rank)
-        prefix_closed = self._workers.is_prefix_closed(key)
-        return warning.rule in ENGINES_OWN and not prefix_closed and key not in self.by_hand and warning.fault is None
+        return warning.rule in self._workers.own_warnings(key) and key not in self.by_hand and warning.fault is None
 
     def __enter__(self) -> Self:
         return self

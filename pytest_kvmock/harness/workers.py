@@ -14,7 +14,7 @@ from pytest_kvmock.checks import check_integer, integer_text, is_integer, unknow
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import StorageTier, StreamKey
 from pytest_kvmock.harness.engine_comparison import EngineComparison
-from pytest_kvmock.harness.harness_worker import HarnessWorker
+from pytest_kvmock.harness.harness_worker import HarnessWorker, options_of
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
@@ -29,6 +29,12 @@ WorkerKey: TypeAlias = int | tuple[int, int]
 """A worker id; (worker_id, dp_rank) where the worker has more ranks than one."""
 
 MOST_WORKER_ID: Final = 2**64 - 1
+
+_OWN_IF_NOT_PREFIX_CLOSED: Final = ("evicted_and_restored", "wrong_hash")
+"""Warnings that engines cause by themselves where a block may be removed before its parent."""
+
+_OWN_WITH_TIERS: Final = ("orphaned_child",)
+"""Likewise with tiers: a swap-in drops its pins head first (as the original does), and `lru` then evicts parents first."""
 
 
 class Workers:
@@ -84,9 +90,11 @@ class Workers:
         """The key of a worker, or of a rank of it."""
         return (worker_id, dp_rank) if self._profile.dp_size > 1 or dp_rank else worker_id
 
-    def is_prefix_closed(self, key: StreamKey) -> bool:
-        """Whether the engine of a worker and rank removes a block before its parent."""
-        return key not in self._not_prefix_closed
+    def own_warnings(self, key: StreamKey) -> Collection[str]:
+        """The rules of warnings that the faithful engine of a worker and rank causes by itself."""
+        if key in self._not_prefix_closed:
+            return _OWN_IF_NOT_PREFIX_CLOSED
+        return _OWN_WITH_TIERS if self._profile.tiers is not None else ()
 
     def use_backend(self, backend: str | BackendSpec) -> None:
         """Set the backend of the workers, once, and make those that exist from the start.
@@ -99,6 +107,7 @@ class Workers:
             if spec is not self.spec:
                 raise ValueError(f"the harness has backend {self.spec.name!r} already; it cannot become {spec.name!r}")
             return
+        spec.check_options(options_of(self._profile))
         self.spec = spec
         for worker_id in range(self._profile.workers):
             for dp_rank in range(self._profile.dp_size):
@@ -184,7 +193,9 @@ class Workers:
     def remove(self, keys: Collection[StreamKey]) -> None:
         """Remove workers; the next one of such an id is a new one."""
         for key in keys:
-            self._workers.pop(self.key(*key), None)
+            worker = self._workers.pop(self.key(*key), None)
+            if worker is not None:
+                worker.cancel_transfers()
             self._engines_of.pop(self.key(*key), None)
 
     def _free_id(self) -> int:
@@ -214,6 +225,7 @@ class Workers:
             rng=rng,
         )
         self._workers[self.key(worker_id, dp_rank)] = worker
+        tiers = self._profile.tiers
         if not spec.prefix_closed:
             self._not_prefix_closed.add((worker_id, dp_rank))
         self._judge.open(
@@ -221,9 +233,12 @@ class Workers:
             first_id=0,
             block_size=self._profile.block_size,
             num_blocks=self._profile.num_blocks,
+            tier_blocks=None if tiers is None else {StorageTier.HOST_PINNED: tiers.host},
             residency=spec.residency,
             prefix_closed=spec.prefix_closed,
             chain=None if spec.chain is None else partial(spec.chain, worker.manager),
+            # A function, as copies of a ledger share it; a bound method would be copied with its worker.
+            unpublished=None if tiers is None else lambda tier: worker.unpublished(tier),  # noqa: PLW0108 - as said
         )
         if self._judge_unpublished:
             from pytest_kvmock.harness.engines import WatchingSink  # for those who use it

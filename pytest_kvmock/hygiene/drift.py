@@ -28,6 +28,8 @@ def differences(
     extra = [block for block in held if block not in there]
     implied = stream.implied if tier is StorageTier.DEVICE else ()
     silent = [block for block in there if block not in held and block not in implied]
+    if silent and stream.unpublished is not None:
+        silent = [block for block in silent if not stream.is_unpublished(block, tier)]
     found = [
         (extra, "what the engine drops is published as Removed", "the engine does not hold"),
         (silent, "what the engine caches is published as Stored", "the engine holds"),

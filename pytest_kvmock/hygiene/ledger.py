@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
@@ -67,6 +67,7 @@ class Ledger:
         residency: Residency = "unique",
         prefix_closed: bool = True,
         chain: Callable[[], Chain] | None = None,
+        unpublished: Callable[[StorageTier], Container[int]] | None = None,
     ) -> Stream:
         """Open the stream of a worker and rank, which holds nothing.
 
@@ -79,6 +80,8 @@ class Ledger:
             residency: see `BackendSpec`; where it is "counted", a block may be stored and removed several times.
             prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning, and an orphaned child is none.
             chain: makes the rule by which it names blocks, to judge `wrong_hash` by; None: Dynamo's rule.
+            unpublished: returns the blocks of a tier that it may hold without a Stored (`Stream.is_unpublished`); a
+                function, which copies of the ledger share.
         """
         before = self.streams.get(key)
         stream = self.streams[key] = Stream(
@@ -90,6 +93,7 @@ class Ledger:
             residency=residency,
             prefix_closed=prefix_closed,
             chain=None if chain is None else chain(),
+            unpublished=unpublished,
         )
         stream.restarts = () if before is None else before.restarts
         return stream
@@ -317,7 +321,7 @@ class Ledger:
                 stream.overfull.discard(tier)
             elif not reported:
                 stream.overfull.add(tier)
-                where = "" if tier is StorageTier.DEVICE else f" in {tier}"
+                where = stream.where_text(tier)
                 since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
                 observed = f"according to the events, {count} blocks are held{where}{since}"
                 has = f"the engine has {most} block{'s' * (most != 1)}{where and ' there'}"
@@ -345,7 +349,7 @@ class Ledger:
         if not plain:
             unknown: list[int] = []
             for block, child in zip(hashes, after, strict=True):
-                if child is None and not (on_device and block in stream.implied):
+                if child is None and not (block in stream.implied if on_device else stream.is_unpublished(block, tier)):
                     unknown.append(block)
                 elif removed.get(block, LAST) == LAST:
                     removed[block] = child
@@ -552,8 +556,7 @@ class Ledger:
         self, stream: Stream, blocks: tuple[int, ...], expected: str, had: str, tier: StorageTier
     ) -> Problem:
         """The problem for blocks in which stream and engine differ in a tier."""
-        where = "" if tier is StorageTier.DEVICE else f" in {tier}"
-        observed = f"{had} {blocks_text(blocks)}{where}; {stream.history(blocks[0], tier)}"
+        observed = f"{had} {blocks_text(blocks)}{stream.where_text(tier)}; {stream.history(blocks[0], tier)}"
         return problem_of("engine_drift", stream, observed, expected, blocks, tier=tier)
 
     # ---------------------------------------------------------------------------------------------- desyncs

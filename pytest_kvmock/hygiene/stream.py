@@ -6,7 +6,7 @@ One subject: the state of a stream between two events. The ledger judges what ch
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import pairwise, repeat
 from typing import Final, Literal, TypeAlias
 
@@ -53,6 +53,8 @@ class Stream(History):
     Attributes:
         num_blocks: how many blocks the engine has on the device; None: unknown.
         tier_blocks: how many it has in each tier below; a tier without is unknown.
+        unpublished: returns the blocks of a tier that the engine may hold, and remove, without a Stored; see
+            `is_unpublished`.
         residency: see `BackendSpec`.
         prefix_closed: see `BackendSpec`.
         hash_chain: how the engine names blocks.
@@ -113,6 +115,7 @@ class Stream(History):
         "tiers",
         "unconfirmed",
         "unmarked",
+        "unpublished",
         "worker_id",
     )
 
@@ -127,12 +130,14 @@ class Stream(History):
         residency: Residency = "unique",
         prefix_closed: bool = True,
         chain: Chain | None = None,
+        unpublished: Callable[[StorageTier], Container[int]] | None = None,
     ) -> None:
         super().__init__(block_size)
         self.worker_id, self.dp_rank = key
         self.next_id = first_id
         self.num_blocks = num_blocks
         self.tier_blocks = dict(tier_blocks or {})
+        self.unpublished = unpublished
         self.residency = residency
         self.prefix_closed = prefix_closed
         self.hash_chain = chain or DynamoChain()
@@ -161,6 +166,14 @@ class Stream(History):
     def held(self, tier: StorageTier) -> dict[int, int]:
         """The blocks that are held in a tier: see `tiers`."""
         return self.device if tier is StorageTier.DEVICE else self.tiers.setdefault(tier, {})
+
+    def is_unpublished(self, block: int, tier: StorageTier) -> bool:
+        """Whether the engine may hold a block below the device without a Stored, and remove it.
+
+        Dynamo's offload engine does, for a block that the device evicted again while its first copy was on its way: the
+        engine names each of them (`OffloadEngine.unpublished`). No such block is drift, nor is its Removed wrong.
+        """
+        return self.unpublished is not None and tier is not StorageTier.DEVICE and block in self.unpublished(tier)
 
     def add(self, held: dict[int, int], hashes: tuple[int, ...], parent: int | None) -> None:
         """Hold blocks of which none is held yet, under a parent that is: nearly every Stored."""
@@ -385,15 +398,67 @@ class Stream(History):
         stored, removed = self.stored_at.get(block), self.removed_at.get(block)
         if stored is None:
             return f"{name} was {'never stored' if removed is None else f'removed by {self._called(removed)}'}"
-        tiers = [tier for tier in StorageTier if block in self.tiers.get(tier, ())]
-        if len(self.tiers) > 1 and (moved := self._moved(block, tier, tiers)):
-            return f"{name} was {moved}"
-        if tiers:
-            return f"{name} was stored{self._held(block, stored, removed, tiers)}"
+        if self.has_tiers and (told := self._told_by_tier(block, tier)):
+            return f"{name} was {told}"
+        if block in self.device:
+            return f"{name} was stored{self._held(block, stored, -1 if removed is None else removed)}"
         if removed is not None and removed > stored:
             after = ", right after it was stored again" if block in self.removed_but_resident else ""
             return f"{name} was removed by {self._called(removed)}{after}"
         return f"{name} was stored by {self._emptied_by(stored)}"
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether anything is known of tiers below the device; messages name the tiers then."""
+        return len(self.tiers) > 1 or bool(self.tier_blocks)
+
+    def where_text(self, tier: StorageTier) -> str:
+        """The tier that a message is about, to be put after its blocks; empty where there is but the device."""
+        return f" in {tier}" if self.has_tiers or tier is not StorageTier.DEVICE else ""
+
+    def _told_by_tier(self, block: int, tier: StorageTier) -> str:
+        """The state of a block that was stored, each tier by its own events; empty where they do not tell.
+
+        Args:
+            block: which block.
+            tier: the tier that is asked about.
+        """
+        tiers = [each for each in StorageTier if block in self.tiers.get(each, ())]
+        if moved := self._moved(block, tier, tiers):
+            return moved
+        if tiers:
+            told = [(each, *self._last(block, each, range(self._begun(), len(self.events)))) for each in tiers]
+            if any(stored < 0 for _, stored, _ in told):
+                return ""
+            if len(tiers) > 1 and not self.copies and all(removed < stored for _, stored, removed in told):
+                where = ", ".join(f"in {each} by {self._called(stored)}" for each, stored, _ in told)
+                return f"stored {where}, and never removed"
+            held = [f" in {each}{self._held(block, stored, removed, each)}" for each, stored, removed in told]
+            return f"stored{';'.join(held)}"
+        if block in self.removed_but_resident:
+            return ""
+        # All tiers were emptied at once: it was dropped where it was then.
+        last = max(self.stored_at[block], self.removed_at.get(block, 0))
+        ends = [*self.cleared_at, *(when for when, why in self.anew if why != "backwards")]
+        places = range(max((end for end in ends if end <= last), default=0), last + 1)
+        told = [(each, *self._last(block, each, places)) for each in StorageTier]
+        dropped = [(each, stored) for each, stored, removed in told if removed < stored]
+        gone = {each: removed for each, stored, removed in told if removed > stored}
+        if not dropped:
+            place, where = max((removed, where) for where, removed in gone.items())
+            return f"removed from {where} by {self._called(place)}"
+        before = f"removed from {tier} by {self._called(gone[tier])}, " if tier in gone else ""
+        *others, (where, stored) = dropped
+        listed = "".join(f"in {each} by {self._called(place)}, " for each, place in others)
+        return f"{before}stored {listed}in {where} by {self._emptied_by(stored, comma=bool(others))}"
+
+    def _last(self, block: int, tier: StorageTier, places: range) -> tuple[int, int]:
+        """The places in `events` of the last Stored and the last Removed of a block in a tier, among some; -1: none."""
+
+        def last(kind: type[Stored | Removed]) -> int:
+            return next((place for place in reversed(places) if _names(self.events[place], block, kind) is tier), -1)
+
+        return last(Stored), last(Removed)
 
     def _moved(self, block: int, tier: StorageTier, tiers: list[StorageTier]) -> str:
         """Where a block went that the tier does not hold: what removed it there, and where it is since.
@@ -428,41 +493,33 @@ class Stream(History):
         cleared = self.cleared_at[-1] + 1 if self.cleared_at else 0
         return max([cleared, *(when for when, why in self.anew if why != "backwards")])
 
-    def _held(self, block: int, stored: int, removed: int | None, tiers: list[StorageTier]) -> str:
-        """Since when a block is held in some tiers; `stored` and `removed` are places in `events`."""
-        where = ""
-        if len(self.tiers) > 1:
-            where = f" in {', '.join(tiers)}"
-            if self.events[stored].storage_tier not in tiers:  # it was stored in another later, and removed there
-                stored = next(
-                    place
-                    for place in reversed(range(len(self.events)))
-                    if _names(self.events[place], block, Stored) in tiers
-                )
-        copies = sum(1 + self.copies.get(tier, {}).get(block, 0) for tier in tiers)
-        if removed is None or removed < stored or self.events[removed].storage_tier not in tiers:
-            count = f"; {copies} copies are held" if copies > len(tiers) else ""
-            return f"{where} by {self._called(stored)} and never removed{count}"
+    def _held(self, block: int, stored: int, removed: int, tier: StorageTier = StorageTier.DEVICE) -> str:
+        """Since when a tier holds a block; `stored` and `removed` are the places in `events` of the last of both there (-1: none)."""
+        copies = 1 + self.copies.get(tier, {}).get(block, 0)
+        if removed < stored:
+            count = f"; {copies} copies are held" if copies > 1 else ""
+            return f" by {self._called(stored)} and never removed{count}"
         left = f"{copies} {'is' if copies == 1 else 'are'} held"
-        return f"{where} by {self._called(stored)}; {self._called(removed)} removed a copy, and {left}"
+        return f" by {self._called(stored)}; {self._called(removed)} removed a copy, and {left}"
 
     def _called(self, place: int) -> str:
         """The name of an event, by its id and whether ids have begun anew since."""
         return event_name(self.events[place].event.event_id, [why for when, why in self.anew if when > place])
 
-    def _emptied_by(self, stored: int) -> str:
-        """The name of a Stored, and what removed its blocks that no Removed has named since."""
+    def _emptied_by(self, stored: int, *, comma: bool = False) -> str:
+        """The name of a Stored, and what removed its blocks that no Removed has named since; `comma`: it ends a list."""
+        and_ = ", and" if comma else " and"
         called, cleared_at = self._called(stored), self.cleared_at
         later = [why for when, why in self.anew if when > stored]
         cleared = next(iter(cleared_at[bisect_right(cleared_at, stored) :]), None)
         end = next(((when, why) for when, why in self.anew if when > stored and why != "backwards"), None)
         if cleared is not None and (end is None or cleared < end[0]):
-            return f"{called} and cleared by {self._called(cleared)}"
+            return f"{called}{and_} cleared by {self._called(cleared)}"
         if end is None:
-            return f"{called} and is no longer held"
+            return f"{called}{and_} is no longer held"
         called = event_name(self.events[stored].event.event_id, later if len(later) > 1 else ())
         what = "restarted" if end[1] == "restart" else "was removed"
-        return f"{called} and dropped when {worker_text(self.worker_id, self.dp_rank)} {what}"
+        return f"{called}{and_} dropped when {worker_text(self.worker_id, self.dp_rank)} {what}"
 
 
 def _names(event: RouterEvent, block: int, kind: type[Stored | Removed]) -> StorageTier | None:

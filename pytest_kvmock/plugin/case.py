@@ -85,7 +85,9 @@ class Case:
                 why = str(error)
                 # What begins so is about the backend; the rest is its own refusal, nearly always of a block size.
                 if not why.startswith("backend ") and re.search("block.size", why):
-                    why += f" ({_block_size_place(self.item)})"
+                    why += f" ({_place(self.item, 'block_size')})"
+                if "takes no tiers" in why:
+                    why += f" ({_place(self.item, 'tiers')})"
                 fail_in_one_line(self.item, f"backend {name}: {why}")
             self.backend = name
         return self.harness
@@ -132,15 +134,15 @@ def harness_options(item: pytest.Item) -> dict[str, Any]:
     return options
 
 
-def _block_size_place(item: pytest.Item) -> str:
-    """Return the source of a test's block size, the one field that a backend may refuse."""
+def _place(item: pytest.Item, field: str) -> str:
+    """Return the source of a field of a test's profile that a backend may refuse."""
     from pytest_kvmock.plugin.markers import show_mark
 
-    for key in ("block_size", "profile"):  # a single field is laid over a profile, wherever it stands
+    for key in (field, "profile"):  # a single field is laid over a profile, wherever it stands
         for mark in item.iter_markers("kvmock"):
             if mark.kwargs.get(key) is not None or key in mark.kwargs.get("engine", ()):
                 return show_mark(mark)
-    return "block_size is from kv_base_profile, or ini kvmock_block_size"
+    return f"{field} is from kv_base_profile, or ini kvmock_{'profile' if field == 'tiers' else field}"
 
 
 def fail_in_one_line(item: pytest.Item, message: str) -> NoReturn:

@@ -69,7 +69,7 @@ def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> 
             else:
                 checks[key](value)
         except ValueError as error:
-            yield f"{key}: {error}"
+            yield str(error) if str(error).startswith(f"{key}: ") else f"{key}: {error}"
 
 
 def wrong_in_engine(fields: object) -> Iterable[str]:

@@ -19,7 +19,7 @@ REDUCE_SECONDS: Final = 2.0
 
 ALL_BACKENDS: Final = "all"
 
-PROFILE_KEYS: Final = ("block_size", "num_blocks", "workers", "dp_size", "prefix_caching", "chunk", "seed")
+PROFILE_KEYS: Final = ("block_size", "num_blocks", "workers", "dp_size", "prefix_caching", "chunk", "seed", "tiers")
 """The fields of `EngineProfile`; by name, because importing it is for those who use it (a test compares the two)."""
 
 SCHEDULER_MATRIX: Final = "kv_scheduler_matrix"
@@ -31,7 +31,7 @@ MARKERS: Final = (
         "without those of exclude; the marker closest to the test counts."
     ),
     (
-        "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, profile=, "
+        "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, tiers={'host': blocks}, profile=, "
         "sync='every|auto|burst|end', index_semantics=None|'e1', event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,), "
         "faults={fault: rate}, survive=(faults,), engine={field: value}): size the mock engines of the test, say what a "
         "broken event rule does, which faults strike, and what kv_engine is; keys of module, class and function "

@@ -30,6 +30,7 @@ from pytest_kvmock.programs.operations import (
     Serve,
     Step,
     Submit,
+    Tick,
     WithPrompt,
 )
 from pytest_kvmock.tokens import Prompt
@@ -57,8 +58,9 @@ class _Served(Protocol):
 class Worker(Protocol):
     """What a program needs of a worker (`engine.worker.KvWorker`)."""
 
-    def prefill(self, prompt: Prompt, /) -> OpenRequest: ...  # noqa: D102 - as KvWorker has it
+    def prefill(self, prompt: Prompt, /, *, wait: bool = True) -> OpenRequest: ...  # noqa: D102 - as KvWorker has it
     def serve(self, prompt: Prompt, output_tokens: int, /) -> _Served: ...  # noqa: D102 - likewise
+    def tick(self, now: float, /) -> None: ...  # noqa: D102 - likewise
     def clear(self) -> bool: ...  # noqa: D102 - likewise
     def restart(self, *, announced: bool) -> None: ...  # noqa: D102 - likewise
 
@@ -130,7 +132,9 @@ class Interpreter:
         harness, requests = self._harness, self.requests
         match step:
             case Prefill():
-                request = harness.worker(step.worker, step.rank).prefill(self._prompt(step))
+                worker = harness.worker(step.worker, step.rank)
+                prompt = self._prompt(step)
+                request = worker.prefill(prompt) if step.wait else worker.prefill(prompt, wait=False)
                 requests[step.name] = request
                 return request.cached_tokens
             case Decode():
@@ -163,6 +167,8 @@ class Interpreter:
                 before = engine.passes
                 engine.run(step.until_ms)
                 return engine.passes - before
+            case Tick():
+                harness.worker(step.worker, step.rank).tick(step.now_ms)
             case Clear():
                 return harness.worker(step.worker, step.rank).clear()
             case Burst():

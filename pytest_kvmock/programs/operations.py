@@ -97,6 +97,8 @@ class Prefill(OnRequest, WithPrompt):
         worker: on which worker.
         rank: on which of its ranks.
         hashed: whether blocks are local hashes (see `WithPrompt`).
+        wait: whether time passes until there is room for it, and until the host's blocks of it are back; else it is not
+            admitted then.
     """
 
     kind = "prefill"
@@ -106,6 +108,7 @@ class Prefill(OnRequest, WithPrompt):
     worker: int = 0
     rank: int = 0
     hashed: bool = False
+    wait: bool = True
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -245,6 +248,23 @@ class Run(Operation):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class Tick(Operation):
+    """Move the time of a worker with tiers forward.
+
+    Attributes:
+        now_ms: to when.
+        worker: which worker.
+        rank: which of its ranks.
+    """
+
+    kind = "tick"
+
+    now_ms: float = 0.0
+    worker: int = 0
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Clear(Operation):
     """Clear a worker: it drops what is cached. While it has requests, nothing happens."""
 
@@ -330,6 +350,7 @@ Step: TypeAlias = (
     | Abort
     | RunPasses
     | Run
+    | Tick
     | Clear
     | Burst
     | Restart

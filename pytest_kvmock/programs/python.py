@@ -22,6 +22,7 @@ from pytest_kvmock.programs.operations import (
     RunPasses,
     Serve,
     Submit,
+    Tick,
 )
 from pytest_kvmock.tokens import Prompt
 
@@ -57,7 +58,7 @@ def _served(prefill: Prefill, own: Sequence[OnRequest]) -> Serve | None:
         tokens = own[0].argument
     elif len(own) != 1:
         return None
-    if not isinstance(own[-1], Finish) or not isinstance(tokens, int):
+    if not isinstance(own[-1], Finish) or not isinstance(tokens, int) or not prefill.wait:
         return None
     p = prefill
     return Serve(p.blocks, p.tail, p.worker, p.rank, p.hashed, tokens)
@@ -68,7 +69,13 @@ def _lines(step: Operation, block_size: int, *, named: bool) -> Iterator[str]:
     match step:
         case Prefill():
             name = f"{_request(step.name)} = " if named else ""
-            yield f"{name}{_worker(step.worker, step.rank)}.prefill({_prompt(step.prompt(block_size), block_size)})"
+            called = f"{name}{_worker(step.worker, step.rank)}.prefill"
+            prompt = _prompt(step.prompt(block_size), block_size)
+            if step.wait:
+                yield f"{called}({prompt})"
+            else:
+                yield "with suppress(WouldWait):"
+                yield f"    {called}({prompt}, wait=False)"
         case Serve():
             prompt = _prompt(step.prompt(block_size), block_size)
             output = f", {step.output_tokens}" if step.output_tokens else ""
@@ -96,6 +103,8 @@ def _lines(step: Operation, block_size: int, *, named: bool) -> Iterator[str]:
             yield f"{_engine(step.worker, step.rank)}.run({until})"
         case OnRequest():
             yield f"{_request(step.name)}.{step.kind}()"
+        case Tick():
+            yield f"{_worker(step.worker, step.rank)}.tick({step.now_ms!r})"
         case Clear():
             yield f"{_worker(step.worker, step.rank)}.clear()"
         case Burst():

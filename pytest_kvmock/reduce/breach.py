@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.events import block_text
+from pytest_kvmock.events import StorageTier, block_text
 from pytest_kvmock.hygiene.content import FITS
 from pytest_kvmock.hygiene.text import without_restarts
 
@@ -79,7 +79,8 @@ def story_of(problem: Problem) -> str:
     In a replay nothing is lost: what did not arrive, the worker leaves out. The parent that the hash of a block fits is
     in `Problem.expected`.
     """
-    text = without_restarts(problem.observed).partition(FITS)[0]
+    # The device is named only where there is another tier, which is not needed to show what is wrong there.
+    text = without_restarts(problem.observed).partition(FITS)[0].replace(f" in {StorageTier.DEVICE}", "")
     if (
         problem.rule == "event_id_gap"
         and problem.event is not None

@@ -39,10 +39,14 @@ _ROOMS: Final = (16, 64, 256, 1024)
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """How the pieces are written down: with what of the original, and what of it is made plain."""
+    """How the pieces are written down: with what of the original, and what of it is made plain.
+
+    A bare event has neither a tier nor what stands beside it: tokens.
+    """
 
     with_ids: bool
     bare: bool = False
+    tokens: bool = True
     renamed: bool = False
     profile: EngineProfile | None = None
     made: bool = True
@@ -116,6 +120,8 @@ class EventCutter:
     def _start(self) -> Sequence[Piece]:
         """The first of some parts, from the likeliest to the whole, that breaks the rule."""
         pieces = [*pieces_of(self._arrivals)]
+        if not pieces:
+            raise NotReduced("no event arrived")
         own = self._own(pieces)
         for with_ids in (True,) if self._look.with_ids else (False, True):
             self._look = replace(self._look, with_ids=with_ids)
@@ -189,10 +195,12 @@ class EventCutter:
     def _make_plain(self, pieces: Sequence[Piece]) -> None:
         """Write it down with less of the original, where it breaks the rule so too."""
         size = self._whole.profile.block_size
-        self._try_look(pieces, bare=True)
+        self._try_look(pieces, bare=True, tokens=False)
+        if not self._look.bare:
+            self._try_look(pieces, tokens=False)
         self._try_look(pieces, made=False)
         self._try_look(pieces, profile=EngineProfile(block_size=size))
-        if self._look.bare:  # tokens come in blocks of that size
+        if not self._look.tokens:  # tokens come in blocks of that size
             self._try_look(pieces, profile=EngineProfile())
         if not self._chained:
             self._try_look(pieces, renamed=True)
@@ -211,7 +219,10 @@ class EventCutter:
         """
         if (self._whole.sync == "auto" and self._whole.aflush is None) or not self._whole.with_index:
             return False
-        before, self._look = self._look, replace(self._look, profile=EngineProfile(), made=False, bare=True)
+        before, self._look = (
+            self._look,
+            replace(self._look, profile=EngineProfile(), made=False, bare=True, tokens=False),
+        )
         upto = len(self._own(pieces_of(self._arrivals)))
         pieces = self._own(pieces_of([*self._arrivals, *self._later]))
         amid = [*self._amid(pieces, upto)]
@@ -305,7 +316,9 @@ class EventCutter:
             event_id = max(0, number + piece.jumps) if look.with_ids else number
             tier, tokens = event.storage_tier, event.token_ids
             if look.bare:
-                tier, tokens = StorageTier.DEVICE, None
+                tier = StorageTier.DEVICE
+            if not look.tokens:
+                tokens = None
                 if isinstance(data, Stored):
                     data = Stored(data.parent_hash, data.block_hashes, data.tokens_hashes)
             elif tokens is not None and piece.places is not None:

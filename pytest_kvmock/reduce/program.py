@@ -29,7 +29,7 @@ Level: TypeAlias = Literal["events", "requests"]
 
 _PUBLIC: Final = (
     *("Cleared", "EngineProfile", "KvCacheEvent", "Prompt", "Removed", "RouterEvent", "RouterHarness", "StorageTier"),
-    "Stored",
+    *("Stored", "WouldWait"),
 )
 """What a test imports of what it names."""
 
@@ -167,15 +167,17 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None) -> str:
     kind = "def" if program.aflush is None or runs_itself else "async def"
     lines = [*marks, f"{kind} {name}({index}):", *(f"    {line}".rstrip() for line in with_harness)]
     text = "\n".join(lines)
-    names = [public for public in _PUBLIC if f"{public}(" in text or f"{public}." in text]
-    imports = ["import asyncio\n\n"] * runs_itself + ["import pytest\n\n"] * bool(marks)
+    names = [public for public in _PUBLIC if any(f"{public}{after}" in text for after in "(.)")]
+    standard = ["import asyncio"] * runs_itself + ["from contextlib import suppress"] * ("suppress(" in text)
+    groups = ["\n".join(standard), "import pytest" * bool(marks)]
+    imports = [f"{group}\n\n" for group in groups if group]
     return f"{''.join(imports)}from pytest_kvmock import {', '.join(names)}\n\n\n{text}\n"
 
 
 def _harness(program: Reproduction) -> str:
     default = EngineProfile()
     fields = [
-        f"{field.name}={getattr(program.profile, field.name)!r}"
+        f"{field.name}={literal(plain_field(program.profile, field.name))}"
         for field in dataclasses.fields(EngineProfile)
         if getattr(program.profile, field.name) != getattr(default, field.name)
     ]
@@ -198,6 +200,12 @@ def _harness(program: Reproduction) -> str:
     if program.allow:
         arguments.append(f"allow=[{', '.join(map(quoted, program.allow))}]")
     return ", ".join(arguments)
+
+
+def plain_field(profile: EngineProfile, name: str) -> Any:
+    """A field of a profile as users write it: tiers as a mapping."""
+    value = getattr(profile, name)
+    return value.to_dict() if name == "tiers" and value is not None else value
 
 
 def _has_copies(program: Reproduction) -> bool:

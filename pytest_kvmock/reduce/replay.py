@@ -11,6 +11,7 @@ from threading import Event, Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
+from pytest_kvmock.engine.driver import WouldWait
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.harness import RouterHarness, Verdict
 from pytest_kvmock.harness.recording import WorkerRemoved
@@ -169,6 +170,8 @@ class Replayer:
             self.budget.spend()
             try:
                 answer = interpreter.do(step)
+            except WouldWait:  # what the operation is for
+                pass
             except Exception:
                 if strict:
                     raise

@@ -1,4 +1,7 @@
-"""Cutting down requests to workers: fewer of them, then shorter prompts, fewer steps, a smaller cache."""
+"""Cutting down requests to workers: fewer of them, then shorter prompts, fewer steps, a smaller cache.
+
+One subject: what is left out, in which order.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +88,7 @@ class RequestCutter:
                     self._one_run,
                     self._fewer_requests,
                     self._smaller_cache,
+                    self._simpler_tiers,
                     self._fewer_operations,
                     self._fewer_blocks,
                     self._shorter_prompts,
@@ -224,6 +228,20 @@ class RequestCutter:
                 if most and self._attempt(self._with_prompts(steps, partial(_first, most)), profile=profile):
                     return
 
+    def _simpler_tiers(self) -> None:
+        """Take no tiers, or a smaller host, and what is default of the rest."""
+        tiers = self._now.profile.tiers
+        if tiers is None:
+            return
+        from pytest_kvmock.tiers.config import Tiers  # for those who have some
+
+        if self._attempt(profile=self._now.profile.replace(tiers=None)):
+            return
+        for host in (*_sizes(tiers.host), tiers.host):
+            for simple in (Tiers(host), dataclasses.replace(tiers, host=host, batch=None)):
+                if simple != tiers and self._attempt(profile=self._now.profile.replace(tiers=simple)):
+                    return
+
     def _fewer_blocks(self) -> None:
         """Leave out blocks, each from all prompts, so that what was shared stays shared."""
         steps = self._steps
@@ -262,6 +280,9 @@ class RequestCutter:
 
     def _plainer(self, i: int) -> None:
         """Leave out what an operation of an engine has by default."""
+        step = self._steps[i]
+        if isinstance(step, Prefill) and not step.wait:
+            self._attempt(self._changed(i, replace(step, wait=True)))
         for name in ("arrival_ms", "until_ms", "priority"):
             step = self._steps[i]
             if getattr(step, name, None) is not None:

@@ -170,14 +170,31 @@ def read_output(node: Node) -> int:
     return count
 
 
-def read_engine(node: Node) -> dict[str, Any]:
-    """Fields of `MockEngineArgs`, each checked by itself."""
-    return node.fields(engine_readers())
+def read_engine(node: Node, **more: Callable[[Node], Any]) -> dict[str, Any]:
+    """Fields of `MockEngineArgs`, each checked by itself.
+
+    Args:
+        node: a mapping of them.
+        more: what reads other keys that may be there.
+    """
+    from pytest_kvmock.engine.args import BEYOND_HOST, check_beyond_host  # for files that have them
+
+    if isinstance(node.value, dict):
+        for name in BEYOND_HOST:
+            if name in node.value:
+                try:
+                    check_beyond_host(name, plain(node.value[name]))
+                except ValueError as error:
+                    raise node.key_error(name, str(error)) from None
+        node = dataclasses.replace(
+            node, value={name: value for name, value in node.value.items() if name not in BEYOND_HOST}
+        )
+    return node.fields({**more, **_engine_readers()})
 
 
-def engine_readers() -> dict[str, Callable[[Node], Any]]:
+def _engine_readers() -> dict[str, Callable[[Node], Any]]:
     """What reads each field of `MockEngineArgs`."""
-    from pytest_kvmock.engine.args import MockEngineArgs  # for files that have them
+    from pytest_kvmock.engine.args import MockEngineArgs
 
     def read(name: str, one: Node) -> Any:
         if name in _GROUPS:

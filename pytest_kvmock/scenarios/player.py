@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import UUID
 
 from pytest_kvmock.checks import did_you_mean
+from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.fleet.engine_state import EngineStalled
@@ -33,6 +34,7 @@ from pytest_kvmock.programs.operations import (
     RunPasses,
     Serve,
     Submit,
+    Tick,
 )
 from pytest_kvmock.tokens import Prompt
 
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.scenarios.values import Numbers, Scenario, Step, WorkerName
     from pytest_kvmock.strict_yaml import Place
 
-REFUSALS: Final = (OutOfBlocks, RequestError, EngineStalled, ValueError, TypeError)
+REFUSALS: Final = (OutOfBlocks, RequestError, EngineStalled, WouldWait, SlotsLost, ValueError, TypeError)
 """What a step raises that cannot be done as the file has it (a `MoveError` is a ValueError)."""
 
 
@@ -148,6 +150,8 @@ class _Player:
             answer = getattr(self, f"_do_{step.action}")(**step.given)
         except REFUSALS as error:
             refusal = f"{type(error).__name__}: {error}"
+            if refused is None and isinstance(error, WouldWait):  # what the step asked for; it is not admitted
+                return None
             if refused is None:
                 raise ScenarioFailure(step.place, f"{step.action} was refused: {refusal}") from None
             if refused.value not in refusal:
@@ -250,10 +254,10 @@ class _Player:
         assert isinstance(uuid, UUID)
         self._worker(worker).manager.promote(uuid, block, **given)
 
-    def _do_prefill(self, request: str, worker: WorkerName = FIRST, **prompt: Any) -> int:
+    def _do_prefill(self, request: str, worker: WorkerName = FIRST, wait: bool = True, **prompt: Any) -> int:
         self._check_free(request)
         self._worker(worker)
-        cached: int = self._interpreter.do(Prefill(request, *self._asked(prompt), *worker, "hashes" in prompt))
+        cached: int = self._interpreter.do(Prefill(request, *self._asked(prompt), *worker, "hashes" in prompt, wait))
         self._workers[request] = worker
         return cached
 
@@ -314,6 +318,10 @@ class _Player:
     def _do_run(self, worker: WorkerName = FIRST, until_ms: float | None = None) -> None:
         self._engine(worker)
         self._interpreter.do(Run(until_ms, *worker))
+
+    def _do_tick(self, now_ms: float, worker: WorkerName = FIRST) -> None:
+        self._worker(worker)
+        self._interpreter.do(Tick(now_ms, *worker))
 
     def _do_clear(self, worker: WorkerName) -> None:
         self._worker(worker)
@@ -441,6 +449,8 @@ def _as_expected(event: RouterEvent, like: Mapping[str, Any]) -> Any:
         fields = {kind: len(data.block_hashes) if isinstance(like.get(kind), int) else list(data.block_hashes)}
         if isinstance(data, Stored) and ("parent" in like or not like):
             fields["parent"] = data.parent_hash
+    if "tier" in like:
+        fields["tier"] = event.storage_tier
     if "worker" in like:
         fields["worker"] = event.worker_id, event.event.dp_rank
     return fields

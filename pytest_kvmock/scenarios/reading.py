@@ -13,7 +13,6 @@ from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.profiles import FIELDS
 from pytest_kvmock.scenarios.fields import (
     check_one_of,
-    engine_readers,
     read_block,
     read_cached_block,
     read_capacity,
@@ -182,7 +181,7 @@ def _decode(node: Node) -> dict[str, Any]:
 
 def _engine(node: Node) -> dict[str, Any]:
     """A worker, and fields of its engine."""
-    given = node.fields({"worker": read_worker, **engine_readers()})
+    given = read_engine(node, worker=read_worker)
     worker = {"worker": given.pop("worker")} if "worker" in given else {}
     return {**worker, "fields": given}
 
@@ -234,7 +233,7 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
         },
         ("partial", "block"),
     ),
-    "prefill": _prompt({"request": string, "worker": read_worker}, ("request",)),
+    "prefill": _prompt({"request": string, "worker": read_worker, "wait": boolean}, ("request",)),
     "serve": _prompt({"output_tokens": read_count, "worker": read_worker}),
     "decode": _decode,
     "finish": _mapping({"request": string}, ("request",), "request"),
@@ -253,6 +252,7 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
     "abort": _mapping({"request": string}, ("request",), "request"),
     "step": _mapping({"count": read_capacity, "worker": read_worker}, (), "count"),
     "run": _mapping({"until_ms": nullable(read_milliseconds), "worker": read_worker}, (), "until_ms"),
+    "tick": _mapping({"now_ms": read_milliseconds, "worker": read_worker}, ("now_ms",), "now_ms"),
     "clear": _mapping({"worker": read_worker}, ("worker",), "worker"),
     "restart": _mapping({"worker": read_worker, "announced": boolean}, ("worker",), "worker"),
     "worker": _mapping({"id": read_worker, "backend": string}, ("id",), "id"),
@@ -280,7 +280,13 @@ def _expected_event(node: Node) -> dict[str, Any]:
         return {"cleared": True}
     blocks = _how_many(list_of(read_published))
     given = node.fields(
-        {"stored": blocks, "parent": nullable(read_published), "removed": blocks, "worker": read_worker}
+        {
+            "stored": blocks,
+            "parent": nullable(read_published),
+            "removed": blocks,
+            "worker": read_worker,
+            "tier": read_tier,
+        }
     )
     if "parent" in given and "stored" not in given:
         raise node.key_error("parent", "'parent' belongs to 'stored'")

@@ -24,7 +24,9 @@ from pytest_kvmock.programs.operations import (
     RunPasses,
     Serve,
     Submit,
+    Tick,
 )
+from pytest_kvmock.reduce.program import plain_field
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def scenario_text(program: Reproduction, name: str) -> str:
     if program.with_index:
         document["needs_index"] = True
     fields = {
-        field.name: getattr(program.profile, field.name)
+        field.name: plain_field(program.profile, field.name)
         for field in dataclasses.fields(EngineProfile)
         if getattr(program.profile, field.name) != field.default
     }
@@ -128,7 +130,7 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
 def _operation(step: Operation, size: int) -> dict[str, Any]:
     match step:
         case Prefill():
-            of = _of((step.worker, step.rank))
+            of = {**_of((step.worker, step.rank)), **({} if step.wait else {"wait": False})}
             return {"prefill": {"request": _request(step.name), **_prompt(step.prompt(size), size), **of}}
         case Serve():
             of = _of((step.worker, step.rank))
@@ -157,6 +159,8 @@ def _operation(step: Operation, size: int) -> dict[str, Any]:
             return {"remove_worker": step.worker}
         case DropNext():
             return {"fault": {"lose": {"n": step.count, **({} if step.of is None else {"kind": step.of})}}}
+        case Tick():
+            return {"tick": {"now_ms": step.now_ms, **_of((step.worker, step.rank))}}
         case Clear():
             return {"clear": _worker((step.worker, step.rank))}
     raise ValueError(f"a scenario file has no step for {step!r}")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.programs.operations import Restart as Restart
     from pytest_kvmock.programs.operations import Resume as Resume
     from pytest_kvmock.programs.operations import Serve as Serve
+    from pytest_kvmock.programs.operations import Tick as Tick
     from pytest_kvmock.testing.drafts import play as play
     from pytest_kvmock.testing.eviction import EvictionContract as EvictionContract
     from pytest_kvmock.testing.index import IndexContract as IndexContract
@@ -48,6 +49,7 @@ _HOME = {
     "Restart": "programs.operations",
     "Resume": "programs.operations",
     "Serve": "programs.operations",
+    "Tick": "programs.operations",
     "play": "testing.drafts",
     "traffic": "testing.strategies",
     "WorkerContract": "testing.worker",

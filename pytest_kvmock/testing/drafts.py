@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, Literal, TypeAlias
 
+from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import OutOfBlocks
+from pytest_kvmock.events import StreamKey
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import (
@@ -26,6 +29,7 @@ from pytest_kvmock.programs.operations import (
     Resume,
     Step,
     Submit,
+    Tick,
 )
 
 _FITTING: Final = {
@@ -68,7 +72,11 @@ class Player(Interpreter):
             request = self.requests.get(step.name)
             if request is None or request.status not in _FITTING[type(step)]:
                 return None
-        with suppress(OutOfBlocks):
+        elif isinstance(step, Tick):
+            worker = self._harness.worker(step.worker, step.rank)
+            if getattr(worker, "tiers", None) is None or step.now_ms < getattr(worker, "now", 0.0):
+                return None
+        with suppress(OutOfBlocks, WouldWait, SlotsLost):
             return super().do(step)
         return None
 
@@ -99,7 +107,9 @@ def play(harness: RouterHarness, program: Iterable[Step]) -> None:
 
 # ---------------------------------------------------------------------------------------------------- any traffic
 
-Kind: TypeAlias = Literal["prefill", "decode", "finish", "preempt", "resume", "clear", "serve", "again", "burst"]
+Kind: TypeAlias = Literal[
+    "prefill", "decode", "finish", "preempt", "resume", "clear", "serve", "again", "burst", "tick"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +121,10 @@ class Draft:
         which: which of the requests that it may be done to, counted round.
         worker: for what begins a request, and for a clear, on which worker.
         blocks: for a prefill, its blocks.
-        tokens: its tail, or what is decoded; of a burst, how many prompts.
+        tokens: its tail, or what is decoded; of a burst, how many prompts; of a tick, how many ms later than the last.
         of: which token is decoded.
         rank: as worker.
+        wait: for a prefill, whether it waits.
     """
 
     kind: Kind
@@ -123,6 +134,7 @@ class Draft:
     tokens: int = 0
     of: int = 0
     rank: int = 0
+    wait: bool = True
 
 
 MOST_BURSTS: Final = 2
@@ -141,18 +153,19 @@ def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:
     steps: list[Step] = []
     admitted: list[Prefill] = []
     bursts = 0
+    now: Counter[StreamKey] = Counter()
     for draft in drafts:
         kind = draft.kind
         if kind in ("prefill", "serve", "again"):
             name = f"r{len(admitted)}"
             if kind != "again":
                 tail = draft.tokens if draft.blocks else draft.tokens or 1
-                prefill = Prefill(name, draft.blocks, tail, draft.worker, draft.rank)
+                prefill = Prefill(name, draft.blocks, tail, draft.worker, draft.rank, wait=draft.wait)
             else:
                 whole = [step for step in admitted if step.blocks]
                 if not whole:
                     continue
-                prefill = dataclasses.replace(whole[draft.which % len(whole)], name=name, tail=0)
+                prefill = dataclasses.replace(whole[draft.which % len(whole)], name=name, tail=0, wait=True)
             admitted.append(prefill)
             steps.append(prefill)
             if kind == "prefill":
@@ -162,6 +175,10 @@ def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:
             continue
         if kind == "clear":
             steps.append(Clear(draft.worker, draft.rank))
+            continue
+        if kind == "tick":
+            now[draft.worker, draft.rank] += draft.tokens
+            steps.append(Tick(float(now[draft.worker, draft.rank]), draft.worker, draft.rank))
             continue
         if kind == "burst":
             if bursts == MOST_BURSTS:

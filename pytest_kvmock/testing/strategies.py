@@ -23,6 +23,7 @@ def traffic(
     numbers: int = 3,
     most_tokens: int = 9,
     most_in_a_burst: int = 100,
+    tiers: bool = False,
 ) -> SearchStrategy[Program]:
     """Any mix of requests: prefill, decode, finish, preempt, resume and clear, on some workers, sharing prefixes.
 
@@ -40,9 +41,11 @@ def traffic(
         numbers: how many different blocks there are; the fewer, the more is shared.
         most_tokens: tokens of the longest tail, and of the longest decode.
         most_in_a_burst: prompts of the longest `Burst`, each up to two events; 0 for no bursts.
+        tiers: whether time passes too, for workers with host memory below the device: with a `Tick` now and then, and
+            prefills that do not wait for what is under way.
 
     Raises:
-        ValueError: a count below 1, or below 0 where none is allowed.
+        ValueError: a count below 1, or below 0 where none is allowed; or `tiers` is no truth value.
     """
     for name, value, least in (
         ("workers", workers, 1),
@@ -54,6 +57,8 @@ def traffic(
         ("most_in_a_burst", most_in_a_burst, 0),
     ):
         check_integer(f"traffic: {name}", value, least)
+    if not isinstance(tiers, bool):
+        raise ValueError(f"traffic: tiers must be True or False, got {tiers!r:.80}")  # noqa: TRY004 - one error
     # At most five choices a step, that of going on counted: Hypothesis deletes runs of up to five when it shrinks.
     number, which = st.integers(0, numbers - 1), st.integers(0, 7)
     worker = st.integers(0, workers - 1) if workers > 1 else st.just(0)
@@ -73,6 +78,11 @@ def traffic(
     if most_in_a_burst:
         count = st.integers(1, most_in_a_burst)
         drafts.append(st.builds(Draft, st.just("burst"), worker=worker, rank=rank, tokens=count))
+    if tiers:
+        impatient = st.builds(
+            Draft, st.just("prefill"), worker=worker, rank=rank, blocks=blocks, tokens=tail, wait=st.just(False)
+        )
+        drafts += [impatient, st.builds(Draft, st.just("tick"), worker=worker, rank=rank, tokens=tail)]
     # By itself Hypothesis draws short lists, hardly ever enough to fill a cache and to evict from it.
     draft, least = st.one_of(drafts), max(1, most_steps // 2)
     lists = st.lists(draft, min_size=1, max_size=most_steps) | st.lists(draft, min_size=least, max_size=most_steps)

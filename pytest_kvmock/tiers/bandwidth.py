@@ -29,15 +29,18 @@ class Link:
 
     Raises:
         ValueError: `gbps` is no finite number.
+
+    Attributes:
+        gbps: as above; 0 is infinite.
     """
 
-    __slots__ = ("_ids", "_last", "_rate", "_transfers")
+    __slots__ = ("_ids", "_last", "_rate", "_transfers", "gbps")
 
     def __init__(self, gbps: float, ids: Iterator[int] | None = None) -> None:
         if isinstance(gbps, int | float) and -math.inf < gbps < 0:
             gbps = 0.0
-        gbps = check_number("a bandwidth", gbps, unit=" (GB/s; 0 is infinite)")
-        self._rate = gbps * BYTES_PER_MS if gbps else math.inf
+        self.gbps = check_number("a bandwidth", gbps, unit=" (GB/s; 0 is infinite)")
+        self._rate = self.gbps * BYTES_PER_MS if self.gbps else math.inf
         self._ids = count() if ids is None else ids
         self._last = 0.0
         self._transfers: list[tuple[int, float]] = []  # (id, remaining bytes)
@@ -57,6 +60,7 @@ class Link:
         """
         now = check_time(now)
         check_integer("bytes", num_bytes, 0, " (bytes of a transfer)")
+        check_number("bytes", num_bytes, unit=" (bytes of a transfer)")
         self._last = max(now, self._last)
         number = next(self._ids)
         self._transfers.append((number, float(num_bytes) if self._rate < math.inf else 0.0))

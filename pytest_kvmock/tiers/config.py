@@ -53,6 +53,9 @@ class Tiers:
                 "batch squared blocks may be on their way, and a batch that the host cannot hold whole is lost"
             )
 
+    def __str__(self) -> str:
+        return str(self.to_dict())
+
     @classmethod
     def of(cls, value: object) -> Tiers:
         """Read tiers from a mapping as users write it; tiers are returned as they are.

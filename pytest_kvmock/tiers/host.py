@@ -41,6 +41,11 @@ class HostPool:
         """How many blocks are pinned."""
         return len(self._pool.registered) - self._num_inactive
 
+    def name_of(self, plh: int) -> int | None:
+        """Return the sequence hash of a block that is held; None where it is not."""
+        slot = self._pool.registered.get(plh)
+        return None if slot is None else slot.name
+
     def blocks(self) -> list[Slot]:
         """Return the slots that hold a block."""
         return list(self._pool.registered.values())

@@ -7,13 +7,14 @@ in threads, and where the moment of a step depends on them, here it happens in t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import count
+from math import inf
 from typing import Final
 
 from pytest_kvmock.cache.dynamo.eviction.policy import Slot
 from pytest_kvmock.cache.offload import BlockDetails, OffloadResult, PinnedPrefix, TierEvent
-from pytest_kvmock.checks import check_integer, check_time
+from pytest_kvmock.checks import check_integer, check_number, check_time
 from pytest_kvmock.events import Removed, StorageTier, Stored
 from pytest_kvmock.tiers.bandwidth import Link
 from pytest_kvmock.tiers.host import HostPool
@@ -29,7 +30,9 @@ from pytest_kvmock.tiers.host import HostPool
 # Two hazards of the original are kept. A batch for which the host has not as many slots that are empty or evictable is
 # lost, and its call never settles: the slots stay quarantined. And what events say of a block is noted once for each
 # lineage hash, and forgotten when the host evicts it: a block that was sent twice (it was evicted from the device again
-# while its first copy was under way), arrived, was evicted from the host, and arrives the second time has no Stored.
+# while its first copy was under way), arrived, was evicted from the host, and arrives the second time has no Stored. If
+# the device evicts it once more while the host has it so, its Removed is published all the same. `unpublished` names
+# such blocks: who compares the host with its events leaves them out, and no others.
 
 DEFAULT_GBPS: Final = 14.0
 """Bandwidth of each direction, in GB/s."""
@@ -97,6 +100,7 @@ class HostOffload:
 
     Attributes:
         tier: the host's.
+        batch_size: as above.
         now: the time of the last tick, in ms, cut to microseconds: transfers that a move starts begin then.
         lost_blocks: blocks that were lost because the host could not hold a batch whole.
         lost_to_pins: those of them that it could have held, had a swap-in not pinned other blocks.
@@ -115,7 +119,8 @@ class HostOffload:
     ) -> None:
         self._host = HostPool(check_integer("num_blocks", num_blocks, 1, " (blocks of the host)"))
         self._block_bytes = check_integer("block_bytes", block_bytes, 0, "; 0: a transfer takes no time")
-        self._batch_size = check_integer("batch_size", batch_size, 1)
+        check_number("block_bytes * num_blocks", block_bytes * num_blocks, unit=" (bytes)")
+        self.batch_size = check_integer("batch_size", batch_size, 1)
         ids = count()
         self._to_host = Link(to_host_gbps, ids)
         self._to_device = Link(to_device_gbps, ids)
@@ -128,6 +133,7 @@ class HostOffload:
         self._onboards: dict[int, HostPrefix] = {}
         self._details: dict[int, BlockDetails] = {}  # by lineage hash; what the next event of a block says
         self._happened: list[tuple[bool, int]] = []  # (whether stored, lineage hash), not yet published
+        self._unpublished: set[int] = set()
 
     def __repr__(self) -> str:
         return (
@@ -141,6 +147,16 @@ class HostOffload:
         return self._host.total
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a block; 0: unknown, a transfer takes no time."""
+        return self._block_bytes
+
+    @property
+    def gbps(self) -> tuple[float, float]:
+        """Bandwidth to the host, and back, in GB/s; 0 is infinite."""
+        return self._to_host.gbps, self._to_device.gbps
+
+    @property
     def quarantined(self) -> int:
         """Slots of the device that are held, those that will be held for ever included."""
         return sum(len(call.slots) for call in self._calls)
@@ -148,6 +164,11 @@ class HostOffload:
     def resident(self) -> list[int]:
         """Sequence hashes of what the host holds."""
         return [slot.name for slot in self._host.blocks()]
+
+    @property
+    def unpublished(self) -> Container[int]:
+        """Sequence hashes of blocks that came without a Stored, until they have one; see the theory of operation."""
+        return self._unpublished
 
     def deadline(self) -> float | None:
         """Return when the next transfer finishes, in either direction; None if none is under way."""
@@ -170,7 +191,7 @@ class HostOffload:
             return self._result([*slots, *self._settled_slots()])
         call = _Call(list(slots), len(passed))
         self._calls.append(call)
-        size = self._batch_size
+        size = self.batch_size
         self._queue += [_Batch(call, passed[i : i + size]) for i in range(0, len(passed), size)]
         self._start_queued()
         return self._result(())
@@ -215,10 +236,12 @@ class HostOffload:
         self._to_device.cancel()
         for each in (self._calls, self._queue, self._offloads, self._onboards, self._details, self._happened):
             each.clear()
+        self._unpublished.clear()
         return slots
 
     def _set_now(self, now: float) -> None:
-        self.now = int(now * 1000) / 1000  # the original keeps integer microseconds
+        micros = now * 1000
+        self.now = int(micros) / 1000 if micros < inf else now  # the original keeps integer microseconds
 
     def _drain(self, now: float) -> None:
         """Advance both links, and settle what finished, in the order in which it did."""
@@ -238,7 +261,7 @@ class HostOffload:
 
     def _start_queued(self) -> None:
         """Start batches that wait, the first first, while fewer are under way than may be."""
-        while self._queue and len(self._offloads) < self._batch_size:
+        while self._queue and len(self._offloads) < self.batch_size:
             batch = self._queue.popleft()
             allocated = self._host.allocate(len(batch.blocks))
             if allocated is None:
@@ -265,8 +288,12 @@ class HostOffload:
         for stored, plh in self._happened:
             block = self._details.get(plh) if stored else self._details.pop(plh, None)
             if block is None:
+                name = self._host.name_of(plh) if stored else None
+                if name is not None:
+                    self._unpublished.add(name)
                 continue
             if stored:
+                self._unpublished.discard(block.name)
                 tokens = None if block.token_ids is None else [block.token_ids]
                 data = Stored(block.parent, (block.name,), (block.local_hash,))
                 events.append(TierEvent(data, self.tier, tokens))

@@ -352,10 +352,10 @@ def test_what_dynamo_accepts_at_the_borders_is_accepted(given):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_g2_blocks", 5), ("offload_batch_size", 0), ("bandwidth_g2_to_g3_gbps", 1.5), ("enable_g4_storage", True)],
+    [("num_g3_blocks", 0), ("bandwidth_g2_to_g3_gbps", 1.5), ("enable_g4_storage", True)],
 )
-def test_arguments_of_tiers_are_refused_as_not_built(name, value):
-    message = f"{name}={value!r}: offload tiers are not built yet; leave it out"
+def test_arguments_of_tiers_beyond_the_host_are_refused(name, value):
+    message = f"{name}={value!r}: there are no tiers beyond the host; leave it out"
     assert message == refusal(MockEngineArgs.from_json, {name: value})
     assert message == refusal(MockEngineArgs().replace, **{name: value})
     assert message == refusal(MockEngineArgs.from_profile, EngineProfile(), **{name: value})
@@ -366,7 +366,7 @@ def test_an_unknown_field_is_refused_with_the_nearest():
     for call in (MockEngineArgs().replace, lambda **given: MockEngineArgs.from_json(given)):
         message = refusal(call, num_gpu_block=5)
         assert message.startswith(
-            "unknown field of the engine's arguments 'num_gpu_block'; did you mean 'num_gpu_blocks'? known: engine_type, "
+            "unknown field of the engine's arguments 'num_gpu_block'; did you mean 'num_gpu_blocks' or 'num_g2_blocks'? known: engine_type, "
         )
     message = refusal(MockEngineArgs.from_profile, EngineProfile(), max_model_len=5)
     assert message.startswith("unknown field of the engine's arguments 'max_model_len'")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import CapturingSink, OutOfBlocks, create_manager
+from pytest_kvmock import CapturingSink, OutOfBlocks, Prompt, create_manager
 from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
 from pytest_kvmock.engine.driver import SlotsLost, WouldWait
@@ -105,8 +105,99 @@ def test_a_swap_in_that_nobody_waits_for_goes_on_and_is_cached_at_a_tick():
     assert error.value.deadline == again.value.deadline  # it is not started twice
     worker.tick(error.value.deadline)
     assert 24 == worker.cached_tokens(A)
-    with worker.prefill(A, wait=False) as request:
-        assert 24 == request.cached_tokens
+    longer = [*A, *C[:8]]
+    with pytest.raises(WouldWait, match="blocks of the device are on their way to the host, until") as error:
+        worker.prefill(longer, wait=False)  # for the two more blocks that it needs
+    worker.tick(error.value.deadline)
+    with worker.prefill(longer, wait=False) as request:
+        assert (24, 16) == (request.cached_tokens, request.onboarded_tokens)
+    assert (24, 0) == serve(worker, A)
+
+
+def parked_worker():
+    """A worker of 4 blocks, all of A[:16]: two stay pinned while the two others are on their way back; and the deadline."""
+    worker = worker_of(4)
+    serve(worker, A[:16])
+    serve(worker, B[:8])
+    worker.tick(50.0)
+    for _ in range(2):
+        with pytest.raises(WouldWait) as error:
+            worker.prefill(A[:16], wait=False)
+        now, deadline = worker.now, error.value.deadline
+        worker.tick(deadline if "way to the host" in str(error.value) else now)
+    assert (4, 2) == (worker.manager.num_active_blocks, worker.manager.num_outside)
+    return worker, deadline
+
+
+def test_blocks_that_are_pinned_for_what_comes_back_are_no_request_s():
+    worker, deadline = parked_worker()
+    with pytest.raises(WouldWait) as error:
+        worker.prefill(A[:16], wait=False)
+    assert deadline == error.value.deadline
+    assert (16, 8) == serve(worker, A[:16])
+    worker, deadline = parked_worker()
+    assert (0, 0) == serve(worker, C[:16])  # it waits for them, and for their way to the host
+    assert deadline < worker.now
+
+
+def test_time_that_the_manager_alone_is_moved_to_is_waited_for_by_nobody():
+    worker, deadline = parked_worker()
+    worker.manager.tick(deadline)
+    assert (16, 8) == serve(worker, A[:16])
+    assert 0 == worker.manager.num_outside
+
+
+def test_the_worker_s_time_is_never_before_the_manager_s():
+    worker = worker_of()
+    worker.manager.tick(50.0)
+    assert 50.0 == worker.now
+    with pytest.raises(ValueError, match=r"tick: time does not go backwards; it is 50\.0 ms, got 49"):
+        worker.tick(49)
+    serve(worker, A)
+    serve(worker, B)
+    assert 54.0 == worker.now
+    worker.manager.tick(100.0)
+    worker.manager.tick(70.0)  # a manager takes that, and nothing back
+    assert (24, 16) == serve(worker, A)
+    assert 108.0 == worker.now == worker.manager.offload.now
+    worker.manager.swap_in([], 200.0)
+    worker.restart()
+    assert 108.0 == worker.now
+
+
+def test_what_was_coming_back_to_a_manager_that_was_cleared_is_waited_for_by_nobody():
+    worker, _ = parked_worker()
+    assert worker.manager.clear()
+    assert (0, 0) == serve(worker, A[:16])
+    assert 16 == worker.cached_tokens(A)
+
+
+def test_slots_that_another_waits_for_are_not_lost():
+    worker = worker_of(4)
+    serve(worker, A[:16])
+    serve(worker, B[:16])
+    worker.manager.swap_in(worker._driver.lineage(Prompt.of(A[:16])))
+    worker.tick(100.0)
+    scheduled = worker.manager.swap_in(worker._driver.lineage(Prompt.of(A[:8])))
+    worker.tick(200.0)
+    assert scheduled.is_complete
+    with pytest.raises(OutOfBlocks, match="3 blocks are needed and 2 are available"):
+        worker.prefill(C[:12])
+    worker.manager.put_down(scheduled)
+    assert (0, 0) == serve(worker, C[:12])
+
+
+def test_what_came_back_for_another_request_is_cached_for_this_one():
+    worker = worker_of()
+    serve(worker, A)
+    serve(worker, B)
+    worker.tick(50.0)
+    for _ in range(2):
+        with pytest.raises(WouldWait) as error:
+            worker.prefill(A, wait=False)
+        worker.tick(error.value.deadline)
+    assert (16, 0) == serve(worker, [*A[:16], 7])
+    assert (24, 16) == serve(worker, A)
 
 
 def test_decode_waits_for_a_block():
@@ -177,6 +268,29 @@ def test_a_deadline_that_never_comes_raises_at_once(wait):
     assert ([], 0) == (worker.requests, worker.manager.num_active_block_refs)
 
 
+def test_what_was_generated_before_the_slots_were_missed_stays():
+    worker = lost_worker()
+    serve(worker, A)
+    with pytest.raises(SlotsLost):
+        worker.prefill(B)
+    request = worker.prefill(B[:6])  # in the two slots that are left
+    with pytest.raises(SlotsLost):
+        request.decode([7] * 6)
+    assert (8, 2, "running") == (len(request), len(request.blocks), request.status)
+
+
+def test_a_request_that_misses_lost_slots_stays_preempted():
+    worker = lost_worker()
+    request = worker.prefill(A)
+    request.preempt()
+    with pytest.raises(SlotsLost):
+        worker.prefill(B)
+    with pytest.raises(SlotsLost):
+        request.resume()
+    assert ("preempted", 24, 0) == (request.status, len(request), worker.manager.num_active_block_refs)
+    request.finish()
+
+
 def test_slots_that_are_lost_to_a_swap_in_s_pins_raise_by_name():
     worker = worker_of(6, host=1)
     serve(worker, A[:4])
@@ -235,6 +349,21 @@ def test_a_time_that_is_none_is_refused(now):
     assert f"a time must be a finite number of at least 0 (ms), got {now!r}" == str(error.value)
 
 
+def test_any_finite_time_can_be_ticked_to():
+    worker = worker_of()
+    serve(worker, A)
+    serve(worker, B)
+    worker.tick(1.7e308)
+    assert (1.7e308, 1.7e308) == (worker.now, worker.manager.offload.now)
+
+
+def test_more_bytes_than_are_a_number_are_refused_when_the_worker_is_made():
+    with pytest.raises(
+        ValueError, match=r"^block_bytes \* num_blocks must be a finite number of at least 0 \(bytes\), got"
+    ):
+        worker_of(bytes_per_token=10**400)
+
+
 def test_a_worker_without_tiers_has_no_time_and_nothing_on_the_host():
     worker = plain_worker()
     with pytest.raises(ValueError) as error:
@@ -264,8 +393,6 @@ def test_random_requests_lose_no_slot_and_no_block(backend, steps, num_blocks, h
     worker = worker_of(num_blocks, backend, host=host)
     manager, sink = worker.manager, sink_of(worker)
     held = {StorageTier.DEVICE: set(), HOST: set()}
-    twice = False
-    departed = set()
     for what, which, length in steps:
         try:
             if what == "prefill":
@@ -286,12 +413,9 @@ def test_random_requests_lose_no_slot_and_no_block(backend, steps, num_blocks, h
                 blocks.update(data.block_hashes)
             elif isinstance(data, Removed):
                 blocks.difference_update(data.block_hashes)
-                if event.storage_tier == StorageTier.DEVICE:
-                    twice |= not departed.isdisjoint(data.block_hashes)
-                    departed.update(data.block_hashes)
         sink.take()
         assert held[StorageTier.DEVICE] == set(manager.resident())
-        assert twice or held[HOST] == set(manager.resident(HOST))
+        assert held[HOST] == {block for block in manager.resident(HOST) if block not in worker.unpublished(HOST)}
         assert manager.num_active_blocks == len(manager.active_blocks) + manager.num_outside
         for request in worker.requests:
             assert len(request.blocks) == -(-len(request) // SIZE)

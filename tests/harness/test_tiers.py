@@ -221,7 +221,7 @@ def test_blocks_that_a_cleared_left_on_the_host_are_found():
     play(sink, (chain(1, 3), HOST), Cleared())
     (problem,) = kv.judge().errors
     assert (1, HOST) == (problem.event_id, problem.storage_tier)
-    assert problem.observed.endswith("was stored by event 0 and cleared by event 1")
+    assert problem.observed.endswith("was stored in host_pinned by event 0 and cleared by event 1")
 
 
 def test_an_index_with_both_methods_must_be_right_in_both():

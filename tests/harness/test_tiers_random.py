@@ -3,47 +3,13 @@
 from random import Random
 
 import pytest
+from plain_tiers import PlainTiers
 
 from pytest_kvmock import RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
 from pytest_kvmock.tokens import sequence_hashes
 
 DEVICE, *BELOW = StorageTier
-
-
-class PlainTiers:
-    """What each rank holds: by tier, blocks with the place of each; a query walks them one by one."""
-
-    def __init__(self):
-        self.held = {}
-
-    def apply(self, event):
-        key, tier, data = (event.worker_id, event.event.dp_rank), event.storage_tier, event.event.data
-        if isinstance(data, Cleared):
-            self.held = {place: blocks for place, blocks in self.held.items() if place[0] != key}
-            return
-        blocks = self.held.setdefault((key, tier), {})
-        if isinstance(data, Removed):
-            for block in data.block_hashes:
-                blocks.pop(block, None)
-            return
-        parent = data.parent_hash
-        if tier is DEVICE and parent is not None and parent not in blocks:
-            return
-        for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
-            blocks[block] = (parent, local)
-            parent = block
-
-    def find_tiered(self, local_hashes):
-        out = {tier: {} for tier in StorageTier}
-        for key in {key for key, _ in self.held}:
-            parent, depth = None, 0
-            for tier, found in out.items():
-                places, start = {place: block for block, place in self.held.get((key, tier), {}).items()}, depth
-                while depth < len(local_hashes) and (parent, local_hashes[depth]) in places:
-                    parent, depth = places[parent, local_hashes[depth]], depth + 1
-                found[key] = depth - start
-        return out
 
 
 class Engine:

@@ -385,10 +385,34 @@ def test_a_parent_is_due_on_the_device_alone():
         ([(stored(1), HOST), (Removed((1,)), HOST)], "removed from host_pinned by event 1; in no tier since"),
         ([(stored(1), HOST)], "stored in host_pinned by event 0 and never removed"),
         ([stored(1), (stored(2), HOST)], "stored in device by event 0 and never removed"),
-        ([stored(1), (stored(2), HOST), (Cleared(), DEVICE)], "stored by event 0 and cleared by event 2"),
+        ([stored(1), (stored(2), HOST), (Cleared(), DEVICE)], "stored in device by event 0 and cleared by event 2"),
         (
             [stored(1), (Removed((1,)), DEVICE), (stored(1), HOST), (Cleared(), DEVICE)],
-            "stored by event 2 and cleared by event 3",
+            "removed from device by event 1, stored in host_pinned by event 2 and cleared by event 3",
+        ),
+        (
+            [stored(1), (stored(1), HOST)],
+            "stored in device by event 0, in host_pinned by event 1, and never removed",
+        ),
+        (
+            [(stored(1), HOST), stored(1), (Cleared(), DEVICE)],
+            "stored in device by event 1, in host_pinned by event 0, and cleared by event 2",
+        ),
+        (
+            [(stored(1), HOST), stored(1), (Removed((1,)), HOST)],
+            "stored in device by event 1 and never removed",
+        ),
+        (
+            [(stored(1), HOST), stored(1), (Removed((1,)), HOST), (Cleared(), DEVICE)],
+            "stored in device by event 1 and cleared by event 3",
+        ),
+        (
+            [stored(1), (Cleared(), DEVICE), (stored(1), HOST), (Removed((1,)), HOST), (Cleared(), DEVICE)],
+            "removed from host_pinned by event 3",
+        ),
+        (
+            [stored(1), (Cleared(), DEVICE), (stored(1), HOST), (Cleared(), DEVICE)],
+            "stored in host_pinned by event 2 and cleared by event 3",
         ),
     ],
 )
@@ -436,10 +460,22 @@ def test_a_block_that_differs_in_two_tiers_is_reported_in_each():
         stream.drift([], HOST),
         stream.drift([], HOST),
     )
-    assert (
-        "the engine does not hold block 1 in host_pinned; block 1 was stored in device, host_pinned by event 1 and never removed"
-        == stream.problems[-1].observed
-    )
+    assert [
+        f"the engine does not hold block 1 in {tier}; block 1 was stored in device by event 0, in host_pinned by event 1, "
+        "and never removed"
+        for tier in (DEVICE, HOST)
+    ] == [problem.observed for problem in stream.problems]
+
+
+def test_a_worker_that_was_given_tiers_is_told_of_by_tier_before_it_uses_them():
+    stream = Stream(num_blocks=1, tier_blocks={HOST: 2})
+    stream.observe(stored(1))
+    stream.observe(stored(2))
+    assert (["over_capacity"], ["engine_drift"]) == (stream.flush(), stream.drift([2]))
+    assert [
+        "according to the events, 2 blocks are held in device after event 1",
+        "the engine does not hold block 1 in device; block 1 was stored in device by event 0 and never removed",
+    ] == [problem.observed for problem in stream.problems]
 
 
 def test_an_event_resyncs_a_block_in_its_own_tier_alone():

@@ -388,7 +388,7 @@ def test_a_block_that_went_from_one_tier_is_said_to_be_stored_in_the_other():
         sink(data, StorageTier.HOST_PINNED)
     sink.compare(list)
     (problem,) = kv.judge().errors
-    known = "the engine does not hold block 1; block 1 was stored in device by event 0 and never removed"
+    known = "the engine does not hold block 1 in device; block 1 was stored in device by event 0 and never removed"
     assert known == problem.observed
 
 

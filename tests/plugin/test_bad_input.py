@@ -188,6 +188,22 @@ MARKERS = [
     ("kvmock(num_blocks=0)", "num_blocks*must be an integer of at least 1, got 0"),
     ("kvmock(block_size='16')", "block_size*must be *, got '16'"),
     ("kvmock(seed=None)", "seed*must be an integer, got None"),
+    ("kvmock(tiers=64)", "tiers: tiers must be a mapping such as {'host': 64, 'gbps': 14.0}, got 64"),
+    ("kvmock(tiers={'hots': 64})", "tiers: unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, *"),
+    ("kvmock(tiers={'gbps': 7})", "tiers: 'host' is missing, the blocks that host memory has room for"),
+    ("kvmock(tiers={'host': 0})", "tiers: host must be an integer of at least 1 (blocks), got 0"),
+    (
+        "kvmock(tiers={'host': 64, 'batch': 9})",
+        "tiers: batch must be at most 8 for a host of 64 blocks, got 9: batch squared blocks may be on their way, and *",
+    ),
+    (
+        "kvmock(tiers={'g3': 64})",
+        "tiers: 'g3' is not built: no released engine could be recorded with it. Events of disk and external tiers are *",
+    ),
+    (
+        "kvmock(tiers={'host': 64, 'gbps': -1})",
+        "tiers: gbps must be a finite number of at least 0 (GB/s; 0 is infinite), got -1",
+    ),
     ("kvmock(event_errors='oops')", "event_errors: got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock(event_warnings=True)", "event_warnings: got True; allowed: fail, warn, ignore"),
     ("kvmock(sync='never')", "sync: got 'never'; did you mean 'every'? allowed: every, auto, burst, end"),

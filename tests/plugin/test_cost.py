@@ -63,6 +63,30 @@ print(json.dumps(sorted(m for m in sys.modules if m.startswith("pytest_kvmock") 
     assert sorted(LIGHT) == in_a_new_process(code)
 
 
+@pytest.mark.parametrize("with_tiers", [False, True])
+def test_tiers_are_loaded_by_who_has_some(pytester, monkeypatch, with_tiers):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(
+        f"""
+        import pytest
+        @pytest.mark.kvmock(num_blocks=4, tiers={{"host": 9}} if {with_tiers} else None)
+        def test(kv_worker, kv_harness, kv_prompt):
+            for _ in range(4):
+                kv_worker.serve(kv_prompt(3), 4)
+            kv_harness.assert_in_sync()
+        """
+    )
+    code = """
+import json, sys
+import pytest
+pytest.main(["-q", "-p", "kvmock", "-p", "no:cacheprovider"])
+print()
+print(json.dumps(sorted(m for m in sys.modules if m.startswith("pytest_kvmock.tiers") or "tier_clock" in m)))
+"""
+    loaded = in_a_new_process(code)
+    assert with_tiers == bool(loaded), loaded
+
+
 def test_the_hooks_that_run_for_every_test_are_these():
     """Each further hook costs every test of every suite that has the plugin installed."""
     hooks = {name for name in dir(pytest_kvmock.plugin) if name.startswith("pytest_")}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, RouterHarness, WouldWait
 from pytest_kvmock.engine.worker import RequestError
 from pytest_kvmock.harness.recording import Recorded
 from pytest_kvmock.programs.interpreter import Interpreter
@@ -18,6 +18,7 @@ from pytest_kvmock.programs.operations import (
     Restart,
     Resume,
     Serve,
+    Tick,
 )
 from pytest_kvmock.tokens import Prompt
 
@@ -113,3 +114,20 @@ def test_what_is_done_is_recorded_and_what_is_recorded_does_it_again(kv):
     for step, _ in recorded:
         interpreter.do(step)
     assert [entry.event for entry in kv.events] == [entry.event for entry in again.events]
+
+
+def test_time_passes_where_an_operation_moves_it_or_waits():
+    profile = EngineProfile(block_size=2, num_blocks=2, tiers={"host": 4, "gbps": 1.0, "bytes_per_token": 500_000})
+    kv = RouterHarness(profile)
+    steps = [Prefill(1, (1, 2)), Finish(1), Tick(5.5), Prefill(2, (3, 4), wait=False)]
+    interpreter = Interpreter(kv)
+    for step in steps[:3]:
+        interpreter.do(step)
+    with pytest.raises(WouldWait):
+        interpreter.do(steps[3])
+    assert (5.5, [1]) == (kv.worker(0).now, [*interpreter.requests])
+    with pytest.raises(ValueError, match="time does not go backwards"):
+        interpreter.do(Tick(1))
+    recorded = [step for step, _ in kv.recording.recorded()]
+    assert [type(step) for step in (*steps, Tick(1))] == [type(step) for step in recorded]
+    assert [Tick(5.5), False, Tick(1)] == [recorded[2], recorded[3].wait, recorded[4]]

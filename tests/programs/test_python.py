@@ -16,6 +16,7 @@ from pytest_kvmock.programs.operations import (
     Restart,
     Resume,
     Serve,
+    Tick,
 )
 from pytest_kvmock.programs.python import calls
 from pytest_kvmock.testing import traffic
@@ -52,6 +53,9 @@ def test_each_operation_is_a_call():
         RemoveWorker(1),
         DropNext(),
         DropNext(2, of="stored"),
+        Prefill("b", (1,), wait=False),
+        Finish("b"),
+        Tick(2.5, 1, 1),
     ]
     assert [
         "a = kv.worker(1, 1).prefill([1, 1, 5, 6, 0])",
@@ -72,6 +76,10 @@ def test_each_operation_is_a_call():
         "kv.remove_worker(1)",
         "kv.drop_next()",
         'kv.drop_next(2, kind="stored")',
+        "with suppress(WouldWait):",
+        "    b = kv.worker(0).prefill([1, 1], wait=False)",
+        "b.finish()",
+        "kv.worker(1, 1).tick(2.5)",
     ] == [*calls(program, 2)]
 
 

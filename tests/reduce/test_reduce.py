@@ -774,6 +774,15 @@ def test_operations_are_recorded_as_they_were_asked():
     ] == [*kv.recording.recorded()]
 
 
+def test_where_no_event_arrived_there_is_none_to_cut():
+    kv = RouterHarness(EngineProfile(), "lineage")
+    kv.faults.late_join()
+    kv.worker(0).serve(range(64))
+    kv.judge()
+    with pytest.raises(NotReduced, match=r"^no event arrived; "):
+        reproduce(kv)
+
+
 # ------------------------------------------------------------------------------------- engines with the ids of sinks
 
 

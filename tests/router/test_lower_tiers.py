@@ -6,6 +6,7 @@ from copy import deepcopy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_tiers import PlainTiers
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.router.index import BlockNotFound, KvEventError, ParentBlockNotFound, RadixIndex
@@ -209,43 +210,6 @@ def test_a_tier_may_be_given_by_its_name():
 # ------------------------------------------------------------------------------------------------ a plain model
 
 
-class PlainTiers:
-    """What each rank holds: by tier, sequence hashes with the place of each. Queries are walked one by one."""
-
-    def __init__(self):
-        self.held = {}
-
-    def apply(self, event):
-        key, tier, data = (event.worker_id, event.event.dp_rank), event.storage_tier, event.event.data
-        if isinstance(data, Cleared):
-            self.held = {place: blocks for place, blocks in self.held.items() if place[0] != key}
-            return
-        blocks = self.held.setdefault((key, tier), {})
-        if isinstance(data, Removed):
-            for block in data.block_hashes:
-                blocks.pop(block, None)
-            return
-        parent = data.parent_hash
-        if tier is DEVICE and parent is not None and parent not in blocks:
-            return
-        for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
-            blocks[block] = (parent, local)
-            parent = block
-
-    def find(self, query):
-        out = {}
-        for key in sorted({key for key, _ in self.held}):
-            parent, depth = None, 0
-            for tier in TIERS:
-                blocks, start = self.held.get((key, tier), {}), depth
-                places = {place: block for block, place in blocks.items()}
-                while depth < len(query) and (parent, query[depth]) in places:
-                    parent, depth = places[parent, query[depth]], depth + 1
-                if depth > start:
-                    out.setdefault(tier, {})[key] = depth - start
-        return out
-
-
 def block_of(path):
     """The sequence hash of a chain of local hashes, by an injective rule."""
     return int("".join(map(str, path))) if path else None
@@ -298,7 +262,7 @@ def test_any_stream_is_found_as_by_a_plain_model(events):
             index.apply(event)
         plain.apply(event)
     for query in QUERIES:
-        assert plain.find(query) == index.find_tiered(query)
+        assert plain.find_tiered(query) == index.find_tiered(query)
 
 
 @given(STREAMS)

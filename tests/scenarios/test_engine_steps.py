@@ -150,10 +150,16 @@ def test_a_scenario_stops_at_what_is_not_so(played, steps, message):
     assert str(raised.value).startswith(f"x.kv.yaml:{message}")
 
 
+def test_what_asks_for_no_tier_beyond_the_host_may_be_there(played):
+    played("engine: {num_g3_blocks: null, enable_g4_storage: false, max_num_seqs: 1}\nsteps: [{run: }]")
+    played("steps: [{engine: {worker: 0, enable_g4_storage: false}}]")
+
+
 BAD = [
     ("engine: {max_num_seq: 3}\nsteps: [{run: }]", "1:10: engine: unknown key 'max_num_seq'; did you mean 'max_num_seqs'? known: engine_type, num_gpu_blocks, "),
     ("engine: {max_num_seqs: 0}\nsteps: [{run: }]", "1:24: max_num_seqs: max_num_seqs must be an integer of at least 1, or None, got 0"),
-    ("engine: {num_g2_blocks: 5}\nsteps: [{run: }]", "1:10: engine: unknown key 'num_g2_blocks'; "),
+    ("engine: {num_g3_blocks: 5}\nsteps: [{run: }]", "1:10: engine: num_g3_blocks=5: there are no tiers beyond the host; leave it out"),
+    ("steps: [{engine: {worker: 0, enable_g4_storage: true}}]", "1:30: engine: enable_g4_storage=True: there are no tiers beyond the host; leave it out"),
     ("engine: {sglang: {schedule_polici: lpm}}\nsteps: [{run: }]", "1:19: sglang: unknown key 'schedule_polici'; did you mean 'schedule_policy'? known: "),
     ("engine: {sglang: {schedule_policy: random}}\nsteps: [{run: }]", "1:18: sglang: sglang.schedule_policy: got 'random'; allowed: fifo, fcfs, lpm"),
     ("engine: {sglang: lpm}\nsteps: [{run: }]", "1:18: sglang: got 'lpm'; allowed: a mapping of keys schedule_policy, "),

@@ -22,6 +22,7 @@ from pytest_kvmock.testing import (
     Restart,
     Resume,
     Serve,
+    Tick,
     play,
     traffic,
 )
@@ -35,6 +36,44 @@ SMALL = EngineProfile(block_size=2, num_blocks=6, workers=2)
 def test_any_traffic_is_played_without_an_error(program):
     with RouterHarness(SMALL, "lineage") as kv:
         play(kv, program)
+
+
+TIERED = EngineProfile(
+    block_size=2, num_blocks=6, workers=2, tiers={"host": 9, "gbps": 1.0, "bytes_per_token": 500_000}
+)
+
+
+@pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
+def test_any_traffic_of_workers_with_tiers_is_played_without_an_error(backend):
+    refused = []
+
+    @settings(max_examples=50, database=None)
+    @given(traffic(workers=2, most_in_a_burst=5, tiers=True))
+    def run(program):
+        with RouterHarness(TIERED, backend) as kv:
+            play(kv, program)
+            refused.append(kv.worker(0).now)
+
+    run()
+    assert max(refused) > 0
+
+
+@settings(max_examples=20)
+@given(traffic(workers=2, most_in_a_burst=5, tiers=True))
+def test_ticks_are_passed_over_where_a_worker_has_no_tiers(program):
+    with RouterHarness(SMALL, "vllm") as kv:
+        play(kv, program)
+
+
+def test_what_a_worker_with_tiers_refuses_is_passed_over():
+    with RouterHarness(EngineProfile(block_size=2, num_blocks=2, tiers={"host": 4, "gbps": 1.0}), "lru") as kv:
+        play(
+            kv,
+            Program(
+                Prefill("a", (0, 1)), Finish("a"), Prefill("b", (2, 2), wait=False), Decode("b"), Tick(5), Tick(4.5)
+            ),
+        )
+        assert ([], 5.0) == (kv.worker(0).requests, kv.worker(0).now)
 
 
 @settings(max_examples=200)
@@ -178,8 +217,8 @@ def test_what_is_no_step_is_refused():
         RouterHarness(SMALL, "lru") as kv,
         pytest.raises(
             TypeError,
-            match=r"^a program has Prefill, Serve, Decode, Finish, Preempt, Resume, Submit, Abort, RunPasses, Run, Clear, "
-            r"Burst, Restart, RemoveWorker and DropNext, got 'run'\n",
+            match=r"^a program has Prefill, Serve, Decode, Finish, Preempt, Resume, Submit, Abort, RunPasses, Run, Tick, "
+            r"Clear, Burst, Restart, RemoveWorker and DropNext, got 'run'\n",
         ),
     ):
         play(kv, ["run"])
@@ -194,12 +233,36 @@ def test_what_is_no_step_is_refused():
         ({"numbers": 1.5}, "traffic: numbers must be an integer of at least 1, got 1.5"),
         ({"most_tokens": 0}, "traffic: most_tokens must be an integer of at least 1, got 0"),
         ({"ranks": 0}, "traffic: ranks must be an integer of at least 1, got 0"),
+        ({"tiers": {"host": 4}}, "traffic: tiers must be True or False, got {'host': 4}"),
         ({"most_in_a_burst": -1}, "traffic: most_in_a_burst must be an integer of at least 0, got -1"),
     ],
 )
 def test_limits_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         traffic(**arguments)
+
+
+def test_ticks_and_prefills_that_do_not_wait_are_drawn_only_for_tiers():
+    quick = settings(database=None, phases=(Phase.generate,), max_examples=1000)
+    assert find(traffic(tiers=True), lambda program: any(isinstance(step, Tick) for step in program), settings=quick)
+    assert find(traffic(tiers=True), lambda program: any(not getattr(s, "wait", True) for s in program), settings=quick)
+
+    @settings(max_examples=100, database=None)
+    @given(traffic())
+    def run(program):
+        assert not any(isinstance(step, Tick) or not getattr(step, "wait", True) for step in program)
+
+    run()
+
+
+@settings(max_examples=50)
+@given(traffic(workers=2, ranks=2, tiers=True))
+def test_ticks_of_a_worker_go_forward(program):
+    last = {}
+    for step in program:
+        if isinstance(step, Tick):
+            assert last.get((step.worker, step.rank), 0.0) <= step.now_ms
+            last[step.worker, step.rank] = step.now_ms
 
 
 def test_traffic_has_one_rank_and_no_burst_where_that_is_said():

@@ -114,6 +114,15 @@ def test_bytes_that_are_none_are_refused(size):
     assert (0, None) == (link.active, link.earliest())
 
 
+def test_more_bytes_than_are_a_number_are_refused():
+    link = Link(1.0)
+    with pytest.raises(
+        ValueError, match=r"^bytes must be a finite number of at least 0 \(bytes of a transfer\), got 10"
+    ):
+        link.start(5.0, 10**400)
+    assert (0, None) == (link.active, link.earliest())
+
+
 @pytest.mark.parametrize("gbps", [math.nan, math.inf, -math.inf, "14", True])
 def test_a_bandwidth_that_is_none_is_refused(gbps):
     with pytest.raises(ValueError) as error:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pytest_kvmock import BackendSpec, create_manager
+from pytest_kvmock import BACKENDS, BackendSpec, EngineProfile, RouterHarness, create_manager
+from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.tiers.config import Tiers
 
@@ -80,6 +81,17 @@ def test_other_backends_refuse_tiers_in_one_line(backend):
     assert f"backend {backend!r} takes no tiers; lineage, lru and multi_lru do" == str(error.value)
 
 
+@pytest.mark.parametrize(
+    "backend", [*BACKENDS, BackendSpec.of_policy("mine", lambda num_blocks: LruPolicy(), models="-")]
+)
+def test_none_is_no_tiers_over_every_backend(backend):
+    assert None is getattr(create_manager(backend, num_blocks=4, tiers=None), "offload", None)
+    variant = backend_spec(backend).variant("other", tiers=None)
+    assert None is getattr(create_manager(variant, num_blocks=4, tiers=None), "offload", None)
+    kv = RouterHarness(EngineProfile(tiers=None, workers=1), backend)
+    assert None is kv.worker(0).tiers
+
+
 def test_a_policy_of_ones_own_takes_no_tiers():
     spec = BackendSpec.of_policy("mine", lambda num_blocks: LruPolicy(), models="none")
     with pytest.raises(ValueError, match="backend 'mine' takes no tiers"):
@@ -91,4 +103,4 @@ def test_the_default_batch_is_the_largest_whose_square_fits():
     engine = tiers.make(4)
     assert "<HostOffload at 0.0 ms: 0 blocks of 10, 0 transfers to the host, 0 to the device>" == repr(engine)
     assert {"host": 10} == tiers.to_dict()
-    assert 3 == engine._batch_size
+    assert 3 == engine.batch_size

@@ -454,7 +454,8 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         if self._references or self._partials:
             return False
         self._flush_freed()
-        self._cancel_offload()
+        self.cancel_offload()
+        self._details.clear()
         self._pool.drain()
         self._names = Names()
         self._num_inactive = 0

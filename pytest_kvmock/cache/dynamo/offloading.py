@@ -2,11 +2,14 @@
 
 With an engine nothing that is evicted makes room at once: its slot is quarantined until the block has been copied. So a
 Use that finds no empty slot is served short, and evicts as many blocks in one go as it will still need slots.
+
+One subject: slots and blocks of the device that belong to no request, as something travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Container, Sequence
 from logging import DEBUG
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -64,6 +67,7 @@ class Offloading:
     def _start_offload(self) -> None:
         self._offload: OffloadEngine | None = None
         self._details: dict[int, BlockDetails] = {}  # of each block on the device, by lineage hash
+        self._offload_now = 0.0
         self._num_outside = 0  # slots that are quarantined, or reserved for a swap-in
         self._scheduled: list[Scheduled] = []
         self._last_pin = 0  # numbers of pins go down from -1: no block is named so
@@ -102,7 +106,13 @@ class Offloading:
         """
         now = check_time(now)
         if self._offload is not None:
+            self._offload_now = max(self._offload_now, float(now))
             self._carry_out(self._offload.tick(now))
+
+    @property
+    def offload_now(self) -> float:
+        """The latest time, in ms, that the further tier was moved to; 0 before the first."""
+        return self._offload_now
 
     def offload_deadline(self) -> float | None:
         """Return when the next transfer finishes if nothing else starts; None if none is under way."""
@@ -112,6 +122,11 @@ class Offloading:
     def num_outside(self) -> int:
         """Slots that hold no block: quarantined until a block of theirs was copied, or reserved for one that comes back."""
         return self._num_outside
+
+    @property
+    def num_reserved(self) -> int:
+        """Slots, among `num_outside`, that are reserved for blocks that come back."""
+        return sum(len(scheduled.slots) for scheduled in self._scheduled)
 
     def _carry_out(self, result: OffloadResult) -> None:
         """Take back the slots that are free again, and publish the events."""
@@ -124,6 +139,10 @@ class Offloading:
     def _resident_below(self, tier: StorageTier) -> Collection[int]:
         """Sequence hashes of what a further tier holds."""
         return self._offload.resident() if self._offload is not None and self._offload.tier == tier else []
+
+    def unpublished(self, tier: StorageTier) -> Container[int]:
+        """Return the blocks of a further tier that events do not show; see `OffloadEngine`."""
+        return self._offload.unpublished if self._offload is not None and self._offload.tier == tier else ()
 
     # --------------------------------------------------------------------------------------------------- a Use
 
@@ -205,6 +224,8 @@ class Offloading:
         if isinstance(reserved, Scheduled):
             reserved.prefix = prefix
             self._offload.start(prefix, now)
+            if now is not None:
+                self._offload_now = max(self._offload_now, float(now))
         else:
             self._offload.release(prefix)
         return reserved
@@ -373,8 +394,16 @@ class Offloading:
                 self._pool.inactive._insert_one(slot)
                 self._num_inactive += 1
 
-    def _cancel_offload(self) -> None:
-        """Cancel all transfers, put down swap-ins and pins, and empty the further tier."""
+    def num_held_by(self, pins: Iterable[Pin]) -> int:
+        """Count the blocks that are active for these pins alone."""
+        slots = Counter(self._names.alias_slots[number] for pin in pins for number in pin.numbers)
+        return sum(not slot.refs and slot.aliases == count for slot, count in slots.items())
+
+    def cancel_offload(self) -> None:
+        """Cancel all transfers, put down swap-ins and pins, and empty the further tier, without an event.
+
+        Nothing happens without an offload engine. What the device has, it keeps.
+        """
         if self._offload is None:
             return
         for scheduled in list(self._scheduled):
@@ -382,7 +411,6 @@ class Offloading:
         pins = [number for number in self._names.alias_slots if number < 0]
         self.unpin(Pin(pins))
         self._free(list(self._offload.clear()))
-        self._details.clear()
 
 
 def _check_plhs(plhs: Sequence[int]) -> None:

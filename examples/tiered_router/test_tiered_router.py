@@ -1,0 +1,71 @@
+"""A router that knows tiers: it prefers the device to the host, and the host to computing a prefix again.
+
+Each worker has a device and a host. What the device evicts goes to the host, and comes back when it is asked for. Both take
+time, in ms that the test passes on (`worker.tick`); there is no clock. `test_tiered_trace.py` serves a whole trace.
+"""
+
+import pytest
+from tiered_router import CREDIT, TieredIndex, TieredRouter
+
+from pytest_kvmock import StorageTier
+
+HOST = StorageTier.HOST_PINNED
+
+pytestmark = pytest.mark.kvmock(workers=3, num_blocks=4, tiers={"host": 64, "gbps": 14.0, "bytes_per_token": 160_000})
+
+
+@pytest.fixture
+def kv_index():
+    return TieredIndex()
+
+
+@pytest.fixture
+def router(kv_index, kv_harness):
+    return TieredRouter(kv_index, kv_harness.workers)
+
+
+def push_to_host(worker, prompt, other):
+    """Serve a prompt, and then another that needs the whole device, so that the first is on the host alone."""
+    worker.serve(prompt)
+    worker.serve(other)
+    worker.tick(worker.now + 1000.0)
+
+
+def test_the_device_is_preferred_to_the_host_and_the_host_to_nothing(router, kv_harness, kv_profile, kv_prompt):
+    prompt = kv_prompt(blocks=4)
+    device, host, nothing = (kv_harness.worker(worker) for worker in range(3))
+    device.serve(prompt)
+    push_to_host(host, prompt, other=kv_prompt(blocks=4))
+    asked = prompt.block_hashes(kv_profile.block_size)
+
+    assert {"device": {0: 4}, "host_pinned": {1: 4}} == kv_harness.overlap_by_tier(prompt)
+    assert {device.worker_id: 0.0, host.worker_id: 1.0, nothing.worker_id: 4.0} == router.cost(asked)
+    assert device.worker_id == router.route(asked)
+    assert host.worker_id == router.route(asked)  # the first is busy with 4 blocks
+    kv_harness.remove_worker(1)
+    router.finish(0, asked)
+    assert {0: 0.0, 2: 4.0} == {worker: cost for worker, cost in router.cost(asked).items() if worker != 1}
+
+
+def test_a_prefix_in_two_tiers_is_credited_in_both(router, kv_harness, kv_worker, kv_profile, kv_prompt):
+    start = kv_prompt(blocks=2)
+    whole = kv_prompt(blocks=2, after=start)
+    push_to_host(kv_worker, whole, other=kv_prompt(blocks=4))
+    with kv_worker.prefill(start) as request:  # brings the first half back
+        assert 2 * kv_profile.block_size == request.onboarded_tokens == request.cached_tokens
+
+    assert {"device": {0: 2}, "host_pinned": {0: 2}} == kv_harness.overlap_by_tier(whole)
+    expected = 4 - 2 * CREDIT[StorageTier.DEVICE] - 2 * CREDIT[HOST]
+    assert expected == router.cost(whole.block_hashes(kv_profile.block_size))[0]
+
+
+def test_what_is_on_its_way_to_the_host_is_in_no_tier_yet(kv_harness, kv_worker, kv_prompt):
+    """The device says at once that a block is gone; the host says that it has it when the transfer is done."""
+    prompt = kv_prompt(blocks=4)
+    kv_worker.serve(prompt)
+    with pytest.raises(Exception, match="on their way to the host"):
+        kv_worker.prefill(kv_prompt(blocks=4), wait=False)
+
+    assert {} == kv_harness.overlap_by_tier(prompt)
+    kv_worker.tick(1000.0)
+    assert {"host_pinned": {0: 4}} == kv_harness.overlap_by_tier(prompt)

@@ -1,0 +1,141 @@
+"""A router for workers with host memory below the device, which is what `test_tiered_router.py` tests.
+
+A prefix that the device holds costs nothing. One that host memory holds comes back over a link, which is cheaper than to
+compute it again. So a block on the device saves a whole block of prefill, and one that extends it on the host saves
+three quarters of one: the weights of Dynamo's router, `overlap_score_credit` and `host_cache_hit_weight`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from pytest_kvmock import Removed, RouterEvent, StorageTier, Stored
+
+Edge: TypeAlias = tuple[int | None, int]
+"""The block before (None: there is none) and the local hash of the block."""
+
+CREDIT = {StorageTier.DEVICE: 1.0, StorageTier.HOST_PINNED: 0.75, StorageTier.DISK: 0.25}
+"""What a block of a tier saves, in blocks of prefill; other tiers save nothing."""
+
+
+class Tier:
+    """The blocks that one worker has in one tier, each with the edge that leads to it.
+
+    No block is looked for before its parent is reached, so it does not matter in which order they came: the host stores a
+    prefix from its end.
+    """
+
+    def __init__(self) -> None:
+        self._after: dict[Edge, int] = {}
+        self._edges: dict[int, Edge] = {}
+
+    def __len__(self) -> int:
+        return len(self._edges)
+
+    def store(self, data: Stored) -> None:
+        """Take the blocks of a Stored."""
+        parent = data.parent_hash
+        for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            self.remove([block])
+            self._after[parent, local] = block
+            self._edges[block] = parent, local
+            parent = block
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Forget blocks."""
+        for block in blocks:
+            edge = self._edges.pop(block, None)
+            if edge is not None and self._after.get(edge) == block:
+                del self._after[edge]
+
+    def follow(self, block: int | None, local_hashes: Sequence[int]) -> list[int]:
+        """Return the blocks that come after one, as far as they match."""
+        found: list[int] = []
+        for local in local_hashes:
+            block = self._after.get((block, local))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+
+class TieredIndex:
+    """Which worker has which prefix in which tier. One rank a worker."""
+
+    def __init__(self) -> None:
+        self._tiers: defaultdict[tuple[int, StorageTier], Tier] = defaultdict(Tier)
+
+    def apply(self, event: RouterEvent) -> None:
+        """Take one event of a worker."""
+        data, tier = event.event.data, self._tiers[event.worker_id, event.storage_tier]
+        if isinstance(data, Stored):
+            tier.store(data)
+        elif isinstance(data, Removed):
+            tier.remove(data.block_hashes)
+        else:  # Cleared empties every tier of the worker
+            self.remove_worker(event.worker_id)
+
+    def remove_worker(self, worker: int) -> None:
+        """Forget a worker that was removed or restarted."""
+        for tier in StorageTier:
+            self._tiers.pop((worker, tier), None)
+
+    def find_tiered(self, local_hashes: Sequence[int]) -> dict[StorageTier, dict[tuple[int, int], int]]:
+        """Count the leading blocks of a prompt: of each tier those by which it extends what the faster ones have."""
+        found: dict[StorageTier, dict[tuple[int, int], int]] = {tier: {} for tier in StorageTier}
+        for worker in {worker for worker, _ in self._tiers}:
+            block: int | None = None
+            depth = 0
+            for tier, matches in found.items():  # from the fastest to the slowest
+                if (worker, tier) not in self._tiers:
+                    continue
+                blocks = self._tiers[worker, tier].follow(block, local_hashes[depth:])
+                if blocks:
+                    matches[worker, 0] = len(blocks)
+                    block, depth = blocks[-1], depth + len(blocks)
+        return found
+
+    def size(self, worker: int, tier: StorageTier) -> int:
+        """Count the blocks of a worker in a tier."""
+        return len(self._tiers[worker, tier])
+
+
+class TieredRouter:
+    """Chooses a worker for each prompt: the one for which least is left to prefill, load counted in.
+
+    Args:
+        index: what the workers have, in which tier.
+        workers: their ids.
+        credit: what a block of a tier saves, in blocks of prefill.
+    """
+
+    def __init__(
+        self, index: TieredIndex, workers: Iterable[int], credit: dict[StorageTier, float] | None = None
+    ) -> None:
+        self.index = index
+        self._credit = CREDIT if credit is None else credit
+        self._active: Counter[int] = Counter()  # blocks of the running requests of each worker
+        self._routed = dict.fromkeys(workers, 0)
+
+    def cost(self, local_hashes: Sequence[int]) -> dict[int, float]:
+        """Return what a prompt costs at each worker, in blocks."""
+        costs = {worker: float(len(local_hashes) + self._active[worker]) for worker in self._routed}
+        for tier, matches in self.index.find_tiered(local_hashes).items():
+            for (worker, _), blocks in matches.items():
+                if worker in costs:
+                    costs[worker] -= self._credit.get(tier, 0.0) * blocks
+        return costs
+
+    def route(self, local_hashes: Sequence[int]) -> int:
+        """Choose the cheapest worker, of several the one that was chosen least, and count the request as running there."""
+        costs = self.cost(local_hashes)
+        worker = min(costs, key=lambda worker: (costs[worker], self._routed[worker]))
+        self._routed[worker] += 1
+        self._active[worker] += len(local_hashes)
+        return worker
+
+    def finish(self, worker: int, local_hashes: Sequence[int]) -> None:
+        """Take note that a request which was routed is done."""
+        self._active[worker] -= len(local_hashes)
