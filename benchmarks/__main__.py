@@ -19,7 +19,19 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import engines, index, manager, mooncake, plugin_cost, reduce, tiers, tokens, verdict, workers
+from benchmarks import (
+    block_manager,
+    engines,
+    index,
+    manager,
+    mooncake,
+    plugin_cost,
+    reduce,
+    tiers,
+    tokens,
+    verdict,
+    workers,
+)
 from benchmarks.measure import NotHere, TableRow
 
 GROUPS = {
@@ -27,6 +39,7 @@ GROUPS = {
     "unused": (plugin_cost.unused_cost,),
     "used": (plugin_cost.used_cost,),
     "manager": (manager.speed, manager.memory),
+    "block_manager": (block_manager.speed, block_manager.memory),
     "workers": (workers.speed, workers.beside_real_engines, workers.memory),
     "verdict": (verdict.with_ledger_and_index, verdict.with_an_index_asked_after_every_event),
     "tokens": (tokens.hashes,),

@@ -2,7 +2,7 @@
 
 The names that most tests need are here; they are loaded when they are first used (PEP 562), so that a test suite that has
 the plugin installed and does not use it pays for none of them. The others are in their modules: `moves`, `sinks`, `tokens`,
-`plh`, `traces`, `profiles`, `engine`, `fleet`, `cache`, `recovery`, `vllm`, `reduce`, `scenarios` and `testing`.
+`plh`, `traces`, `profiles`, `engine`, `fleet`, `cache`, `block_manager`, `recovery`, `vllm`, `reduce`, `scenarios` and `testing`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec as BackendSpec
     from pytest_kvmock.backends import EngineProfile as EngineProfile
     from pytest_kvmock.backends import create_manager as create_manager
+    from pytest_kvmock.block_manager import Fabric as Fabric
+    from pytest_kvmock.block_manager import KvBlockManager as KvBlockManager
     from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy as EvictionPolicy
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.paged import PagedCacheManager as PagedCacheManager
@@ -72,8 +74,10 @@ _HOME = {
     "EngineStalled": "fleet.engine_state",
     "EventLog": "hygiene.log",
     "EvictionPolicy": "cache.dynamo.eviction.policy",
+    "Fabric": "block_manager",
     "Faults": "harness.faults",
     "InvalidBlockSequence": "router.index",
+    "KvBlockManager": "block_manager",
     "KvCacheEvent": "events",
     "KvEventError": "router.index",
     "KvEventWarning": "plugin.options",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from os.path import commonprefix
 from sys import float_info
-from typing import Final, TypeGuard
+from typing import Final, TypeGuard, TypeVar
 
 MOST_NEAREST = 3
 """How many nearest names a message lists."""
@@ -16,6 +16,11 @@ LEAST_ALIKE = 0.7
 
 MOST_FLOAT: Final = float_info.max
 """The largest finite float. An integer above it is none, and `math.isfinite` raises for it."""
+
+ValueT = TypeVar("ValueT")
+
+MOST_U64: Final = 2**64 - 1
+"""The largest integer of 64 bits without a sign."""
 
 
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
@@ -47,6 +52,28 @@ def check_integer(
         return value
     error = ValueError if is_integer(value) else wrong_type
     raise error(f"{name} must be {integer_text(least)}{unit}, got {value!r:.80}")
+
+
+def check_u64(name: str, value: object) -> int:
+    """Return `value` if it is an integer of 64 bits without a sign: a hash, a salt, a worker id.
+
+    Raises:
+        ValueError: it is out of range, or no integer.
+    """
+    if is_integer(value, 0) and value <= MOST_U64:
+        return value
+    raise ValueError(f"{name} must be an integer from 0 to {MOST_U64} (u64), got {value!r:.80}")
+
+
+def check_iterable(what: str, values: Iterable[ValueT], of: str) -> Iterable[ValueT]:
+    """Return `values` if it can be iterated over; for calls that are easily made with one value where several are taken.
+
+    Raises:
+        TypeError: it cannot be.
+    """
+    if isinstance(values, Iterable):
+        return values
+    raise TypeError(f"{what} takes an iterable of {of}, got {values!r:.80}")
 
 
 def check_number(name: str, value: object, least: float = 0.0, most: float = math.inf, unit: str = "") -> float:

@@ -75,11 +75,11 @@ class Publisher:
         except Exception as error:  # noqa: BLE001 - whatever a sink does, the engine carries on
             _not_taken(event, error)
 
-    def publish_removed(self, blocks: Iterable[int]) -> None:
+    def publish_removed(self, blocks: Iterable[int], tier: StorageTier = StorageTier.DEVICE) -> None:
         """Publish one Removed a block, for engines that publish each by itself: most of their events."""
         if self.sink is None:
             return
-        publish, device, dp_rank, new = self.sink.publish, StorageTier.DEVICE, self.dp_rank, object.__new__
+        publish, dp_rank, new = self.sink.publish, self.dp_rank, object.__new__
         for block in blocks:
             # The same as their constructors do, of which the calls would take a third of the time here.
             data = new(Removed)
@@ -88,7 +88,7 @@ class Publisher:
             event.event_id, event.data, event.dp_rank = self.next_event_id, data, dp_rank
             self.next_event_id += 1
             try:
-                publish(event, device, None)
+                publish(event, tier, None)
             except Exception as error:  # noqa: BLE001 - as above
                 _not_taken(event, error)
 

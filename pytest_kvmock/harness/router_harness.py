@@ -260,6 +260,7 @@ class RouterHarness:
         tier_blocks: Mapping[StorageTier | str, int] | None = None,
         residency: Residency = "unique",
         prefix_closed: bool = True,
+        worker_id: int | None = None,
     ) -> KvSink:
         """Make a sink where a block manager of the user's own publishes; each is a worker of its own.
 
@@ -270,9 +271,10 @@ class RouterHarness:
             tier_blocks: likewise in the tiers below, by tier: `{"host_pinned": 256}`.
             residency: "unique" where a block is published once while it is held; "counted" where every copy is.
             prefix_closed: whether a block is removed before its parent (`orphaned_child`); see `BackendSpec`.
+            worker_id: the worker it stands for; None: the first from 2**16 on that is free.
 
         Raises:
-            ValueError: a capacity below 1, an unknown tier, or another residency.
+            ValueError: a capacity below 1, an unknown tier, another residency, or the id of another worker or sink.
         """
         return self._workers.make_sink(
             chained=chained,
@@ -280,6 +282,7 @@ class RouterHarness:
             tier_blocks=tier_blocks or {},
             residency=residency,
             prefix_closed=prefix_closed,
+            worker_id=worker_id,
         )
 
     def add_sink(self, sink: Sink, *, before: bool = False) -> None:

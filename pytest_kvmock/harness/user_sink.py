@@ -74,9 +74,11 @@ class KvSink:
     the next one. A RouterEvent is relabelled with this worker; its rank, id and tier stay.
 
     Attributes:
-        worker_id: the worker's id, the first from 2**16 on that was free.
+        worker_id: the worker's id; the first from 2**16 on that was free, unless another was asked for.
         events: the events so far, in order.
         chained: whether hashes must be Dynamo's chain; None: that is detected, see `FoundChain`.
+        is_removed: whether the router has removed the worker, and nothing was published since; another sink may have its
+            id then.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class KvSink:
         self.worker_id = worker_id
         self.chained = chained
         self.events: list[KvCacheEvent] = []
+        self.is_removed = False
         self._publisher = publisher
         self._judge_hashes = judge_hashes
         self._compare_with = compare_with
@@ -130,6 +133,7 @@ class KvSink:
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
+            self.is_removed = False
             self._publisher.publish(addressed, chained=self._must_chain(addressed))
 
     __call__ = publish

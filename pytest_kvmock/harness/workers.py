@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
-from pytest_kvmock.checks import check_integer, integer_text, is_integer, unknown_text
+from pytest_kvmock.checks import check_integer, check_u64, integer_text, is_integer, unknown_text
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import StorageTier, StreamKey
 from pytest_kvmock.harness.engine_comparison import EngineComparison
@@ -68,7 +68,6 @@ class Workers:
         judge_unpublished: bool = False,
     ) -> None:
         self.spec: BackendSpec | None = None
-        self.sink_ids: set[int] = set()
         self._profile = profile
         self._judge = judge
         self._publisher = publisher
@@ -79,12 +78,18 @@ class Workers:
         self._judge_unpublished = judge_unpublished
         self._workers: dict[WorkerKey, HarnessWorker] = {}
         self._engines_of: dict[WorkerKey, HarnessEngine] = {}
+        self._sinks: dict[int, KvSink] = {}
         self._not_prefix_closed: set[StreamKey] = set()
 
     @property
     def by_key(self) -> Mapping[WorkerKey, HarnessWorker]:
         """The workers by id, or by (id, dp_rank) where a worker has more ranks than one."""
         return MappingProxyType(self._workers)
+
+    @property
+    def sink_ids(self) -> Collection[int]:
+        """The worker ids of sinks."""
+        return self._sinks.keys()
 
     def key(self, worker_id: int, dp_rank: int) -> WorkerKey:
         """The key of a worker, or of a rank of it."""
@@ -197,6 +202,8 @@ class Workers:
             if worker is not None:
                 worker.cancel_transfers()
             self._engines_of.pop(self.key(*key), None)
+            if key[0] in self._sinks:
+                self._sinks[key[0]].is_removed = True
 
     def _free_id(self) -> int:
         """The lowest id that no engine and no sink has."""
@@ -256,6 +263,7 @@ class Workers:
         tier_blocks: Mapping[StorageTier | str, int],
         residency: Residency,
         prefix_closed: bool,
+        worker_id: int | None = None,
     ) -> KvSink:
         """Make a sink where a block manager of the user's own may publish; see `RouterHarness.make_sink`."""
         if num_blocks is not None:
@@ -263,9 +271,11 @@ class Workers:
         below = _tier_blocks(tier_blocks)
         if residency not in RESIDENCIES:
             raise ValueError(f"make_kv_sink: {unknown_text('residency', residency, RESIDENCIES)}")
-        taken = {*self.sink_ids, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
-        worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)
-        self.sink_ids.add(worker_id)
+        if worker_id is None:
+            taken = {*self.sink_ids, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
+            worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)
+        else:
+            self._check_free_for_sink(worker_id)
         self._judge.open(
             (worker_id, 0),
             first_id=None,
@@ -275,7 +285,25 @@ class Workers:
             residency=residency,
             prefix_closed=prefix_closed,
         )
-        return KvSink(worker_id, self._publisher, self._judge.judge_hashes, self._engines.compare_with, chained=chained)
+        sink = KvSink(worker_id, self._publisher, self._judge.judge_hashes, self._engines.compare_with, chained=chained)
+        self._sinks[worker_id] = sink
+        return sink
+
+    def _check_free_for_sink(self, worker_id: int) -> None:
+        """Return if a sink may have this worker id; one that the router has removed may come back as another sink."""
+        check_u64("make_kv_sink: worker_id", worker_id)
+        sink = self._sinks.get(worker_id)
+        if sink is not None:
+            if sink.is_removed:
+                return
+            whose = "a sink of this test already"
+        elif any(worker.worker_id == worker_id for worker in self._workers.values()):
+            whose = "an engine of this test"
+        elif any(key[0] == worker_id for key in self._judge.ledger.streams):
+            whose = "known by events that were published before"
+        else:
+            return
+        raise ValueError(f"worker {worker_id} is {whose}; take another worker_id")
 
 
 def _tier_blocks(given: object) -> dict[StorageTier, int]:

@@ -1,4 +1,4 @@
-"""The fixtures. None is autouse.
+"""The fixtures. One subject: what a test may ask for. None is autouse.
 
 One private fixture, `_kvmock_case`, builds the harness of a test, without a backend; the public ones hand out its
 parts. Those that need an engine depend on `kv_backend` as well, and give it to the harness when they are set up. So
@@ -22,6 +22,7 @@ from pytest_kvmock.plugin.settings import SETTINGS, base_profile, trace_path
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.block_manager import Fabric, KvBlockManager
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.paged import PagedCacheManager
     from pytest_kvmock.engine.driver import Traits
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.recovery import Recovery
     from pytest_kvmock.hygiene.log import EventLog
+    from pytest_kvmock.plugin.block_managers import BlockManagers
     from pytest_kvmock.plugin.case import Case
     from pytest_kvmock.tokens import Prompt
     from pytest_kvmock.traces import TraceRequest
 
 
 CASE: Final = pytest.StashKey["Case"]()
+_CASE: Final = "_kvmock_case"
 _RECOVERY: Final = pytest.StashKey["Recovery"]()
 _BASE: Final = pytest.StashKey["EngineProfile"]()
 _EXPLAINER: Final = "kvmock-nearest-fixtures"
@@ -89,6 +92,22 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     let_waive(item, harness)
     case = item.stash[CASE] = Case(item, harness, policy)
     return case
+
+
+@pytest.fixture
+def _kvmock_block_managers(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Iterator[BlockManagers]:
+    """Make the block managers of the test, in one fabric; what they publish is judged where the test has a harness."""
+    from pytest_kvmock.plugin.block_managers import BlockManagers
+    from pytest_kvmock.plugin.case import effective_profile
+
+    def harness() -> RouterHarness:
+        case: Case = request.getfixturevalue(_CASE)
+        return case.harness
+
+    profile = effective_profile(request.node, kv_base_profile)
+    managers = BlockManagers(profile, harness, is_judged=_CASE in request.fixturenames)
+    yield managers
+    managers.close()
 
 
 # ---------------------------------------------------------------------------------------------------- to override
@@ -271,6 +290,24 @@ def kv_cache_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProf
 
 
 @pytest.fixture
+def kv_block_manager(_kvmock_block_managers: BlockManagers) -> KvBlockManager:
+    """A `KvBlockManager`, dynamo-llm's, with pools on device and host; it is in `kv_fabric`, and is closed when the test ends."""
+    return _kvmock_block_managers.make()
+
+
+@pytest.fixture
+def make_kv_block_manager(_kvmock_block_managers: BlockManagers) -> Callable[..., KvBlockManager]:
+    """Make more of them, `make_kv_block_manager(device_blocks=8, host_blocks=None, worker_id=7, sink=True)`, all in `kv_fabric`."""
+    return _checked("make_kv_block_manager", _kvmock_block_managers.make)
+
+
+@pytest.fixture
+def kv_fabric(_kvmock_block_managers: BlockManagers) -> Fabric:
+    """The `Fabric` that the test's block managers are in: `exchange_blocksets`, `cut_link`, `transfers`."""
+    return _kvmock_block_managers.fabric
+
+
+@pytest.fixture
 def kv_events(_kvmock_case: Case) -> EventLog:
     """The log of all events of the test, each with what was found wrong with it."""
     return _kvmock_case.harness.events
@@ -284,7 +321,7 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
-    """Make more sinks, `make_kv_sink(chained=None, num_blocks=None, tier_blocks=None, residency="unique", prefix_closed=True)`: each stands for a worker by itself."""
+    """Make more sinks, `make_kv_sink(chained=None, num_blocks=None, tier_blocks=None, residency="unique", prefix_closed=True, worker_id=None)`: each stands for a worker by itself."""
     return _checked("make_kv_sink", _kvmock_case.harness.make_sink)
 
 

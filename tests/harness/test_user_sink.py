@@ -1,6 +1,7 @@
 """Where a block manager of the user's own publishes."""
 
 import random
+import re
 from contextlib import suppress
 
 import pytest
@@ -349,6 +350,69 @@ def test_the_id_of_a_sink_that_the_router_has_removed_is_not_free(kv, sink):
     sink(one_block(1))
     kv.remove_worker(FIRST)
     assert FIRST + 1 == kv.make_sink().worker_id
+
+
+def test_a_sink_stands_for_the_worker_that_it_is_asked_to(kv):
+    sink = kv.make_sink(worker_id=7)
+    sink(one_block(1))
+    assert (7, {7: 1}) == (sink.worker_id, kv.overlap_for_hashes([1]))
+    assert [FIRST, 2**64 - 1] == [kv.make_sink(worker_id=given).worker_id for given in (None, 2**64 - 1)]
+    kv.assert_no_event_errors()
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "message"),
+    [
+        (0, "worker 0 is an engine of this test; take another worker_id"),
+        (3, "worker 3 is known by events that were published before; take another worker_id"),
+        (7, "worker 7 is a sink of this test already; take another worker_id"),
+        (FIRST, f"worker {FIRST} is a sink of this test already; take another worker_id"),
+        (-1, "make_kv_sink: worker_id must be an integer from 0 to 18446744073709551615 (u64), got -1"),
+        (2**64, "make_kv_sink: worker_id must be an integer from 0 to"),
+        (True, "got True"),
+        ("7", "got '7'"),
+    ],
+)
+def test_a_sink_does_not_stand_for_another_worker(make_kv, worker_id, message):
+    kv = make_kv("lru")
+    kv.apply(one_block(1), worker_id=3)
+    kv.make_sink(worker_id=7), kv.make_sink()
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        kv.make_sink(worker_id=worker_id)
+    assert "\n" not in str(raised.value)
+    assert {7, FIRST} == kv.sink_ids
+
+
+def test_a_worker_that_the_router_has_removed_comes_back_as_another_sink(kv):
+    former = kv.make_sink(worker_id=7, num_blocks=1)
+    former(one_block(1))
+    kv.remove_worker(7)
+    sink = kv.make_sink(worker_id=7, num_blocks=2)
+    sink(Stored(None, (1, 2), (1, 2)))
+    assert {7: 2} == kv.overlap_for_hashes([1, 2])
+    with pytest.raises(ValueError, match="worker 7 is a sink of this test already"):
+        kv.make_sink(worker_id=7)
+    kv.assert_no_event_errors()
+    assert {} == kv.warning_counts()
+
+
+def test_a_sink_that_goes_on_after_its_removal_keeps_its_id(kv, sink):
+    kv.remove_worker(FIRST)
+    sink(one_block(1))
+    with pytest.raises(ValueError, match=f"worker {FIRST} is a sink of this test already"):
+        kv.make_sink(worker_id=FIRST)
+
+
+def test_a_failure_of_a_sink_of_a_low_id_is_cut_down(make_kv):
+    kv = make_kv("lru")
+    kv.worker(0).serve(kv.prompt())
+    sink = kv.make_sink(worker_id=7, num_blocks=2)
+    for number in range(1, 6):
+        sink(one_block(number))
+    kv.flush()
+    found = reproduce(kv)
+    assert "sink = kv.make_sink(num_blocks=2)" in found.as_test()
+    assert ("over_capacity", 1) == (found.breach.rule, len(found.steps))
 
 
 @pytest.mark.parametrize("worker_id", [2**16, 2**53 + 1, 2**63, 2**64 - 1])
