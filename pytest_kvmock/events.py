@@ -74,17 +74,25 @@ class StorageTier(StrEnum):
 
     @classmethod
     def of(cls, tier: StorageTier | str) -> StorageTier:
-        """The tier of a name; "host" is short for "host_pinned".
+        """The tier of a name: its value, or a short one, "host" or "g1" to "g4".
 
         Raises:
             ValueError: there is no such tier; the message names those that there are.
         """
-        if tier == "host":
-            return cls.HOST_PINNED
-        try:
-            return cls(tier)
-        except ValueError:
-            raise ValueError(unknown_text("tier", tier, [*cls])) from None
+        if type(tier) is cls:
+            return tier
+        found = TIER_NAMES.get(tier) if isinstance(tier, str) else None
+        if found is None:
+            raise ValueError(unknown_text("tier", tier, TIER_NAMES))
+        return found
+
+
+TIER_NAMES: Final = {
+    **{tier.value: tier for tier in StorageTier},
+    "host": StorageTier.HOST_PINNED,
+    **{f"g{number}": tier for number, tier in enumerate(StorageTier, start=1)},
+}
+"""The tiers by the names that users may call them."""
 
 
 class StoredBlock(NamedTuple):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NoReturn
 
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored, StreamKey
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored, StreamKey
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.user_sink import HASHES, Publishable, is_event
 from pytest_kvmock.harness.workers import Workers
@@ -42,13 +43,15 @@ class ByHand:
                 self._publisher.publish(addressed)
 
     def _addressed(self, event: Publishable, worker_id: int, dp_rank: int) -> RouterEvent:
-        """An event with what it lacks: id, rank and worker."""
+        """An event with what it lacks: id, rank and worker; and with its tier, where it has the name of one."""
         if isinstance(event, (Stored, Removed, Cleared)):
             event = KvCacheEvent(self.next_id(worker_id, dp_rank), event, dp_rank)
         if isinstance(event, KvCacheEvent):
             event = RouterEvent(worker_id, event)
         if not is_event(event):
             _refuse(event)
+        if type(event.storage_tier) is not StorageTier:
+            event = replace(event, storage_tier=StorageTier.of(event.storage_tier))
         if event.worker_id in self._workers.sink_ids:
             raise ValueError(f"worker {event.worker_id} is a sink of this test; publish its events through the sink")
         return event

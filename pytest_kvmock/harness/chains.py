@@ -45,18 +45,21 @@ class Chains:
     Args:
         rng: picks foreign blocks.
         with_tokens: the index under test is asked with tokens.
+        by_tier: it tells tiers apart.
     """
 
-    def __init__(self, rng: Random, *, with_tokens: bool) -> None:
+    def __init__(self, rng: Random, *, with_tokens: bool, by_tier: bool) -> None:
         self._rng = rng
         self._with_tokens = with_tokens
+        self._by_tier = by_tier
 
     def touched(self, event: RouterEvent, streams: Mapping[StreamKey, Stream]) -> Iterator[Chain]:
         """Yield the chains whose answers an event changes.
 
         Those of the last block stored, of each first block removed, and of three that were cleared; and once more
         with the first block exchanged and without it, which must match nothing that the chain matched. After a Cleared
-        also those that it must not change: one of each other rank of the worker.
+        also those that it must not change: one of each other rank of the worker. A chain goes on through the blocks
+        held below the device, which may have come before those that link them to it.
         """
         key = (event.worker_id, event.event.dp_rank)
         stream = streams[key]
@@ -70,7 +73,7 @@ class Chains:
             touched = list(stream.emptied)
         chain = None
         for block in touched:
-            chain = self.upto(stream, block)
+            chain = self._through(stream, block)
             yield chain
         if chain is not None:
             yield from self.negative_queries(chain)
@@ -80,6 +83,16 @@ class Chains:
                     block = next(reversed(spared.device))
                     if spared.was_stored(block):
                         yield self.upto(spared, block)
+
+    def _through(self, stream: Stream, block: int) -> Chain:
+        """The chain from the root through a block, as far as blocks held below the device go on from it."""
+        chain = self.upto(stream, block)
+        last = stream.last_below(block) if self._by_tier else block
+        if last == block:
+            return chain
+        longer = self.upto(stream, last)
+        # An index that takes tokens cannot be asked for blocks that came without.
+        return chain if chain.tokens is not None and longer.tokens is None else longer
 
     def all_of(self, stream: Stream) -> Iterator[Chain]:
         """Yield all chains that a worker and rank ever stored, oldest first, then two that must match nothing."""

@@ -29,10 +29,15 @@ class EngineComparison:
         self._mute: set[StreamKey] = set()  # those whose callable has raised
 
     def compare_with(
-        self, worker_id: int, dp_rank: int, storage_tier: StorageTier, resident: Callable[[], Iterable[int]]
+        self, worker_id: int, dp_rank: int, storage_tier: StorageTier | str, resident: Callable[[], Iterable[int]]
     ) -> None:
-        """Compare from here on the stream of a worker, rank and tier with the resident blocks that a callable returns."""
-        self._resident[(worker_id, dp_rank), storage_tier] = resident
+        """Compare from here on the stream of a worker, rank and tier with the resident blocks that a callable returns.
+
+        Raises:
+            ValueError: there is no such tier.
+        """
+        __tracebackhide__ = True
+        self._resident[(worker_id, dp_rank), StorageTier.of(storage_tier)] = resident
 
     def remove(self, keys: Iterable[StreamKey]) -> None:
         """Stop comparing these workers and ranks with callables."""

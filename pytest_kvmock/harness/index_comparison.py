@@ -142,7 +142,7 @@ class IndexComparison:
         self.survival: SurvivalOracle | None = None
         self._reference = reference
         self._ledger = self._arrived = ledger
-        self._chains = Chains(rng, with_tokens=under_test.takes_tokens)
+        self._chains = Chains(rng, with_tokens=under_test.takes_tokens, by_tier=under_test.find_tiered is not None)
         self._rng = rng
         self._sync = sync
         self._after_flush = after_flush

@@ -449,7 +449,7 @@ class RouterHarness:
         self.flush()
 
     def compare_with(
-        self, worker_id: int, dp_rank: int, storage_tier: StorageTier, resident: Callable[[], Iterable[int]]
+        self, worker_id: int, dp_rank: int, storage_tier: StorageTier | str, resident: Callable[[], Iterable[int]]
     ) -> None:
         """Compare the stream of a worker, at each flush and at the end, with the resident blocks that a callable returns."""
         self._engines.compare_with(worker_id, dp_rank, storage_tier, resident)

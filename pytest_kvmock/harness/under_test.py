@@ -74,6 +74,11 @@ def raised_at(error: Exception) -> str:
     return f" ({Path(code.co_filename).name}:{line} in {code.co_name})"
 
 
+_BY_TIER: Final = (
+    "expected a mapping of tiers to mappings of worker_id or (worker_id, dp_rank) to a number of blocks, "
+    "such as {'device': {(0, 0): 2}}"
+)
+
 _CALLERS: Final = (__file__, str(Path(__file__).with_name("index_comparison.py")))
 """Whose frames are not the user's."""
 
@@ -217,19 +222,17 @@ class IndexUnderTest:
             UnreadableAnswer: it is no mapping of tiers to mappings of workers to numbers of blocks.
         """
         if not isinstance(answer, Mapping):
-            raise UnreadableAnswer(
-                f"find_tiered() of {self.name} returned {answer!r:.120}; expected a mapping of tiers to mappings of "
-                "worker_id or (worker_id, dp_rank) to a number of blocks"
-            )
+            raise UnreadableAnswer(f"find_tiered() of {self.name} returned {answer!r:.120}; {_BY_TIER}")
         out: TierScores = {}
         for tier, scores in answer.items():
             try:
-                known = StorageTier(tier)
-            except ValueError:
-                raise UnreadableAnswer(
-                    f"find_tiered() of {self.name} returned the tier {tier!r:.80}; known: {', '.join(StorageTier)}"
-                ) from None
-            if found := self._read_scores(scores):
+                known = StorageTier.of(tier)
+            except ValueError as error:
+                what = (
+                    f"the {error}" if isinstance(tier, str) else f"the key {tier!r:.80} in place of a tier; {_BY_TIER}"
+                )
+                raise UnreadableAnswer(f"find_tiered() of {self.name} returned {what}") from None
+            if found := self._read_scores(scores, "find_tiered", f" in {known}"):
                 out[known] = found
         return out
 
@@ -241,13 +244,23 @@ class IndexUnderTest:
         """
         if self.asked == "find_tiered":
             return self.read_tiered(answer).get(StorageTier.DEVICE, {})
-        return self._read_scores(answer)
+        return self._read_scores(answer, self.asked)
 
-    def _read_scores(self, answer: Any) -> Scores | WorkerScores:
+    def _read_scores(self, answer: Any, asked: str, where: str = "") -> Scores | WorkerScores:
+        """Read what a method has returned of one tier.
+
+        Args:
+            answer: what it has.
+            asked: the method.
+            where: the tier, for a message.
+
+        Raises:
+            UnreadableAnswer: it is no mapping of workers to numbers of blocks.
+        """
         scores = getattr(answer, "scores", answer)
         if not isinstance(scores, Mapping):
             raise UnreadableAnswer(
-                f"{self.name} returned {answer!r:.120}; expected a mapping of worker_id or "
+                f"{asked}() of {self.name} returned {answer!r:.120}{where}; expected a mapping of worker_id or "
                 "(worker_id, dp_rank) to a number of blocks, or an object with such a mapping in .scores"
             )
         out: dict[Any, int] = {}
@@ -257,7 +270,7 @@ class IndexUnderTest:
             is_count = isinstance(blocks, int) and blocks >= 0
             if not (is_pair or isinstance(key, int)) or not is_count or ranked not in (None, is_pair):
                 raise UnreadableAnswer(
-                    f"{self.name} returned the entry {key!r}: {blocks!r}; expected worker_id or "
+                    f"{asked}() of {self.name} returned{where} the entry {key!r}: {blocks!r}; expected worker_id or "
                     "(worker_id, dp_rank), the same form in one answer, and a number of blocks"
                 )
             ranked = is_pair

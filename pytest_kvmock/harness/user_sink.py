@@ -31,7 +31,7 @@ MOST_UNJUDGED: Final = 10_000
 FIRST_SINK_WORKER: Final = MOST_WORKERS
 """Sinks are workers of their own, with the first ids from here on that are free."""
 
-CompareWith: TypeAlias = Callable[[int, int, StorageTier, Callable[[], Iterable[int]]], None]
+CompareWith: TypeAlias = Callable[[int, int, StorageTier | str, Callable[[], Iterable[int]]], None]
 """Compares the stream of a worker, rank and tier with the resident blocks that a callable returns."""
 
 Publishable: TypeAlias = EventData | KvCacheEvent | RouterEvent
@@ -107,26 +107,29 @@ class KvSink:
     def publish(
         self,
         event: Publishable,
-        storage_tier: StorageTier = StorageTier.DEVICE,
+        storage_tier: StorageTier | str = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
     ) -> None:
         """Publish an event.
 
         Args:
             event: the event, or its data.
-            storage_tier: the tier of the blocks, unless a RouterEvent has it.
+            storage_tier: the tier of the blocks, or its name, unless a RouterEvent has it.
             token_ids: for a Stored, the token ids of each block.
 
         Raises:
             TypeError: something else.
+            ValueError: there is no such tier.
         """
+        __tracebackhide__ = True
         if isinstance(event, RouterEvent):
             storage_tier, token_ids = event.storage_tier, event.token_ids
             event = event.event
+        tier = StorageTier.of(storage_tier)
         with self._publisher.lock:  # from the next id on, or two threads would get one id
             if isinstance(event, (Stored, Removed, Cleared)):
                 event = KvCacheEvent(self._publisher.next_id(self.worker_id, 0), event)
-            addressed = RouterEvent(self.worker_id, event, storage_tier, token_ids)
+            addressed = RouterEvent(self.worker_id, event, tier, token_ids)
             if not is_event(addressed):
                 raise TypeError(
                     f"a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
@@ -179,18 +182,20 @@ class KvSink:
         resident: Callable[[], Iterable[int]],
         *,
         dp_rank: int = 0,
-        storage_tier: StorageTier = StorageTier.DEVICE,
+        storage_tier: StorageTier | str = StorageTier.DEVICE,
     ) -> None:
         """Add the drift check: at each flush and at the end, what was published is compared with what is resident.
 
         Args:
             resident: returns the block hashes that the manager holds now.
             dp_rank: the rank of those blocks.
-            storage_tier: the tier of those blocks.
+            storage_tier: the tier of those blocks, or its name.
 
         Raises:
             TypeError: it cannot be called.
+            ValueError: there is no such tier.
         """
+        __tracebackhide__ = True
         if not callable(resident):
             raise TypeError(f"compare takes a callable that returns the resident block hashes, got {resident!r:.80}")
         self._compare_with(self.worker_id, dp_rank, storage_tier, partial(self._looked_up, resident))

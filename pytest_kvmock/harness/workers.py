@@ -314,9 +314,12 @@ def _tier_blocks(given: object) -> dict[StorageTier, int]:
     below: dict[StorageTier, int] = {}
     for tier, blocks in given.items():
         try:
-            below[StorageTier.of(tier)] = check_integer(f"{name}[{tier!r}]", blocks, 1)
+            known = StorageTier.of(tier)
         except ValueError as error:
-            raise ValueError(str(error) if name in str(error) else f"{name}: {error}") from None
+            raise ValueError(f"{name}: {error}") from None
+        if known in below:
+            raise ValueError(f"{name}: the tier {known} is given twice")
+        below[known] = check_integer(f"{name}[{tier!r}]", blocks, 1)
     if StorageTier.DEVICE in below:
         raise ValueError(f"{name}: the blocks of the device are num_blocks")
     return below

@@ -5,12 +5,15 @@ The index is built at the first lookup: a stream without a problem pays for a li
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, repeat
+from typing import Final, NamedTuple
 
-from pytest_kvmock.events import BlockTokens, Removed, RouterEvent, Stored
+from pytest_kvmock.events import BlockTokens, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.hygiene.content import MOST_PARENTS, sparse
+
+MOST_DESCENDANTS: Final = 1000
+"""Among so many blocks the longest chain below another is looked for."""
 
 
 class StoredChain(NamedTuple):
@@ -243,6 +246,48 @@ class Links:
     def after(self, parents: set[int | None], local: int) -> set[int]:
         """The blocks with this local hash that were stored after one of these; None is the root."""
         return {block for parent in parents for block in self._after.get((parent, local), ())}
+
+
+class Below:
+    """The children that blocks were given below the device, where a block often comes before its parent."""
+
+    __slots__ = ("_children", "_read")
+
+    def __init__(self) -> None:
+        self._children: dict[int, set[int]] = {}
+        self._read = 0
+
+    def read(self, events: Sequence[RouterEvent]) -> None:
+        """Add the events since the last call; `events` are all of the stream."""
+        for event in islice(events, self._read, None):
+            data = event.event.data
+            if event.storage_tier is not StorageTier.DEVICE and isinstance(data, Stored):
+                parent = data.parent_hash
+                for block in data.block_hashes:
+                    if parent is not None:
+                        self._children.setdefault(parent, set()).add(block)
+                    parent = block
+        self._read = len(events)
+
+    def deepest(self, block: int, is_child: Callable[[int, int], bool]) -> int:
+        """The block at the end of the longest chain that goes on from a block; the block itself where none does.
+
+        Args:
+            block: where to begin.
+            is_child: whether the second block is still the child of the first, and is to be followed.
+
+        Returns:
+            The deepest one found among the nearest `MOST_DESCENDANTS`.
+        """
+        level, seen = [block], {block}
+        while len(seen) <= MOST_DESCENDANTS:
+            below = [(parent, child) for parent in level for child in self._children.get(parent, ())]
+            children = dict.fromkeys(child for parent, child in below if child not in seen and is_child(parent, child))
+            if not children:
+                break
+            level = list(children)
+            seen.update(children)
+        return level[-1]
 
 
 def _stored(event: RouterEvent) -> Stored:

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
 from pytest_kvmock.hygiene.content import Chain, DynamoChain
-from pytest_kvmock.hygiene.history import History, Links
+from pytest_kvmock.hygiene.history import Below, History, Links
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.text import event_name, worker_text
 
@@ -82,11 +82,13 @@ class Stream(History):
         removed_but_resident: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
         orphaned: blocks of the device whose parent was removed before them, still held or not, each with its orphaned_child.
         links: which blocks were stored after which, for chains through those.
+        below: which blocks were stored after which below the device.
         overfull: the tiers that hold more than the engine has there, where that was reported.
         drifted: the blocks that were reported to differ from what the engine holds, each with its tier.
     """
 
     __slots__ = (
+        "below",
         "copies",
         "desync",
         "device",
@@ -158,6 +160,7 @@ class Stream(History):
         self.removed_but_resident: dict[int, Problem] = {}
         self.orphaned: dict[int, Problem] = {}
         self.links = Links()
+        self.below = Below()
         self.unconfirmed: list[tuple[StorageTier, Problem]] = []
         self.overfull: set[StorageTier] = set()
         self.drifted: set[tuple[StorageTier, int]] = set()
@@ -166,6 +169,19 @@ class Stream(History):
     def held(self, tier: StorageTier) -> dict[int, int]:
         """The blocks that are held in a tier: see `tiers`."""
         return self.device if tier is StorageTier.DEVICE else self.tiers.setdefault(tier, {})
+
+    def last_below(self, block: int) -> int:
+        """The block at which the longest chain ends that goes on from a block through those held below the device.
+
+        It is the block itself where none does.
+        """
+        if len(self.tiers) == 1:
+            return block
+        lower = [held for tier, held in self.tiers.items() if tier is not StorageTier.DEVICE]
+        self.below.read(self.events)
+        return self.below.deepest(
+            block, lambda parent, child: any(child in held for held in lower) and self.parent(child) == parent
+        )
 
     def is_unpublished(self, block: int, tier: StorageTier) -> bool:
         """Whether the engine may hold a block below the device without a Stored, and remove it.
@@ -374,6 +390,7 @@ class Stream(History):
         self.events, self.emptied, self.anew = list(published.events), published.emptied, list(published.anew)
         self._reset_index()
         self.links = Links()
+        self.below = Below()
         due = 0 if self.next_id is None else self.next_id
         missing = [*self.holes, range(due, ids.stop)]
         before = [range(hole.start, min(hole.stop, ids.start)) for hole in missing]

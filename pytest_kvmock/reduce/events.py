@@ -288,7 +288,11 @@ class EventCutter:
         counts: dict[StreamKey, int] = {}
         taken = (piece.key[0] + 1 for piece in pieces if piece.key[0] < FIRST_SINK_WORKER)
         free = max(1, self._whole.profile.workers, *taken)
-        mender = (Roots if self._chained else Mender)(self._parents, self._whole.breach.block)
+        stored: dict[StreamKey, set[int]] = {}
+        for piece in pieces:
+            if piece.event is not None and isinstance(piece.event.event.data, Stored):
+                stored.setdefault(piece.key, set()).update(piece.blocks)
+        mender = (Roots if self._chained else Mender)(self._parents, self._whole.breach.block, stored)
         for piece in pieces:
             arrival = piece.arrival
             worker_id, rank = piece.key
@@ -307,16 +311,14 @@ class EventCutter:
                 counts.pop(piece.key, None)
                 continue
             event = arrival[0]
-            data = mender.mend(piece.key, event.event.data, piece.places)
+            tier, tokens = StorageTier.DEVICE if look.bare else event.storage_tier, event.token_ids
+            data = mender.mend(piece.key, event.event.data, piece.places, on_device=tier is StorageTier.DEVICE)
             if data is None:
                 return None
             if not isinstance(data, Cleared) and not data.block_hashes and blocks_of(event):
                 continue
             number = counts[piece.key] = counts.get(piece.key, -1) + 1
             event_id = max(0, number + piece.jumps) if look.with_ids else number
-            tier, tokens = event.storage_tier, event.token_ids
-            if look.bare:
-                tier = StorageTier.DEVICE
             if not look.tokens:
                 tokens = None
                 if isinstance(data, Stored):

@@ -19,18 +19,28 @@ class Mender:
     Args:
         parents: by stream and block, the parent that the whole stream gives it.
         target: the block that the problem is about, which is left where it is.
+        stored: by stream, the blocks that some event that is left stores: below the device a block may come before its
+            parent.
     """
 
-    def __init__(self, parents: Mapping[StreamKey, Mapping[int, int | None]], target: int | None) -> None:
+    def __init__(
+        self,
+        parents: Mapping[StreamKey, Mapping[int, int | None]],
+        target: int | None,
+        stored: Mapping[StreamKey, Container[int]],
+    ) -> None:
         self._held: dict[StreamKey, set[int]] = {}
         self._parents = parents
         self._target = target
+        self._stored = stored
 
     def forget(self, key: StreamKey) -> None:
         """Nothing is held any more."""
         self._held.pop(key, None)
 
-    def mend(self, key: StreamKey, data: EventData, places: tuple[int, ...] | None) -> EventData | None:
+    def mend(
+        self, key: StreamKey, data: EventData, places: tuple[int, ...] | None, *, on_device: bool
+    ) -> EventData | None:
         """What is left of an event of that stream."""
         held = self._held.setdefault(key, set())
         if isinstance(data, Removed):
@@ -44,7 +54,7 @@ class Mender:
         keep = range(len(data.block_hashes)) if places is None else places
         # A block before the first that is kept is its parent, unless that was cut too.
         parent = data.block_hashes[keep[0] - 1] if keep and keep[0] else data.parent_hash
-        part = _part(data, self._nearest(key, parent, held), keep)
+        part = _part(data, self._nearest(key, parent, held if on_device else self._stored.get(key, held)), keep)
         held.update(part.block_hashes)
         return part
 
@@ -62,10 +72,12 @@ class Mender:
 class Roots(Mender):
     """Leaves hashes as they are: what has lost its parent becomes a root with a local hash like its own."""
 
-    def mend(self, key: StreamKey, data: EventData, places: tuple[int, ...] | None) -> EventData | None:
+    def mend(
+        self, key: StreamKey, data: EventData, places: tuple[int, ...] | None, *, on_device: bool
+    ) -> EventData | None:
         """What is left of an event of that stream; None where there is no such event."""
         if not isinstance(data, Stored):
-            return super().mend(key, data, places)
+            return super().mend(key, data, places, on_device=on_device)
         held = self._held.setdefault(key, set())
         keep = range(len(data.block_hashes)) if places is None else places
         if not keep:

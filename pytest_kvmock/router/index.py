@@ -166,12 +166,16 @@ class RadixIndex:
             BlockNotFound: a Removed with a block that the rank does not hold; the others are removed.
             InvalidBlockSequence: a Stored with a block under itself; what stands before it is stored.
             TypeError: it is no `RouterEvent` with a Stored, Removed or Cleared.
+            ValueError: its tier is none.
         """
         if not isinstance(event, RouterEvent):
             raise TypeError(f"RadixIndex.apply takes a RouterEvent, got {event!r:.200}")
         inner, tier = event.event, event.storage_tier
         data: EventData = inner.data
-        lower = None if tier is StorageTier.DEVICE else self._lower.get(StorageTier(tier))
+        lower = None
+        if tier is not StorageTier.DEVICE:
+            tier = StorageTier.of(tier)
+            lower = self._lower.get(tier)
         key = (event.worker_id, inner.dp_rank)
         if isinstance(data, Stored):
             if self._copies is not None:
@@ -329,10 +333,10 @@ class RadixIndex:
     def _keys(self) -> set[WorkerRank]:
         return set(self._device.ranks).union(*(lower.ranks for lower in self._lower.values()))
 
-    def num_blocks(self, worker_id: int, dp_rank: int = 0, *, tier: StorageTier = StorageTier.DEVICE) -> int:
+    def num_blocks(self, worker_id: int, dp_rank: int = 0, *, tier: StorageTier | str = StorageTier.DEVICE) -> int:
         """Count the blocks that a worker and rank holds in a tier, orphans too; 0 for an unknown one."""
         key = (worker_id, dp_rank)
-        lower = self._lower.get(StorageTier(tier))
+        lower = self._lower.get(StorageTier.of(tier))
         if lower is not None:
             return lower.num_blocks(key)
         rank = self._device.ranks.get(key)

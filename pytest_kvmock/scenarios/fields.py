@@ -10,8 +10,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final
 
-from pytest_kvmock.checks import is_integer
-from pytest_kvmock.events import StorageTier
+from pytest_kvmock.checks import is_integer, not_allowed_text
+from pytest_kvmock.events import TIER_NAMES, StorageTier
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
 from pytest_kvmock.scenarios.values import Numbers, WorkerName
@@ -133,17 +133,20 @@ def check_one_of(node: Node, *keys: str) -> None:
 
 def read_tier(node: Node) -> StorageTier:
     """A storage tier by its name."""
-    tiers = {tier.name.lower(): tier for tier in StorageTier}
-    tier = tiers.get(node.value) if isinstance(node.value, str) else None
-    if tier is None:
-        raise node.wrong_type(", ".join(tiers))
-    return tier
+    if not isinstance(node.value, str):
+        raise node.wrong_type(", ".join(TIER_NAMES))
+    if node.value not in TIER_NAMES:
+        raise node.error(not_allowed_text(node.value, TIER_NAMES))
+    return TIER_NAMES[node.value]
 
 
 def read_tier_blocks(node: Node) -> dict[str, int]:
     """How many blocks a sink has in each tier below the device, by the names of the tiers."""
-    tiers = [tier.name.lower() for tier in StorageTier if tier is not StorageTier.DEVICE]
-    return node.fields(dict.fromkeys(tiers, read_capacity))
+    below = {name: tier for name, tier in TIER_NAMES.items() if tier is not StorageTier.DEVICE}
+    given = node.fields(dict.fromkeys(below, read_capacity))
+    if len({below[name] for name in given}) < len(given):
+        raise node.error(f"a tier is given twice: {', '.join(given)}")
+    return {below[name].value: blocks for name, blocks in given.items()}
 
 
 def read_residency(node: Node) -> Residency:

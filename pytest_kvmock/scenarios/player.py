@@ -380,7 +380,11 @@ class _Player:
     def _look_events(wanted: list[dict[str, Any]], after: _After) -> tuple[Any, Any]:
         padded = [*wanted, *({} for _ in after.events)]
         have = [_as_expected(event, like) for event, like in zip(after.events, padded, strict=False)]
-        return wanted, have
+        if have != wanted:  # the message has the tiers below the device, asked for or not
+            for fields, event in zip(have, after.events, strict=True):
+                if event.storage_tier is not StorageTier.DEVICE:
+                    fields.setdefault("tier", event.storage_tier.value)
+        return [_plain(like) for like in wanted], have
 
     def _look_active(self, wanted: Any, after: _After) -> tuple[Any, Any]:
         if isinstance(wanted, int):
@@ -439,7 +443,12 @@ def _sorted(blocks: Any) -> list[Any]:
     return sorted(blocks, key=lambda block: (isinstance(block, str), block))
 
 
-def _as_expected(event: RouterEvent, like: Mapping[str, Any]) -> Any:
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an event as they are written: the tier by its name."""
+    return {key: value.value if isinstance(value, StorageTier) else value for key, value in fields.items()}
+
+
+def _as_expected(event: RouterEvent, like: Mapping[str, Any]) -> dict[str, Any]:
     """An event as the file would have it, with the fields that `like` has."""
     data = event.event.data
     if isinstance(data, Cleared):
@@ -450,7 +459,7 @@ def _as_expected(event: RouterEvent, like: Mapping[str, Any]) -> Any:
         if isinstance(data, Stored) and ("parent" in like or not like):
             fields["parent"] = data.parent_hash
     if "tier" in like:
-        fields["tier"] = event.storage_tier
+        fields["tier"] = event.storage_tier.value
     if "worker" in like:
         fields["worker"] = event.worker_id, event.event.dp_rank
     return fields

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 DEFAULT_BYTES_PER_TOKEN: Final = 160_000
 """KV cache of a token: 70 billion parameters at 8 bits, roughly; 16 tokens take 0.18 ms at 14 GB/s."""
 
+_MOST_BYTES: Final = 2**63 - 1
 _SAME_AS_HOST: Final = "g2"
 _NOT_BUILT: Final = ("disk", "g3", "external", "g4")
 _KNOWN: Final = ("host", _SAME_AS_HOST, "gbps", "bytes_per_token", "batch")
@@ -44,6 +45,11 @@ class Tiers:
         check_integer("tiers: host", self.host, 1, " (blocks)")
         check_number("tiers: gbps", self.gbps, unit=" (GB/s; 0 is infinite)")
         check_integer("tiers: bytes_per_token", self.bytes_per_token, 0)
+        if self.bytes_per_token > _MOST_BYTES:
+            raise ValueError(
+                "tiers: bytes_per_token must be an integer of at least 0 and at most 2**63 - 1, "
+                f"got {self.bytes_per_token!r:.80}"
+            )
         if self.batch is None:
             return
         check_integer("tiers: batch", self.batch, 1, ", or None")

@@ -288,20 +288,24 @@ def test_lru_evicts_parents_first_after_a_swap_in_and_that_is_its_own_doing():
 # ----------------------------------------------------------------------------------------------------- bad input
 
 NO_TIME = "a time must be a finite number of at least 0 (ms), got {}"
-KNOWN = "device, host_pinned, disk, external"
+KNOWN = "device, host_pinned, disk, external, host, g1, g2, g3, g4"
 BAD = {
     "a tick that goes backwards": (
         lambda kv, worker: worker.tick(49.5),
         "tick: time does not go backwards; it is 54.0 ms, got 49.5",
     ),
+    "a tick of its manager that goes backwards": (
+        lambda kv, worker: worker.manager.tick(49.5),
+        "tick: time does not go backwards; it is 54.0 ms, got 49.5",
+    ),
     "an unknown tier of cached_tokens": (
         lambda kv, worker: worker.cached_tokens(A, tier="hots"),
-        f"unknown tier 'hots'; known: {KNOWN}",
+        f"unknown tier 'hots'; did you mean 'host'? known: {KNOWN}",
     ),
-    "an unknown tier of overlap": (lambda kv, worker: kv.overlap(A, tier="g2"), f"unknown tier 'g2'; known: {KNOWN}"),
+    "an unknown tier of overlap": (lambda kv, worker: kv.overlap(A, tier="g5"), f"unknown tier 'g5'; known: {KNOWN}"),
     "an unknown tier of a sink": (
         lambda kv, worker: kv.make_sink(tier_blocks={"hots": 4}),
-        f"make_kv_sink: tier_blocks: unknown tier 'hots'; known: {KNOWN}",
+        f"make_kv_sink: tier_blocks: unknown tier 'hots'; did you mean 'host'? known: {KNOWN}",
     ),
     "a host of no blocks": (
         lambda kv, worker: kv.profile.replace(tiers={"host": 0}),

@@ -112,6 +112,59 @@ def test_an_unknown_tier_is_refused_and_the_known_ones_are_named():
         kv.overlap(PROMPT, tier=2)
 
 
+SHORT = {"host": HOST, "g1": DEVICE, "g2": HOST, "g3": DISK, "g4": EXTERNAL}
+
+
+@pytest.mark.parametrize(("name", "tier"), [*SHORT.items(), *((tier.value, tier) for tier in StorageTier)])
+def test_events_with_a_tier_by_name_are_those_of_the_tier(name, tier):
+    index = Tiered()
+    kv, sink = harness(index)
+    sink(chain(1), name)
+    sink(RouterEvent(0, KvCacheEvent(1, chain(2)), name))
+    kv.apply(RouterEvent(5, KvCacheEvent(0, chain(1)), name))
+    sink.compare(lambda: [1, 2], storage_tier=name)
+    assert [tier] * 3 == [entry.event.storage_tier for entry in kv.events]
+    assert {StorageTier} == {type(entry.event.storage_tier) for entry in kv.events}
+    assert {sink.worker_id: 2, 5: 1} == kv.overlap(PROMPT, tier=name)
+    kv.assert_in_sync()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hots", r"unknown tier 'hots'; did you mean 'host'\? known: device, "),
+        (["host"], r"unknown tier \['host'\]; known: device"),
+    ],
+)
+def test_an_event_with_an_unknown_tier_is_refused_before_it_is_logged(name, text):
+    kv, sink = harness()
+    for call in (
+        lambda: sink(chain(1), name),
+        lambda: sink(RouterEvent(0, KvCacheEvent(0, chain(1)), name)),
+        lambda: kv.apply(RouterEvent(5, KvCacheEvent(0, chain(1)), name)),
+        lambda: sink.compare(lambda: [1], storage_tier=name),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    sink(chain(1))
+    assert ([0], [0]) == (
+        [entry.event.event.event_id for entry in kv.events],
+        [event.event_id for event in sink.events],
+    )
+    kv.assert_in_sync()
+
+
+def test_an_index_takes_and_gives_tiers_by_their_short_names():
+    index = RadixIndex(count_copies=True)
+    index.apply(RouterEvent(0, KvCacheEvent(0, chain(1)), "host"))
+    assert {HOST: {(0, 0): 1}} == index.find_tiered([1])
+    assert 1 == index.num_blocks(0, tier="g2")
+    index.apply(RouterEvent(0, KvCacheEvent(1, Removed((1,))), HOST))
+    assert {} == index.find_tiered([1])
+    with pytest.raises(ValueError, match=r"unknown tier 'hots'; did you mean 'host'\?"):
+        index.apply(RouterEvent(0, KvCacheEvent(2, chain(1)), "hots"))
+
+
 def test_an_index_without_tiers_is_asked_for_the_device_alone():
     kv, sink = harness(DeviceOnly())
     play(sink, *OFFLOADED)
@@ -224,6 +277,69 @@ def test_blocks_that_a_cleared_left_on_the_host_are_found():
     assert problem.observed.endswith("was stored in host_pinned by event 0 and cleared by event 1")
 
 
+class DropsBelow(Tiered):
+    """Drops a Stored below the device whose parent it does not hold in any tier."""
+
+    def apply(self, event):
+        data = event.event.data
+        if event.storage_tier is not DEVICE and isinstance(data, Stored) and data.parent_hash is not None:
+            held = [block for each in self.tree.dump_events() for block in each.event.data.block_hashes]
+            if data.parent_hash not in held:
+                return
+        super().apply(event)
+
+
+@pytest.mark.parametrize(
+    ("shows", "matched"),
+    [
+        ([chain(1, 2), (chain(4), HOST), (chain(3), HOST)], 3),
+        ([(chain(4), HOST), chain(1, 3)], 3),
+        ([chain(1, 2), (chain(5), DISK), (chain(4), HOST), (chain(3), HOST)], 3),
+        ([chain(1, 2), (chain(5, 6), DISK), (chain(3, 4), HOST)], 4),
+        ([chain(1, 2), (Stored(3, (9,), (9,)), HOST), (chain(5), HOST), (chain(4), HOST), (chain(3), HOST)], 3),
+    ],
+)
+def test_a_block_that_came_below_the_device_before_its_parent_is_missed_at_the_event_that_links_it(shows, matched):
+    kv = RouterHarness(backend=None, index=DropsBelow(), sync="every")
+    sink = kv.make_sink()
+    play(sink, *shows, *(Stored(None, (i,), (i,)) for i in range(100, 120)))
+    problem, *_ = kv.judge().errors  # at the end, what is on other chains
+    assert ("index_drift", len(shows) - 1) == (problem.rule, problem.event_id)
+    assert f"on a {matched + 1}-block prefix" in problem.observed
+    assert f"(ends in {matched + 1}); block {matched + 1} was stored in " in problem.observed
+
+
+def test_blocks_below_one_that_was_removed_are_asked_for_too():
+    """The host went on from block 2 of the device; an index that finds block 3 by itself still counts it."""
+
+    class FindsByItself(Tiered):
+        def find_tiered(self, local_hashes):
+            found = self.tree.find_tiered(local_hashes)
+            if list(local_hashes) == [1, 2, 3] and any(each.storage_tier is HOST for each in self.tree.dump_events()):
+                found[HOST] = dict.fromkeys(found[DEVICE], 1)
+            return found
+
+    kv = RouterHarness(backend=None, index=FindsByItself(), sync="every")
+    sink = kv.make_sink()
+    play(sink, chain(1, 2), (chain(3), HOST), Removed((2,)), Stored(None, (100,), (100,)))
+    (problem,) = kv.judge().errors
+    assert (2, HOST, (3,)) == (problem.event_id, problem.storage_tier, problem.blocks)
+
+
+def test_an_index_of_the_device_alone_is_not_asked_for_blocks_below():
+    class Asked(DeviceOnly):
+        lengths = ()
+
+        def find_matches(self, local_hashes):
+            self.lengths = (*self.lengths, len(local_hashes))
+            return super().find_matches(local_hashes)
+
+    index = Asked()
+    kv = RouterHarness(backend=None, index=index, sync="every")
+    play(kv.make_sink(), (chain(3, 4), HOST), chain(1, 2))
+    assert (2, 2, 1, 2, 2, 1) == index.lengths  # each chain, with its first block exchanged, and without it
+
+
 def test_an_index_with_both_methods_must_be_right_in_both():
     class Stale(Both):
         def find_matches(self, local_hashes):
@@ -250,9 +366,21 @@ def test_tiers_are_asked_for_from_the_first_event_below_the_device_on():
         ([], r"find_tiered\(\) of Tiered returned \[\]; expected a mapping of tiers"),
         (
             {"hbm": {0: 1}},
-            r"find_tiered\(\) of Tiered returned the tier 'hbm'; known: device, host_pinned, disk, external",
+            r"find_tiered\(\) of Tiered returned the unknown tier 'hbm'; known: device, host_pinned, disk, external",
         ),
-        ({"device": {0: "one"}}, "returned the entry 0: 'one'"),
+        (
+            {"device": {0: "one"}},
+            r"find_tiered\(\) of Tiered returned in device the entry 0: 'one'; expected worker_id or \(worker_id, dp_rank\)",
+        ),
+        (
+            {HOST: None},
+            r"find_tiered\(\) of Tiered returned None in host_pinned; expected a mapping of worker_id or \(worker_id,",
+        ),
+        (
+            {(0, 0): 1},
+            r"find_tiered\(\) of Tiered returned the key \(0, 0\) in place of a tier; expected a mapping of tiers to",
+        ),
+        ({0: 1}, r"find_tiered\(\) of Tiered returned the key 0 in place of a tier; expected a mapping of tiers to"),
     ],
 )
 def test_an_answer_that_cannot_be_read_is_an_index_failure(answer, observed):
@@ -303,6 +431,7 @@ def test_a_sink_has_a_capacity_for_each_tier():
 @pytest.mark.parametrize(
     ("tier_blocks", "message"),
     [
+        ({"host": 1, HOST: 2}, "make_kv_sink: tier_blocks: the tier host_pinned is given twice"),
         ({"host": 0}, r"make_kv_sink: tier_blocks\['host'\] must be an integer of at least 1, got 0"),
         ({"host_pined": 1}, "make_kv_sink: tier_blocks: unknown tier 'host_pined'; did you mean 'host_pinned'"),
         ({"device": 1}, "make_kv_sink: tier_blocks: the blocks of the device are num_blocks"),

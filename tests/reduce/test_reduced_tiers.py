@@ -7,7 +7,7 @@ import pytest
 
 from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness, Tiers, WouldWait, backends
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.events import Removed, StorageTier
+from pytest_kvmock.events import Removed, StorageTier, Stored
 from pytest_kvmock.programs.operations import Finish, Prefill, Tick
 from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.scenarios import load_scenarios, play
@@ -129,6 +129,39 @@ def test_the_fault_of_an_index_below_the_device_is_cut_at_both_levels(failure_of
         assert "index_drift" in failure_of(found, ForgetsNothingOnTheHost())
         if level == "events":
             assert all(event.token_ids is None for event in found.events)  # it does not ask for tokens
+
+
+class DropsWithoutAParent(RadixIndex):
+    """It ignores what is stored on the host before its parent."""
+
+    def new(self):
+        return type(self)()
+
+    def apply(self, event):
+        data = event.event.data
+        if event.storage_tier is HOST and isinstance(data, Stored) and data.parent_hash is not None:
+            held = {block for each in self.dump_events() for block in each.event.data.block_hashes}
+            if data.parent_hash not in held:
+                return
+        super().apply(event)
+
+
+@pytest.mark.parametrize("sync", ["every", "auto"])
+def test_a_block_that_came_before_its_parent_still_does(failure_of, sync):
+    """Below the device that is no matter of a block that was left out: it would be hung up elsewhere."""
+    kv = RouterHarness(backend=None, index=DropsWithoutAParent(), sync=sync)
+    sink = kv.make_sink()
+    for number in range(100, 120):
+        sink(Stored(None, (number,), (number,)))
+    sink(Stored(None, (1, 2, 3), (11, 12, 13)))
+    sink(Stored(5, (6,), (16,)), HOST)
+    sink(Stored(4, (5,), (15,)), HOST)
+    sink(Stored(3, (4,), (14,)), HOST)
+    found = reproduce(kv)
+    child, parent = found.steps
+    assert [HOST, HOST] == [child.storage_tier, parent.storage_tier]
+    assert parent.event.data.block_hashes == (child.event.data.parent_hash,)
+    assert "index_drift" in failure_of(found, DropsWithoutAParent())
 
 
 @pytest.mark.parametrize("wait", [True, False])

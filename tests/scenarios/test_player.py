@@ -37,6 +37,22 @@ FAILURES = [
         "use: [1]\n  expect: {events: [{stored: [1], parent: 2}]}",
         "3: expect events [{'stored': [1], 'parent': 2}]: got [{'stored': [1], 'parent': None}]",
     ),
+    (
+        "event: {stored: [1], tier: host}\n  expect: {events: [{stored: [2]}]}",
+        "3: expect events [{'stored': [2]}]: got [{'stored': [1], 'tier': 'host_pinned'}]",
+    ),
+    (
+        "event: {stored: [1], tier: host}\n  expect: {events: [{stored: [1], tier: g3}]}",
+        "3: expect events [{'stored': [1], 'tier': 'disk'}]: got [{'stored': [1], 'tier': 'host_pinned'}]",
+    ),
+    (
+        "event: {stored: [1], tier: host}\n  expect: {events: []}",
+        "3: expect events []: got [{'stored': [1], 'parent': None, 'tier': 'host_pinned'}]",
+    ),
+    (
+        "use: [1]\n  expect: {events: [{stored: [1], tier: g2}]}",
+        "3: expect events [{'stored': [1], 'tier': 'host_pinned'}]: got [{'stored': [1], 'tier': 'device'}]",
+    ),
     ("use: [1]\n  expect: {events: [cleared]}", "3: expect events [{'cleared': True}]: got [{'stored': [1]"),
     (
         "serve: {tokens: 0..7, worker: 1}\n  expect: {overlap: {tokens: 0..7, workers: {0: 2}}}",
@@ -156,11 +172,11 @@ def test_a_fault_with_an_argument_that_it_has_not_is_refused_where_it_stands(pla
 def test_the_overlap_of_a_tier_is_expected_by_its_name(played):
     played("""
 steps:
-- event: {stored: [1, 2], worker: 65536, tier_blocks: {host_pinned: 2, disk: 1}}
+- event: {stored: [1, 2], worker: 65536, tier_blocks: {host: 2, disk: 1}}
 - event: {stored: [3], parent: 2, worker: 65536, tier: host_pinned}
   expect:
-    overlap: {hashes: [1, 2, 3], workers: {65536: 1}, tier: host_pinned}
-- event: {stored: [9, 8], worker: 65536, tier: disk}
+    overlap: {hashes: [1, 2, 3], workers: {65536: 1}, tier: host}
+- event: {stored: [9, 8], worker: 65536, tier: g3}
   expect: {problems: [over_capacity]}
 - event: {stored: [3], parent: 2, worker: 65536}
   expect:

@@ -55,6 +55,8 @@ BAD = [
     ("steps: [{}]\n", "1:9: steps: a step does something, or expects something; known: use, "),
     ("steps:\n- serve: {tokens: 18446744073709551615..18446744073709551616}\n", "2:19: tokens: the range 18446744073709551615..18446744073709551616 goes beyond 2**64 - 1"),
     (f"steps:\n- serve: {{tokens: {'9' * 5000}..{'9' * 5000}}}\n", "2:19: tokens: got '999"),
+    ("steps:\n- event: {stored: [1], tier: hots}\n", "2:30: tier: got 'hots'; did you mean 'host'? allowed: device, host_"),
+    ("steps:\n- event: {stored: [1], tier_blocks: {host: 1, g2: 2}}\n", "2:37: tier_blocks: a tier is given twice: host, g2"),
     ("steps:\n- event: {stored: [1], tier: hbm}\n", "2:30: tier: got 'hbm'; allowed: device, host_pinned, "),
     ("steps:\n- event: {stored: [1], worker: [1, 2, 3]}\n", "2:32: worker: got a list; allowed: the id of a worker (0 to 65791; sinks from 65536 on), or [id, rank]"),
     ("steps:\n- event: {removed: [1], worker: 10000000}\n", "2:33: worker: got 10000000; allowed: the id of a worker (0 to 65791; "),

@@ -205,6 +205,6 @@ def test_an_answer_that_cannot_be_read_is_shown_with_what_the_index_was_told():
 
     contract = subject(IndexContract, make_index=lambda self: Answers())
     assert failure_of(contract, "test_a_stored_prompt_is_found_whole") == (
-        "AssertionError: Answers returned 4; expected a mapping of worker_id or (worker_id, dp_rank) to a number of blocks, "
+        "AssertionError: find_matches() of Answers returned 4; expected a mapping of worker_id or (worker_id, dp_rank) to a number of blocks, "
         "or an object with such a mapping in .scores\nthe index was given, in this order:\n  worker 0 stored abcd"
     )

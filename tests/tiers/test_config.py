@@ -40,6 +40,10 @@ def test_tiers_are_read(given, tiers):
         ),
         ({"host": 4, "gbps": -1}, "tiers: gbps must be a finite number of at least 0 (GB/s; 0 is infinite), got -1"),
         ({"host": 4, "bytes_per_token": -1}, "tiers: bytes_per_token must be an integer of at least 0, got -1"),
+        (
+            {"host": 8, "bytes_per_token": 10**400},
+            f"tiers: bytes_per_token must be an integer of at least 0 and at most 2**63 - 1, got 1{'0' * 79}",
+        ),
         ({"host": 4, "batch": 0}, "tiers: batch must be an integer of at least 1, or None, got 0"),
         (
             {"host": 8, "batch": 3},

@@ -98,15 +98,16 @@ class Offloading:
     def tick(self, now: float) -> None:
         """Move the time of the further tier forward to `now` (ms), and publish what happened there.
 
-        Nothing happens without an offload engine. A time before the last one is no error, and takes nothing back: a trace
-        may jump so (the original's rule).
+        Nothing happens without an offload engine.
 
         Raises:
-            ValueError: the time is no finite number of at least 0.
+            ValueError: the time is no finite number of at least 0, or before the last one.
         """
         now = check_time(now)
         if self._offload is not None:
-            self._offload_now = max(self._offload_now, float(now))
+            if now < self._offload_now:
+                raise ValueError(f"tick: time does not go backwards; it is {self._offload_now} ms, got {now}")
+            self._offload_now = float(now)
             self._carry_out(self._offload.tick(now))
 
     @property
