@@ -30,6 +30,8 @@ from benchmarks import (
     tiers,
     tokens,
     verdict,
+    wire,
+    wire_clients,
     workers,
 )
 from benchmarks.measure import NotHere, TableRow
@@ -49,6 +51,8 @@ GROUPS = {
     "tiers": (tiers.host,),
     "engines": (engines.shared_workload, engines.mooncake, engines.scheduler_matrix),
     "reduce": (reduce.events, reduce.requests),
+    "wire": (wire.codec,),
+    "clients": (wire_clients.publish_to_applied,),
 }
 HOME = Path(__file__).parent
 HEAD = """# Figures

@@ -2,7 +2,8 @@
 
 The names that most tests need are here; they are loaded when they are first used (PEP 562), so that a test suite that has
 the plugin installed and does not use it pays for none of them. The others are in their modules: `moves`, `sinks`, `tokens`,
-`plh`, `traces`, `profiles`, `engine`, `fleet`, `cache`, `block_manager`, `recovery`, `vllm`, `reduce`, `scenarios` and `testing`.
+`plh`, `traces`, `profiles`, `engine`, `fleet`, `cache`, `block_manager`, `recovery`, `vllm`, `wire`, `reduce`, `scenarios`
+and `testing`.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.tokens import block_hashes as block_hashes
     from pytest_kvmock.tokens import sequence_hashes as sequence_hashes
     from pytest_kvmock.traces import TraceRequest as TraceRequest
+    from pytest_kvmock.wire.batcher import KvWire as KvWire
+    from pytest_kvmock.wire.zmq import KvPublisher as KvPublisher
+    from pytest_kvmock.wire.zmq import KvSubscriber as KvSubscriber
 
 # The same names with their homes, for `__getattr__`; a test compares the two.
 _HOME = {
@@ -83,7 +87,10 @@ _HOME = {
     "KvEventWarning": "plugin.options",
     "KvEventsError": "hygiene.problem",
     "KvManager": "cache.manager",
+    "KvPublisher": "wire.zmq",
     "KvSink": "harness",
+    "KvSubscriber": "wire.zmq",
+    "KvWire": "wire.batcher",
     "KvWorker": "engine.worker",
     "MockEngine": "fleet.mock_engine",
     "MockEngineArgs": "engine.args",

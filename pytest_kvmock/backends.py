@@ -222,7 +222,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.block_pool_driver,
                 chain=makers.hash_chain,
-                options=("version", "hash_algorithm", "hash_seed", "enable_caching"),
+                options=("version", "hash_algorithm", "hash_seed", "enable_caching", "lora_paths"),
             ),
             BackendSpec(
                 "vllm_0_19",
@@ -232,7 +232,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.block_pool_driver,
                 chain=makers.hash_chain,
-                options=("hash_algorithm", "hash_seed", "enable_caching"),
+                options=("hash_algorithm", "hash_seed", "enable_caching", "lora_paths"),
             ),
             BackendSpec(
                 "sglang",

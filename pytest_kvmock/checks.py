@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from os.path import commonprefix
 from sys import float_info
-from typing import Final, TypeGuard, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 MOST_NEAREST = 3
 """How many nearest names a message lists."""
@@ -98,6 +99,22 @@ def check_number(name: str, value: object, least: float = 0.0, most: float = mat
         return float(value)
     wanted = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
     raise ValueError(f"{name} must be a finite number {wanted}{unit}, got {value!r:.80}")
+
+
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be called with an argument of this name; False for one without a signature."""
+    return _has_parameter(getattr(function, "__func__", function), name)
+
+
+@lru_cache(maxsize=64)
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    from inspect import Parameter, signature  # for those whose prompts carry more than tokens
+
+    try:
+        parameters = signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def check_time(now: object, what: str = "a time") -> float:

@@ -11,9 +11,12 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
 
 from pytest_kvmock.checks import is_integer, unknown_text
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
 
 _U32: Final = 2**32 - 1
 _U64: Final = 2**64 - 1
@@ -217,7 +220,7 @@ class KvCacheEvent:
         return _event_from_json(_loads(text, "KvCacheEvent"), "KvCacheEvent")
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, unsafe_hash=True, repr=False)
 class RouterEvent:
     """An event as a router receives it: with the worker that published it.
 
@@ -227,12 +230,22 @@ class RouterEvent:
         storage_tier: where the blocks are.
         token_ids: for a Stored, the token ids of each block, where they are known. They travel beside the event:
             no part of equality, nor of Dynamo's JSON.
+        extra: what else travels beside it, by the names of the wire (`prompt_keys.EventExtra`): the adapter, salt and session
+            of the request that stored, and per block what was hashed beside its tokens. None: nothing. Not to be changed.
     """
 
     worker_id: int
     event: KvCacheEvent
     storage_tier: StorageTier = StorageTier.DEVICE
     token_ids: BlockTokens | None = field(default=None, compare=False)
+    extra: EventExtra | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        extra = "" if self.extra is None else f", extra={self.extra!r}"
+        return (
+            f"RouterEvent(worker_id={self.worker_id!r}, event={self.event!r}, storage_tier={self.storage_tier!r}, "
+            f"token_ids={self.token_ids!r}{extra})"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Dynamo's JSON form, as Python objects."""
@@ -267,6 +280,31 @@ class RouterEvent:
     def from_json(cls, text: str | bytes) -> RouterEvent:
         """Read Dynamo's JSON form from text; raises as `from_dict` does, and for what is no JSON."""
         return cls.from_dict(_loads(text, "RouterEvent"))
+
+
+_new: Final = object.__new__
+
+
+def stored_event(  # noqa: PLR0917 - it is called for each event that is decoded, and keywords take time
+    worker_id: int,
+    event_id: int,
+    dp_rank: int,
+    parent_hash: int | None,
+    block_hashes: tuple[int, ...],
+    tokens_hashes: tuple[int, ...],
+    storage_tier: StorageTier,
+    token_ids: BlockTokens | None,
+) -> RouterEvent:
+    """Make the event of a Stored whose tuples are known to be of one length, in half the time that three constructors take."""
+    data = _new(Stored)
+    data.parent_hash, data.block_hashes, data.tokens_hashes = parent_hash, block_hashes, tokens_hashes
+    data.start_position = data.mm_extra_info = None
+    event = _new(KvCacheEvent)
+    event.event_id, event.data, event.dp_rank = event_id, data, dp_rank
+    named = _new(RouterEvent)
+    named.worker_id, named.event, named.storage_tier = worker_id, event, storage_tier
+    named.token_ids, named.extra = token_ids, None
+    return named
 
 
 # ------------------------------------------------------------------------------------------------ Dynamo's JSON

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final, Protocol
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
+from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_kvmock.prompt_keys import EventExtra
+
 
 class Sink(Protocol):
-    """The protocol of sinks."""
+    """The protocol of sinks.
+
+    Where a prompt carried more than tokens, a `publish` that has a parameter `extra` is given what travels beside the event
+    (`prompt_keys.EventExtra`); one that has none gets the event all the same.
+    """
 
     def publish(
         self, event: KvCacheEvent, storage_tier: StorageTier = ..., token_ids: BlockTokens | None = ..., /
@@ -31,8 +38,19 @@ class Sink(Protocol):
         """
 
 
+def publish_with_extra(
+    sink: Sink, event: KvCacheEvent, storage_tier: StorageTier, token_ids: BlockTokens | None, extra: EventExtra
+) -> None:
+    """Publish an event with what travels beside it, or without it to a sink that does not take it."""
+    publish: Any = sink.publish
+    if has_parameter(publish, "extra"):
+        publish(event, storage_tier, token_ids, extra=extra)
+    else:
+        publish(event, storage_tier, token_ids)
+
+
 _DEVICE: Final = StorageTier.DEVICE
-_ON_DEVICE: Final = (_DEVICE, None)  # what stands beside most events, made once: an object a Removed is dear
+_ON_DEVICE: Final = (_DEVICE, None, None)  # what stands beside most events, made once: an object a Removed is dear
 
 
 class CapturingSink:
@@ -45,21 +63,23 @@ class CapturingSink:
     def __init__(self, worker_id: int = 0) -> None:
         self.worker_id = worker_id
         self.events: list[KvCacheEvent] = []
-        self._beside: list[tuple[StorageTier, BlockTokens | None]] = []
+        self._beside: list[tuple[StorageTier, BlockTokens | None, EventExtra | None]] = []
 
     def publish(
         self,
         event: KvCacheEvent,
         storage_tier: StorageTier = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
+        extra: EventExtra | None = None,
     ) -> None:
         """Keep the event."""
         self.events.append(event)
-        self._beside.append(_ON_DEVICE if token_ids is None and storage_tier is _DEVICE else (storage_tier, token_ids))
+        bare = token_ids is None and storage_tier is _DEVICE and extra is None
+        self._beside.append(_ON_DEVICE if bare else (storage_tier, token_ids, extra))
 
     @property
     def router_events(self) -> list[RouterEvent]:
-        """The same events with tier and token ids, as a router would receive them."""
+        """The same events with tier, token ids and what else travels with them, as a router would receive them."""
         return [RouterEvent(self.worker_id, e, *beside) for e, beside in zip(self.events, self._beside, strict=True)]
 
     def take(self) -> list[KvCacheEvent]:
@@ -82,10 +102,14 @@ class FanOutSink:
         event: KvCacheEvent,
         storage_tier: StorageTier = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
+        extra: EventExtra | None = None,
     ) -> None:
         """Publish to each sink in turn."""
         for sink in self.sinks:
-            sink.publish(event, storage_tier, token_ids)
+            if extra is None:
+                sink.publish(event, storage_tier, token_ids)
+            else:
+                publish_with_extra(sink, event, storage_tier, token_ids, extra)
 
 
 class JsonlRecorder:

@@ -1,12 +1,14 @@
 """Tokens to hashes: local block hashes, sequence hashes, positional lineage hashes, and prompts that carry them.
 
-Three names for one block, each with its own use (Dynamo, `lib/tokens`):
+One subject: the three names of one block, each with its own use (Dynamo, `lib/tokens`):
 
 * the *local hash* is of the block's tokens alone; a router's query is a list of them;
 * the *sequence hash* chains it to all blocks before it; events name blocks by it;
 * the *positional lineage hash* (PLH) is 128 bits of position, parent and own fragment; block managers key on it.
 
 All hashing is XXH3-64 with seed 1337, the seed that Dynamo's mocker and router share.
+
+One subject: tokens and their hashes, of a block, a sequence that grows and a prompt.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import repeat
+from operator import itemgetter
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.plh import lineage_hash, lineage_hashes
+from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys
 
 T = TypeVar("T")
 
@@ -139,6 +143,54 @@ def block_hashes(
     if mm_hashes:
         chunks = [*map(_with_objects, chunks, mm_hashes), *chunks[len(mm_hashes) :]]
     return list(map(xxh3_64_intdigest, chunks, repeat(seed)))
+
+
+class BlockCutter:
+    """Cuts flat token ids of so many whole blocks: what a decoder of events does for each event.
+
+    Args:
+        blocks: how many blocks.
+        block_size: tokens a block, at least 1.
+    """
+
+    __slots__ = ("_cut", "_pack", "_split")
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self._pack = struct.Struct(f"<{blocks * block_size}I").pack
+        self._split = struct.Struct(f"{4 * block_size}s" * blocks).unpack
+        cuts = [slice(at, at + block_size) for at in range(0, blocks * block_size, block_size)]
+        self._cut: Callable[[tuple[int, ...]], Iterable[tuple[int, ...]]]
+        self._cut = itemgetter(*cuts) if blocks > 1 else lambda tokens: (tokens,) * blocks
+
+    def __call__(self, tokens: tuple[int, ...], seed: int = SEED) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+        """Return the local hash and the token ids of each block.
+
+        Args:
+            tokens: of all blocks.
+            seed: as `hash_seed`.
+
+        Raises:
+            struct.error: one is no token id, or there are not as many as the blocks have.
+        """
+        chunks = self._split(self._pack(*tokens))
+        return tuple(map(xxh3_64_intdigest, chunks, repeat(seed))), [*self._cut(tokens)]
+
+
+def keyed_block_hashes(tokens: TokenIds, block_size: int, keys: PromptKeys | None, position: int = 0) -> list[int]:
+    """Local hashes of complete blocks under what their prompt carries.
+
+    Args:
+        tokens: token ids of these blocks.
+        block_size: tokens a block.
+        keys: what the prompt carries; None: nothing.
+        position: how many blocks of the prompt stand before them.
+    """
+    if keys is None:
+        return block_hashes(tokens, block_size)
+    mm_hashes = keys.mm_hashes(position, position + len(tokens) // block_size, block_size)
+    return block_hashes(
+        tokens, block_size, lora_name=keys.lora_name, cache_namespace=keys.cache_salt, mm_hashes=mm_hashes
+    )
 
 
 def _with_objects(chunk: bytes, hashes: Sequence[int] | None) -> bytes:
@@ -279,13 +331,23 @@ class Prompt:
         hashes: instead of tokens, one local hash (u64) a complete block.
         num_tokens: with `hashes`, the prompt's length in tokens; more than the blocks hold is a partial tail of less
             than a block. By default the blocks and no tail.
+        lora_name: name of the LoRA adapter that it is for. This, and the next two, are part of the names of its blocks:
+            prompts that differ in them share none.
+        cache_salt: a tenant's salt, or namespace.
+        multimodal: the multimodal items in it, each as (identifier, offset, length): what the engine calls it, the position
+            of its first token, and how many tokens stand for it.
+        session_id: the session that it belongs to; it travels with events, and names nothing.
 
     Raises:
         TypeError: both or neither of `tokens` and `hashes` are given, or a token is not an integer.
-        ValueError: a token or hash out of range.
+        ValueError: a token or hash out of range; a text that is empty, or none; an item that is none, or ends behind the
+            prompt; or a name, salt or items beside `hashes`, which have them in them.
     """
 
-    __slots__ = ("_given", "_kept", "num_tokens", "tokens")
+    __slots__ = ("_given", "_kept", "keys", "num_tokens", "tokens")
+
+    keys: PromptKeys | None
+    """What it carries beside its tokens; None: nothing."""
 
     tokens: tuple[int, ...] | None
     """The token ids; None where only hashes are known."""
@@ -294,10 +356,22 @@ class Prompt:
     """Length in tokens; None for hashes without a stated length, which are whole blocks of any size."""
 
     def __init__(
-        self, tokens: TokenIds | None = None, *, hashes: Iterable[int] | None = None, num_tokens: int | None = None
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        hashes: Iterable[int] | None = None,
+        num_tokens: int | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        multimodal: Iterable[MultimodalItem | tuple[str, int, int]] = (),
+        session_id: str | None = None,
     ) -> None:
         if (tokens is None) == (hashes is None):
             raise TypeError("Prompt takes either tokens or hashes=, one local hash a block")
+        self.keys = None
+        if not (lora_name is cache_salt is session_id is None and multimodal == ()):
+            keys = PromptKeys(lora_name, cache_salt, multimodal, session_id)  # type: ignore[arg-type]  # it makes items of them
+            self.keys = keys if keys.given else None
         self._kept: dict[Any, Any] = {}
         self._given: list[int] | None = None
         if tokens is not None:
@@ -308,8 +382,15 @@ class Prompt:
             _token_bytes(tokens)
             self.tokens = tuple(tokens)
             self.num_tokens = len(self.tokens)
+            if self.keys is not None:
+                self.keys.check_fits(self.num_tokens)
             return
         assert hashes is not None
+        if self.keys is not None and self.keys.naming:
+            raise ValueError(
+                f"{' and '.join(self.keys.naming)} of a prompt of hashes=: these hashes are made with them already; "
+                "give tokens, or leave them out"
+            )
         self._given = list(hashes)
         _check_locals(self._given)
         if num_tokens is not None and num_tokens < len(self._given):
@@ -322,10 +403,43 @@ class Prompt:
         """Return `tokens` itself if it is a prompt, else a prompt of it."""
         return tokens if isinstance(tokens, Prompt) else cls(tokens)
 
-    def __repr__(self) -> str:
+    def with_keys(self, keys: PromptKeys | None) -> Prompt:
+        """The same tokens, or hashes, with these keys in place of its own.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        if keys == self.keys:
+            return self
+        given = {} if keys is None else keys.given
+        given.pop("lora_path", None)
         if self._given is not None:
-            return f"<Prompt of {len(self._given)} block hashes>"
-        return f"<Prompt of {self.num_tokens} tokens>"
+            return Prompt(hashes=self._given, num_tokens=self.num_tokens, **given)
+        prompt = Prompt(self.tokens, **given)
+        prompt.keys = keys
+        return prompt
+
+    def followed_by(self, tokens: TokenIds, **keys: Any) -> Prompt:
+        """A prompt that begins with these tokens, and carries the same.
+
+        Args:
+            tokens: what comes after them.
+            **keys: what it carries, in place of what this one does.
+
+        Raises:
+            ValueError: only hashes are known; or as the constructor.
+        """
+        if self.tokens is None:
+            raise ValueError("a prompt of hashes cannot be followed by tokens: it has none of its own")
+        given = {} if self.keys is None else self.keys.given
+        given.pop("lora_path", None)
+        return Prompt((*self.tokens, *tokens), **{**given, **keys})
+
+    def __repr__(self) -> str:
+        keys = "" if self.keys is None else "".join(f", {name}={value!r}" for name, value in self.keys.given.items())
+        if self._given is not None:
+            return f"<Prompt of {len(self._given)} block hashes{keys}>"
+        return f"<Prompt of {self.num_tokens} tokens{keys}>"
 
     def length(self, block_size: int) -> int:
         """Tokens in the prompt when a block has `block_size` of them.
@@ -372,7 +486,7 @@ class Prompt:
             local = self._given
             if local is None:
                 assert self.tokens is not None
-                local = block_hashes(self.tokens, block_size)
+                local = keyed_block_hashes(self.tokens, block_size, self.keys)
             else:
                 check_block_size(block_size)
             found = self._kept[block_size] = _Hashes(local)

@@ -1,5 +1,6 @@
 """What several test files need."""
 
+import contextlib
 import gc
 import gzip
 import json
@@ -8,6 +9,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# pytester takes out of sys.modules what a test within a test has imported first. Imported a second time, pyzmq has two
+# classes `Again`: one that its core raises, and one that is caught.
+with contextlib.suppress(ImportError):
+    import zmq  # noqa: F401 - to have it imported
 
 # A slow or busy machine is no failure; what must be fast is measured in benchmarks/. CI tries the same examples each
 # time, so that a change is judged and not the luck of the day; at a desk new ones are tried.
@@ -21,6 +27,12 @@ def pytest_collection_finish():
     """What is collected lives until the end: the garbage collector need not look through it a hundred times."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--soak", action="store_true", help="run 5,000 rounds of the socket tests on a busy machine, and not 200"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored, StoredBlock
+from pytest_kvmock.events import (
+    Cleared,
+    KvCacheEvent,
+    Removed,
+    RouterEvent,
+    StorageTier,
+    Stored,
+    StoredBlock,
+    stored_event,
+)
 
 U64 = 2**64 - 1
 MM = {"mm_objects": [{"mm_hash": 7, "offsets": [[0, 4]]}]}
@@ -240,3 +249,10 @@ def test_text_that_serde_would_not_read_is_refused(text, message):
 
 def test_an_unknown_field_may_come_twice():
     assert KvCacheEvent(0, Cleared()) == KvCacheEvent.from_json('{"event_id":0,"data":"cleared","x":1,"x":2}')
+
+
+def test_the_short_way_to_an_event_makes_the_same():
+    short = stored_event(1, 2, 3, 4, (5, 6), (7, 8), StorageTier.DISK, [(9,), (10,)])
+    long = RouterEvent(1, KvCacheEvent(2, Stored(4, (5, 6), (7, 8)), 3), StorageTier.DISK, [(9,), (10,)])
+
+    assert (long, repr(long)) == (short, repr(short))  # the text has what is no part of equality

@@ -18,7 +18,7 @@ import pytest_kvmock.plugin.verdict  # noqa: F401 - all of these
 
 HERE = Path(__file__).parent
 BUGS = sorted(HERE.glob("bug_*.py"))
-BACKENDS = {"bug_09_match_over_a_hole": "lru"}
+BACKENDS = {"bug_01_arrays_then_maps": "vllm", "bug_09_match_over_a_hole": "lru"}
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda path: path.stem)

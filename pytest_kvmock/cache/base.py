@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 from pytest_kvmock.checks import check_integer, check_time, is_integer
 from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, Removed, StorageTier, block_text
 from pytest_kvmock.moves import MoveError
-from pytest_kvmock.sinks import Sink
+from pytest_kvmock.sinks import Sink, publish_with_extra
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.prompt_keys import EventExtra
 
 LOG: Final = logging.getLogger("pytest_kvmock.cache")
 _TEXT: Final = (
@@ -64,14 +65,21 @@ class Publisher:
         return event_id
 
     def publish(
-        self, data: EventData, token_ids: BlockTokens | None = None, tier: StorageTier = StorageTier.DEVICE
+        self,
+        data: EventData,
+        token_ids: BlockTokens | None = None,
+        tier: StorageTier = StorageTier.DEVICE,
+        extra: EventExtra | None = None,
     ) -> None:
         """Publish one event."""
         if self.sink is None:
             return
         event = KvCacheEvent(self.take_id(), data, self.dp_rank)
         try:
-            self.sink.publish(event, tier, token_ids)
+            if extra is None:
+                self.sink.publish(event, tier, token_ids)
+            else:
+                publish_with_extra(self.sink, event, tier, token_ids, extra)
         except Exception as error:  # noqa: BLE001 - whatever a sink does, the engine carries on
             _not_taken(event, error)
 

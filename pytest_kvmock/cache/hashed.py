@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from random import Random
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pytest_kvmock.events import BlockTokens, Stored
-from pytest_kvmock.tokens import Prompt, block_hashes, sequence_hashes
+from pytest_kvmock.prompt_keys import names_blocks
+from pytest_kvmock.tokens import Prompt, keyed_block_hashes, sequence_hashes
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
 
 # Theory of operation
 #
@@ -42,6 +46,14 @@ class BlockHasher(Protocol):
     def name(self, digest: bytes) -> int:
         """Return the part of a digest that the engine publishes."""
 
+    def of_event(self, extra: EventExtra, position: int) -> BlockHasher:
+        """Return the hasher for the blocks of an event whose request carried more than tokens.
+
+        Args:
+            extra: what travels beside the event.
+            position: that of its first block, as it will be given to `digests`.
+        """
+
 
 class HashedTokens:
     """The tokens of one request, and the names of its complete blocks. It grows at the end.
@@ -63,6 +75,7 @@ class HashedTokens:
         names: name of each complete block, as the engine publishes it; not to be changed.
         local_hashes: the router's hash of each complete block; not to be changed.
         tokens: all tokens so far; None where only the prompt's hashes are known.
+        keys: what the prompt carries beside its tokens; None: nothing.
     """
 
     __slots__ = (
@@ -71,6 +84,7 @@ class HashedTokens:
         "_last",
         "_rng",
         "block_size",
+        "keys",
         "local_hashes",
         "names",
         "num_prompt_tokens",
@@ -84,6 +98,7 @@ class HashedTokens:
         if not self.num_tokens:
             raise ValueError("the prompt is empty; a request needs at least one token")
         self._hasher, self._rng = hasher, rng
+        self.keys = prompt.keys
         self.tokens: Sequence[int] | None = prompt.tokens
         self._grown = False  # until then it has the prompt's own tuple and lists: most requests are served without
         self.names: list[int] = []
@@ -124,7 +139,7 @@ class HashedTokens:
         else:
             assert not isinstance(before, int)
             blocks = self.tokens[first * size : (first + count) * size]
-            local = block_hashes(blocks, size)
+            local = keyed_block_hashes(blocks, size, self.keys, first)
             digests = hasher.digests(blocks, size, first, before)
             names = list(map(hasher.name, digests))
             self._last = digests[-1]
@@ -137,6 +152,10 @@ class HashedTokens:
             return None
         size, tokens = self.block_size, self.tokens
         return [tuple(tokens[at : at + size]) for at in range(start * size, end * size, size)]
+
+    def carried(self, start: int, end: int) -> dict[str, Any] | None:
+        """What travels beside an event that stores the blocks from `start` to `end`; None for nothing."""
+        return None if self.keys is None else self.keys.carried(start, end, self.block_size)
 
 
 class HashChain:
@@ -154,7 +173,13 @@ class HashChain:
         self._hasher = hasher
         self._digests: dict[int, bytes] = {}
 
-    def expected(self, data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int] | None:
+    def expected(
+        self,
+        data: Stored,
+        token_ids: BlockTokens | None,
+        block_size: int | None,
+        extra: EventExtra | None = None,
+    ) -> Sequence[int] | None:
         """Return the names that the blocks of a Stored should have.
 
         Args:
@@ -162,6 +187,7 @@ class HashChain:
             token_ids: of each block, or empty where they are not what they should be; None where there are none: then
                 names are Dynamo's.
             block_size: tokens a block; None where that is unknown.
+            extra: what travels beside the event.
 
         Returns:
             None where they cannot be known.
@@ -175,12 +201,22 @@ class HashChain:
         if not token_ids or block_size is None or (parent is not None and before is None):
             return None
         flat = list(_flat(token_ids))
-        digests = self._hasher.digests(flat, block_size, 0 if parent is None else 1, before)
-        names = list(map(self._hasher.name, digests))
+        hasher, position = self._hasher, 0 if parent is None else 1
+        if extra is not None and names_blocks(extra):
+            hasher = hasher.of_event(extra, position)
+        digests = hasher.digests(flat, block_size, position, before)
+        names = list(map(hasher.name, digests))
         self._digests.update(zip(names, digests, strict=True))
         return names
 
-    def name(self, parent: int | None, local: int, tokens: Sequence[int] | None, block_size: int | None) -> int | None:
+    def name(
+        self,
+        parent: int | None,
+        local: int,
+        tokens: Sequence[int] | None,
+        block_size: int | None,
+        extra: EventExtra | None = None,
+    ) -> int | None:
         """The name of one block below a parent.
 
         Args:
@@ -188,6 +224,7 @@ class HashChain:
             local: its local hash.
             tokens: its token ids; None where none came with the event: then names are Dynamo's.
             block_size: tokens a block; None where that is unknown.
+            extra: what travels beside an event of this block alone.
 
         Returns:
             None where it cannot be known.
@@ -198,7 +235,10 @@ class HashChain:
         before = None if parent is None else self._digests.get(parent)
         if not tokens or block_size is None or (parent is not None and before is None):
             return None
-        return self._hasher.name(self._hasher.digests(tokens, block_size, 0 if parent is None else 1, before)[0])
+        hasher, position = self._hasher, 0 if parent is None else 1
+        if extra is not None and names_blocks(extra):
+            hasher = hasher.of_event(extra, position)
+        return hasher.name(hasher.digests(tokens, block_size, position, before)[0])
 
 
 def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], bytes | int | None]:

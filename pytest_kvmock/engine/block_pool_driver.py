@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
-from pytest_kvmock.engine.driver import Traits
+from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
@@ -28,6 +28,7 @@ class BlockPoolDriver:
     """
 
     traits = Traits(recomputes_last_token=True, stores_when="full", copies=True, removed_first=True)
+    prompt_keys = PROMPT_KEYS
     admits_whole = True
     """As vLLM since 0.19, where `scheduler_reserve_full_isl` is on by default."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from pytest_kvmock.tokens import Prompt
 
@@ -36,6 +36,28 @@ class Traits:
     chunks: bool = True
 
 
+PROMPT_KEYS: Final = ("lora_name", "cache_salt", "multimodal", "session_id")
+"""What a prompt may carry beside its tokens."""
+
+
+def check_keys(driver: Driver, prompt: Prompt) -> None:
+    """Refuse a prompt with what the engine does not name blocks by.
+
+    The session of a prompt names nothing, and is refused nowhere.
+
+    Raises:
+        ValueError: the driver's `prompt_keys` has not all of them.
+    """
+    if prompt.keys is None:
+        return
+    able = getattr(driver, "prompt_keys", ())
+    for name in prompt.keys.naming:
+        if name not in able:
+            names = [each for each in able if each != "session_id"]
+            known = f"it names them by tokens and {', '.join(names)}" if names else "it names them by tokens alone"
+            raise ValueError(f"backend {driver.manager.backend!r} names no blocks by {name}; {known}")
+
+
 class WouldWait(RuntimeError):  # noqa: N818 - named for what it says, as BlockingIOError is
     """A request would have to wait, and must not. It holds nothing; what it has set going goes on.
 
@@ -59,6 +81,10 @@ class SlotsLost(RuntimeError):  # noqa: N818 - as above
 
 class Driver(Protocol):
     """Brings the requests of a worker to a block manager of one kind.
+
+    A prompt may carry more than tokens (`Prompt.keys`). A driver whose engine names blocks by that has the names in
+    `prompt_keys`, such as `("lora_name", "cache_salt")`; without the attribute, prompts that have any are refused before they
+    come to it. Where its manager does not say what travels beside a Stored, a driver may have a method `extra_of(stored)`.
 
     What `open` returns is the driver's own: it has `blocks` (in order; a partial one is a UUID) and a length (tokens of
     prompt and output so far).

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager, Semantics
 from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
-from pytest_kvmock.engine.driver import Traits
+from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class MockerRadixDriver:
     """
 
     traits = Traits(stores_when="full", removed_first=True)
+    prompt_keys = PROMPT_KEYS
 
     manager: MockerRadixManager
 

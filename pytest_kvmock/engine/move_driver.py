@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from uuid import UUID
 
 from pytest_kvmock.cache.base import RequestLevel
-from pytest_kvmock.engine.driver import Traits
+from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.moves import Deref, Destroy, Use
-from pytest_kvmock.tokens import Prompt, block_hashes, chained_hash
+from pytest_kvmock.tokens import Prompt, chained_hash, keyed_block_hashes
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.events import Stored
     from pytest_kvmock.moves import Block
+    from pytest_kvmock.prompt_keys import EventExtra, PromptKeys
 
 _NO_LIMIT = 2**62  # a worker decodes for as long as the test asks it to
 
@@ -50,6 +52,7 @@ class MoveDriver:
     """
 
     traits = Traits()
+    prompt_keys: ClassVar[tuple[str, ...]] = PROMPT_KEYS
     admits_whole = False
     _semantics: ClassVar[Literal["e0"] | None] = None
 
@@ -62,6 +65,8 @@ class MoveDriver:
         self.manager = manager
         self._prefix_caching = prefix_caching
         self._rng = rng
+        # Moves carry tokens and hashes alone, as Dynamo's do: of each block of a prompt that carries more, that and its place.
+        self._keyed: dict[int, tuple[PromptKeys, int]] = {}
 
     def _sequence(self, prompt: Prompt, rng: Random | None = None) -> ActiveSequence:
         return ActiveSequence(
@@ -85,7 +90,33 @@ class MoveDriver:
 
     def open(self, prompt: Prompt) -> _MoveRequest:
         """A request that has no block yet."""
-        return _MoveRequest(self._sequence(prompt))
+        request = _MoveRequest(self._sequence(prompt))
+        if prompt.keys is not None or self._keyed:
+            self._remember(request.sequence, 0)
+        return request
+
+    def _remember(self, sequence: ActiveSequence, first: int) -> None:
+        """Remember what the blocks of a sequence carry, from this one on."""
+        keys = sequence.keys if self._prefix_caching else None
+        for place, block in enumerate(sequence.unique_blocks[first:], first):
+            if isinstance(block, UUID):
+                continue
+            if keys is None:  # a session is in no name: the same block may have been another request's
+                self._keyed.pop(block, None)
+            else:
+                self._keyed[block] = keys, place
+
+    def extra_of(self, stored: Stored) -> EventExtra | None:
+        """What travels beside a Stored of the manager; None for nothing."""
+        found = [self._keyed.get(block) for block in stored.block_hashes]
+        first = found[0] if found else None
+        if first is None:
+            return None
+        keys, size = first[0], self.manager.block_size
+        extra = keys.carried(0, 0, size)
+        if "extra_keys" in extra:
+            extra["extra_keys"] = [None if each is None else each[0].block_keys(each[1], size) for each in found]
+        return extra
 
     def cached(self, request: _MoveRequest) -> int:
         """Tokens of its prompt that are cached."""
@@ -128,6 +159,8 @@ class MoveDriver:
         for token in tokens:
             moves = sequence.push(token)
             if moves:  # few tokens open a block; the others need no slot
+                if sequence.keys is not None or self._keyed:
+                    self._remember(sequence, max(0, len(sequence.block_hashes) - 1))
                 for move in moves:
                     self.manager.process(move)
                 sequence.commit_allocation(len(sequence))
@@ -188,6 +221,8 @@ class MoveDriver:
         sequence = request.sequence
         moves = sequence.push(token)
         if moves:  # few tokens open a block
+            if sequence.keys is not None or self._keyed:
+                self._remember(sequence, max(0, len(sequence.block_hashes) - 1))
             for move in moves:
                 if not self.manager.process(move):
                     sequence.pop()
@@ -228,9 +263,13 @@ class MoveDriver:
 
 
 class WholeMoveDriver(MoveDriver):
-    """Makes moves as the scheduler of 1.0.2: one Use for the whole prompt, and a Destroy for a partial block."""
+    """Makes moves as the scheduler of 1.0.2: one Use for the whole prompt, and a Destroy for a partial block.
+
+    Blocks are named by tokens alone: adapters, items and namespaces came to Dynamo's hashes later.
+    """
 
     traits = Traits(removed_first=True, chunks=False)
+    prompt_keys = ()
     _semantics = "e0"
 
     def admit(self, request: _MoveRequest, upto: int) -> None:  # noqa: ARG002 - the first chunk takes the whole
@@ -243,7 +282,10 @@ class WholeMoveDriver(MoveDriver):
         """Decode steps, one a token."""
         sequence = request.sequence
         for token in tokens:
-            for move in sequence.push(token):
+            moves = sequence.push(token)
+            if moves and (sequence.keys is not None or self._keyed):
+                self._remember(sequence, max(0, len(sequence.block_hashes) - 1))
+            for move in moves:
                 self.manager.process(move)
         sequence.commit_allocation(len(sequence))
 
@@ -310,5 +352,6 @@ def _openings(sequence: ActiveSequence, steps: Sequence[int]) -> Iterator[int | 
         count -= 1  # the first opens a block right after a full one: there is no partial block to promote
         yield None
     for start in range(0, count * size, size):
-        parent = chained_hash(parent, block_hashes(tail[start : start + size], size)[0])
+        local = keyed_block_hashes(tail[start : start + size], size, sequence.keys, full + start // size)[0]
+        parent = chained_hash(parent, local)
         yield parent

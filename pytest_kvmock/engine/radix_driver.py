@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
-from pytest_kvmock.cache.sglang.radix_request import RadixRequest
 from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.sglang.radix_request import RadixRequest
 
 
 class RadixDriver:
@@ -34,6 +33,8 @@ class RadixDriver:
     """
 
     traits = Traits(recomputes_last_token=True, stores_when="finish", removed_first=True, cleared_first=True)
+    prompt_keys = ("lora_name", "cache_salt", "session_id")
+    """A multimodal item stands in the tokens themselves: SGLang replaces its placeholders by tokens made from its hash."""
 
     manager: RadixCacheManager
 
@@ -48,7 +49,7 @@ class RadixDriver:
         self._prefilled: set[RadixRequest] = set()
 
     def _request(self, prompt: Prompt, rng: Random) -> RadixRequest:
-        return RadixRequest(HashedTokens(prompt, self.manager.block_size, self.manager.hasher, rng), rng)
+        return self.manager.request(prompt, rng)
 
     def lookup(self, prompt: Prompt) -> int:
         """Tokens of the prompt that are cached; its last one never counts."""

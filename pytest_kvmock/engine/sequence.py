@@ -10,7 +10,7 @@ from uuid import UUID
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, Promote, Use
 from pytest_kvmock.plh import lineage_hash
-from pytest_kvmock.tokens import Prompt, TokenIds, block_hashes, chained_hash
+from pytest_kvmock.tokens import Prompt, TokenIds, chained_hash, keyed_block_hashes
 
 
 class ActiveSequence:
@@ -49,6 +49,7 @@ class ActiveSequence:
         num_allocated_tokens: tokens for which blocks were committed; in e0 those of the last creation signal, 0 until it is
             taken.
         semantics: as above.
+        keys: what the prompt carries beside its tokens; None: nothing.
 
     Raises:
         ValueError: the prompt is empty, a token or number out of range, a hash prompt does not fit the block size, or
@@ -64,6 +65,7 @@ class ActiveSequence:
         "emit_token_ids",
         "enable_prefix_caching",
         "generated_tokens",
+        "keys",
         "max_output_tokens",
         "num_allocated_tokens",
         "num_input_tokens",
@@ -95,6 +97,7 @@ class ActiveSequence:
         self.max_output_tokens = max_output_tokens
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.keys = prompt.keys
         self._tokens: list[int] | None = None if prompt.tokens is None else list(prompt.tokens)
         self.emit_token_ids = emit_token_ids and enable_prefix_caching and self._tokens is not None
         self.generated_tokens = 0
@@ -203,7 +206,7 @@ class ActiveSequence:
         """Return the local hash of a complete block that was generated; random where token values are unknown."""
         if self._tokens is None:
             return self._random_u64()
-        return block_hashes(self._block_tokens(index), self.block_size)[0]
+        return keyed_block_hashes(self._block_tokens(index), self.block_size, self.keys, index)[0]
 
     def commit_allocation(self, cumulative_tokens: int) -> None:
         """Record that blocks for this many tokens, counted from the start, are allocated."""

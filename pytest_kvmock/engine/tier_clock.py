@@ -99,10 +99,13 @@ class TierClock:
         engine, lost = manager.offload, manager.num_outside - manager.num_reserved
         if engine is None or not lost or engine.deadline() is not None:
             return None
-        pins = " while blocks that come back to the device are pinned there" if engine.lost_to_pins else ""
+        pins = cure = ""
+        if engine.lost_to_pins:
+            pins = " while blocks that come back to the device are pinned there"
+            cure = f"; a host of {2 * manager.max_capacity} blocks, twice the device, has room for both"
         return (
             f"{lost} blocks of the device are quarantined for ever: the host could not hold a batch "
-            f"whole{pins}, and lost it. Nothing is under way in {engine!r}"
+            f"whole{pins}, and lost it{cure}. Nothing is under way in {engine!r}"
         )
 
     def room(self) -> int:

@@ -23,6 +23,7 @@ from pytest_kvmock.engine.driver import (
     SlotsLost,
     Traits,
     WouldWait,
+    check_keys,
 )
 from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
@@ -304,6 +305,7 @@ class KvWorker:
         self._driver = self._start()
 
     def _start(self) -> Driver:
+        self._recorder.extra_of = None
         sink = self._recorder if self.publishes else self._watch
         driver = self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
         now, self._clock = self.now, None
@@ -373,9 +375,9 @@ class KvWorker:
             OutOfBlocks: it does not fit; nothing has changed.
             WouldWait: time would have to pass, and `wait` is False.
             SlotsLost: the device's room is lost, and nothing will free it.
-            ValueError: an empty prompt, or a token out of range.
+            ValueError: an empty prompt, a token out of range, or one that carries what the engine names no blocks by.
         """
-        request = self._request(Prompt.of(prompt), wait=wait)
+        request = self._request(self.accept(prompt), wait=wait)
         request._admit(wait=wait, onboard=True)
         self.requests.append(request)
         return request
@@ -409,8 +411,20 @@ class KvWorker:
             ValueError: an unknown tier.
         """
         if tier is not StorageTier.DEVICE and StorageTier.of(tier) is not StorageTier.DEVICE:
-            return 0 if self._clock is None else self._clock.cached(Prompt.of(prompt), StorageTier.of(tier))
-        return self._driver.lookup(Prompt.of(prompt))
+            return 0 if self._clock is None else self._clock.cached(self.accept(prompt), StorageTier.of(tier))
+        return self._driver.lookup(self.accept(prompt))
+
+    def accept(self, prompt: Prompt | TokenIds) -> Prompt:
+        """Return a prompt that this engine can name blocks of, for a driver.
+
+        Raises:
+            ValueError: it carries what the engine names no blocks by; or a token is out of range.
+        """
+        prompt = Prompt.of(prompt)
+        if prompt.keys is not None:
+            check_keys(self._driver, prompt)
+            self._recorder.extra_of = getattr(self._driver, "extra_of", None)
+        return prompt
 
     def clear(self) -> bool:
         """Drop all that is cached, and publish Cleared. False, and no event, while requests are open.

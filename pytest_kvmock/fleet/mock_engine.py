@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from typing import TYPE_CHECKING, Final, Self, cast
 
 from pytest_kvmock.backends import BackendSpec, backend_spec
-from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.driver import RadixSchedulerDriver, ReservingDriver, SchedulerDriver
+from pytest_kvmock.engine.driver import ReservingDriver
 from pytest_kvmock.engine.scheduler import ForwardPass
-from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
 from pytest_kvmock.engine.worker import KvWorker, RequestError
+from pytest_kvmock.fleet.engine_parts import check_worker, make_scheduler, make_worker
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineSize, EngineStalled, RequestTooLarge
 from pytest_kvmock.fleet.report import EngineReport
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from pytest_kvmock.cache.dynamo.logical import LogicalManager
-    from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.scheduler import Scheduler
-    from pytest_kvmock.engine.tier_clock import TierClock
     from pytest_kvmock.sinks import Sink
 
 MOST_IDLE_PASSES: Final = 1024
@@ -76,8 +71,8 @@ class MockEngine:
         self._size = EngineSize.of(args)
         self._rng = Random(seed)  # noqa: S311 - mock data
         spec = backend_spec(backend or ("mocker_sglang" if args.engine_type == "sglang" else "lineage"))
-        self.worker = worker or _make_worker(args, spec, sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
-        self._check_worker()
+        self.worker = worker or make_worker(args, spec, sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
+        check_worker(args, self.worker)
         self.now_ms = 0.0
         self.requests: list[EngineRequest] = []
         self.passes = 0
@@ -96,69 +91,10 @@ class MockEngine:
         """Make the scheduler, over the worker's driver of now."""
         self._driver = self.worker.attach(self, publishes=self.args.needs_kv_publisher)
         try:
-            self.scheduler = _make_scheduler(self.args, self._driver, self.worker.tiers)
+            self.scheduler = make_scheduler(self.args, self._driver, self.worker.tiers)
         except ValueError:
             self.worker.detach()
             raise
-
-    def _check_worker(self) -> None:
-        """Compare the worker's sizes and the arguments.
-
-        Raises:
-            ValueError: they differ.
-        """
-        args, worker = self.args, self.worker
-        manager = worker.manager
-        of_worker = (manager.max_capacity, manager.block_size, worker.prefix_caching)
-        wanted = (args.num_gpu_blocks, args.block_size, args.enable_prefix_caching)
-        names = ("num_gpu_blocks", "block_size", "enable_prefix_caching")
-        for name, has, asked in zip(names, of_worker, wanted, strict=True):
-            if has != asked:
-                raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
-        tiers = worker.tiers
-        host = None if tiers is None or tiers.manager.offload is None else tiers.manager.offload.num_blocks
-        if args.has_host and args.num_g2_blocks != host:
-            made = "without tiers" if host is None else f"with a host of {host} blocks"
-            raise ValueError(
-                f"num_g2_blocks={args.num_g2_blocks}, and {worker!r} was made {made}; leave it out, or give it the same"
-            )
-        self._check_links(None if tiers is None else tiers.manager.offload)
-        if tiers is not None and args.scheduler_semantics != "1.2.1":
-            raise ValueError(
-                "tiers are for engines that follow the scheduler of 1.2.1, as no later one was recorded with them; got "
-                f"semantics={args.scheduler_semantics!r} over {worker!r}"
-            )
-
-    def _check_links(self, host: object) -> None:
-        """Compare what `args` set of the links to a host and what the worker's was made with.
-
-        Raises:
-            ValueError: they differ.
-        """
-        if host is None:
-            return
-        from pytest_kvmock.tiers.offload import HostOffload
-
-        if not isinstance(host, HostOffload):  # one of the user's own
-            return
-        args = self.args
-        to_host, to_device = host.gbps
-        made = {
-            "offload_batch_size": host.batch_size,
-            "bandwidth_g1_to_g2_gbps": to_host,
-            "bandwidth_g2_to_g1_gbps": to_device,
-        }
-        if args.has_host:  # without a host of theirs, the bytes of a token are those of handoffs
-            size = self.worker.manager.block_size
-            made["kv_bytes_per_token"] = (
-                host.block_bytes // size if host.block_bytes % size == 0 else host.block_bytes / size
-            )
-        for name, has in made.items():
-            asked = getattr(args, name)
-            if asked is not None and asked != has:
-                raise ValueError(
-                    f"{name}={asked!r}, and the host of {self.worker!r} was made with {has!r}; leave it out, or give it the same"
-                )
 
     def restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives. Time, requests, passes and preemptions stay."""
@@ -227,9 +163,10 @@ class MockEngine:
         Raises:
             OutOfBlocks: prompt and output can never fit, however empty the engine is. (SGLang's scheduler needs a little
                 more than they are; what it can never admit ends in `EngineStalled`.)
-            ValueError: an argument out of range; nothing has changed.
+            ValueError: an argument out of range, or a prompt that carries what the engine names no blocks by; nothing has
+                changed.
         """
-        prompt = Prompt.of(prompt)
+        prompt = self.worker.accept(prompt)
         check_integer("max_output_tokens", max_output_tokens, 1, " (tokens)")
         arrival = self._check_arrival(arrival_ms)
         self._check_priority(priority)
@@ -267,7 +204,9 @@ class MockEngine:
 
         Raises:
             OutOfBlocks: prompt and output can never fit.
+            ValueError: the prompt carries what the engine names no blocks by.
         """
+        self.worker.accept(prompt)
         rejected = self._size.rejects_prompt(prompt.length(self.args.block_size))
         if not rejected:
             self._check_size(prompt, max_output_tokens)
@@ -557,42 +496,3 @@ class MockEngine:
         if self._idle_passes > MOST_IDLE_PASSES + transfers + 2 * open_tokens / (budget or math.inf):
             lost = None if tiers is None else tiers.lost_text
             raise EngineStalled(done.end_ms, tuple(scheduler.running), waiting, self._idle_passes, lost)
-
-
-def _make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng: Random) -> KvWorker:
-    if args.has_host:
-        spec.check_options({"tiers": args.num_g2_blocks})
-
-    def make_manager(sink: Sink | None) -> KvManager:
-        manager = spec.make(num_blocks=args.num_gpu_blocks, block_size=args.block_size, dp_rank=0, sink=sink)
-        host = args.make_host()
-        if host is not None:
-            cast("LogicalManager", manager).attach_offload(host)
-        return manager
-
-    return KvWorker(
-        make_manager,
-        sink=sink,
-        prefix_caching=args.enable_prefix_caching,
-        publishes=args.needs_kv_publisher,
-        rng=rng,
-        driver=spec.driver,
-    )
-
-
-def _make_scheduler(args: MockEngineArgs, driver: Any, tiers: TierClock | None) -> Scheduler:
-    """Make the scheduler that `args` name, over the driver of a manager that it can use."""
-    if args.engine_type == "sglang":
-        from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
-
-        if protocol_mismatch(driver, RadixSchedulerDriver) is not None:
-            raise ValueError(
-                "engine_type 'sglang' schedules over a radix cache, backend mocker_sglang or sglang; "
-                f"got {driver.manager.backend!r}"
-            )
-        return SglangScheduler(driver, args)
-    if protocol_mismatch(driver, SchedulerDriver) is not None:
-        raise ValueError(
-            f"engine_type 'vllm' cannot schedule over backend {driver.manager.backend!r}; engine_type 'sglang' does"
-        )
-    return VllmScheduler(driver, args, tiers)

@@ -13,11 +13,12 @@ from typing import NamedTuple
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored, StreamKey
 from pytest_kvmock.hygiene.orphans import Orphaned, orphaned
 from pytest_kvmock.hygiene.stream import Stream
+from pytest_kvmock.prompt_keys import EventExtra, part_of
 from pytest_kvmock.tokens import sequence_hashes
 
 
 class Chain(NamedTuple):
-    """A chain to look up: local hashes and block hashes from the first to the last, and the tokens where known.
+    """A chain to look up: local hashes and block hashes from the first to the last; tokens and what they carried where known.
 
     Of a negative query, which must match nothing, the block hashes only show which chain it was made from.
     """
@@ -26,6 +27,7 @@ class Chain(NamedTuple):
     blocks: tuple[int, ...]
     tokens: tuple[int, ...] | None
     negative: bool = False
+    extra: EventExtra | None = None
 
     @property
     def block_size(self) -> int:
@@ -36,7 +38,8 @@ class Chain(NamedTuple):
         """The part of the chain from block `start` up to `stop`."""
         size = self.block_size
         tokens = None if self.tokens is None else self.tokens[start * size : stop * size]
-        return Chain(self.local[start:stop], self.blocks[start:stop], tokens, self.negative)
+        extra = None if self.extra is None else part_of(self.extra, range(start, stop))
+        return Chain(self.local[start:stop], self.blocks[start:stop], tokens, self.negative, extra)
 
 
 class Chains:
@@ -106,7 +109,8 @@ class Chains:
     def upto(self, stream: Stream, block: int) -> Chain:
         """The chain from the root to a block, as it was last stored."""
         stored = stream.read_chain(block, with_tokens=self._with_tokens)
-        return Chain(stored.local_hashes, stored.blocks, stored.tokens)
+        extra = stream.extra_of(stored.blocks) if self._with_tokens else None
+        return Chain(stored.local_hashes, stored.blocks, stored.tokens, extra=extra)
 
     def negative_queries(self, chain: Chain) -> Iterator[Chain]:
         """Yield a chain with its first block exchanged, and without it."""
@@ -115,7 +119,7 @@ class Chains:
             tokens = None
             if rest.tokens is not None:
                 tokens = (*(self._rng.getrandbits(32) for _ in range(size)), *rest.tokens)
-            yield Chain((foreign, *rest.local), chain.blocks, tokens, negative=True)
+            yield Chain((foreign, *rest.local), chain.blocks, tokens, negative=True, extra=chain.extra)
             yield rest._replace(negative=True)
 
 

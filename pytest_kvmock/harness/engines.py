@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.fleet.report import EngineReport
     from pytest_kvmock.harness.judge import Judge
+    from pytest_kvmock.prompt_keys import EventExtra
     from pytest_kvmock.tokens import Prompt, TokenIds
 
 
@@ -63,7 +64,7 @@ class HarnessEngine(MockEngine):
         request = super().submit(prompt, max_output_tokens, arrival_ms, priority=priority)
         number = self._numbers[request] = self._recording.next_request()
         blocks, tail, hashed = recorded_prompt(request.prompt, self.worker.manager.block_size)
-        output = (max_output_tokens, arrival_ms, priority)
+        output = (max_output_tokens, arrival_ms, priority, request.prompt.keys)
         self._recording.operate(Submit, number, blocks, tail, *self._key, hashed, *output)
         return request
 
@@ -144,9 +145,10 @@ class WatchingSink:
         event: KvCacheEvent,
         storage_tier: StorageTier = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
+        extra: EventExtra | None = None,
     ) -> None:
         """Judge an event."""
-        self._judge.watched(RouterEvent(self._worker_id, event, storage_tier, token_ids))
+        self._judge.watched(RouterEvent(self._worker_id, event, storage_tier, token_ids, extra))
 
 
 def engine_profile(

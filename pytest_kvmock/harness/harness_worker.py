@@ -15,6 +15,7 @@ from pytest_kvmock.harness.recording import RecordedRequest, Recording
 from pytest_kvmock.programs.operations import Clear, Restart, Tick
 
 if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
     from pytest_kvmock.sinks import Sink
     from pytest_kvmock.tokens import Prompt
 
@@ -38,9 +39,10 @@ class _WorkerSink:
         event: KvCacheEvent,
         storage_tier: StorageTier = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
+        extra: EventExtra | None = None,
     ) -> None:
         """Publish an event; what a worker publishes for a request has its engine's hashes."""
-        named, worker = RouterEvent(self._worker_id, event, storage_tier, token_ids), self.worker
+        named, worker = RouterEvent(self._worker_id, event, storage_tier, token_ids, extra), self.worker
         if worker is None:
             self._before.append(named)
         else:

@@ -505,9 +505,8 @@ class IndexComparison:
         return first_difference(answer, least, most)
 
     def _question(self, chain: Chain) -> Call:
-        return self._under_test.ask, question(
-            list(chain.local), chain.tokens, takes_tokens=self._under_test.takes_tokens
-        )
+        asked = question(list(chain.local), chain.tokens, takes_tokens=self._under_test.takes_tokens)
+        return self._under_test.asking(chain.extra), asked
 
     def _failure(
         self, what: str, error: Exception, key: StreamKey, queued: QueuedEvent | None = None, position: int = -1

@@ -57,6 +57,7 @@ class Judge:
         rng: source of what a comparison picks at random.
         recording: records what arrives.
         reference: an empty reference index.
+        ledger: an empty ledger; None: one is made.
 
     Attributes:
         ledger: what is held according to the events.
@@ -69,10 +70,18 @@ class Judge:
     """
 
     def __init__(
-        self, log: EventLog, index: Any, sync: Sync, rng: Random, recording: Recording, *, reference: RadixIndex
+        self,
+        log: EventLog,
+        index: Any,
+        sync: Sync,
+        rng: Random,
+        recording: Recording,
+        *,
+        reference: RadixIndex,
+        ledger: Ledger | None = None,
     ) -> None:
         self.log = log
-        self.ledger = Ledger()
+        self.ledger = Ledger() if ledger is None else ledger
         self.reference = reference
         self.under_test = None if index is None else IndexUnderTest(index)
         self.book: Book | None = None
@@ -209,6 +218,11 @@ class Judge:
             self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
             if self.book is not None and problem.fault is None:
                 self.book.lost_to_failure(problem, event)
+
+    def lost_batches(self, key: StreamKey, batches: range, observed: str) -> None:
+        """Record batches of a wire that did not arrive; see `Ledger.lost_batches`."""
+        found = self.ledger.lost_batches(key, batches, self.log.total - 1, observed)
+        self.note(found, found)
 
     def apply_pending_recoveries(self) -> None:
         """Apply the answers that routers got from workers: they count as arrived.

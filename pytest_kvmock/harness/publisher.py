@@ -12,10 +12,13 @@ from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.sinks import Sink
+from pytest_kvmock.sinks import Sink, publish_with_extra
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
 """Returns the events that arrive for one that is published: none when it is lost."""
+
+_SinkOf: TypeAlias = tuple[Sink, int | None]
+"""A sink, and the worker whose events it gets; None: it gets those of all."""
 
 
 class Publisher:
@@ -37,8 +40,8 @@ class Publisher:
         self._judge = judge
         self._injector: FaultInjector | None = None
         self._recovery: Recovery | None = None
-        self._before: list[Sink] = []
-        self._after: list[Sink] = []
+        self._before: list[_SinkOf] = []
+        self._after: list[_SinkOf] = []
 
     @property
     def injector(self) -> FaultInjector | None:
@@ -50,9 +53,15 @@ class Publisher:
         """The recovery that keeps each event that is published, lost or not; None: there is none."""
         return self._recovery
 
-    def add_sink(self, sink: Sink, *, before: bool) -> None:
-        """Publish each event to one more sink, before the router or after it."""
-        (self._before if before else self._after).append(sink)
+    def add_sink(self, sink: Sink, *, before: bool, worker_id: int | None = None) -> None:
+        """Publish each event, or each of one worker, to one more sink, before the router or after it."""
+        (self._before if before else self._after).append((sink, worker_id))
+
+    def remove_sink(self, sink: Sink) -> None:
+        """Publish no further events to a sink."""
+        with self.lock:
+            self._before = [each for each in self._before if each[0] is not sink]
+            self._after = [each for each in self._after if each[0] is not sink]
 
     def use_injector(self, injector: FaultInjector) -> None:
         """Inject faults from here on, and keep a book of what would have arrived without them."""
@@ -115,11 +124,21 @@ class Publisher:
             for event in self.transport(delivery.event):
                 self._judge.received(delivery._replace(event=event))
 
-    def _publish_to(self, sinks: list[Sink], event: RouterEvent, *, missed: bool) -> bool:
+    def lost_batches(self, key: StreamKey, batches: range, observed: str = "") -> None:
+        """Record batches of a wire that did not arrive; see `Ledger.lost_batches`."""
+        with self.lock:
+            self._judge.lost_batches(key, batches, observed)
+
+    def _publish_to(self, sinks: list[_SinkOf], event: RouterEvent, *, missed: bool) -> bool:
         """Publish to sinks in order; the first that raises keeps the event from those after it (dynamo-mocker)."""
-        for sink in sinks:
+        for sink, worker_id in sinks:
+            if worker_id is not None and worker_id != event.worker_id:
+                continue
             try:
-                sink.publish(event.event, event.storage_tier, event.token_ids)
+                if event.extra is None:
+                    sink.publish(event.event, event.storage_tier, event.token_ids)
+                else:
+                    publish_with_extra(sink, event.event, event.storage_tier, event.token_ids, event.extra)
             except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
                 observed = f"{type(sink).__name__}.publish raised {type(error).__name__}: {error}"
                 if missed:

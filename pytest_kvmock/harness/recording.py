@@ -131,7 +131,8 @@ class RecordedRequest(Request):
         self._recording = recording
         self._number = recording.next_request()
         blocks, tail, hashed = recorded_prompt(prompt, worker.manager.block_size)
-        recording.operate(Prefill, self._number, blocks, tail, worker.worker_id, worker.dp_rank, hashed, wait)
+        worker_id, rank = worker.worker_id, worker.dp_rank
+        recording.operate(Prefill, self._number, blocks, tail, worker_id, rank, hashed, wait, prompt.keys)
 
     def decode(self, tokens: int | Sequence[int] = 1) -> None:
         """As `Request.decode`."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.faults.fault import Fault
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.harness.faults import Faults
+    from pytest_kvmock.hygiene.ledger import Ledger
     from pytest_kvmock.sinks import Sink
 
 
@@ -68,6 +69,7 @@ class RouterHarness:
         judge_unpublished: judge what workers without prefix caching would publish, too, by the rules of the ledger alone.
         index_semantics: what a Cleared empties: None for the rank that published it (Dynamo from 1.6), "e1" for all ranks
             of its worker (Dynamo up to 1.3); see `RadixIndex`.
+        ledger: judges what arrives: a `CapturingLedger` writes it down too; None: a plain `Ledger`.
 
     Raises:
         ValueError: an unknown backend, rule, fault, `sync` or `index_semantics`; a rate out of range; an index
@@ -98,6 +100,7 @@ class RouterHarness:
         index_semantics: Literal["e1"] | None = None,
         engine: Mapping[str, Any] | None = None,
         judge_unpublished: bool = False,
+        ledger: Ledger | None = None,
     ) -> None:
         if sync not in SYNC:
             raise ValueError(unknown_text("sync", sync, SYNC))
@@ -122,10 +125,9 @@ class RouterHarness:
         self.recording = Recording(self.events)
         self.index_semantics = index_semantics
         reference = RadixIndex(semantics=index_semantics)
-        self._judge = Judge(self.events, index, sync, comparing, self.recording, reference=reference)
+        self._judge = Judge(self.events, index, sync, comparing, self.recording, reference=reference, ledger=ledger)
         self.publisher = Publisher(self._judge)
-        self._engines = EngineComparison(self._judge)
-        self._verdicts = Verdicts(self.events)
+        self._engines, self._verdicts = EngineComparison(self._judge), Verdicts(self.events)
         self._workers = Workers(
             self.profile,
             self._judge,
@@ -179,8 +181,7 @@ class RouterHarness:
     @property
     def index(self) -> Any:
         """The index that answers: the one under test, or the reference."""
-        under_test = self._judge.under_test
-        return self.reference if under_test is None else under_test.index
+        return self.reference if (under_test := self._judge.under_test) is None else under_test.index
 
     @property
     def is_async(self) -> bool:
@@ -285,40 +286,39 @@ class RouterHarness:
             worker_id=worker_id,
         )
 
-    def add_sink(self, sink: Sink, *, before: bool = False) -> None:
-        """Publish each event of the workers to one more sink.
+    def add_sink(self, sink: Sink, *, before: bool = False, worker_id: int | None = None) -> None:
+        """Publish each event to one more sink.
 
         Args:
             sink: gets each event, with tier and token ids.
             before: publish to it before the router; an exception of it then keeps the event from the router, as that of
                 the first of Dynamo's publishers does.
+            worker_id: the worker whose events it gets; None for all.
         """
-        self.publisher.add_sink(sink, before=before)
+        self.publisher.add_sink(sink, before=before, worker_id=worker_id)
 
-    def prompt(self, blocks: int = 4, after: Prompt | TokenIds | None = None, *, tail: int = 0) -> Prompt:
+    def prompt(self, blocks: int = 4, after: Prompt | TokenIds | None = None, *, tail: int = 0, **keys: Any) -> Prompt:
         """Make a prompt of fresh tokens.
 
         Args:
             blocks: how many whole blocks of fresh tokens.
-            after: what it begins with: tokens that it shares with another prompt.
+            after: what it begins with: tokens that it shares with another prompt, and what that one carries.
             tail: further tokens, less than a block.
+            **keys: what it carries, as `Prompt` takes it: `lora_name`, `cache_salt`, `multimodal`, `session_id`.
 
         Raises:
-            ValueError: `after` has no tokens, or a size is out of range.
+            ValueError: `after` has no tokens, a size is out of range, or a key is not what it must be.
         """
         size = self.profile.block_size
         if blocks < 0 or not 0 <= tail < size:
             raise ValueError(
                 f"prompt: blocks is at least 0 and tail from 0 to {size - 1} tokens, got blocks={blocks}, tail={tail}"
             )
-        shared: tuple[int, ...] = ()
-        if after is not None:
-            tokens = Prompt.of(after).tokens
-            if tokens is None:
-                raise ValueError("prompt(after=...) needs a prompt of tokens; this one has only hashes")
-            shared = tokens
-        fresh = blocks * size + tail
-        return Prompt((*shared, *(self._rng.randrange(100_000) for _ in range(fresh))))
+        before = None if after is None else Prompt.of(after)
+        if before is not None and before.tokens is None:
+            raise ValueError("prompt(after=...) needs a prompt of tokens; this one has only hashes")
+        fresh = [self._rng.randrange(100_000) for _ in range(blocks * size + tail)]
+        return Prompt(fresh, **keys) if before is None else before.followed_by(fresh, **keys)
 
     # ----------------------------------------------------------------------------------------------- events
 
@@ -342,6 +342,10 @@ class RouterHarness:
         """
         self._by_hand.publish(events, worker_id, dp_rank)
 
+    def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:
+        """Record batches of a wire that did not arrive, as a `KvSubscriber` does; see `Ledger.lost_batches`."""
+        self.publisher.lost_batches((worker_id, dp_rank), batches, observed)
+
     def next_id(self, worker_id: int, dp_rank: int) -> int:
         """Take the id for an event made by hand that has none; it is not used again."""
         return self._by_hand.next_id(worker_id, dp_rank)
@@ -355,10 +359,8 @@ class RouterHarness:
     def burst(self) -> Iterator[None]:
         """Give the index under test events without a flush and a lookup in between, while the context lasts.
 
-        After it, after 10,000 events, and whenever the test looks up or checks (`overlap`, `flush`, `events.check`), the index is
-        flushed once and compared for the chains that the events changed. So a queue that overflows shows; a drift is
-        placed at the last event that explains it. With sync="end" it is compared at the end all the same. An async index
-        gets no event before `aflush` anyway.
+        After it, after 10,000 events, and at each lookup or check, the index is flushed once and compared for the chains that
+        the events changed (sync="end": at the end). So a queue that overflows shows; an async index waits for `aflush` anyway.
         """
         self.recording.bursts = True
         try:

@@ -2,19 +2,27 @@
 
 The code that calls it is written once, for sync and async indexes: generators yield the calls to make, and are sent the results.
 `run` makes the calls, `arun` awaits them.
+
+One subject: a call of the user's index, and what its answer means.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from inspect import isawaitable, iscoroutinefunction
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.prompt_keys import names_blocks
 from pytest_kvmock.tokens import Prompt
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
 
 Scores: TypeAlias = dict[tuple[int, int], int]
 """Matched blocks by (worker_id, dp_rank); ranks without any are absent."""
@@ -91,7 +99,8 @@ class IndexUnderTest:
     """Wraps a user's index in one interface.
 
     The index has `apply(event)`, which takes a `RouterEvent`, and one of `find_matches(local_hashes)`,
-    `match_tokens(tokens)` and `find_tiered(local_hashes)`; `flush`, `dump_events`, `remove_worker` and
+    `match_tokens(tokens)` (or `match_tokens(tokens, extra)`, by which prompts are asked for that carry more than tokens) and
+    `find_tiered(local_hashes)`; `flush`, `dump_events`, `remove_worker` and
     `remove_worker_dp_rank` are used where it has them. Where it has `find_tiered` it tells tiers apart; else it is asked
     for the device alone. Any of them may be a coroutine function; then the test awaits it (`aflush`, `aoverlap`).
 
@@ -174,12 +183,12 @@ class IndexUnderTest:
         __tracebackhide__ = True
         if self.flush is not None:
             self.flush()
-        return self.read(self.ask(self._question(prompt, block_size)))
+        return self.read(self._asking_for(prompt, block_size)(self._question(prompt, block_size)))
 
     async def aanswer(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
         """As `answer`, for an async index, as far as it was flushed."""
         __tracebackhide__ = True
-        answer = self.ask(self._question(prompt, block_size))
+        answer = self._asking_for(prompt, block_size)(self._question(prompt, block_size))
         return self.read(await answer if isawaitable(answer) else answer)
 
     def answer_tiered(self, prompt: Prompt, block_size: int) -> TierScores:
@@ -209,6 +218,32 @@ class IndexUnderTest:
                 "which returns {tier: {(worker_id, dp_rank): blocks}}"
             )
         return self.find_tiered
+
+    def asking(self, extra: EventExtra | None) -> Callable[[Any], Any]:
+        """The function that asks for a prompt, by what it carries beside its tokens; local hashes have that in them.
+
+        Raises:
+            ValueError: it takes tokens alone, and blocks of the prompt are named by more.
+        """
+        __tracebackhide__ = True
+        if extra is None or not self.takes_tokens:
+            return self.ask
+        ask: Any = self.ask
+        if has_parameter(ask, "extra"):
+            return partial(ask, extra=extra)
+        if names_blocks(extra):
+            given = [key for key in ("lora_name", "cache_salt") if extra.get(key)]
+            raise ValueError(
+                f"the index under test ({self.name}) takes tokens alone, match_tokens(tokens), and this prompt has "
+                f"{' and '.join(given) or 'multimodal items'}: give it match_tokens(tokens, extra)"
+            )
+        return self.ask
+
+    def _asking_for(self, prompt: Prompt, block_size: int) -> Callable[[Any], Any]:
+        __tracebackhide__ = True
+        if prompt.keys is None:
+            return self.ask
+        return self.asking(prompt.keys.carried(0, prompt.length(block_size) // block_size, block_size))
 
     def _question(self, prompt: Prompt, block_size: int) -> Sequence[int]:
         __tracebackhide__ = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
@@ -24,6 +24,7 @@ from pytest_kvmock.hygiene.content import FoundChain
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.publisher import Publisher
+    from pytest_kvmock.prompt_keys import EventExtra
 
 MOST_UNJUDGED: Final = 10_000
 """How many Stored are kept until their hashes are found to be a chain; those of other engines never are."""
@@ -38,13 +39,15 @@ Publishable: TypeAlias = EventData | KvCacheEvent | RouterEvent
 """What a sink takes: the data of an event, an event with its id, or one with its worker."""
 
 
-HASHES: Final = "tuples of hashes, of blocks from -2**63 to 2**64 - 1 and local ones from 0"
+HASHES: Final = "tuples of hashes, of blocks from -2**63 to 2**64 - 1 and local ones from 0, and a mapping as extra"
 """The fields of an event, in words."""
 
 
 def is_event(event: object) -> TypeGuard[RouterEvent]:
     """Whether an object is a RouterEvent with valid ids and hashes; SGLang's block hashes are signed."""
     if not isinstance(event, RouterEvent) or not isinstance(event.event, KvCacheEvent):
+        return False
+    if event.extra is not None and not isinstance(event.extra, Mapping):
         return False
     data = event.event.data
     if isinstance(data, Stored):
@@ -109,6 +112,7 @@ class KvSink:
         event: Publishable,
         storage_tier: StorageTier | str = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
+        extra: EventExtra | None = None,
     ) -> None:
         """Publish an event.
 
@@ -116,6 +120,7 @@ class KvSink:
             event: the event, or its data.
             storage_tier: the tier of the blocks, or its name, unless a RouterEvent has it.
             token_ids: for a Stored, the token ids of each block.
+            extra: what else travels beside it (`RouterEvent.extra`).
 
         Raises:
             TypeError: something else.
@@ -123,13 +128,13 @@ class KvSink:
         """
         __tracebackhide__ = True
         if isinstance(event, RouterEvent):
-            storage_tier, token_ids = event.storage_tier, event.token_ids
+            storage_tier, token_ids, extra = event.storage_tier, event.token_ids, event.extra
             event = event.event
         tier = StorageTier.of(storage_tier)
         with self._publisher.lock:  # from the next id on, or two threads would get one id
             if isinstance(event, (Stored, Removed, Cleared)):
                 event = KvCacheEvent(self._publisher.next_id(self.worker_id, 0), event)
-            addressed = RouterEvent(self.worker_id, event, tier, token_ids)
+            addressed = RouterEvent(self.worker_id, event, tier, token_ids, extra)
             if not is_event(addressed):
                 raise TypeError(
                     f"a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
@@ -140,6 +145,10 @@ class KvSink:
             self._publisher.publish(addressed, chained=self._must_chain(addressed))
 
     __call__ = publish
+
+    def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:  # noqa: ARG002 - the sink is a worker of its own
+        """Record batches of a wire that did not arrive; see `RouterHarness.lost_batches`."""
+        self._publisher.lost_batches((self.worker_id, dp_rank), batches, observed)
 
     def _must_chain(self, addressed: RouterEvent) -> bool:
         """Whether the hashes of an event must be Dynamo's chain; where `chained` is None, only of one that breaks it."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from pytest_kvmock.events import BlockTokens, RouterEvent, Stored, block_text
+from pytest_kvmock.prompt_keys import hash_options, names_blocks, part_of
 from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
 
 HAND_WRITTEN: Final = 2**16
 """Hashes below are numbers written by hand: a hash function hardly ever returns one."""
@@ -16,18 +20,38 @@ MOST_PARENTS: Final = 2**18
 
 
 class Chain(Protocol):
-    """The rule by which one engine names its blocks; an object belongs to one stream, and may have state."""
+    """The rule by which one engine names its blocks; an object belongs to one stream, and may have state.
 
-    def expected(self, data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int] | None:
+    Where blocks are named by more than tokens (`Prompt.keys`), both methods are given what travels beside the event as one
+    more argument.
+    """
+
+    def expected(
+        self,
+        data: Stored,
+        token_ids: BlockTokens | None,
+        block_size: int | None,
+        extra: EventExtra | None = ...,
+        /,
+    ) -> Sequence[int] | None:
         """The names that the blocks of a Stored should have; None where they cannot be computed.
 
         Args:
             data: the Stored.
             token_ids: of each block; None where none came, empty where they are not `block_size` of each block.
             block_size: tokens a block; None: unknown.
+            extra: what travels beside the event.
         """
 
-    def name(self, parent: int | None, local: int, tokens: Sequence[int] | None, block_size: int | None) -> int | None:
+    def name(
+        self,
+        parent: int | None,
+        local: int,
+        tokens: Sequence[int] | None,
+        block_size: int | None,
+        extra: EventExtra | None = ...,
+        /,
+    ) -> int | None:
         """The name of one block below a parent; None where it cannot be computed.
 
         Args:
@@ -35,6 +59,7 @@ class Chain(Protocol):
             local: its local hash.
             tokens: its token ids; None where none came with the event.
             block_size: tokens a block; None: unknown.
+            extra: what travels beside an event of this block alone.
         """
 
 
@@ -45,13 +70,24 @@ class DynamoChain:
     """Dynamo's rule: the hash of the parent's name and the local hash."""
 
     @staticmethod
-    def expected(data: Stored, token_ids: BlockTokens | None, block_size: int | None) -> Sequence[int]:  # noqa: ARG004 - the signature of Chain
+    def expected(
+        data: Stored,
+        token_ids: BlockTokens | None,  # noqa: ARG004 - the signature of Chain
+        block_size: int | None,  # noqa: ARG004 - likewise
+        extra: EventExtra | None = None,  # noqa: ARG004 - local hashes have it in them
+    ) -> Sequence[int]:
         """As `Chain.expected`."""
         parent = data.parent_hash
         return sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
 
     @staticmethod
-    def name(parent: int | None, local: int, tokens: Sequence[int] | None, block_size: int | None) -> int:  # noqa: ARG004 - as the protocol has them
+    def name(
+        parent: int | None,
+        local: int,
+        tokens: Sequence[int] | None,  # noqa: ARG004 - the signature of Chain
+        block_size: int | None,  # noqa: ARG004 - likewise
+        extra: EventExtra | None = None,  # noqa: ARG004 - as above
+    ) -> int:
         """As `Chain.name`."""
         return chained_hash(None if parent is None else parent & _U64, local)
 
@@ -208,14 +244,18 @@ def wrong_hash(
         tokens = ()
     if tokens and size is not None:
         flat = [token for ids in tokens for token in ids]
-        for block, local, made in zip(data.block_hashes, data.tokens_hashes, block_hashes(flat, size), strict=False):
+        made_of = (
+            block_hashes(flat, size) if event.extra is None else block_hashes(flat, size, **hash_options(event.extra))
+        )
+        for block, local, made in zip(data.block_hashes, data.tokens_hashes, made_of, strict=False):
             if local != made:
                 return Flaw(
                     block,
                     f"block {block_text(block)} has local hash {block_text(local)}",
-                    f"its {size} tokens have local hash {block_text(made)}",
+                    f"its {size} tokens{_with(event.extra)} have local hash {block_text(made)}",
                 )
-    rights = chain.expected(data, tokens, size)
+    extra = event.extra if names_blocks(event.extra) else None
+    rights = chain.expected(data, tokens, size) if extra is None else chain.expected(data, tokens, size, extra)
     if rights is not None and tuple(rights) != data.block_hashes:
         for i, (block, local, expected) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):
             if block != expected:
@@ -225,11 +265,20 @@ def wrong_hash(
                 )
                 known_tokens = None if tokens is None else tuple(tokens[i]) if tokens else ()
                 others = (None, *data.block_hashes)
+                beside = () if extra is None else (part_of(extra, (i,)),)
                 for candidate in (*others, *parents(block)):
-                    if chain.name(candidate, local, known_tokens, size) == block:
+                    if chain.name(candidate, local, known_tokens, size, *beside) == block:
                         return Flaw(block, *_fits(observed, candidate))
                 return Flaw(block, observed, f"the chain of parent and local hash is {block_text(expected)}")
     return None
+
+
+def _with(extra: EventExtra | None) -> str:
+    """By what blocks are named beside their tokens, for a message."""
+    if extra is None or not names_blocks(extra):
+        return ""
+    shown = [f"{key} {extra[key]!r}" for key in ("lora_name", "cache_salt") if extra.get(key)]
+    return f" (with {' and '.join(shown) or 'multimodal items'})"
 
 
 FITS: Final = "; the hash fits "

@@ -1,4 +1,4 @@
-"""Differences between stream and engine: which blocks, what they explain, and in which order they are reported."""
+"""Differences between stream and engine: which blocks, what they explain, in which order they are reported; and how many fit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.hygiene.folding import fold, problem_of
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import Stream
 
@@ -81,3 +82,25 @@ def oldest_first(problems: list[Problem], streams: Mapping[StreamKey, Stream], l
             stored[problem] = event
     ages.update(zip(stored, log.positions(list(stored.values())), strict=True))
     return sorted(problems, key=ages.__getitem__)
+
+
+def over_capacity(stream: Stream) -> list[Problem]:
+    """The over_capacity of each tier that holds more than the engine has there, where it was not reported yet."""
+    problems = []
+    for tier, held in stream.tiers.items():
+        most = stream.capacity(tier)
+        if most is None or (tier not in stream.overfull and not stream.copies and len(held) <= most):
+            continue
+        count, reported = stream.count(tier), tier in stream.overfull
+        if count <= most:
+            stream.overfull.discard(tier)
+        elif not reported:
+            stream.overfull.add(tier)
+            where = stream.where_text(tier)
+            since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
+            observed = f"according to the events, {count} blocks are held{where}{since}"
+            has = f"the engine has {most} block{'s' * (most != 1)}{where and ' there'}"
+            expected = f"{has}; what it evicts is published as Removed"
+            problems.append(fold(stream, problem_of("over_capacity", stream, observed, expected, (), tier=tier)))
+            stream.unconfirmed.append((tier, problems[-1]))
+    return problems

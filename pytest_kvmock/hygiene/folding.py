@@ -28,6 +28,8 @@ def problem_of(
         blocks: likewise.
         tier: the tier of the blocks.
     """
+    if stream.group_idx:
+        observed += f" (cache group {stream.group_idx})"
     problem = Problem(rule, stream.worker_id, stream.dp_rank, observed, expected, blocks=blocks, storage_tier=tier)
     problem.restarts = stream.restarts
     return problem

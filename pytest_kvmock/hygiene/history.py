@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pytest_kvmock.events import BlockTokens, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.hygiene.content import MOST_PARENTS, sparse
+from pytest_kvmock.prompt_keys import block_keys
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
 
 MOST_DESCENDANTS: Final = 1000
 """Among so many blocks the longest chain below another is looked for."""
@@ -157,6 +161,14 @@ class History:
             out[block] = tables[place][block]
         return out
 
+    def is_of_other_adapter(self, event: RouterEvent, block: int) -> bool:
+        """Whether an event stores a block for another adapter than it was stored for.
+
+        SGLang's names do not tell adapters apart, unless it publishes in Dynamo's format: each has a copy of its own.
+        """
+        before = self.events[self._index()[block]].extra or {}
+        return bool(before.get("lora_name") != (event.extra or {}).get("lora_name"))
+
     def tokens(self, block: int) -> tuple[int, ...] | None:
         """Token ids of a block that was stored; None where they did not come, or not for every block."""
         event = self.events[self._index()[block]]
@@ -200,6 +212,21 @@ class History:
                 else:
                     tokens += [token for part in parts if part is not None for token in part]
         return StoredChain(tuple(blocks), tuple(local_hashes), None if tokens is None else tuple(tokens))
+
+    def extra_of(self, blocks: Sequence[int]) -> EventExtra | None:
+        """What travelled beside the events that last stored these blocks of a chain, as beside one of them all."""
+        stored_at = self._index()
+        events = [self.events[stored_at[block]] for block in blocks]
+        if all(event.extra is None for event in events):
+            return None
+        extra: dict[str, Any] = {}
+        keys: list[Any] = []
+        for block, event in zip(blocks, events, strict=True):
+            beside = event.extra or {}
+            extra.update(beside)
+            place, of_blocks = _stored(event).block_hashes.index(block), block_keys(beside)
+            keys.append(of_blocks[place] if place < len(of_blocks) else None)
+        return {**extra, "extra_keys": keys} if "extra_keys" in extra else extra
 
     def _runs(self, block: int) -> list[tuple[int, Sequence[int]]]:
         """The leading blocks of each Stored that make up a chain, from the root on; each with its place in `events`."""

@@ -24,11 +24,12 @@ from typing import Any
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
 from pytest_kvmock.hygiene.content import Chain, own_parent, sparse, wrong_hash
-from pytest_kvmock.hygiene.drift import confirm, differences
+from pytest_kvmock.hygiene.drift import confirm, differences, over_capacity
 from pytest_kvmock.hygiene.folding import fold, parts_of, problem_of
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import LAST, Desync, Residency, Stream
 from pytest_kvmock.hygiene.text import blocks_text, ids_text
+from pytest_kvmock.prompt_keys import group_of
 
 
 class Ledger:
@@ -140,7 +141,10 @@ class Ledger:
         key = (event.worker_id, inner.dp_rank)
         stream = self.streams.get(key) or self.stream(key)
         problems: list[Problem] = []
-        restored, cause = stream.restored, None
+        part = stream  # what it is about: the blocks of one cache group
+        if event.extra is not None and (group := group_of(event.extra)):
+            part, stream.restored = stream.group(group), {}
+        restored, cause = part.restored, None
         if inner.event_id != stream.next_id and stream.next_id is not None:
             if not stream.take_hole(inner.event_id):
                 cause = self._gap(stream, event, position, problems)
@@ -150,9 +154,9 @@ class Ledger:
             stream.next_id = inner.event_id + 1
         data = inner.data
         if isinstance(data, Stored):
-            found = self._stored(stream, event, data, chained=chained)
+            found = self._stored(part, event, data, chained=chained)
         elif isinstance(data, Removed):
-            found = self._removed(stream, event, data)
+            found = self._removed(part, event, data)
         else:
             found = []
         for problem in found:
@@ -161,11 +165,12 @@ class Ledger:
                 problem.follows_from(cause)
         problems += found
         if isinstance(data, Cleared):
-            stream.events.append(event)
+            for each in (stream, *stream.groups.values()):
+                each.events.append(event)
             stream.clear()
         if cause is not None:  # a repeat does not count as the event before
-            stream.restored = restored
-        stream.last = event
+            part.restored = restored
+        stream.last = part.last = event
         return problems
 
     def _gap(self, stream: Stream, event: RouterEvent, position: int, problems: list[Problem]) -> Problem | None:
@@ -209,8 +214,8 @@ class Ledger:
             stream.num_blocks is not None
             and (stream.overfull or stream.copies or len(stream.device) > stream.num_blocks)
         ):
-            before = self._over_capacity(stream)
-        problems = [] if plain else self._unsound(stream, data, again, tier)
+            before = over_capacity(stream)
+        problems = [] if plain else self._unsound(stream, event, data, again)
         if event.token_ids is not None and (flaw := sparse(event, data, stream.block_size)) is not None:
             problems.append(problem_of("sparse_tokens", stream, flaw.observed, flaw.expected, (flaw.block,), tier=tier))
         if chained:
@@ -283,9 +288,9 @@ class Ledger:
             stream.restored = {b: desync.cause if desync is not None and b not in named else None for b in again}
         return problems
 
-    def _unsound(self, stream: Stream, data: Stored, again: set[int], tier: StorageTier) -> list[Problem]:
+    def _unsound(self, stream: Stream, event: RouterEvent, data: Stored, again: set[int]) -> list[Problem]:
         """The one of invalid_block and parent_block_not_found that a Stored breaks, if any."""
-        hashes, parent = data.block_hashes, data.parent_hash
+        hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
         twice = len(set(hashes)) != len(hashes)
         if (twice or parent in hashes) and (own := own_parent(hashes, parent)) is not None:
             observed = f"block {block_text(own)} is named as its own parent"
@@ -296,7 +301,10 @@ class Ledger:
             first = dict(zip(hashes[::-1], data.tokens_hashes[::-1], strict=True)) if twice else {}
             had = first | stream.local_hashes(again)
             for block, local in zip(hashes, data.tokens_hashes, strict=True):
-                if had.get(block, local) != local:
+                if had.get(block, local) == local:
+                    continue
+                # SGLang's plain names do not tell adapters apart: each has a copy of its own.
+                if not (stream.residency == "counted" and block in again and stream.is_of_other_adapter(event, block)):
                     observed = f"block {block_text(block)} is held with local hash {block_text(had[block])}"
                     expected = f"one block hash has one local hash, not {block_text(local)} too"
                     problem = problem_of("invalid_block", stream, observed, expected, (block,), tier=tier)
@@ -308,27 +316,6 @@ class Ledger:
             problem = problem_of("parent_block_not_found", stream, stream.history(parent), expected, (parent,))
             return [fold(stream, problem)]
         return []
-
-    def _over_capacity(self, stream: Stream) -> list[Problem]:
-        """The over_capacity of each tier that holds more than the engine has there, where it was not reported yet."""
-        problems = []
-        for tier, held in stream.tiers.items():
-            most = stream.capacity(tier)
-            if most is None or (tier not in stream.overfull and not stream.copies and len(held) <= most):
-                continue
-            count, reported = stream.count(tier), tier in stream.overfull
-            if count <= most:
-                stream.overfull.discard(tier)
-            elif not reported:
-                stream.overfull.add(tier)
-                where = stream.where_text(tier)
-                since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
-                observed = f"according to the events, {count} blocks are held{where}{since}"
-                has = f"the engine has {most} block{'s' * (most != 1)}{where and ' there'}"
-                expected = f"{has}; what it evicts is published as Removed"
-                problems.append(fold(stream, problem_of("over_capacity", stream, observed, expected, (), tier=tier)))
-                stream.unconfirmed.append((tier, problems[-1]))
-        return problems
 
     def _removed(self, stream: Stream, event: RouterEvent, data: Removed) -> list[Problem]:
         hashes, tier = data.block_hashes, event.storage_tier
@@ -439,6 +426,26 @@ class Ledger:
         stream.next_id = event_id + 1
         self._desync(stream, cause)
 
+    def lost_batches(self, key: StreamKey, batches: range, position: int, observed: str = "") -> list[Problem]:
+        """Record batches of a wire that did not arrive, and could not be had: what was in them is unknown.
+
+        A wire numbers batches and no events, so the ids of events show no gap.
+
+        Args:
+            key: (worker_id, dp_rank).
+            batches: their numbers; none where numbers went backwards, and `start` is the number that was due.
+            position: number of the last event so far, for the record.
+            observed: what happened; by default that they did not arrive.
+        """
+        stream = self.stream(key)
+        names = f"batch {batches.start}" if len(batches) == 1 else f"batches {batches.start} to {batches.stop - 1}"
+        expected = f"batch {batches.start}"
+        problem = problem_of("event_id_gap", stream, observed or f"{names} did not arrive", expected, ())
+        problem.position = position
+        stream.restored = {}
+        self._desync(stream, problem)
+        return [problem]
+
     def recovered(self, published: Stream, ids: range) -> list[Problem]:
         """Record a recovery: a worker and rank was asked for some event ids, up to the newest, and these have arrived.
 
@@ -477,7 +484,7 @@ class Ledger:
         stream = self.streams.get((event.worker_id, event.event.dp_rank))
         if stream is None or stream.residency == "unique" or not isinstance(data, Removed):
             return event
-        held = stream.held(event.storage_tier)
+        held = stream.groups.get(group_of(event.extra), stream).held(event.storage_tier)
         removed = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
         return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(removed)))
 
@@ -521,7 +528,7 @@ class Ledger:
         Args:
             position: number of the last event so far, for the record.
         """
-        problems = [problem for stream in self.streams.values() for problem in self._over_capacity(stream)]
+        problems = [problem for stream in self.streams.values() for problem in over_capacity(stream)]
         for problem in problems:
             problem.position = position
         return problems
@@ -564,7 +571,8 @@ class Ledger:
     def _desync(self, stream: Stream, cause: Problem) -> None:
         """Open a desync: every block is unknown. A second cause is listed under the first, and blocks are unknown again."""
         fold(stream, cause)
-        stream.desync = Desync(cause if cause.cause is None else cause.cause)
+        for part in (stream, *stream.groups.values()):
+            part.desync = Desync(cause if cause.cause is None else cause.cause)
 
 
 def _several(parts: Sequence[range]) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_kvmock.events import BlockTokens, RouterEvent, StorageTier, kind_of
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.text import event_text
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
 
 STATUSES = ("parent_block_not_found", "block_not_found", "invalid_block")
 """The errors that Dynamo's index counts."""
@@ -55,6 +58,11 @@ class LogEntry:
     def token_ids(self) -> BlockTokens | None:
         """Token ids a block, where they travel with the event."""
         return self.event.token_ids
+
+    @property
+    def extra(self) -> EventExtra | None:
+        """What else travelled beside it (`RouterEvent.extra`)."""
+        return self.event.extra
 
     @property
     def storage_tier(self) -> StorageTier:

@@ -56,7 +56,7 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
             Rule(
                 "event_id_gap",
                 "error",
-                "an event id is neither the next one nor a missing one, or a published event never arrived",
+                "an event id is neither the next one nor a missing one, or a published event, or a batch of a wire, never arrived",
             ),
             Rule("sparse_tokens", "error", "token ids given, but not block_size for every block"),
             Rule(

@@ -81,6 +81,9 @@ class Stream(History):
         doubled: the duplicate_store that the event before was, if it was one.
         removed_but_resident: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
         orphaned: blocks of the device whose parent was removed before them, still held or not, each with its orphaned_child.
+        group_idx: of which cache group it is; a hybrid model has several, each with copies of its own.
+        groups: the other cache groups of the worker and rank by their numbers, from 1, each with the blocks that it holds.
+            Event ids are counted over all of them.
         links: which blocks were stored after which, for chains through those.
         below: which blocks were stored after which below the device.
         overfull: the tiers that hold more than the engine has there, where that was reported.
@@ -97,6 +100,8 @@ class Stream(History):
         "drifted",
         "emptied",
         "forks",
+        "group_idx",
+        "groups",
         "hash_chain",
         "holes",
         "implied",
@@ -146,6 +151,8 @@ class Stream(History):
         self.device: dict[int, int] = {}
         self.tiers: dict[StorageTier, dict[int, int]] = {StorageTier.DEVICE: self.device}
         self.forks: dict[int, set[int]] = {}
+        self.group_idx = 0
+        self.groups: dict[int, Stream] = {}
         self.unmarked: set[int] = set()
         self.copies: dict[StorageTier, dict[int, int]] = {}
         self.implied: set[int] = set()
@@ -292,6 +299,8 @@ class Stream(History):
         self.anew.append((len(self.events), why))
         self.restarts = (*self.restarts, why)
         self.skipped = []
+        for part in self.groups.values():
+            part.begin_anew(why)
 
     def mark_named(self, blocks: Iterable[int], tier: StorageTier) -> None:
         """Mark blocks of a tier as named by an event: no longer drifted, implied or removed_but_resident there."""
@@ -322,6 +331,8 @@ class Stream(History):
             self.removed_but_resident,
         ):
             group.clear()
+        for part in self.groups.values():
+            part.clear()
         self.orphaned = {}  # a new one: the old one is shared
         self.unconfirmed = []
         self.desync = self.doubled = None
@@ -343,6 +354,16 @@ class Stream(History):
         """Take an id out of the recovered ones; return whether it was there, and had not arrived by itself until now."""
         return event_id != self.next_id and _take(self.late, event_id)
 
+    def group(self, group_idx: int) -> Stream:
+        """The blocks of a cache group from 1 on, of which nothing is held at first. How many it may have is not known."""
+        part = self.groups.get(group_idx)
+        if part is None:
+            part = self.groups[group_idx] = self.fresh()
+            part.group_idx, part.num_blocks, part.tier_blocks = group_idx, None, {}
+            part.hash_chain = self.hash_chain
+            part.desync = None if self.desync is None else Desync(self.desync.cause)
+        return part
+
     def fresh(self) -> Stream:
         """Return an empty stream of the same worker and rank."""
         return Stream(
@@ -358,6 +379,7 @@ class Stream(History):
     def copy(self) -> Stream:
         """Return a copy that holds the same, without what is missing of it."""
         copy = self.fresh()
+        copy.group_idx = self.group_idx
         copy.recover(self, range(0))
         return copy
 
@@ -388,6 +410,7 @@ class Stream(History):
         }
         self.orphaned = {block: orphaned.get(block, problem) for block, problem in published.orphaned.items()}
         self.events, self.emptied, self.anew = list(published.events), published.emptied, list(published.anew)
+        self.groups = {group: part.copy() for group, part in published.groups.items()}
         self._reset_index()
         self.links = Links()
         self.below = Below()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, Stored, block_text
+from pytest_kvmock.prompt_keys import group_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import EventData
@@ -94,6 +95,8 @@ def event_text(event: RouterEvent, named: Iterable[int] = (), restarts: Sequence
     """
     inner: KvCacheEvent = event.event
     tier = "" if event.storage_tier is StorageTier.DEVICE else f" ({event.storage_tier})"
+    if group := group_of(event.extra):
+        tier += f" (cache group {group})"
     who = worker_text(event.worker_id, inner.dp_rank)
     hashes = getattr(inner.data, "block_hashes", ())
     hidden = [] if len(hashes) <= MOST_BLOCKS else [block for block in dict.fromkeys(named) if block in hashes]

@@ -6,14 +6,15 @@ It is loaded with the first test that uses a fixture of this plugin.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
 from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, Placeholder, resolve_placeholder
-from pytest_kvmock.plugin.options import SCHEDULER_MATRIX, known_backends
+from pytest_kvmock.plugin.options import BACKENDS, SCHEDULER_MATRIX, Axis
 from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_engine, resolve_profile
 from pytest_kvmock.plugin.settings import SETTINGS
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleet.scheduler_cases import SchedulerCase
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.plugin.captures import TestCapture
 
 _HARNESS_KEYS: Final = ("sync", "index_semantics", "faults", "survive")
 """Keys of the `kvmock` marker that are arguments of `RouterHarness` as they are; the innermost marker that has one wins."""
@@ -37,6 +39,7 @@ class Case:
         harness: its world.
         policy: what broken rules do.
         backend: the backend, once a fixture needed one.
+        capture: writes down what arrives; None: nobody has asked for it.
         passed: the call phase ended without a failure.
         failed_before: failures of the session when it ended.
         errors: event errors that counted so far.
@@ -46,6 +49,7 @@ class Case:
 
     __slots__ = (
         "backend",
+        "capture",
         "engine_warnings",
         "errors",
         "failed_before",
@@ -62,6 +66,7 @@ class Case:
         self.policy = policy
         harness.events.warnings_fail = policy.event_warnings == "fail"
         self.backend: str | None = None
+        self.capture: TestCapture | None = None
         self.passed = False
         self.failed_before = 0
         self.errors = 0
@@ -74,6 +79,15 @@ class Case:
         for warning in warnings:
             counts = self.engine_warnings if self.harness.is_engines_own(warning) else self.warnings
             counts[warning.rule] = counts.get(warning.rule, 0) + 1
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Close what is written of the test, when the context is left."""
+        try:
+            yield
+        finally:
+            if self.capture is not None:
+                self.capture.close()
 
     def with_backend(self, value: object) -> RouterHarness:
         """Return the harness, with engines of this backend."""
@@ -93,15 +107,15 @@ class Case:
         return self.harness
 
 
-def backend_name(item: pytest.Item, value: object) -> str:
-    """The backend that `kv_backend` names in a test."""
-    name = resolve_placeholder(item) if isinstance(value, Placeholder) else value
-    known = known_backends()
+def backend_name(item: pytest.Item, value: object, axis: Axis = BACKENDS) -> str:
+    """The backend that `kv_backend` names in a test; or, with its axis, the dialect that `kv_dialect` names."""
+    name = resolve_placeholder(item, axis) if isinstance(value, Placeholder) else value
+    known = axis.known()
     if not isinstance(name, str) or name not in known:
         from pytest_kvmock.checks import did_you_mean
 
         hint = did_you_mean(name, known, f"known: {', '.join(known)}")
-        pytest.fail(f"kvmock: kv_backend is {name!r}{hint}", pytrace=False)
+        pytest.fail(f"kvmock: {axis.fixture} is {name!r}{hint}", pytrace=False)
     return name
 
 

@@ -1,11 +1,11 @@
 """The fixtures. One subject: what a test may ask for. None is autouse.
 
-One private fixture, `_kvmock_case`, builds the harness of a test, without a backend; the public ones hand out its
-parts. Those that need an engine depend on `kv_backend` as well, and give it to the harness when they are set up. So
-`kv_events`, `kv_sink` and `kv_index` alone do not pull in the matrix, and all fixtures of a test share one harness.
+One private fixture, `_kvmock_case`, builds the harness of a test, without a backend; the public ones hand out its parts.
+Those that need an engine depend on `kv_backend` as well, and give it to the harness when they are set up. So `kv_events`,
+`kv_sink` and `kv_index` alone do not pull in the matrix, and all fixtures of a test share one harness.
 
-No public fixture depends on another public one but `kv_backend`, `kv_index` and `kv_base_profile`: a test has few
-fixtures to set up, which is most of what a test costs, and these three are the ones to override.
+No public fixture depends on another public one but `kv_backend`, `kv_dialect`, `kv_index` and `kv_base_profile`: a test
+has few fixtures to set up, which is most of what a test costs. The first and the last two are the ones to override.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_kvmock.plugin.matrix import AXIS, PLACEHOLDER, Placeholder
-from pytest_kvmock.plugin.options import SYNTHETIC_REQUESTS
+from pytest_kvmock.plugin.matrix import AXIS, Placeholder, placeholder
+from pytest_kvmock.plugin.options import BACKENDS, DIALECTS, SYNTHETIC_REQUESTS, Axis
 from pytest_kvmock.plugin.settings import SETTINGS, base_profile, trace_path
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.plugin.case import Case
     from pytest_kvmock.tokens import Prompt
     from pytest_kvmock.traces import TraceRequest
+    from pytest_kvmock.wire.batcher import KvWire
+    from pytest_kvmock.wire.zmq import KvPublisher
 
 
 CASE: Final = pytest.StashKey["Case"]()
@@ -52,6 +54,11 @@ _TRACES: Final = pytest.StashKey[dict[object, tuple["TraceRequest", ...]]]()
 @pytest.fixture(scope="session")
 def _kvmock_matrix() -> None:
     """Stand in the closure of every test that needs the `kv_backend` of this plugin (`matrix.py`)."""
+
+
+@pytest.fixture(scope="session")
+def _kvmock_dialects() -> None:
+    """Stand likewise in the closure of every test that needs the `kv_dialect` of this plugin."""
 
 
 @pytest.fixture
@@ -77,6 +84,11 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     markers = marker_values(item)
     settings = item.config.stash[SETTINGS]
     policy = resolve_policy(settings.command_line, markers, settings.ini)
+    capture = None
+    if settings.get("capture") is not None:
+        from pytest_kvmock.plugin.captures import TestCapture
+
+        capture = TestCapture(item, profile)
     try:
         harness = RouterHarness(
             profile,
@@ -85,12 +97,17 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
             allow=policy.allow,
             recovery=item.stash.get(_RECOVERY, None),
             name=item.nodeid,
+            ledger=None if capture is None else capture.ledger,
             **harness_options(item),
         )
     except (TypeError, ValueError) as error:
+        if capture is not None:
+            capture.close()
         fail_in_one_line(item, str(error))
     let_waive(item, harness)
     case = item.stash[CASE] = Case(item, harness, policy)
+    if capture is not None:
+        case.capture = capture.of(harness)
     return case
 
 
@@ -110,6 +127,15 @@ def _kvmock_block_managers(request: pytest.FixtureRequest, kv_base_profile: Engi
     managers.close()
 
 
+@pytest.fixture
+def _kvmock_publishers(kv_dialect: str, kv_backend: str, _kvmock_case: Case) -> Iterator[Callable[..., KvPublisher]]:
+    """Make publishers of the test's workers, and close them."""
+    from pytest_kvmock.plugin.wires import publishers
+
+    with publishers(_kvmock_case, _kvmock_case.with_backend(kv_backend), kv_dialect) as make:
+        yield make
+
+
 # ---------------------------------------------------------------------------------------------------- to override
 
 
@@ -124,12 +150,26 @@ def kv_backend(request: pytest.FixtureRequest, _kvmock_matrix: None) -> str:
     It has session scope, so that `@given` tests and fixtures of any scope can use it, and is parametrised for each
     test by itself, so that nothing is reordered.
     """
-    value = getattr(request, "param", PLACEHOLDER)
-    return value if isinstance(value, Placeholder) else _plain(value)
+    name: str = _of_matrix(request, BACKENDS)
+    return name
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, str) else value
+@pytest.fixture(scope="session")
+def kv_dialect(request: pytest.FixtureRequest, _kvmock_dialects: None) -> str:
+    """Name of the dialect of the wire that the test runs on: an axis as `kv_backend` is.
+
+    It chooses the engine that speaks it, unless the test asks for `kv_backend` too. Narrow it with
+    `@pytest.mark.kv_dialects(...)`, `@pytest.mark.parametrize("kv_dialect", ...)`, or `--kv-dialect`.
+    """
+    name: str = _of_matrix(request, DIALECTS)
+    return name
+
+
+def _of_matrix(request: pytest.FixtureRequest, axis: Axis) -> Any:
+    value = getattr(request, "param", None)
+    if value is None:
+        return placeholder(axis)
+    return str(value) if isinstance(value, str) and not isinstance(value, Placeholder) else value
 
 
 @pytest.fixture
@@ -159,10 +199,10 @@ def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
 # ---------------------------------------------------------------------------------------------------- to use
 
 
-def _checked(name: str, method: Any) -> Callable[..., Any]:
+def _checked(name: str, method: Any, more: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Wrap a method of the harness for a fixture: a misspelt argument is answered with the nearest ones."""
     code = method.__code__
-    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]  # without self
+    known = (*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount], *more)  # without self
 
     def call(*args: Any, **named: Any) -> Any:
         __tracebackhide__ = True
@@ -326,6 +366,26 @@ def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
 
 
 @pytest.fixture
+def kv_wire(kv_dialect: str, kv_backend: str, _kvmock_case: Case) -> KvWire:
+    """What worker 0 publishes as bytes in the test's dialect, without a socket: `kv_wire.payloads`, one a step."""
+    from pytest_kvmock.plugin.wires import make_wire
+
+    return make_wire(_kvmock_case, _kvmock_case.with_backend(kv_backend), kv_dialect)
+
+
+@pytest.fixture
+def kv_publisher(_kvmock_publishers: Callable[..., KvPublisher]) -> KvPublisher:
+    """The `KvPublisher` of worker 0: its events in the test's dialect over real ZMQ sockets, with replay."""
+    return _kvmock_publishers()
+
+
+@pytest.fixture
+def make_kv_publisher(_kvmock_publishers: Callable[..., KvPublisher]) -> Callable[..., KvPublisher]:
+    """Make publishers, `make_kv_publisher(worker=0, endpoint="tcp", topic="", ...)`: each is that of one worker, all ranks."""
+    return _kvmock_publishers
+
+
+@pytest.fixture
 def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
     """A callable by which a router asks a worker for events that it missed: `kv_recovery(worker_id, start, end, dp_rank)`.
 
@@ -349,8 +409,13 @@ def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
 
 @pytest.fixture
 def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
-    """Make prompts of fresh tokens, `kv_prompt(blocks=4, after=other, tail=0)`: the second shares its prefix with `other`."""
-    return _checked("kv_prompt", _kvmock_case.harness.prompt)
+    """Make prompts of fresh tokens, `kv_prompt(blocks=4, after=other, tail=0)`: the second shares its prefix with `other`.
+
+    With `lora_name`, `cache_salt`, `multimodal` and `session_id` as `Prompt` has them.
+    """
+    from pytest_kvmock.engine.driver import PROMPT_KEYS
+
+    return _checked("kv_prompt", _kvmock_case.harness.prompt, PROMPT_KEYS)
 
 
 @pytest.fixture

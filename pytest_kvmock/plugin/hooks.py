@@ -19,7 +19,7 @@ from pytest_kvmock.plugin.fixtures import (
     FORMER_NAME_TEXT,
     expect_lookup_errors,
 )
-from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, CASE_OF_MATRIX, deselect, generate
+from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, CASE_OF_MATRIX, DIALECT_AXIS, deselect, generate
 from pytest_kvmock.plugin.options import MARKERS, SCHEDULER_MATRIX, add_options, check_flags
 from pytest_kvmock.plugin.settings import SETTINGS, read_settings
 
@@ -47,8 +47,11 @@ def pytest_load_initial_conftests(args: list[str], parser: pytest.Parser) -> Gen
         check_flags(args, parser)
 
 
-def register_backends(config: pytest.Config) -> None:
-    """Register the backends of others, if there are any, and note who has brought them."""
+REGISTERING_HOOKS: Final = ("pytest_kvmock_backends", "pytest_kvmock_dialects")
+
+
+def register_of_others(config: pytest.Config) -> None:
+    """Register the backends and dialects of others, if there are any, and note who has brought the backends."""
     plugins: Mapping[str, str] = {}
     # Where this run is inside another one, those of the outer run are not known here.
     if config.hook.pytest_kvmock_backends.get_hookimpls() or "pytest_kvmock.backends" in sys.modules:
@@ -56,10 +59,14 @@ def register_backends(config: pytest.Config) -> None:
 
         plugins = read_backends(config)
     config.stash[_REGISTERED_BY] = plugins
+    if config.hook.pytest_kvmock_dialects.get_hookimpls() or "pytest_kvmock.wire.table" in sys.modules:
+        from pytest_kvmock.plugin.registry import read_dialects
+
+        read_dialects(config)
 
 
 class Latecomers:
-    """A plugin that refuses others that come with backends when those have been read.
+    """A plugin that refuses others that come with backends or dialects when those have been read.
 
     They are conftests that pytest finds while it collects; the directory of each becomes a collection error.
     """
@@ -70,18 +77,21 @@ class Latecomers:
 
     def pytest_plugin_registered(self, plugin: object) -> None:
         """Look at one plugin; pytest passes the early ones, too."""
-        if plugin not in self._early and hasattr(plugin, "pytest_kvmock_backends"):
-            from pytest_kvmock.plugin.registry import too_late
+        if plugin in self._early:
+            return
+        for hook in REGISTERING_HOOKS:
+            if hasattr(plugin, hook):
+                from pytest_kvmock.plugin.registry import too_late
 
-            raise too_late(self._config, plugin)
+                raise too_late(self._config, plugin, hook)
 
 
 @pytest.hookimpl(trylast=True)  # others register plugins here, which may have backends
 def pytest_configure(config: pytest.Config) -> None:
-    """Register markers and backends, and read the settings."""
+    """Register markers, backends and dialects, and read the settings."""
     for line in MARKERS:
         config.addinivalue_line("markers", line)
-    register_backends(config)
+    register_of_others(config)
     config.pluginmanager.register(Latecomers(config), "kvmock-latecomers")
     settings = config.stash[SETTINGS] = read_settings(config)
     if "scenarios" in settings.ini:
@@ -98,7 +108,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     from pytest_kvmock.plugin.report import backend_lines, profile_lines
 
     # Plugins are not configured yet, and what does it for --markers is private: so all is read here.
-    register_backends(config)
+    register_of_others(config)
     settings = read_settings(config)
     if option.kv_list_backends:
         sys.stdout.write(backend_lines(settings, config.stash[_REGISTERED_BY]))
@@ -126,9 +136,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {FORMER_NAME_TEXT}")
     if (
         AXIS in names
+        or DIALECT_AXIS in names
         or CASE_FIXTURE in names
         or "kvmock" in keywords  # a marker on a test that does not use us may be wrong all the same
         or "kv_backends" in keywords
+        or "kv_dialects" in keywords
         or SCHEDULER_MATRIX in keywords
     ):
         if SCHEDULER_MATRIX in keywords or CASE_OF_MATRIX in names:
@@ -222,11 +234,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
             from pytest_kvmock.plugin.verdict import judge_failed_teardown
 
             del item.stash[CASE]
-            judge_failed_teardown(case, failure)
+            with case.closing():
+                judge_failed_teardown(case, failure)
         raise
     case = item.stash.get(CASE, None)
     if case is not None:
         from pytest_kvmock.plugin.verdict import judge_late
 
         del item.stash[CASE]  # pytest-rerunfailures runs the same item again
-        judge_late(case)
+        with case.closing():
+            judge_late(case)

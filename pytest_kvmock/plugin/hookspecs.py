@@ -13,6 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.wire.table import Dialect
 
 
 @pytest.hookspec
@@ -22,6 +23,17 @@ def pytest_kvmock_backends(config: pytest.Config) -> Mapping[str, BackendSpec]: 
     It is read once, before collection: from plugins and from the initial conftests, which are those of the root, of
     `testpaths` and of the paths on the command line. In another conftest it is an error. A name stands for one backend:
     two plugins that return the same one are an error too.
+
+    Args:
+        config: of the run.
+    """
+
+
+@pytest.hookspec
+def pytest_kvmock_dialects(config: pytest.Config) -> Mapping[str, Dialect]:  # type: ignore[empty-body]
+    """Return dialects of your own by name. They are known wherever a dialect is asked for.
+
+    It is read as `pytest_kvmock_backends` is.
 
     Args:
         config: of the run.

@@ -10,14 +10,15 @@ import pytest
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.plugin.options import (
+    AXES,
     PROFILE_KEYS,
     REACTIONS,
     SCHEDULER_MATRIX,
     SYNCS,
-    backend_names,
     fault_names,
     fault_rates,
     index_semantics,
+    known_names,
     one_of,
     rule_names,
 )
@@ -30,14 +31,15 @@ POLICY_KEYS: Final = ("event_errors", "event_warnings", "allow")
 KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", "index_semantics", *POLICY_KEYS, "faults", "survive", "engine")
 
 
-def wrong_in_kv_backends(mark: pytest.Mark) -> Iterator[str]:
-    """Yield what is wrong with one `kv_backends` marker: a sentence for each argument."""
+def wrong_names(mark: pytest.Mark) -> Iterator[str]:
+    """Yield what is wrong with one `kv_backends` or `kv_dialects` marker: a sentence for each argument."""
+    axis = next(axis for axis in AXES if axis.marker == mark.name)
     for key in mark.kwargs:
         if key != "exclude":
             yield unknown_text("key", key, ["exclude"])
     for value in (mark.args, mark.kwargs.get("exclude", ())):
         try:
-            backend_names(value)
+            known_names(value, axis.what, axis.known())
         except ValueError as error:
             yield str(error)
 
@@ -89,8 +91,8 @@ def wrong_in_kv_scheduler_matrix(mark: pytest.Mark) -> Iterator[str]:
 
 def wrong_in(mark: pytest.Mark, config: pytest.Config) -> list[str]:
     """List what is wrong with a marker of this plugin, each with the marker as it was written."""
-    if mark.name == "kv_backends":
-        wrong = wrong_in_kv_backends(mark)
+    if mark.name in ("kv_backends", "kv_dialects"):
+        wrong = wrong_names(mark)
     elif mark.name == "kvmock":
         wrong = wrong_in_kvmock(mark, config.stash[SETTINGS].profiles)
     elif mark.name == SCHEDULER_MATRIX:

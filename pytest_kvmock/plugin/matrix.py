@@ -1,36 +1,39 @@
-"""The matrix: tests that need a backend run once for each.
+"""The matrices: tests that need a backend run once for each, and so do tests that need a dialect of the wire.
 
 A test that needs `kv_backend`, however indirectly, is parametrised over it, once for each backend of its matrix. The
 value of the fixture is its parameter, so a user's own parametrisation, override or marker is the same thing as ours.
+`kv_dialect` is the same, with dialects. A dialect is spoken by one engine: a test that needs both and does not ask for
+`kv_backend` itself runs once for each dialect, on the backend that speaks it.
 
-How a test is known to need *our* `kv_backend`, with pytest's public API only: ours depends on a private fixture,
+How a test is known to need *our* fixture, with pytest's public API only: ours depends on a private one, such as
 `_kvmock_matrix`, which does nothing. A fixture of the user's that takes the place of `kv_backend` does not depend on
 it, and a direct parametrisation cuts it off; then it is not in the test's closure, and the test is left alone.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Final
 
 import pytest
 
-from pytest_kvmock.plugin.options import default_backends, known_backends, names
+from pytest_kvmock.plugin.options import AXES, BACKENDS, DIALECTS, Axis, names
 from pytest_kvmock.plugin.settings import SETTINGS
 
-DETECTOR: Final = "_kvmock_matrix"
 CASE_FIXTURE: Final = "_kvmock_case"
-AXIS: Final = "kv_backend"
 CASE_OF_MATRIX: Final = "kv_scheduler_case"
-NO_BACKEND: Final = "no-backend"
-"""Id of a test whose matrix is empty, which no one sees: it is deselected."""
+
+
+AXIS: Final = BACKENDS.fixture
+DIALECT_AXIS: Final = DIALECTS.fixture
 
 
 class MatrixName(str):
-    """A backend's name as the matrix hands it out, so that a parameter of ours is not taken for one of the user's.
+    """A name as the matrix hands it out, so that a parameter of ours is not taken for one of the user's.
 
     Attributes:
-        marks: the `kv_backends` markers that were there when the matrix was made.
+        marks: the markers of its axis that were there when the matrix was made.
     """
 
     __slots__ = ("marks",)
@@ -39,7 +42,7 @@ class MatrixName(str):
 
 
 class Placeholder(str):
-    """The value of `kv_backend` where nothing was parametrised: our own fixtures ask the markers instead.
+    """The value of `kv_backend` or `kv_dialect` where nothing was parametrised: our own fixtures ask the markers instead.
 
     A string, so that whoever takes it for a name gets an error that quotes it, and so reads what to do.
     """
@@ -47,13 +50,16 @@ class Placeholder(str):
     __slots__ = ()
 
 
-PLACEHOLDER: Final = Placeholder(
-    "<kv_backend has no value here: this test is not parametrised; take a kv_ fixture, or name the backend yourself>"
-)
+def placeholder(axis: Axis) -> Placeholder:
+    """Return the value of an axis' fixture where nothing was parametrised."""
+    return Placeholder(
+        f"<{axis.fixture} has no value here: this test is not parametrised; take a kv_ fixture, or name the {axis.what} "
+        "yourself>"
+    )
 
 
 def generate(metafunc: pytest.Metafunc) -> None:
-    """Parametrise a test over its matrix, if it needs one.
+    """Parametrise a test over its matrices, if it needs one.
 
     Raises:
         pytest.Collector.CollectError: a marker is wrong, or the user's `pytest_generate_tests` was here before.
@@ -65,10 +71,21 @@ def generate(metafunc: pytest.Metafunc) -> None:
         check_markers(definition)
     except ValueError:
         raise pytest.Collector.CollectError(wrong_markers(definition)) from None
-    if DETECTOR not in metafunc.fixturenames or is_parametrised_by_mark(definition, AXIS):
+    if DIALECTS.detector in metafunc.fixturenames or is_parametrised_by_mark(definition, DIALECT_AXIS):
+        spoken = not _asks_for_backend(metafunc)
+        _parametrise(metafunc, DIALECTS)
+        if spoken:
+            return  # `resolve_placeholder` returns the backend that speaks it
+    _parametrise(metafunc, BACKENDS)
+
+
+def _parametrise(metafunc: pytest.Metafunc, axis: Axis) -> None:
+    """Parametrise a test over one matrix, if it needs it."""
+    definition = metafunc.definition
+    if axis.detector not in metafunc.fixturenames or is_parametrised_by_mark(definition, axis.fixture):
         return
-    marks = tuple(definition.iter_markers("kv_backends"))
-    values = matrix_of(metafunc.config, marks) or (NO_BACKEND,)
+    marks = tuple(definition.iter_markers(axis.marker))
+    values = matrix_of(metafunc.config, marks, axis) or (axis.nothing,)
     params = []
     for name in values:
         param = MatrixName(name)
@@ -76,15 +93,25 @@ def generate(metafunc: pytest.Metafunc) -> None:
         params.append(param)
     try:
         # The fixture has session scope (see there), but a parameter of each test's own: nothing is reordered.
-        metafunc.parametrize(AXIS, params, ids=values, indirect=True, scope="function")
+        metafunc.parametrize(axis.fixture, params, ids=values, indirect=True, scope="function")
     except (ValueError, pytest.Collector.CollectError) as error:  # 8.3 raises the former, 9.2 the latter
         if "duplicate" not in str(error):
             raise
         raise pytest.Collector.CollectError(
-            f"{definition.nodeid}: kv_backend is parametrised twice: by the backend matrix, and by a "
-            "pytest_generate_tests or a parametrised fixture of yours. Use @pytest.mark.kv_backends(...), "
-            '@pytest.mark.parametrize("kv_backend", ...), or a fixture kv_backend that does not call the original'
+            f"{definition.nodeid}: {axis.fixture} is parametrised twice: by the {axis.what} matrix, and by a "
+            f"pytest_generate_tests or a parametrised fixture of yours. Use @pytest.mark.{axis.marker}(...), "
+            f'@pytest.mark.parametrize("{axis.fixture}", ...), or a fixture {axis.fixture} that does not call the original'
         ) from None
+
+
+def _asks_for_backend(metafunc: pytest.Metafunc) -> bool:
+    """Return whether a test asks for `kv_backend` itself: by an argument, a marker, or a parametrisation."""
+    definition = metafunc.definition
+    if definition.get_closest_marker(BACKENDS.marker) is not None or is_parametrised_by_mark(definition, AXIS):
+        return True
+    if any(AXIS in mark.args for mark in definition.iter_markers("usefixtures")):
+        return True
+    return AXIS in inspect.signature(metafunc.function).parameters
 
 
 def is_parametrised_by_mark(definition: pytest.Item, name: str) -> bool:
@@ -98,12 +125,13 @@ def is_parametrised_by_mark(definition: pytest.Item, name: str) -> bool:
     return False
 
 
-def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...]) -> tuple[str, ...]:
-    """The matrix of a test with these `kv_backends` markers, closest first."""
+def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...], axis: Axis = BACKENDS) -> tuple[str, ...]:
+    """The matrix of a test with these markers of an axis, closest first."""
     from pytest_kvmock.plugin.precedence import resolve_matrix  # for those who use backends
 
     settings = config.stash[SETTINGS]
-    return resolve_matrix(known_backends(), default_backends(), settings.command_line, marks, settings.ini)
+    key = f"{axis.what}s"
+    return resolve_matrix(axis.known(), axis.default(), settings.command_line, marks, settings.ini, key=key)
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -115,8 +143,8 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, deselected = [], []
     for item in items:
         callspec = getattr(item, "callspec", None)
-        value = None if callspec is None else callspec.params.get(AXIS)
-        if type(value) is MatrixName and (value == NO_BACKEND or _excluded_later(item, value)):
+        params = () if callspec is None else callspec.params
+        if params and any(_is_excluded(item, params[axis.fixture], axis) for axis in AXES if axis.fixture in params):
             deselected.append(item)
         else:
             kept.append(item)
@@ -125,39 +153,61 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
         config.hook.pytest_deselected(items=deselected)
 
 
-def _excluded_later(item: pytest.Item, backend: MatrixName) -> bool:
-    from pytest_kvmock.plugin.markers import wrong_in_kv_backends
+def _is_excluded(item: pytest.Item, value: object, axis: Axis) -> bool:
+    if type(value) is not MatrixName:
+        return False
+    return value == axis.nothing or _excluded_later(item, value, axis)
 
-    for mark in item.iter_markers("kv_backends"):
-        if any(mark is seen for seen in backend.marks):
+
+def _excluded_later(item: pytest.Item, name: MatrixName, axis: Axis) -> bool:
+    from pytest_kvmock.plugin.markers import wrong_names
+
+    for mark in item.iter_markers(axis.marker):
+        if any(mark is seen for seen in name.marks):
             continue
-        if any(wrong_in_kv_backends(mark)):
+        if any(wrong_names(mark)):
             continue  # reported when the test is set up: an error here would end the session, and confuse pytest-xdist
-        if (mark.args and backend not in mark.args) or backend in names(mark.kwargs.get("exclude", ())):
+        if (mark.args and name not in mark.args) or name in names(mark.kwargs.get("exclude", ())):
             return True
     return False
 
 
-def resolve_placeholder(item: pytest.Item) -> str:
-    """The backend of a test that is not parametrised: the only one of its matrix.
+def resolve_placeholder(item: pytest.Item, axis: Axis = BACKENDS) -> str:
+    """The backend, or dialect, of a test that is not parametrised over it.
 
-    TestCase methods and doctests never are; other tests are not where they ask by `getfixturevalue` only.
+    The backend is the one that speaks the dialect of the test, if it has one. Else it is the only one of its matrix:
+    TestCase methods and doctests are never parametrised; other tests are not where they ask by `getfixturevalue` only.
     """
-    matrix = matrix_of(item.config, tuple(item.iter_markers("kv_backends")))
+    if axis is BACKENDS and (speaker := _speaker(item)) is not None:
+        return speaker
+    matrix = matrix_of(item.config, tuple(item.iter_markers(axis.marker)), axis)
     if len(matrix) == 1:
         return matrix[0]
     if not matrix:
-        pytest.skip("kvmock: no backend is left of this test's matrix")
+        pytest.skip(f"kvmock: no {axis.what} is left of this test's matrix")
     unittest = sys.modules.get("unittest")
     cls = getattr(item, "cls", None)
     is_test_case = unittest is not None and isinstance(cls, type) and issubclass(cls, unittest.TestCase)
     why = (
         "pytest does not parametrise methods of unittest.TestCase"
         if is_test_case
-        else 'its fixtures are asked for by name only; @pytest.mark.usefixtures("kv_backend") runs the whole matrix'
+        else f'its fixtures are asked for by name only; @pytest.mark.usefixtures("{axis.fixture}") runs the whole matrix'
     )
     pytest.fail(
-        f"kvmock: the backend of this test is open ({', '.join(matrix)}): {why}; "
-        f'@pytest.mark.kv_backends("{matrix[0]}") names one',
+        f"kvmock: the {axis.what} of this test is open ({', '.join(matrix)}): {why}; "
+        f'@pytest.mark.{axis.marker}("{matrix[0]}") names one',
         pytrace=False,
     )
+
+
+def _speaker(item: pytest.Item) -> str | None:
+    """The backend that speaks the dialect of a test; None: it has no dialect, or asks for backends by a marker."""
+    callspec = getattr(item, "callspec", None)
+    name = None if callspec is None else callspec.params.get(DIALECT_AXIS)
+    if name is None and DIALECT_AXIS in getattr(item, "fixturenames", ()):
+        name = resolve_placeholder(item, DIALECTS)
+    if name is None or item.get_closest_marker(BACKENDS.marker) is not None:
+        return None
+    from pytest_kvmock.wire.table import find_dialect
+
+    return find_dialect(name).backend

@@ -1,4 +1,7 @@
-"""The table of options on the command line and in the ini file, with the check of each. `settings.py` reads them."""
+"""The table of options on the command line and in the ini file, with the check of each. `settings.py` reads them.
+
+One subject: what a user can set.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ SYNTHETIC_REQUESTS: Final = 200
 REDUCE_SECONDS: Final = 2.0
 """How long a failure is reduced by default, at most."""
 
-ALL_BACKENDS: Final = "all"
+ALL: Final = "all"
 
 PROFILE_KEYS: Final = ("block_size", "num_blocks", "workers", "dp_size", "prefix_caching", "chunk", "seed", "tiers")
 """The fields of `EngineProfile`; by name, because importing it is for those who use it (a test compares the two)."""
@@ -29,6 +32,10 @@ MARKERS: Final = (
     (
         "kv_backends(*names, exclude=()): run the test over these eviction backends instead of the default ones, "
         "without those of exclude; the marker closest to the test counts."
+    ),
+    (
+        "kv_dialects(*names, exclude=()): run the test over these dialects of the wire, likewise; without kv_backends "
+        "it runs on the engines that speak them."
     ),
     (
         "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, tiers={'host': blocks}, profile=, "
@@ -117,22 +124,27 @@ def names(value: object) -> tuple[str, ...]:
     return tuple(str(name) for name in given)
 
 
-def backend_names(value: object) -> tuple[str, ...]:
-    """Read names of backends that exist."""
+def known_names(value: object, what: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Read names of backends or dialects that exist."""
     given = names(value)
-    known = known_backends()
     for name in given:
         if name not in known:
             from pytest_kvmock.checks import unknown_text
 
-            raise ValueError(unknown_text("backend", name, known))
+            raise ValueError(unknown_text(what, name, known))
     return given
 
 
 def backend_choice(value: object) -> tuple[str, ...]:
     """Read names of backends, where `all` stands for every one."""
-    given = names(value)
-    return known_backends() if ALL_BACKENDS in given else backend_names(given)
+    known = known_backends()
+    return known if ALL in names(value) else known_names(value, "backend", known)
+
+
+def dialect_choice(value: object) -> tuple[str, ...]:
+    """Read names of dialects that are spoken over ZMQ, where `all` stands for every one."""
+    known = known_dialects()
+    return known if ALL in names(value) else known_names(value, "dialect", known)
 
 
 def rule_names(value: object) -> tuple[str, ...]:
@@ -170,6 +182,51 @@ def default_backends() -> tuple[str, ...]:
     return tuple(name for name, spec in backends.known_backends().items() if spec.in_matrix)
 
 
+def known_dialects(*, default: bool = False) -> tuple[str, ...]:
+    """Names of all dialects over ZMQ, in the order of their registration; or of those that tests run over by default."""
+    from pytest_kvmock.wire import table
+
+    dialects = table.known_dialects().items()
+    return tuple(name for name, dialect in dialects if dialect.replay and (dialect.in_matrix or not default))
+
+
+def default_dialects() -> tuple[str, ...]:
+    """Names of the dialects that tests run over by default."""
+    return known_dialects(default=True)
+
+
+# ---------------------------------------------------------------------------------------------------- axes
+
+
+class Axis(NamedTuple):
+    """One matrix.
+
+    Attributes:
+        fixture: whose value it is.
+        detector: the private fixture on which ours depends.
+        marker: the marker that names values.
+        what: one value, in messages; the setting of its names has an s after it.
+        known: returns the names of all values, in order.
+        default: returns those that tests run over by default.
+    """
+
+    fixture: str
+    detector: str
+    marker: str
+    what: str
+    known: Callable[[], tuple[str, ...]]
+    default: Callable[[], tuple[str, ...]]
+
+    @property
+    def nothing(self) -> str:
+        """Id of a test whose matrix is empty, which no one sees: it is deselected."""
+        return f"no-{self.what}"
+
+
+BACKENDS: Final = Axis("kv_backend", "_kvmock_matrix", "kv_backends", "backend", known_backends, default_backends)
+DIALECTS: Final = Axis("kv_dialect", "_kvmock_dialects", "kv_dialects", "dialect", known_dialects, default_dialects)
+AXES: Final = (BACKENDS, DIALECTS)
+
 # ---------------------------------------------------------------------------------------------------- all options
 
 
@@ -204,6 +261,20 @@ OPTIONS: Final = (
         backend_choice,
         "backends that tests run over by default, or `all`; by default the eviction backends",
         ini="kvmock_backends",
+        ini_type="args",
+    ),
+    Option(
+        "dialects",
+        dialect_choice,
+        "run only this dialect of a test's matrix of dialects; repeatable; `all` for no restriction",
+        flag="--kv-dialect",
+        metavar="NAME",
+    ),
+    Option(
+        "dialects",
+        dialect_choice,
+        "dialects that tests of kv_dialect run over by default, or `all`; by default those of released engines",
+        ini="kvmock_dialects",
         ini_type="args",
     ),
     Option(
@@ -243,6 +314,13 @@ OPTIONS: Final = (
         str,
         "write the smallest reproduction of each failure into this directory, as a scenario file",
         flag="--kv-save-scenario",
+        metavar="DIR",
+    ),
+    Option(
+        "capture",
+        str,
+        "write the events of each test into this directory, a file a test, to be checked again or elsewhere",
+        flag="--kv-capture",
         metavar="DIR",
     ),
     Option(
@@ -332,7 +410,7 @@ def add_options(parser: pytest.Parser) -> None:
         if option.flag:
             group.addoption(
                 option.flag,
-                action="append" if option.key == "backends" else "store",
+                action="append" if option.key in ("backends", "dialects") else "store",
                 dest=dest_of(option),
                 metavar=option.metavar,
                 default=None,

@@ -71,26 +71,29 @@ def resolve_matrix(
     command_line: Mapping[str, Any],
     markers: Sequence[pytest.Mark],
     ini: Mapping[str, Any],
+    *,
+    key: str = "backends",
 ) -> tuple[str, ...]:
-    """Matrix: the closest marker's names over ini over the default backends; less its `exclude`; and only those of
+    """Matrix: the closest marker's names over ini over the default ones; less its `exclude`; and only those of
     the command line, if it names any.
 
     Args:
-        known: names of all backends, in order; the result has this order too.
+        known: names of all backends, or dialects, in order; the result has this order too.
         default: names of those that tests run over by default.
         command_line: what was given there, by key.
-        markers: the test's `kv_backends` markers, closest first; only the closest counts.
+        markers: the test's `kv_backends` or `kv_dialects` markers, closest first; only the closest counts.
         ini: what was given there, by key.
+        key: of the setting: "backends" or "dialects".
 
     Returns:
-        The backends that the test runs over. None is left: the test is deselected.
+        The names that the test runs over. None is left: the test is deselected.
     """  # noqa: D205 - one rule is one sentence
-    wanted: Iterable[str] = ini.get("backends", default)
+    wanted: Iterable[str] = ini.get(key, default)
     exclude: tuple[str, ...] = ()
     if markers:
         wanted = markers[0].args or wanted
         exclude = names(markers[0].kwargs.get("exclude", ()))
-    only = command_line.get("backends", known)
+    only = command_line.get(key, known)
     chosen = set(wanted).difference(exclude).intersection(only)
     return tuple(name for name in known if name in chosen)
 

@@ -1,50 +1,86 @@
-"""Backends of other plugins: what the hook `pytest_kvmock_backends` returns is checked, and registered for this run.
+"""Backends and dialects of other plugins: what their hooks return is checked, and registered for this run.
 
-Loaded only where somebody implements the hook, or uses backends.
+Loaded only where somebody implements such a hook, or uses backends or dialects.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-
-from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
 
 if TYPE_CHECKING:
     import pluggy
 
-HOOK: Final = "pytest_kvmock_backends"
+
+class Registry(NamedTuple):
+    """What one hook registers.
+
+    Attributes:
+        hook: its name.
+        what: one of them, in a message.
+        kind: their class.
+        example: how one is made.
+        built_in: those that are there without a hook, by name.
+        registered: registers others while its context lasts.
+    """
+
+    hook: str
+    what: str
+    kind: type
+    example: str
+    built_in: Mapping[str, object]
+    registered: Callable[[Mapping[str, Any]], AbstractContextManager[None]]
 
 
 def read_backends(config: pytest.Config) -> dict[str, str]:
-    """Read the hook, and register what it returns until the run is over.
+    """Read the hook `pytest_kvmock_backends`; see `read`."""
+    from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
+
+    example = "BackendSpec.of_policy(...)"
+    return read(config, Registry("pytest_kvmock_backends", "backend", BackendSpec, example, BACKENDS, registered))
+
+
+def read_dialects(config: pytest.Config) -> dict[str, str]:
+    """Read the hook `pytest_kvmock_dialects`; see `read`."""
+    from pytest_kvmock.wire.table import DIALECTS, Dialect, registered_dialects
+
+    example = "DIALECTS['vllm-0.33'].variant(...)"
+    return read(config, Registry("pytest_kvmock_dialects", "dialect", Dialect, example, DIALECTS, registered_dialects))
+
+
+def read(config: pytest.Config, registry: Registry) -> dict[str, str]:
+    """Read a hook, and register what it returns until the run is over.
 
     Returns:
-        Who registered each backend, by its name.
+        Who registered each, by its name.
 
     Raises:
-        pytest.UsageError: a plugin returns something else than a mapping of names to `BackendSpec`s, names a built-in
-            backend or one that another plugin has named, or raises. It names the plugin.
+        pytest.UsageError: a plugin returns something else than a mapping of names to what the hook is for, names a
+            built-in one or one that another plugin has named, or raises. It names the plugin.
     """
-    specs: dict[str, BackendSpec] = {}
+    specs: dict[str, object] = {}
     plugins: dict[str, str] = {}
-    for plugin in _implementers(config):
+    for plugin in _implementers(config, registry.hook):
         name = plugin_name(config, plugin)
-        for key, spec in _returned(config, plugin).items():
-            if key in BACKENDS:
-                raise pytest.UsageError(f"{HOOK} of {name}: {key!r} is the name of a built-in backend; take another")
+        for key, spec in _returned(config, plugin, registry).items():
+            if key in registry.built_in:
+                raise pytest.UsageError(
+                    f"{registry.hook} of {name}: {key!r} is the name of a built-in {registry.what}; take another"
+                )
             if key in specs:
-                raise pytest.UsageError(f"{HOOK}: {plugins[key]} and {name} both register a backend {key!r}")
+                raise pytest.UsageError(
+                    f"{registry.hook}: {plugins[key]} and {name} both register a {registry.what} {key!r}"
+                )
             specs[key] = spec
             plugins[key] = name
     known = ExitStack()
-    known.enter_context(registered(specs))
+    known.enter_context(registry.registered(specs))
     config.add_cleanup(known.close)
     return plugins
 
@@ -73,18 +109,19 @@ def _raised(error: Exception) -> str:
     return f"raised {type(error).__name__}: {error} ({place}; --full-trace shows the way there)"
 
 
-def _implementers(config: pytest.Config) -> list[object]:
-    """Plugins that implement the hook, in the order in which they were registered."""
-    hooks = getattr(config.hook, HOOK).get_hookimpls()
-    return [hook.plugin for hook in hooks if not (hook.wrapper or hook.hookwrapper)]
+def _implementers(config: pytest.Config, hook: str) -> list[object]:
+    """Plugins that implement a hook, in the order in which they were registered."""
+    hooks = getattr(config.hook, hook).get_hookimpls()
+    return [each.plugin for each in hooks if not (each.wrapper or each.hookwrapper)]
 
 
-def _returned(config: pytest.Config, plugin: object) -> Mapping[str, BackendSpec]:
+def _returned(config: pytest.Config, plugin: object, registry: Registry) -> Mapping[str, Any]:
     """Call the hook of one plugin, and check what it returns."""
-    where = f"{HOOK} of {plugin_name(config, plugin)}"
-    others = [other for other in _implementers(config) if other is not plugin]
+    where = f"{registry.hook} of {plugin_name(config, plugin)}"
+    kind = registry.kind.__name__
+    others = [other for other in _implementers(config, registry.hook) if other is not plugin]
     try:
-        answers = config.pluginmanager.subset_hook_caller(HOOK, others)(config=config)
+        answers = config.pluginmanager.subset_hook_caller(registry.hook, others)(config=config)
     except (pytest.UsageError, pytest.exit.Exception):
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, it is reported in one line
@@ -93,20 +130,18 @@ def _returned(config: pytest.Config, plugin: object) -> Mapping[str, BackendSpec
         raise pytest.UsageError(f"{where} {_raised(error)}") from None
     specs = answers[0] if answers else None  # pluggy leaves out a None
     if not isinstance(specs, Mapping):
-        raise pytest.UsageError(f"{where} returned {specs!r:.80}; allowed: a mapping of names to BackendSpecs")
+        raise pytest.UsageError(f"{where} returned {specs!r:.80}; allowed: a mapping of names to {kind}s")
     for key, spec in specs.items():
-        if not isinstance(spec, BackendSpec):
-            raise pytest.UsageError(
-                f"{where}: {key!r} is {spec!r:.80}; allowed: a BackendSpec, such as BackendSpec.of_policy(...)"
-            )
-        if key != spec.name:
-            raise pytest.UsageError(f"{where}: the key {key!r} is not the name of its backend, {spec.name!r}")
+        if not isinstance(spec, registry.kind):
+            raise pytest.UsageError(f"{where}: {key!r} is {spec!r:.80}; allowed: a {kind}, such as {registry.example}")
+        if key != spec.name:  # type: ignore[attr-defined]  # backends and dialects have one
+            raise pytest.UsageError(f"{where}: the key {key!r} is not the name of its {registry.what}, {spec.name!r}")  # type: ignore[attr-defined]  # as above
     return specs
 
 
-def too_late(config: pytest.Config, plugin: object) -> pytest.Collector.CollectError:
+def too_late(config: pytest.Config, plugin: object, hook: str) -> pytest.Collector.CollectError:
     """The error for a plugin that has the hook, and came when it was read."""
     return pytest.Collector.CollectError(
-        f"{plugin_name(config, plugin)}: {HOOK} comes too late here: it is read once, before collection, from plugins "
+        f"{plugin_name(config, plugin)}: {hook} comes too late here: it is read once, before collection, from plugins "
         "and initial conftests (those of the root, of testpaths, and of paths on the command line)"
     )

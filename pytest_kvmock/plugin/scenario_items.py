@@ -132,20 +132,31 @@ class ScenarioItem(pytest.Item):
             )
         settings = self.config.stash[SETTINGS]
         policy = resolve_policy(settings.command_line, ({"allow": self._scenario.allow},), settings.ini)
+        capture = None
+        if settings.get("capture") is not None:
+            from pytest_kvmock.plugin.captures import TestCapture
+
+            capture = TestCapture(self, self._profile)
         try:
             harness = RouterHarness(
                 self._profile,
-                self._backend,
+                backend=None,
                 allow=policy.allow,
                 name=self.nodeid,
                 engine=self._scenario.engine,
+                ledger=None if capture is None else capture.ledger,
             )
+            if capture is not None:
+                capture.of(harness)
+            harness.use_backend(self._backend)
         except ValueError as error:
             place = self._scenario.place
+            if capture is not None:
+                capture.close()
             raise ScenarioFailure(place, f"backend {self._backend}: {error}") from None
         let_waive(self, harness)
         case = self.stash[CASE] = Case(self, harness, policy)
-        case.backend = self._backend
+        case.backend, case.capture = self._backend, capture
         play(harness, self._scenario, allow=policy.allow, errors_fail=policy.event_errors == "fail")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

@@ -68,6 +68,7 @@ def read_settings(config: pytest.Config) -> Settings:
     settings = Settings(command_line, ini, _named_profiles(config, ini))
     _check_profile(config, settings)
     _check_trace(config, settings)
+    _check_directory(config, settings, "capture", "--kv-capture")
     _check_save_scenario(config, settings)
     return settings
 
@@ -191,13 +192,20 @@ def _check_trace(config: pytest.Config, settings: Settings) -> None:
         raise pytest.UsageError(f"{place}: no such file: {os.fspath(path)!r}")
 
 
-def _check_save_scenario(config: pytest.Config, settings: Settings) -> None:
-    wanted = settings.get("save_scenario")
+def _check_directory(config: pytest.Config, settings: Settings, key: str, flag: str) -> bool:
+    """Check the directory into which files are to be written; return whether there is one."""
+    wanted = settings.get(key)
     if wanted is None:
-        return
+        return False
     path = Path(config.invocation_params.dir, wanted)
     if not wanted or any(part.exists() and not part.is_dir() for part in (path, *path.parents)):
-        raise pytest.UsageError(f"--kv-save-scenario: got {wanted!r}; allowed: a directory, which need not exist yet")
+        raise pytest.UsageError(f"{flag}: got {wanted!r}; allowed: a directory, which need not exist yet")
+    return True
+
+
+def _check_save_scenario(config: pytest.Config, settings: Settings) -> None:
+    if not _check_directory(config, settings, "save_scenario", "--kv-save-scenario"):
+        return
     if settings.get("reduce") == 0:
         option = next(option for option in OPTIONS if option.key == "reduce")
         place = option.flag if "reduce" in settings.command_line else _ini_place(config, option)

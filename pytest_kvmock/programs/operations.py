@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.tokens import Prompt
 
 Name: TypeAlias = str | int
@@ -47,6 +48,7 @@ class WithPrompt(Operation):
         rank: on which of its ranks.
         hashed: each block is a local hash; `tail` is then how many tokens there are besides, or None where that is not
             known.
+        keys: what the prompt carries beside its tokens; None: nothing.
     """
 
     __slots__ = ()
@@ -55,14 +57,19 @@ class WithPrompt(Operation):
     worker: int
     rank: int
     hashed: bool
+    keys: PromptKeys | None
 
     def prompt(self, block_size: int) -> Prompt:
         """The prompt, where a block has so many tokens.
 
         Raises:
             TypeError: a block or tail that is neither a number nor tokens.
-            ValueError: a number out of range.
+            ValueError: a number out of range, or a multimodal item behind the end.
         """
+        prompt = self._plain(block_size)
+        return prompt if self.keys is None else prompt.with_keys(self.keys)
+
+    def _plain(self, block_size: int) -> Prompt:
         blocks, tail = self.blocks, self.tail
         if self.hashed:
             assert not isinstance(tail, tuple)
@@ -99,6 +106,7 @@ class Prefill(OnRequest, WithPrompt):
         hashed: whether blocks are local hashes (see `WithPrompt`).
         wait: whether time passes until there is room for it, and until the host's blocks of it are back; else it is not
             admitted then.
+        keys: what the prompt carries beside its tokens; None: nothing.
     """
 
     kind = "prefill"
@@ -109,6 +117,7 @@ class Prefill(OnRequest, WithPrompt):
     rank: int = 0
     hashed: bool = False
     wait: bool = True
+    keys: PromptKeys | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -122,6 +131,7 @@ class Serve(WithPrompt):
         rank: on which of its ranks.
         hashed: whether blocks are local hashes.
         output_tokens: how many tokens are generated.
+        keys: what the prompt carries beside its tokens.
     """
 
     kind = "serve"
@@ -132,6 +142,7 @@ class Serve(WithPrompt):
     rank: int = 0
     hashed: bool = False
     output_tokens: int = 0
+    keys: PromptKeys | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -192,6 +203,7 @@ class Submit(OnRequest, WithPrompt):
         output_tokens: how many tokens it generates.
         arrival_ms: when it arrives; None: now.
         priority: its priority; None where the engine has none.
+        keys: what the prompt carries beside its tokens.
     """
 
     kind = "submit"
@@ -204,6 +216,7 @@ class Submit(OnRequest, WithPrompt):
     output_tokens: int = 1
     arrival_ms: float | None = None
     priority: int | None = None
+    keys: PromptKeys | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

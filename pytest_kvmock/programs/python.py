@@ -61,7 +61,7 @@ def _served(prefill: Prefill, own: Sequence[OnRequest]) -> Serve | None:
     if not isinstance(own[-1], Finish) or not isinstance(tokens, int) or not prefill.wait:
         return None
     p = prefill
-    return Serve(p.blocks, p.tail, p.worker, p.rank, p.hashed, tokens)
+    return Serve(p.blocks, p.tail, p.worker, p.rank, p.hashed, tokens, p.keys)
 
 
 def _lines(step: Operation, block_size: int, *, named: bool) -> Iterator[str]:
@@ -158,11 +158,14 @@ def is_literal(value: object) -> bool:
 
 
 def _prompt(prompt: Prompt, block_size: int) -> str:
+    given = {} if prompt.keys is None else prompt.keys.given
+    keys = "".join(f", {name}={literal(value)}" for name, value in given.items())
     if prompt.tokens is not None:
-        return token_list(prompt.tokens)
+        tokens = token_list(prompt.tokens)
+        return f"Prompt({tokens}{keys})" if keys else tokens
     hashes = ", ".join(number_parts(prompt.block_hashes(block_size)))
     length = "" if prompt.num_tokens is None else f", num_tokens={prompt.num_tokens}"
-    return f"Prompt(hashes=[{hashes}]{length})"
+    return f"Prompt(hashes=[{hashes}]{length}{keys})"
 
 
 def token_list(tokens: Sequence[int]) -> str:

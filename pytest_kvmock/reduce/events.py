@@ -12,6 +12,7 @@ from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.recording import Arrival, WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.text import NOBODY
+from pytest_kvmock.prompt_keys import part_of
 from pytest_kvmock.reduce.mending import Mender, Renamer, Roots
 from pytest_kvmock.reduce.pieces import Piece, blocks_of, longest_stored, names_blocks, parents_of, pieces_of
 from pytest_kvmock.reduce.program import NotReduced, Reproduction, SinkKind
@@ -41,7 +42,7 @@ _ROOMS: Final = (16, 64, 256, 1024)
 class _Look:
     """How the pieces are written down: with what of the original, and what of it is made plain.
 
-    A bare event has neither a tier nor what stands beside it: tokens.
+    A bare event has neither a tier nor what stands beside it.
     """
 
     with_ids: bool
@@ -319,13 +320,15 @@ class EventCutter:
                 continue
             number = counts[piece.key] = counts.get(piece.key, -1) + 1
             event_id = max(0, number + piece.jumps) if look.with_ids else number
+            extra = None if look.bare else event.extra
             if not look.tokens:
                 tokens = None
                 if isinstance(data, Stored):
                     data = Stored(data.parent_hash, data.block_hashes, data.tokens_hashes)
-            elif tokens is not None and piece.places is not None:
-                tokens = [tokens[i] for i in piece.places]
-            steps.append(RouterEvent(names[worker_id], KvCacheEvent(event_id, data, rank), tier, tokens))
+            if piece.places is not None:
+                tokens = None if tokens is None else [tokens[i] for i in piece.places]
+                extra = part_of(extra, piece.places)
+            steps.append(RouterEvent(names[worker_id], KvCacheEvent(event_id, data, rank), tier, tokens, extra))
         breach = self._whole.breach
         names.setdefault(NOBODY[0], NOBODY[0])
         if breach.worker[0] not in names:

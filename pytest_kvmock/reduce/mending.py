@@ -125,7 +125,9 @@ class Renamer:
             data = replace(data, parent_hash=parent, block_hashes=blocks, tokens_hashes=local)
         elif isinstance(data, Removed):
             data = Removed(tuple(map(self._block, data.block_hashes)))
-        return RouterEvent(step.worker_id, replace(step.event, data=data), step.storage_tier, step.token_ids)
+        return RouterEvent(
+            step.worker_id, replace(step.event, data=data), step.storage_tier, step.token_ids, step.extra
+        )
 
     def _block(self, block: int) -> int:
         return self.blocks.setdefault(block, len(self.blocks) + 1)

@@ -182,7 +182,7 @@ class Replayer:
 
     def _prompt(self, step: WithPrompt, block_size: int) -> Prompt:
         """The prompt of an operation, the same object each time, because it keeps its hashes."""
-        key = (step.blocks, step.tail, step.hashed, block_size)
+        key = (step.blocks, step.tail, step.hashed, step.keys, block_size)
         prompt = self._prompts.get(key)
         if prompt is None:
             prompt = self._prompts[key] = step.prompt(block_size)

@@ -279,11 +279,11 @@ class RequestCutter:
             self._plainer(i)
 
     def _plainer(self, i: int) -> None:
-        """Leave out what an operation of an engine has by default."""
+        """Leave out what an operation has by default, and what its prompt carries beside tokens."""
         step = self._steps[i]
         if isinstance(step, Prefill) and not step.wait:
             self._attempt(self._changed(i, replace(step, wait=True)))
-        for name in ("arrival_ms", "until_ms", "priority"):
+        for name in ("arrival_ms", "until_ms", "priority", "keys"):
             step = self._steps[i]
             if getattr(step, name, None) is not None:
                 self._attempt(self._changed(i, replace(step, **{name: None})))  # type: ignore[type-var]  # a dataclass

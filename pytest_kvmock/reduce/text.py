@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
 from pytest_kvmock.harness.recording import WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
-from pytest_kvmock.programs.python import number_parts, token_list
+from pytest_kvmock.programs.python import literal, number_parts, token_list
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import EventData
@@ -81,8 +81,8 @@ def _alike(events: Sequence[RouterEvent], *, with_ids: bool) -> Iterator[Sequenc
 def _is_plain(event: RouterEvent, block: int) -> bool:
     """Whether an event is a stored root block and nothing else, in a sink on its first rank."""
     rank = event.event.dp_rank if event.worker_id >= FIRST_SINK_WORKER else 0
-    plain = (Stored(None, (block,), (block,)), StorageTier.DEVICE, None, 0)
-    return plain == (event.event.data, event.storage_tier, event.token_ids, rank)
+    plain = (Stored(None, (block,), (block,)), StorageTier.DEVICE, None, None, 0)
+    return plain == (event.event.data, event.storage_tier, event.token_ids, event.extra, rank)
 
 
 def _blocks(run: Sequence[RouterEvent]) -> str:
@@ -121,19 +121,22 @@ def _call(step: RouterEvent, *, with_ids: bool) -> str:
         text += f", {_tier(step)}"
     if step.token_ids is not None:
         text += f", {_tokens(step)}"
+    if step.extra is not None:
+        text += f", extra={_extra(step)}"
     return text
 
 
 def _applied(step: RouterEvent, *, with_ids: bool) -> str:
     """The arguments that `apply` is called with."""
     text = _data(step.event.data)
-    beside = step.storage_tier is not StorageTier.DEVICE or step.token_ids is not None
+    beside = step.storage_tier is not StorageTier.DEVICE or step.token_ids is not None or step.extra is not None
     if not with_ids and not beside:
         return text
     text = _with_id(step, text)
     if beside:
         tokens = "" if step.token_ids is None else f", {_tokens(step)}"
-        text = f"RouterEvent({step.worker_id}, {text}, {_tier(step)}{tokens})"
+        extra = "" if step.extra is None else f", extra={_extra(step)}"
+        text = f"RouterEvent({step.worker_id}, {text}, {_tier(step)}{tokens}{extra})"
     return text
 
 
@@ -148,6 +151,13 @@ def _tier(step: RouterEvent) -> str:
 
 def _tokens(step: RouterEvent) -> str:
     return f"[{', '.join(map(token_list, step.token_ids or ()))}]"
+
+
+def _extra(step: RouterEvent) -> str:
+    extra = dict(step.extra or {})
+    if "extra_keys" in extra:  # a list, as `literal` knows tuples
+        extra["extra_keys"] = tuple(extra["extra_keys"])
+    return literal(extra)
 
 
 def _data(data: EventData) -> str:

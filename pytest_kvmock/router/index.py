@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NoReturn
+from typing import ClassVar, Final, Literal, NoReturn
 
 from pytest_kvmock.events import (
     Cleared,
@@ -39,8 +39,12 @@ from pytest_kvmock.events import (
     block_text,
     value_text,
 )
+from pytest_kvmock.prompt_keys import group_of
 from pytest_kvmock.router.lower_tier import LowerTier, Match
 from pytest_kvmock.router.tree import Tree, WorkerRank
+
+WHOLE_PREFIX: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
+"""Kinds of cache (`kv_cache_spec_kind` in vLLM's events) that keep all blocks of a prefix; the others keep a window, or a state."""
 
 # The three errors bear Dynamo's names, which its users look for.
 
@@ -149,6 +153,8 @@ class RadixIndex:
         # By worker, rank and tier: how often a block was stored and not removed since. A Stored that is refused counts
         # too: the engine holds those blocks.
         self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
+        # By worker and rank, where it is not group 0 of full attention: which group is held, and whether of full attention.
+        self._groups: dict[WorkerRank, tuple[int, bool]] = {}
         self._device = Tree()
         # In the order in which a query goes on from tier to tier.
         lower = (tier for tier in StorageTier if tier is not StorageTier.DEVICE)
@@ -159,7 +165,7 @@ class RadixIndex:
         return type(self)(semantics=self._semantics, count_copies=self._copies is not None)
 
     def apply(self, event: RouterEvent) -> None:
-        """Apply one event.
+        """Apply one event; one of a cache group that a prefix does not hang on changes nothing.
 
         Raises:
             ParentBlockNotFound: a Stored whose parent the rank does not hold; nothing changed.
@@ -172,6 +178,8 @@ class RadixIndex:
             raise TypeError(f"RadixIndex.apply takes a RouterEvent, got {event!r:.200}")
         inner, tier = event.event, event.storage_tier
         data: EventData = inner.data
+        if (event.extra is not None or self._groups) and self._is_of_other_group(event):
+            return
         lower = None
         if tier is not StorageTier.DEVICE:
             tier = StorageTier.of(tier)
@@ -199,6 +207,26 @@ class RadixIndex:
             self._clear(event.worker_id, None if self._clear_all_ranks else inner.dp_rank)
         else:
             raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
+
+    def _is_of_other_group(self, event: RouterEvent) -> bool:
+        """Whether an event is of another cache group than the one whose blocks are held here.
+
+        That is group 0, or, where its blocks are of a window, the first group of full attention: a window lets go of blocks
+        that a prefix still has.
+        """
+        inner, extra = event.event, event.extra or {}
+        if isinstance(inner.data, Cleared):
+            return False
+        key, group = (event.worker_id, inner.dp_rank), group_of(extra)
+        held, is_whole = self._groups.get(key, (0, True))
+        if isinstance(inner.data, Stored):
+            whole = extra.get("kv_cache_spec_kind") in WHOLE_PREFIX
+            if group == held and whole != is_whole:
+                self._groups[key] = held, whole
+            elif group != held and whole and not is_whole:
+                self._clear(*key)
+                self._groups[key] = held, _ = group, True
+        return group != held
 
     def _clear(self, worker_id: int, dp_rank: int | None = None) -> None:
         """Empty one rank of a worker, or all of them, in all tiers."""

@@ -14,8 +14,9 @@ from pytest_kvmock.checks import is_integer, not_allowed_text
 from pytest_kvmock.events import TIER_NAMES, StorageTier
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
+from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.scenarios.values import Numbers, WorkerName
-from pytest_kvmock.strict_yaml import Node, integer, nullable, number, plain
+from pytest_kvmock.strict_yaml import Node, integer, list_of, nullable, number, plain, string
 
 MOST_TOKENS: Final = 1_000_000
 """How many tokens a range or a count may have: a few characters must not fill the memory."""
@@ -208,6 +209,31 @@ def _engine_readers() -> dict[str, Callable[[Node], Any]]:
         return given[name]
 
     return {each.name: partial(read, each.name) for each in dataclasses.fields(MockEngineArgs) if each.init}
+
+
+def read_extra(node: Node) -> dict[str, Any]:
+    """What travels beside an event, by the names of the wire."""
+    return node.entries(plain)
+
+
+PROMPT_KEYS: Final[dict[str, Callable[[Node], Any]]] = {
+    "lora_name": string,
+    "cache_salt": string,
+    "multimodal": list_of(plain),
+    "session_id": string,
+}
+"""What reads what a prompt carries beside its tokens."""
+
+
+def check_keys(node: Node, given: dict[str, Any]) -> None:
+    """Make sure that what a prompt carries is what it may be, and not beside hashes that have it in them."""
+    keys = {name: given[name] for name in PROMPT_KEYS if name in given}
+    try:
+        naming = PromptKeys(**keys).naming
+    except ValueError as error:
+        raise node.error(str(error)) from None
+    if naming and "hashes" in given:
+        raise node.key_error(naming[0], f"{naming[0]!r} belongs to 'tokens': hashes have it in them")
 
 
 def read_true(node: Node) -> bool:

@@ -36,6 +36,8 @@ from pytest_kvmock.programs.operations import (
     Submit,
     Tick,
 )
+from pytest_kvmock.prompt_keys import PromptKeys
+from pytest_kvmock.scenarios.fields import PROMPT_KEYS
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -257,13 +259,15 @@ class _Player:
     def _do_prefill(self, request: str, worker: WorkerName = FIRST, wait: bool = True, **prompt: Any) -> int:
         self._check_free(request)
         self._worker(worker)
-        cached: int = self._interpreter.do(Prefill(request, *self._asked(prompt), *worker, "hashes" in prompt, wait))
+        asked = Prefill(request, *self._asked(prompt), *worker, "hashes" in prompt, wait, keys=_keys(prompt))
+        cached: int = self._interpreter.do(asked)
         self._workers[request] = worker
         return cached
 
     def _do_serve(self, worker: WorkerName = FIRST, output_tokens: int = 0, **prompt: Any) -> Any:
         self._worker(worker)
-        return self._interpreter.do(Serve(*self._asked(prompt), *worker, "hashes" in prompt, output_tokens))
+        asked = (*self._asked(prompt), *worker, "hashes" in prompt)
+        return self._interpreter.do(Serve(*asked, output_tokens, _keys(prompt)))
 
     def _asked(self, given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...] | int | None]:
         """The blocks and the tail of a prompt as it is written."""
@@ -304,7 +308,7 @@ class _Player:
             self._check_free(request)
         self._engine(worker)
         asked = (*self._asked(prompt), *worker, "hashes" in prompt)
-        self._interpreter.do(Submit(name, *asked, output_tokens, arrival_ms, priority))
+        self._interpreter.do(Submit(name, *asked, output_tokens, arrival_ms, priority, _keys(prompt)))
         if request is not None:
             self._workers[request] = worker
 
@@ -344,7 +348,12 @@ class _Player:
         self._engines = {of for of in self._engines if of[0] != worker}
 
     def _do_event(
-        self, worker: WorkerName = FIRST, tier: StorageTier = StorageTier.DEVICE, token_ids: Any = None, **given: Any
+        self,
+        worker: WorkerName = FIRST,
+        tier: StorageTier = StorageTier.DEVICE,
+        token_ids: Any = None,
+        extra: Any = None,
+        **given: Any,
     ) -> None:
         data: Stored | Removed | Cleared = Cleared()
         if "stored" in given:
@@ -357,7 +366,7 @@ class _Player:
             self._sinks += 1
         event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]
-        event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, tokens)
+        event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, tokens, extra)
         self._harness.by_hand.add(worker)
         self._harness.publisher.publish(event, chained=given.get("chained", False))
 
@@ -434,9 +443,16 @@ def _expanded(numbers: Numbers) -> list[int]:
 
 def _prompt(given: Mapping[str, Any]) -> Prompt:
     """A prompt as it is written; `num_tokens` is a number already."""
+    keys = {name: given[name] for name in PROMPT_KEYS if name in given}
     if "tokens" in given:
-        return Prompt(_expanded(given["tokens"]))
-    return Prompt(hashes=_expanded(given["hashes"]), num_tokens=given.get("num_tokens"))
+        return Prompt(_expanded(given["tokens"]), **keys)
+    return Prompt(hashes=_expanded(given["hashes"]), num_tokens=given.get("num_tokens"), **keys)
+
+
+def _keys(given: Mapping[str, Any]) -> PromptKeys | None:
+    """What a prompt carries beside its tokens, as it is written."""
+    keys = {name: given[name] for name in PROMPT_KEYS if name in given}
+    return PromptKeys(**keys) if keys else None
 
 
 def _sorted(blocks: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""From a scenario file to `Scenario` values. Whatever is wrong with it is one error with file, line and column."""
+"""From a scenario file to `Scenario` values. One subject: whatever is wrong is one error with file, line and column."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.profiles import FIELDS
 from pytest_kvmock.scenarios.fields import (
+    PROMPT_KEYS,
+    check_keys,
     check_one_of,
     read_block,
     read_cached_block,
     read_capacity,
     read_count,
     read_engine,
+    read_extra,
     read_lineage,
     read_milliseconds,
     read_natural,
@@ -132,13 +135,15 @@ def _mapping(readers: Mapping[str, Reader], required: tuple[str, ...] = (), shor
 
 def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Reader:
     """Make a reader of arguments among which there is a prompt, by tokens or by hashes."""
-    both = _mapping({"tokens": read_numbers, "hashes": read_numbers, "num_tokens": read_count, **readers}, required)
+    own = {"tokens": read_numbers, "hashes": read_numbers, "num_tokens": read_count, **PROMPT_KEYS}
+    both = _mapping({**own, **readers}, required)
 
     def read(node: Node) -> dict[str, Any]:
         given: dict[str, Any] = both(node)
         check_one_of(node, "tokens", "hashes")
         if "num_tokens" in given and "hashes" not in given:
             raise node.key_error("num_tokens", "'num_tokens' belongs to 'hashes'")
+        check_keys(node, given)
         return given
 
     return read
@@ -155,6 +160,7 @@ def _event(node: Node) -> dict[str, Any]:
         "id": read_natural,
         "tier": read_tier,
         "token_ids": list_of(read_numbers),
+        "extra": read_extra,
         "chained": boolean,
         # How the sink is made, of the event that is its first.
         "num_blocks": read_capacity,
@@ -164,7 +170,7 @@ def _event(node: Node) -> dict[str, Any]:
     }
     given = node.fields(readers)
     check_one_of(node, "stored", "removed", "cleared")
-    for key in ("parent", "local_hashes", "token_ids"):
+    for key in ("parent", "local_hashes", "token_ids", "extra"):
         if key in given and "stored" not in given:
             raise node.key_error(key, f"{key!r} belongs to 'stored'")
     for key in ("local_hashes", "token_ids"):

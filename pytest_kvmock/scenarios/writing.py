@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.backends import EngineProfile
@@ -117,6 +117,8 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
         written["tier"] = event.storage_tier.name.lower()
     if event.token_ids is not None:
         written["token_ids"] = [_numbers(ids) for ids in event.token_ids]
+    if event.extra is not None:
+        written["extra"] = _as_lists(event.extra)
     if event.worker_id >= FIRST_SINK_WORKER:
         sink = program.sinks[event.worker_id - FIRST_SINK_WORKER]
         written |= {"chained": True} if sink.chained else {}
@@ -171,10 +173,18 @@ def _request(name: Name) -> str:
 
 
 def _prompt(prompt: Prompt, block_size: int) -> dict[str, Any]:
+    keys = {} if prompt.keys is None else _as_lists(prompt.keys.given)
     if prompt.tokens is not None:
-        return {"tokens": _numbers(prompt.tokens)}
-    hashes = {"hashes": _numbers(prompt.block_hashes(block_size))}
+        return {"tokens": _numbers(prompt.tokens), **keys}
+    hashes = {"hashes": _numbers(prompt.block_hashes(block_size)), **keys}
     return hashes if prompt.num_tokens is None else {**hashes, "num_tokens": prompt.num_tokens}
+
+
+def _as_lists(value: Any) -> Any:
+    """A value as YAML has it: lists, and no tuples."""
+    if isinstance(value, Mapping):
+        return {key: _as_lists(item) for key, item in value.items()}
+    return [*map(_as_lists, value)] if isinstance(value, tuple | list) else value
 
 
 def _numbers(numbers: Sequence[int]) -> list[int | str] | str:

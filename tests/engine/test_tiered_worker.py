@@ -300,7 +300,8 @@ def test_slots_that_are_lost_to_a_swap_in_s_pins_raise_by_name():
         worker.prefill(A[:4])
     assert str(error.value).startswith(
         "6 blocks of the device are quarantined for ever: the host could not hold a batch whole while blocks that come "
-        "back to the device are pinned there, and lost it. Nothing is under way in <HostOffload"
+        "back to the device are pinned there, and lost it; a host of 12 blocks, twice the device, has room for both. "
+        "Nothing is under way in <HostOffload"
     )
     assert (6, 6) == (worker.manager.num_active_blocks, worker.manager.num_outside)
 

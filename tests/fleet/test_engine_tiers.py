@@ -338,14 +338,20 @@ def test_tiers_are_for_the_scheduler_that_was_recorded_with_them():
 
 
 def test_worker_and_arguments_name_the_same_host():
-    args = MockEngineArgs(block_size=4, num_gpu_blocks=8, num_g2_blocks=65, kv_bytes_per_token=1)
-    for tiers, made in (({}, "without tiers"), ({"tiers": {"host": 64}}, "with a host of 64 blocks")):
+    given = {"block_size": 4, "num_gpu_blocks": 8, "num_g2_blocks": 65}
+    for fields, tiers, made in (
+        ({"kv_bytes_per_token": 1}, {}, "made without tiers; leave it out, or make the worker with tiers={'host': 65}"),
+        (
+            {"kv_bytes_per_token": 1},
+            {"tiers": {"host": 64}},
+            "made with a host of 64 blocks; leave it out, or give it the same",
+        ),
+        ({}, {"tiers": {"host": 64}}, "made with a host of 64 blocks; leave it out, or give it the same"),
+    ):
         worker = KvWorker(lambda sink, tiers=tiers: create_manager(num_blocks=8, block_size=4, sink=sink, **tiers))
         with pytest.raises(ValueError) as caught:
-            MockEngine(args, worker=worker)
-        assert f"num_g2_blocks=65, and {worker!r} was made {made}; leave it out, or give it the same" == str(
-            caught.value
-        )
+            MockEngine(MockEngineArgs(**given, **fields), worker=worker)
+        assert f"num_g2_blocks=65, and {worker!r} was {made}" == str(caught.value)
 
 
 @pytest.mark.parametrize(

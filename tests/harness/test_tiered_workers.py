@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tiers import PlainTiers
 
@@ -517,3 +517,19 @@ def test_a_published_trace_ends_in_sync(traces_dir):
                 blocks += admitted.cached_tokens // 512
         kv.assert_in_sync()
     assert 1896 == blocks
+
+
+@settings(max_examples=60)
+@given(
+    num_blocks=st.integers(2, 10),
+    backend=st.sampled_from(["lineage", "lru", "multi_lru"]),
+    prompts=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 10)), min_size=3, max_size=25),
+)
+def test_a_host_of_twice_the_device_loses_no_slots(num_blocks, backend, prompts):
+    """As the message of lost slots says."""
+    kv = harness(host=2 * num_blocks, num_blocks=num_blocks, backend=backend)
+    worker = kv.worker(0)
+    for root, blocks in prompts:
+        worker.serve(range(100 * root, 100 * root + 4 * min(blocks, num_blocks)))
+    worker.tick(worker.now + 1000.0)
+    assert (0, 0) == (worker.manager.num_active_blocks, worker.manager.num_outside)

@@ -6,7 +6,16 @@ from contextlib import suppress
 
 import pytest
 
-from pytest_kvmock import BACKENDS, EngineProfile, KvEventsError, OutOfBlocks, RadixIndex, RouterHarness, create_manager
+from pytest_kvmock import (
+    BACKENDS,
+    CapturingSink,
+    EngineProfile,
+    KvEventsError,
+    OutOfBlocks,
+    RadixIndex,
+    RouterHarness,
+    create_manager,
+)
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.tokens import sequence_hashes
@@ -197,11 +206,13 @@ def test_what_is_no_hash_is_refused_before_it_is_logged(data):
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     with pytest.raises(
-        TypeError, match=r"with tuples of hashes, of blocks from -2\*\*63 to 2\*\*64 - 1 and local ones from 0, got"
+        TypeError,
+        match=r"with tuples of hashes, of blocks from -2\*\*63 to 2\*\*64 - 1 and local ones from 0, and a mapping as extra, got",
     ):
         sink(data)
     with pytest.raises(
-        TypeError, match=r"with tuples of hashes, of blocks from -2\*\*63 to 2\*\*64 - 1 and local ones from 0, got"
+        TypeError,
+        match=r"with tuples of hashes, of blocks from -2\*\*63 to 2\*\*64 - 1 and local ones from 0, and a mapping as extra, got",
     ):
         kv.apply(data)
     assert (0, []) == (kv.events.total, sink.events)
@@ -915,3 +926,13 @@ def test_a_wrong_hash_stands_where_its_parent_is_only_unknown_and_follows_from_a
     wrong_parent, unknown_parent = standing
     assert [("parent_block_not_found", ["wrong_hash"])] == wrong_parent
     assert [("event_id_gap", ["parent_block_not_found"]), ("wrong_hash", [])] == unknown_parent
+
+
+def test_a_harness_publishes_the_events_of_one_worker_to_a_sink():
+    with RouterHarness(backend="lru") as harness:
+        one, all_of_them = CapturingSink(), CapturingSink()
+        harness.add_sink(one, worker_id=1)
+        harness.add_sink(all_of_them)
+        for worker in (0, 1, 2):
+            harness.worker(worker).serve(harness.prompt(blocks=1))
+        assert (1, 3) == (len(one.events), len(all_of_them.events))

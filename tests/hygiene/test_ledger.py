@@ -283,3 +283,34 @@ def test_what_is_held_says_in_which_tier_where_there_are_several():
 def test_a_parent_that_is_not_held_and_the_hashes_under_it_are_one_fault():
     stream = Stream()
     assert ["parent_block_not_found", "(wrong_hash)"] == stream.observe(stored(5, parent=9, local=[7]), chained=True)
+
+
+def test_lost_batches_of_a_wire_are_a_gap_although_the_ids_of_events_show_none():
+    stream = Stream()
+    assert [] == stream.observe(stored(1))
+    (gap,) = stream.ledger.lost_batches((0, 0), range(4, 7), 0)
+    assert ("event_id_gap", "batches 4 to 6 did not arrive", "batch 4", 0) == (
+        gap.rule,
+        gap.observed,
+        gap.expected,
+        gap.position,
+    )
+    # Block 9 was in a lost batch, perhaps; block 1 was removed in one, perhaps.
+    assert ["(parent_block_not_found)"] == stream.observe(stored(2, parent=9))
+    assert ["(duplicate_store)"] == stream.observe(stored(1))
+    assert ["(block_not_found)"] == stream.observe(Removed((8,)))
+    assert ["block_not_found"] == [*stream.observe(Removed((1,))), *stream.observe(Removed((1,)))]  # named since
+    (one,) = stream.ledger.lost_batches((0, 0), range(7, 8), 3)
+    assert "batch 7 did not arrive" == one.observed
+    (again,) = stream.ledger.lost_batches((0, 0), range(9, 9), 3, "batch 0 came after batch 8")
+    assert ("batch 0 came after batch 8", "batch 9") == (again.observed, again.expected)
+    assert one.cause is gap
+    assert again.cause is gap
+
+
+def test_lost_batches_of_a_stream_of_which_nothing_is_known_yet():
+    ledger = Ledger()
+    (gap,) = ledger.lost_batches((3, 1), range(2), 0)
+    assert ("batches 0 to 1 did not arrive", 3, 1) == (gap.observed, gap.worker_id, gap.dp_rank)
+    event = RouterEvent(3, KvCacheEvent(0, stored(2, parent=1), 1))
+    assert [gap] == [problem.cause for problem in ledger.observe(event, 0)]

@@ -42,3 +42,8 @@ def engine(name, *modules):
             pytest.skip(f"needs {name}: {error}", allow_module_level=True)
     logging.getLogger(name).setLevel(logging.ERROR)
     return found
+
+
+def release():
+    """Return the release of ai-dynamo-runtime that is installed: "1.6"."""
+    return ".".join(metadata.version("ai-dynamo-runtime").split(".")[:2])

@@ -8,6 +8,7 @@ from functools import partial
 from importlib import metadata
 
 import pytest
+import zmq  # noqa: F401 - so that all runs in this process have one: its errors are told apart by their classes
 
 # pytester unloads what a nested run loads; what is loaded here stays, so that a class is the same one in every run.
 import pytest_kvmock.harness
@@ -17,9 +18,11 @@ import pytest_kvmock.plugin.markers
 import pytest_kvmock.plugin.registry
 import pytest_kvmock.plugin.report
 import pytest_kvmock.plugin.verdict
+import pytest_kvmock.plugin.wires
 import pytest_kvmock.profiles
 import pytest_kvmock.reduce
-import pytest_kvmock.traces  # noqa: F401 - all of these
+import pytest_kvmock.traces
+import pytest_kvmock.wire  # noqa: F401 - all of these
 
 PREAMBLE = """\
 import sys, unittest

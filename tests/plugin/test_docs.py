@@ -13,6 +13,8 @@ from hypothesis import settings
 from pages import PAGES, ROOT, heading_id, printed
 
 from pytest_kvmock import testing
+from pytest_kvmock.__main__ import main as kvmock
+from pytest_kvmock.__main__ import parser as kvmock_parser
 from pytest_kvmock.plugin.options import LISTS, OPTIONS
 
 WRITE = bool(os.environ.get("KVMOCK_WRITE_DOCS"))
@@ -78,13 +80,19 @@ SECONDS = re.compile(r"\b\d+\.\d+s\b")
 
 
 @pytest.mark.parametrize(("page", "block"), CONSOLES, ids=[f"{page}:{block.line}" for page, block in CONSOLES])
-def test_a_command_prints_what_is_shown(page_run, page, block):
+def test_a_command_prints_what_is_shown(page_run, page, block, capsys):
     for command in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         line, _, expected = command.partition("\n")
         program, *args = shlex.split(line)
+        if program == "python":
+            assert ["-m", "pytest_kvmock"] == args[:2]
+            assert 0 == kvmock(args[2:])
+            assert expected.strip() in capsys.readouterr().out
+            continue
         assert "pytest" == program
 
         result = page_run(page.files, *args)
+        capsys.readouterr()
 
         assert 0 == result.ret
         assert SECONDS.sub("0.10s", expected.strip()) in SECONDS.sub("0.10s", result.stdout.str())
@@ -107,6 +115,8 @@ COMMANDS = (
     r"python3\.11 -m venv \.venv",
     r"(?:\.venv/bin/)?pip install (?:--quiet )?(?:-e )?'?[\w./-]*(?:\[(?P<extras>[\w,]+)\])?'?",
     r"(?:\.venv/bin/)?pytest\b(?P<pytest>.*)",
+    r"python -m pytest_kvmock (?P<command>(?!--help).*)",
+    r"python -m pytest_kvmock --help",
     r"(?:\.venv/bin/)?python (?P<file>[\w/]+\.py)(?P<arguments>.*)",
     r"\.venv/bin/ruff check \. && \.venv/bin/ruff format \. && \.venv/bin/mypy && \.venv/bin/lint-imports",
     r"(?:\.venv/bin/)?mkdocs (?:build --strict|serve)",
@@ -125,6 +135,8 @@ def test_commands_name_what_there_is():
                 found = next((match for each in COMMANDS if (match := re.fullmatch(each, command))), None)
                 assert found is not None, (page, line)
                 groups = found.groupdict()
+                if groups.get("command"):
+                    kvmock_parser().parse_args(shlex.split(groups["command"]))  # else it exits
                 assert {*filter(None, (groups.get("extras") or "").split(","))} <= set(EXTRAS), line
                 assert all((ROOT / name).exists() for name in (groups.get("file"), groups.get("write")) if name), line
                 assert {*re.findall(r"(--kv[\w-]*)", groups.get("pytest") or "")} <= FLAGS, line

@@ -25,6 +25,7 @@ from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
 from pytest_kvmock.plugin.options import LISTS, OPTIONS
 from pytest_kvmock.plugin.precedence import Policy
+from pytest_kvmock.wire import DEFECTS, DIALECTS
 
 REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.items() if "docs/reference/" in name}
 
@@ -51,6 +52,22 @@ def made(name):
             ("fault", "what it does", "at random"),
             *((code(kind.name), kind.does, "yes" if kind.has_rate else "") for kind in FAULTS.values()),
         )
+    if name == "dialects":
+        rows = (
+            (
+                code(row.name),
+                row.models,
+                *map(str, (row.form, row.hashes, row.rank, row.replay or "")),
+                "yes" * row.in_matrix,
+            )
+            for row in DIALECTS.values()
+        )
+        return table(("dialect", "writer", "form", "block hashes", "rank", "replay", "matrix"), *rows)
+    if name == "fields":
+        rows = (row for row in DIALECTS.values() if row.is_msgpack and row.hashes != "bytes")
+        return table(("dialect", "BlockStored", "BlockRemoved"), *((code(row.name), *fields_of(row)) for row in rows))
+    if name == "defects":
+        return table(("defect", "reported when"), *((code(defect), when) for defect, when in DEFECTS.items()))
     assert name == "options", name
     return table(
         ("option", "ini", "meaning"),
@@ -60,6 +77,14 @@ def made(name):
         ),
         *((code(flag), "", what) for flag, what in LISTS.items()),
     )
+
+
+def fields_of(dialect):
+    """The fields of a dialect, those with a default in brackets."""
+    for kind in (dialect.stored, dialect.removed):
+        names = [field.name if field.is_required else f"[{field.name}]" for field in kind]
+        also = [f"{{{', '.join(dialect.metadata)}}}"] * (kind is dialect.stored and bool(dialect.metadata))
+        yield ", ".join([*names, *also])
 
 
 TABLES = [(page, name) for page in PAGES.values() for name in page.tables()]
@@ -73,7 +98,7 @@ def test_a_table_is_made_of_the_code(page, name):
 
 
 def test_the_made_tables_are_all_there():
-    assert ["faults", "options", "rules"] == sorted(name for _, name in TABLES)
+    assert ["defects", "dialects", "faults", "fields", "options", "rules"] == sorted(name for _, name in TABLES)
 
 
 def first_cells(text):

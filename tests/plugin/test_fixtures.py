@@ -238,7 +238,7 @@ def test_traits_of_a_backend_that_there_is_not_are_refused(nested):
         ),
         (
             "kv_prompt(block=3)",
-            "kv_prompt: unknown argument 'block'; did you mean 'blocks'? known: blocks, after, tail",
+            "kv_prompt: unknown argument 'block'; did you mean 'blocks'? known: blocks, after, tail, lora_name, cache_salt, multimodal, session_id",
         ),
     ],
 )

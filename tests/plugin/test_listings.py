@@ -12,6 +12,7 @@ FIXTURES = [
     "kv_base_profile",
     "kv_block_manager",
     "kv_cache_manager",
+    "kv_dialect",
     "kv_engine",
     "kv_events",
     "kv_fabric",
@@ -19,6 +20,7 @@ FIXTURES = [
     "kv_manager",
     "kv_profile",
     "kv_prompt",
+    "kv_publisher",
     "kv_recovery",
     "kv_harness",
     "kv_scheduler_case",
@@ -26,10 +28,12 @@ FIXTURES = [
     "kv_sink",
     "kv_trace",
     "kv_traits",
+    "kv_wire",
     "kv_worker",
     "make_kv_block_manager",
     "make_kv_engine",
     "make_kv_manager",
+    "make_kv_publisher",
     "make_kv_sink",
 ]
 
@@ -134,7 +138,7 @@ def test_fixtures_are_listed_with_a_first_paragraph(nested):
     result.stdout.no_fnmatch_line("*no docstring*kv*")
     result.stdout.fnmatch_lines(["kv_backend [[]session scope[]] -- *", "    Name of the eviction backend*"])
     scoped = [line for line in result.outlines if line.startswith(("kv_", "make_kv")) and "scope]" in line]
-    assert 1 == len(scoped)
+    assert 2 == len(scoped)
 
 
 def test_help_lists_every_option_and_its_ini_twin(nested):

@@ -18,6 +18,7 @@ from pytest_kvmock.cache.sglang.radix_tree import TreeNode
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import BlockTokens, Cleared, Removed, StorageTier, Stored
 from pytest_kvmock.moves import Block
+from pytest_kvmock.prompt_keys import part_of
 from pytest_kvmock.sinks import Sink
 from pytest_kvmock.tokens import chained_hash
 
@@ -366,7 +367,9 @@ class MockerRadixManager(RequestLevel):
             places.append(at)
         if names:
             local = tuple(tokens.local_hashes[at] for at in places)
-            self._publisher.publish(Stored(parent, tuple(names), local), self._token_ids(tokens, places))
+            extra = None if tokens.keys is None else part_of(tokens.carried(0, places[-1] + 1), places)
+            data, token_ids = Stored(parent, tuple(names), local), self._token_ids(tokens, places)
+            self._publisher.publish(data, token_ids, StorageTier.DEVICE, extra)
             if LOG.isEnabledFor(DEBUG):
                 trace(self, names, ())
 

@@ -5,33 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest
-from pytest_kvmock.tokens import Prompt, block_hashes, sequence_hashes
+from pytest_kvmock.tokens import Prompt, keyed_block_hashes, sequence_hashes
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra, PromptKeys
 
 
 @dataclass(frozen=True, slots=True)
 class DynamoHasher:
-    """Names pages as Dynamo's router does: the chained hash of their local hashes, which is its own digest."""
+    """Names pages as Dynamo's router does: the chained hash of their local hashes, which is its own digest.
+
+    Attributes:
+        keys: what the prompt carries that names blocks; None: nothing.
+    """
 
     signed: ClassVar[bool] = False
+
+    keys: PromptKeys | None = None
 
     def digests(
         self,
         tokens: Sequence[int],
         block_size: int,
-        position: int,  # noqa: ARG002 - the signature of BlockHasher
+        position: int,
         parent: bytes | None,
     ) -> list[bytes]:
         """As `BlockHasher.digests`."""
         before = None if parent is None else self.name(parent)
-        return [name.to_bytes(8, "little") for name in sequence_hashes(block_hashes(tokens, block_size), parent=before)]
+        local = keyed_block_hashes(tokens, block_size, self.keys, position)
+        return [name.to_bytes(8, "little") for name in sequence_hashes(local, parent=before)]
 
     def name(self, digest: bytes) -> int:
         """As `BlockHasher.name`."""
         return int.from_bytes(digest, "little")
+
+    def of_event(self, extra: EventExtra, position: int) -> DynamoHasher:
+        """As `BlockHasher.of_event`."""
+        raise NotImplementedError("the names of its streams follow from local hashes alone")
 
 
 HASHER = DynamoHasher()
@@ -59,7 +73,8 @@ class PageRequest(RadixRequest):
     __slots__ = ("pages",)
 
     def __init__(self, prompt: Prompt, page_size: int, rng: Random) -> None:
-        super().__init__(HashedTokens(prompt, page_size, HASHER, rng), rng)
+        named = None if prompt.keys is None else prompt.keys.named()
+        super().__init__(HashedTokens(prompt, page_size, HASHER if named is None else DynamoHasher(named), rng), rng)
 
     def retract(self) -> None:
         """Forget its pages: it begins anew, with the tokens that it has."""

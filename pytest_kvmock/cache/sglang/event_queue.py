@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, Stored
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
 
 T = TypeVar("T")
 
@@ -16,18 +19,18 @@ class TakenEvent(NamedTuple):
     Attributes:
         data: what happened.
         token_ids: of each page of a Stored, where they are known.
-        cache_salt: of the request that stored; it travels with SGLang's own events.
+        extra: what else the request carried that stored; it travels with SGLang's own events.
     """
 
     data: EventData
     token_ids: BlockTokens | None = None
-    cache_salt: str | None = None
+    extra: EventExtra | None = None
 
 
 class _Waiting:
     """A Stored, a Removed (`local_hashes` is None) or a Cleared (`names` is) that may still grow."""
 
-    __slots__ = ("cache_salt", "local_hashes", "names", "parent", "token_ids")
+    __slots__ = ("extra", "local_hashes", "names", "parent", "token_ids")
 
     def __init__(
         self,
@@ -35,13 +38,13 @@ class _Waiting:
         parent: int | None = None,
         local_hashes: Sequence[int] | None = None,
         token_ids: BlockTokens | None = None,
-        cache_salt: str | None = None,
+        extra: EventExtra | None = None,
     ) -> None:
         self.names = names
         self.parent = parent
         self.local_hashes = local_hashes
         self.token_ids = token_ids
-        self.cache_salt = cache_salt
+        self.extra = extra
 
     def taken(self) -> TakenEvent:
         if self.names is None:
@@ -49,13 +52,13 @@ class _Waiting:
         if self.local_hashes is None:
             return TakenEvent(Removed(tuple(self.names)))
         stored = Stored(self.parent, tuple(self.names), tuple(self.local_hashes))
-        return TakenEvent(stored, self.token_ids, self.cache_salt)
+        return TakenEvent(stored, self.token_ids, self.extra)
 
 
 class EventQueue:
     """Events in order; an event that continues the last one is merged into it (SGLang 0.5.23, `mem_cache/events.py`).
 
-    A Removed continues a Removed; a Stored continues one of the same salt that ends in its parent.
+    A Removed continues a Removed; a Stored continues one of the same salt, adapter and session that ends in its parent.
     """
 
     __slots__ = ("_waiting",)
@@ -72,7 +75,7 @@ class EventQueue:
         names: Sequence[int],
         local_hashes: Sequence[int],
         token_ids: BlockTokens | None,
-        cache_salt: str | None = None,
+        extra: EventExtra | None = None,
     ) -> None:
         """Add a Stored of pages, each after the one before."""
         if parent is not None and self._waiting:
@@ -81,7 +84,7 @@ class EventQueue:
                 tail.names
                 and tail.local_hashes is not None
                 and tail.names[-1] == parent
-                and tail.cache_salt == cache_salt
+                and tail.extra == extra
                 and (tail.token_ids is None) == (token_ids is None)
             ):
                 tail.names = _grown(tail.names, names)
@@ -89,7 +92,7 @@ class EventQueue:
                 if tail.token_ids is not None and token_ids is not None:
                     tail.token_ids = _grown(tail.token_ids, token_ids)
                 return
-        self._waiting.append(_Waiting(names, parent, local_hashes, token_ids, cache_salt))
+        self._waiting.append(_Waiting(names, parent, local_hashes, token_ids, extra))
 
     def removed(self, names: Sequence[int]) -> None:
         """Add a Removed of pages."""

@@ -6,11 +6,14 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import pairwise
-from typing import ClassVar, Final, NoReturn
+from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
 
 _U32: Final = 2**32 - 1
 _SALT: Final = b"sglang-cache-salt-v1\0"
@@ -75,6 +78,14 @@ class SglangHasher:
         if self.dynamo_kv_event_format and (self.extra_key is not None or self.cache_salt is not None):
             head = sha256(_namespace_seed(self.extra_key, self.cache_salt) + head).digest()[:8]
         return int.from_bytes(head, "big", signed=True)
+
+    def keyed(self, extra_key: str | None, cache_salt: str | None) -> SglangHasher:
+        """The hasher of the same engine for a request with this namespace and salt."""
+        return replace(self, extra_key=extra_key, cache_salt=cache_salt)
+
+    def of_event(self, extra: EventExtra, position: int) -> SglangHasher:  # noqa: ARG002 - as BlockHasher has it
+        """As `BlockHasher.of_event`."""
+        return self.keyed(extra.get("lora_name"), extra.get("cache_salt"))
 
     def _root(self) -> bytes:
         return b"" if self.cache_salt is None else sha256(_SALT + self.cache_salt.encode()).digest()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from logging import DEBUG
-from typing import ClassVar, NamedTuple, Protocol
+from random import Random
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from pytest_kvmock.cache.base import LOG, RequestLevel, trace
+from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.event_queue import EventQueue, TakenEvent
 from pytest_kvmock.cache.sglang.hashes import SglangHasher
 from pytest_kvmock.cache.sglang.radix_request import RadixKey, RadixRequest
@@ -29,6 +30,10 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 #
 # SGLang's servers build another class by now (UnifiedRadixCache, its core in Rust). In every recorded workload it
 # answered the same.
+
+
+_Namespace: TypeAlias = tuple[str | None, str | None] | None
+"""Extra key and salt, by which chains are kept apart in the tree; None where there are neither."""
 
 
 class MatchResult(NamedTuple):
@@ -50,6 +55,7 @@ class _Pages(Protocol):
     local_hashes: list[int]
 
     def block_tokens(self, start: int, end: int) -> BlockTokens | None: ...
+    def carried(self, start: int, end: int) -> dict[str, Any] | None: ...
 
 
 class RadixCacheManager(RequestLevel):
@@ -183,8 +189,8 @@ class RadixCacheManager(RequestLevel):
             TypeError: a token is not an integer.
             ValueError: a token is out of range.
         """
-        names = self._key(tokens, extra_key, cache_salt).names
-        node, pages = self._tree.match(names, len(names), _namespace(extra_key, cache_salt))
+        key, namespace = self._key(tokens, extra_key, cache_salt)
+        node, pages = self._tree.match(key.names, len(key.names), namespace)
         return MatchResult(pages * self.block_size, node)
 
     def touch(self, tokens: TokenIds | Prompt, *, extra_key: str | None = None, cache_salt: str | None = None) -> None:
@@ -216,14 +222,14 @@ class RadixCacheManager(RequestLevel):
             TypeError: a token is not an integer.
             ValueError: a token is out of range, or fewer pages are free than are new; nothing has changed.
         """
-        key, namespace = self._key(tokens, extra_key, cache_salt), _namespace(extra_key, cache_salt)
+        key, namespace = self._key(tokens, extra_key, cache_salt)
         count = len(key.names)
         new = count - self._tree.lookup(key.names, count, namespace)
         if new > self._free:
             raise ValueError(f"insert: {new} pages are new and {self._free} are free; evict first")
         self._free -= new
         inserted = inserted_len // self.block_size
-        matched, _ = self._insert(key, count, priority, inserted, namespace=namespace, cache_salt=cache_salt)
+        matched, _ = self._insert(key, count, priority, inserted, namespace)
         self._publish()
         return matched * self.block_size
 
@@ -297,7 +303,7 @@ class RadixCacheManager(RequestLevel):
 
     def lookup(self, request: RadixRequest) -> int:
         """Count the pages that `find` would find. Changes nothing."""
-        return self._tree.lookup(request.tokens.names, self._reusable(request))
+        return self._tree.lookup(request.tokens.names, self._reusable(request), request.namespace)
 
     def find(self, request: RadixRequest, upto: int | None = None) -> tuple[int, int]:
         """Match all of a request but its last token, which is computed anyway, for `admit`.
@@ -312,7 +318,7 @@ class RadixCacheManager(RequestLevel):
         count = self._reusable(request)
         if upto is not None:
             count = min(count, upto // self.block_size)
-        request.node, request.found = self._tree.match(request.tokens.names, count)
+        request.node, request.found = self._tree.match(request.tokens.names, count, request.namespace)
         needed = self._pages(len(request.tokens)) - request.found + self._tree.unlocked(request.node)
         return needed, self._free + self._tree.evictable
 
@@ -355,11 +361,12 @@ class RadixCacheManager(RequestLevel):
         """
         tokens, size, tree = request.tokens, self.block_size, self._tree
         count = request.computed // size
-        matched, node = self._insert(tokens, count, request.priority, request.inserted)
+        namespace = request.namespace
+        matched, node = self._insert(tokens, count, request.priority, request.inserted, namespace)
         request.inserted = max(request.inserted, count)
         prompt = tokens.num_prompt_tokens // size
         if 0 < prompt < count:  # prompts are worth more than outputs: a node ends where the prompt does
-            self._insert(tokens, prompt, request.priority + 1, prompt)
+            self._insert(tokens, prompt, request.priority + 1, prompt, namespace)
         duplicates = matched - request.protected
         self._free += duplicates
         request.protected = count
@@ -386,14 +393,39 @@ class RadixCacheManager(RequestLevel):
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _key(self, tokens: TokenIds | Prompt, extra_key: str | None, cache_salt: str | None) -> RadixKey:
+    def request(self, prompt: Prompt, rng: Random) -> RadixRequest:
+        """A request that has no page yet.
+
+        Args:
+            prompt: what is asked; its adapter is the namespace, as in SGLang.
+            rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
+
+        Raises:
+            ValueError: the prompt is empty, or its hashes do not fit the page size.
+        """
+        keys = prompt.keys
+        if keys is None or not keys.naming:
+            return RadixRequest(HashedTokens(prompt, self.block_size, self.hasher, rng), rng)
+        hasher = self.hasher.keyed(keys.lora_name, keys.cache_salt)
+        namespace = _namespace(keys.lora_name, keys.cache_salt)
+        return RadixRequest(HashedTokens(prompt, self.block_size, hasher, rng), rng, namespace)
+
+    def _key(
+        self, tokens: TokenIds | Prompt, extra_key: str | None, cache_salt: str | None
+    ) -> tuple[RadixKey, _Namespace]:
+        """Pages by hand, and their namespace; what a prompt carries stands in for what is not given."""
         for name, value in (("extra_key", extra_key), ("cache_salt", cache_salt)):
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{name} must be a string, or None, got {value!r:.80}")
-        hasher = self.hasher
-        if extra_key is not None or cache_salt is not None:
-            hasher = replace(hasher, extra_key=extra_key, cache_salt=cache_salt)
-        return RadixKey(tokens, self.block_size, hasher)
+        keys = tokens.keys if isinstance(tokens, Prompt) else None
+        lora_name = session_id = None
+        if keys is not None:
+            session_id, lora_name = keys.session_id, keys.lora_name
+            extra_key = lora_name if extra_key is None else extra_key
+            cache_salt = keys.cache_salt if cache_salt is None else cache_salt
+        namespace = _namespace(extra_key, cache_salt)
+        hasher = self.hasher if namespace is None else self.hasher.keyed(extra_key, cache_salt)
+        return RadixKey(tokens, self.block_size, hasher, lora_name=lora_name, session_id=session_id), namespace
 
     def _insert(
         self,
@@ -401,9 +433,7 @@ class RadixCacheManager(RequestLevel):
         count: int,
         priority: int,
         inserted: int,
-        *,
-        namespace: tuple[str | None, str | None] | None = None,
-        cache_salt: str | None = None,
+        namespace: _Namespace = None,
     ) -> tuple[int, TreeNode]:
         names = pages.names
         matched, node = self._tree.insert(names, count, namespace, priority, inserted)
@@ -413,7 +443,7 @@ class RadixCacheManager(RequestLevel):
                 node.names,
                 tuple(pages.local_hashes[matched:count]),
                 pages.block_tokens(matched, count),
-                cache_salt,
+                _on_the_wire(pages.carried(matched, count)),
             )
         return matched, node
 
@@ -422,14 +452,22 @@ class RadixCacheManager(RequestLevel):
             self._publish_events(self._queue.take())
 
     def _publish_events(self, events: list[TakenEvent]) -> None:
-        for data, token_ids, _ in events:
-            self._publisher.publish(data, token_ids)
+        for data, token_ids, extra in events:
+            if extra is None:
+                self._publisher.publish(data, token_ids)
+            else:
+                self._publisher.publish(data, token_ids, StorageTier.DEVICE, extra)
             if LOG.isEnabledFor(DEBUG):
                 stored = data.block_hashes if isinstance(data, Stored) else ()
                 trace(self, stored, data.block_hashes if isinstance(data, Removed) else ())
 
 
-def _namespace(extra_key: str | None, cache_salt: str | None) -> tuple[str | None, str | None] | None:
+def _on_the_wire(extra: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What SGLang's own events have of what a request carries: an adapter by its name alone, and no keys of single pages."""
+    return extra and {name: extra[name] for name in ("lora_name", "cache_salt", "session_id") if name in extra}
+
+
+def _namespace(extra_key: str | None, cache_salt: str | None) -> _Namespace:
     return None if extra_key is None and cache_salt is None else (extra_key, cache_salt)
 
 

@@ -25,7 +25,9 @@ class RadixKey:
     Args:
         tokens: token ids, from 0 to 2**63 - 1, or a `Prompt`. May be empty.
         page_size: tokens (or bigrams) a page.
-        hasher: names the pages; made for their salt and namespace.
+        hasher: names the pages; made for their salt and namespace, which travel with events.
+        lora_name: the adapter, where the namespace is one; it travels with events too, and routers hash by it.
+        session_id: travels with events.
 
     Raises:
         TypeError: a token is not an integer.
@@ -37,10 +39,20 @@ class RadixKey:
             bits of its name.
     """
 
-    __slots__ = ("_is_eagle", "_page_size", "_tokens", "local_hashes", "names")
+    __slots__ = ("_extra", "_is_eagle", "_page_size", "_tokens", "local_hashes", "names")
 
-    def __init__(self, tokens: TokenIds | Prompt, page_size: int, hasher: SglangHasher) -> None:
+    def __init__(
+        self,
+        tokens: TokenIds | Prompt,
+        page_size: int,
+        hasher: SglangHasher,
+        *,
+        lora_name: str | None = None,
+        session_id: str | None = None,
+    ) -> None:
         self._page_size, self._is_eagle = page_size, hasher.is_eagle
+        carried = {"lora_name": lora_name, "cache_salt": hasher.cache_salt, "session_id": session_id}
+        self._extra = {name: value for name, value in carried.items() if value is not None}
         self._tokens: list[int] | None
         if isinstance(tokens, Prompt) and tokens.tokens is None:
             hashed = HashedTokens(tokens, page_size, hasher, Random(0))  # noqa: S311 - nothing is drawn
@@ -56,7 +68,9 @@ class RadixKey:
         for page in range(len(self.names)):
             with suppress(ValueError):
                 window = self._tokens[page * page_size : page * page_size + width]
-                self.local_hashes[page] = block_hashes(window, page_size, eagle=self._is_eagle)[0]
+                self.local_hashes[page] = block_hashes(
+                    window, page_size, lora_name=lora_name, cache_namespace=hasher.cache_salt, eagle=self._is_eagle
+                )[0]
 
     def block_tokens(self, start: int, end: int) -> BlockTokens | None:
         """Token ids of the pages from `start` to `end`, or their bigrams as pairs; None if unknown."""
@@ -66,6 +80,10 @@ class RadixKey:
         units: list[Any] = list(pairwise(tokens)) if self._is_eagle else tokens
         return [tuple(units[at : at + size]) for at in range(start * size, end * size, size)]
 
+    def carried(self, start: int, end: int) -> dict[str, Any] | None:  # noqa: ARG002 - as HashedTokens has it
+        """What travels beside an event that stores these pages; None for nothing."""
+        return self._extra or None
+
 
 class RadixRequest:
     """One request, and the pages that it has (SGLang's `Req`). It grows at the end.
@@ -73,9 +91,11 @@ class RadixRequest:
     Args:
         tokens: of prompt and output.
         rng: source of the names of partial blocks.
+        namespace: what keeps it apart in the tree from requests with the same names; None: nothing.
 
     Attributes:
         tokens: as above.
+        namespace: as above.
         priority: of what it inserts.
         node: the end of what it has in the tree, or, while it has none, of its last lookup.
         found: pages that its last lookup found.
@@ -92,14 +112,18 @@ class RadixRequest:
         "computed",
         "found",
         "inserted",
+        "namespace",
         "node",
         "priority",
         "protected",
         "tokens",
     )
 
-    def __init__(self, tokens: HashedTokens, rng: Random) -> None:
+    def __init__(
+        self, tokens: HashedTokens, rng: Random, namespace: tuple[str | None, str | None] | None = None
+    ) -> None:
         self.tokens = tokens
+        self.namespace = namespace
         self.priority = 0
         self._rng = rng
         self._partial: UUID | None = None

@@ -6,7 +6,8 @@ One subject: the life of a physical block, from the free queue to a request and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from logging import DEBUG
 from random import Random
 from typing import TYPE_CHECKING, ClassVar
@@ -90,6 +91,7 @@ class BlockPoolManager(RequestLevel):
         hash_algorithm: how blocks are named (`hashes.ALGORITHMS`).
         hash_seed: seed of the hashes, as PYTHONHASHSEED; None as where it is not set.
         enable_caching: False: no block is hashed, so that none is reused.
+        lora_paths: where adapters lie, by name; 0.33.0 hashes it. One that is not there has an empty path.
 
     Raises:
         ValueError: an argument is not what it must be.
@@ -114,6 +116,7 @@ class BlockPoolManager(RequestLevel):
         hash_algorithm: str = "sha256_cbor",
         hash_seed: str | None = "0",
         enable_caching: bool = True,
+        lora_paths: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
         self.version = vllm_version(version)
@@ -121,7 +124,7 @@ class BlockPoolManager(RequestLevel):
         if not isinstance(enable_caching, bool):
             raise ValueError(f"enable_caching must be True or False, got {enable_caching!r}")  # noqa: TRY004 - one error
         self.enable_caching = enable_caching
-        self._hashing = (version, hash_algorithm, hash_seed)
+        self._lora_paths = {} if lora_paths is None else _checked_paths(lora_paths)
         self._free = OrderedDict.fromkeys(range(1, num_blocks + 1))
         # By the number of the block; the null block is never in use.
         self._refs = [0] * (num_blocks + 1)
@@ -205,21 +208,28 @@ class BlockPoolManager(RequestLevel):
         Args:
             prompt: tokens, or hashes.
             rng: source of the names of generated blocks where the prompt has hashes only.
-            keys: what is hashed beside its tokens.
+            keys: what is hashed beside its tokens, in place of what the prompt carries.
             skip_reading_prefix_cache: as `PoolRequest`.
 
         Raises:
             ValueError: the prompt is empty, its hashes do not fit the block size, or it has hashes and extra keys.
-            ImportError: it has extra keys, which need cbor2 here.
         """
         prompt = Prompt.of(prompt)
+        if keys is not None:
+            if prompt.tokens is None:
+                raise ValueError("a prompt of hashes has no tokens to hash extra keys (LoRA, multimodal, salt) with")
+            prompt = prompt.with_keys(keys.of_prompt)
+        elif self._lora_paths and prompt.keys is not None:
+            path = self._lora_paths.get(prompt.keys.lora_name or "", "")
+            prompt = prompt.with_keys(replace(prompt.keys, lora_path=path))
         hasher: VllmHasher | None = self.hasher
         if not self.enable_caching:
             hasher = None
-        elif keys is not None:
-            if prompt.tokens is None:
-                raise ValueError("a prompt of hashes has no tokens to hash extra keys (LoRA, multimodal, salt) with")
-            hasher = VllmHasher(*self._hashing, keys)
+        elif prompt.keys is not None and prompt.keys.naming:
+            carried = prompt.keys
+            hasher = self.hasher.keyed(
+                ExtraKeys(carried.lora_name, carried.lora_path, carried.multimodal, carried.cache_salt)
+            )
         tokens = HashedTokens(prompt, self.block_size, hasher, rng or self._rng)
         return PoolRequest(tokens, skip_reading_prefix_cache=skip_reading_prefix_cache)
 
@@ -363,7 +373,11 @@ class BlockPoolManager(RequestLevel):
             # The parent is that of the names: it is cached, perhaps in another block than the one that is held.
             parent = tokens.names[start - 1] if start else None
             data = Stored(parent, tuple(new), tuple(tokens.local_hashes[start:end]))
-            publisher.publish(data, tokens.block_tokens(start, end))
+            token_ids = tokens.block_tokens(start, end)
+            if tokens.keys is None:
+                publisher.publish(data, token_ids)
+            else:
+                publisher.publish(data, token_ids, StorageTier.DEVICE, tokens.carried(start, end))
 
     def free(self, request: PoolRequest) -> None:
         """Free all blocks of a request, tail first. Nothing happens for one that has none."""
@@ -407,3 +421,9 @@ class BlockPoolManager(RequestLevel):
     def clear(self) -> bool:
         """Reset the prefix cache; see `reset_prefix_cache`."""
         return self.reset_prefix_cache()
+
+
+def _checked_paths(paths: object) -> dict[str, str]:
+    if isinstance(paths, Mapping) and all(isinstance(text, str) for pair in paths.items() for text in pair):
+        return dict(paths)
+    raise ValueError(f"lora_paths must be a mapping of adapter names to paths, got {paths!r:.80}")

@@ -7,17 +7,21 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from xxhash import xxh3_128_digest
 
 from pytest_kvmock.checks import did_you_mean
+from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys, block_keys
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
 
 # Theory of operation
 #
 # A block is hashed as the triple (digest of the block before, tokens, extra keys or None), either pickled or as
 # canonical CBOR (RFC 8949 4.2.1). A root has NONE_HASH before it: the hash of a seed, which is the text of
-# PYTHONHASHSEED. Triples without extra keys, which are nearly all, are written as CBOR here; cbor2 does the others.
+# PYTHONHASHSEED. Triples without extra keys are nearly all, and are written as CBOR in one go.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +77,6 @@ ALGORITHMS: Final = tuple(f"{function}{form}" for function in _FUNCTIONS for for
 """What vLLM calls them (`--prefix-caching-hash-algo`)."""
 
 
-class MultimodalItem(NamedTuple):
-    """A multimodal item in a prompt, such as an image.
-
-    Attributes:
-        identifier: what vLLM calls it; the hash of its content.
-        offset: position of its first token in the prompt.
-        length: how many tokens stand for it.
-    """
-
-    identifier: str
-    offset: int
-    length: int
-
-
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
     """The keys of one request that are hashed beside its tokens.
@@ -111,17 +101,51 @@ class ExtraKeys:
             block_size: tokens a block.
             tagged: as `VllmVersion.tagged_keys`.
         """
-        keys: list[Any] = []
-        if self.lora_name is not None:
-            keys.append(("lora", self.lora_name, self.lora_path) if tagged else self.lora_name)
-        start = position * block_size
-        for identifier, offset, length in self.multimodal:
-            if offset < start + block_size and offset + length > start:
-                # From the block's first token: below 0 where it began in a block before.
-                keys.append(("mm", identifier, offset - start) if tagged else (identifier, offset - start))
-        if self.cache_salt is not None and not position:
-            keys.append(("cache_salt", self.cache_salt) if tagged else self.cache_salt)
-        return tuple(keys) or None
+        keys = self.of_prompt.block_keys(position, block_size)
+        return tagged_keys(keys, self.lora_name, self.lora_path) if tagged else keys
+
+    @property
+    def of_prompt(self) -> PromptKeys:
+        """The same, as what a prompt carries."""
+        return PromptKeys(self.lora_name, self.cache_salt, self.multimodal, lora_path=self.lora_path)
+
+
+@dataclass(frozen=True, slots=True)
+class EventKeys:
+    """The keys of the blocks of one event, as they travel beside it.
+
+    Attributes:
+        blocks: per block, its keys untagged; None where it has none.
+        first: position that counts as that of the first of them.
+        lora_name: the adapter; None for none.
+        lora_path: where it lies.
+    """
+
+    blocks: tuple[tuple[Any, ...] | None, ...]
+    first: int = 0
+    lora_name: str | None = None
+    lora_path: str = ""
+
+    def of_block(self, position: int, block_size: int, *, tagged: bool) -> tuple[Any, ...] | None:  # noqa: ARG002 - as ExtraKeys
+        """As `ExtraKeys.of_block`."""
+        at = position - self.first
+        keys = self.blocks[at] if 0 <= at < len(self.blocks) else None
+        return tagged_keys(keys, self.lora_name, self.lora_path) if tagged else keys
+
+
+def tagged_keys(keys: tuple[Any, ...] | None, lora_name: str | None, lora_path: str) -> tuple[Any, ...] | None:
+    """The keys of a block with their kinds, as vLLM hashes them since 0.33; on the wire they have none."""
+    if keys is None:
+        return None
+    kinds: list[Any] = []
+    for place, key in enumerate(keys):
+        if isinstance(key, (tuple, list)):
+            kinds.append(("mm", *key))
+        elif not place and key == lora_name:
+            kinds.append(("lora", key, lora_path))
+        else:
+            kinds.append(("cache_salt", key))
+    return tuple(kinds)
 
 
 class VllmHasher:
@@ -135,13 +159,12 @@ class VllmHasher:
 
     Raises:
         ValueError: the version or the algorithm is not known, or there is no seed where the release has none of its own.
-        ImportError: there are extra keys, and cbor2, which the algorithm needs for them, is not installed.
 
     Attributes:
         none_hash: what stands before a root.
     """
 
-    __slots__ = ("_begins", "_digest", "_dump", "_given", "_hash", "_keys", "_tagged", "none_hash")
+    __slots__ = ("_begins", "_digest", "_dump", "_given", "_hash", "_keys", "_naming", "_tagged", "none_hash")
 
     signed: ClassVar[bool] = False
 
@@ -150,7 +173,7 @@ class VllmHasher:
         version: str = "0.33.0",
         algorithm: str = "sha256_cbor",
         seed: str | None = "0",
-        keys: ExtraKeys | None = None,
+        keys: ExtraKeys | EventKeys | None = None,
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise ValueError(
@@ -158,6 +181,7 @@ class VllmHasher:
                 f"{did_you_mean(algorithm, ALGORITHMS)}"
             )
         release = vllm_version(version)
+        self._naming = version, algorithm, seed
         function, _, form = algorithm.partition("_")
         if seed is None:
             seed = release.fixed_seed if function == "sha256" else None
@@ -176,13 +200,22 @@ class VllmHasher:
         if form:
             text = seed.encode()
             self.none_hash = self._digest(_head(_TEXT, len(text)) + text)
-            self._dump = None if keys is None else _canonical_cbor()
+            self._dump = None if keys is None else _cbor
         else:
             self.none_hash = self._digest(_pickled(seed))
         # The head of the triple, and that of the digest in it: a digest is as long as NONE_HASH.
         self._begins = _head(_ARRAY, 3) + _head(_BYTES, len(self.none_hash))
         self._given = (algorithm, self.none_hash, self._tagged and keys is not None, keys)
         self._hash = hash(self._given)
+
+    def keyed(self, keys: ExtraKeys | EventKeys | None) -> VllmHasher:
+        """The hasher of the same engine for a request with these keys."""
+        return VllmHasher(*self._naming, keys)
+
+    def of_event(self, extra: EventExtra, position: int) -> VllmHasher:
+        """The hasher for the blocks of an event, by what travels beside it (`BlockHasher.of_event`)."""
+        blocks = tuple(None if keys is None else tuple(map(_hashable, keys)) for keys in block_keys(extra))
+        return self.keyed(EventKeys(blocks, position, extra.get("lora_name"), extra.get("lora_path") or ""))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VllmHasher) and self._given == other._given
@@ -220,7 +253,7 @@ def _pickled(value: object) -> bytes:
 
 # ------------------------------------------------------------------------------------------------- canonical CBOR
 
-_UNSIGNED, _BYTES, _TEXT, _ARRAY = 0, 2, 3, 4  # major types
+_UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY = 0, 1, 2, 3, 4  # major types
 _NULL: Final = b"\xf6"
 
 
@@ -248,12 +281,20 @@ class _Tokens(dict[int, bytes]):
 _TOKENS: Final = _Tokens()
 
 
-def _canonical_cbor() -> Callable[[object], bytes]:
-    try:
-        from cbor2 import dumps
-    except ImportError:
-        raise ImportError(
-            "hashing blocks with LoRA, multimodal items or a salt by a _cbor algorithm needs cbor2: "
-            "install pytest-kvmock[cbor], or choose hash_algorithm sha256 or xxhash"
-        ) from None
-    return lambda value: dumps(value, canonical=True)
+def _cbor(value: object) -> bytes:
+    """A tuple of what vLLM hashes, in canonical CBOR: integers, texts, bytes, None, and tuples of these."""
+    if isinstance(value, bytes):
+        return _head(_BYTES, len(value)) + value
+    if isinstance(value, str):
+        text = value.encode()
+        return _head(_TEXT, len(text)) + text
+    if isinstance(value, int):
+        return _head(_UNSIGNED, value) if value >= 0 else _head(_NEGATIVE, -1 - value)
+    if value is None:
+        return _NULL
+    assert isinstance(value, tuple)
+    return _head(_ARRAY, len(value)) + b"".join(map(_cbor, value))
+
+
+def _hashable(key: object) -> object:
+    return tuple(key) if isinstance(key, list) else key

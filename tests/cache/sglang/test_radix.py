@@ -96,8 +96,8 @@ def test_events_that_are_held_wait_and_grow_together():
     manager.insert([1, 2, 3, 4, 5, 6], cache_salt="s")
     assert [] == said(manager)
     taken = manager.take_events()
-    assert [(None, 2, [(1, 2), (3, 4)]), ("s", 3, [(1, 2), (3, 4), (5, 6)])] == [
-        (event.cache_salt, len(event.data.block_hashes), event.token_ids) for event in taken
+    assert [(None, 2, [(1, 2), (3, 4)]), ({"cache_salt": "s"}, 3, [(1, 2), (3, 4), (5, 6)])] == [
+        (event.extra, len(event.data.block_hashes), event.token_ids) for event in taken
     ]
     assert [event.data for event in taken] == said(manager)
     assert [] == manager.take_events()

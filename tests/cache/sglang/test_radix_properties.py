@@ -94,7 +94,7 @@ class Both:
         assert expected * SIZE == found == before * SIZE
 
     def key(self, tokens, namespace):
-        names = self.manager._key(tokens, namespace, None).names
+        names = self.manager._key(tokens, namespace, None)[0].names
         return names, len(names), namespace and (namespace, None)
 
     def match(self, tokens, namespace):

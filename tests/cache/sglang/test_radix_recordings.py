@@ -11,12 +11,12 @@ from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import Prompt
 
 
-def row_of(data, token_ids, cache_salt, page_size):
+def row_of(data, token_ids, extra, page_size):
     """An event in the short form of the recordings."""
     if isinstance(data, Stored):
         tokens = sum(map(len, token_ids))
         row = ["S", data.parent_hash, list(data.block_hashes), tokens, page_size, "GPU"]
-        return row if cache_salt is None else [*row, {"cache_salt": cache_salt, "lora_name": None}]
+        return row if extra is None else [*row, {"cache_salt": None, "lora_name": None, **extra}]
     return ["R", list(data.block_hashes), "GPU"] if isinstance(data, Removed) else ["C"]
 
 
@@ -42,7 +42,7 @@ class Player:
 
     def events(self):
         taken = self.manager.take_events()
-        assert [(e.data, e.token_ids) for e in taken] == [(e.event.data, e.token_ids) for e in self.sink.router_events]
+        assert [(*e,) for e in taken] == [(e.event.data, e.token_ids, e.extra) for e in self.sink.router_events]
         self.sink.take()
         return [row_of(*event, self.size) for event in taken]
 

@@ -207,13 +207,12 @@ def test_a_parent_is_that_of_the_names_whatever_copy_is_held(pool):
 )
 @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash"])
 def test_what_is_hashed_beside_tokens_keeps_requests_apart(make_pool, keys, algorithm):
-    pytest.importorskip("cbor2")
     pool = make_pool(hash_algorithm=algorithm)
     plain, *_ = admit(pool, range(8))
     other, hits, _ = admit(pool, range(8), keys=keys)
     assert [] == hits
     assert set(plain.tokens.names).isdisjoint(other.tokens.names)
-    assert plain.tokens.local_hashes == other.tokens.local_hashes
+    assert plain.tokens.local_hashes[0] != other.tokens.local_hashes[0]
     assert [other.block_ids[0]] == admit(pool, range(8), keys=keys)[1]
     assert [] == pool.get_computed_blocks(pool.new_request(Prompt(range(8)), keys=ExtraKeys(cache_salt="b")))
 

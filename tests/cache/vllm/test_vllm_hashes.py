@@ -1,12 +1,11 @@
 """Block hashes of vLLM: those that its own functions gave, and what is refused."""
 
-import builtins
-
 import pytest
 
 from pytest_kvmock.cache.hashed import HashChain, HashedTokens
-from pytest_kvmock.cache.vllm.hashes import ALGORITHMS, VERSIONS, ExtraKeys, MultimodalItem, VllmHasher
+from pytest_kvmock.cache.vllm.hashes import ALGORITHMS, VERSIONS, ExtraKeys, VllmHasher
 from pytest_kvmock.events import Stored
+from pytest_kvmock.prompt_keys import MultimodalItem
 from pytest_kvmock.tokens import Prompt
 
 ONE = (MultimodalItem("img-1", 2, 4),)
@@ -150,24 +149,6 @@ def test_the_chain_of_a_stream_finds_a_name_that_is_not_that_of_its_tokens():
 def test_what_it_cannot_name_by_is_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         VllmHasher(**arguments)
-
-
-def test_without_cbor2_only_extra_keys_are_refused_and_only_by_the_cbor_algorithms(monkeypatch):
-    real = builtins.__import__
-
-    def no_cbor2(name, *rest):
-        if name == "cbor2":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", no_cbor2)
-    for algorithm in ALGORITHMS:
-        assert VllmHasher(algorithm=algorithm).digests(range(4), 4, 0, None)
-        if not algorithm.endswith("_cbor"):
-            assert VllmHasher(algorithm=algorithm, keys=KEYS["all"]).digests(range(4), 4, 0, None)
-            continue
-        with pytest.raises(ImportError, match=r"needs cbor2: install pytest-kvmock\[cbor\], or choose hash_algorithm"):
-            VllmHasher(algorithm=algorithm, keys=KEYS["all"])
 
 
 def test_a_multimodal_item_is_hashed_in_the_blocks_that_it_lies_in_and_no_other():

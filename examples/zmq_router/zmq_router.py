@@ -1,0 +1,195 @@
+"""A small router that subscribes to the KV events of its workers, with asyncio, and sends a request where its prefix is.
+
+It reads what every version of vLLM and SGLang writes (`read_batch`), asks for what it missed, and notices a restart. In its
+index the engine's hashes are names alone: the router hashes the tokens itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+TRIES = 3
+"""How often a replay is asked for, before what it does not bring is given up."""
+
+END = b"\xff" * 8
+FIELDS = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size"),
+    "BlockRemoved": ("block_hashes",),
+    "AllBlocksCleared": (),
+}
+"""What it reads of each kind of event: an array begins with these, in this order, and a map has them by name."""
+
+_read = msgspec.msgpack.Decoder().decode
+
+
+def read_batch(payload: bytes) -> tuple[float, list[tuple[str, list[Any]]]]:
+    """Return the time of a batch, and the kind and values of each event that is known.
+
+    Raises:
+        ValueError: it is no batch.
+    """
+    try:
+        time, events, *_ = _read(payload)
+        found = []
+        for event in events:
+            kind = event["type"] if isinstance(event, dict) else event[0]
+            if kind in FIELDS:
+                names = FIELDS[kind]
+                values = [event[name] for name in names] if isinstance(event, dict) else event[1 : 1 + len(names)]
+                found.append((kind, values))
+    except (msgspec.DecodeError, TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"no batch: {error!r}") from error
+    return time, found
+
+
+def chain(tokens: Sequence[int], block_size: int, parent: int = 0) -> Iterator[int]:
+    """Yield the router's own hash of each whole block, which says all that is before it, too."""
+    for end in range(block_size, len(tokens) + 1, block_size):
+        parent = hash((parent, *tokens[end - block_size : end]))
+        yield parent
+
+
+class Worker:
+    """What the router knows of one worker.
+
+    Attributes:
+        next: number of the batch that it waits for; None: of none yet.
+        time: of the last batch.
+        copies: by the router's hash, how many copies of a block the worker holds (vLLM keeps several).
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
+        self.endpoint, self.replay_endpoint = endpoint, replay_endpoint
+        self.next: int | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        self.time = float("-inf")
+        self.names: dict[int, int] = {}  # the engine's hash: ours
+        self.copies: Counter[int] = Counter()
+
+    def apply(self, events: list[tuple[str, list[Any]]]) -> None:
+        for kind, values in events:
+            if kind == "AllBlocksCleared":
+                self.names.clear()
+                self.copies.clear()
+            elif kind == "BlockRemoved":
+                for name in values[0]:
+                    if name in self.names:
+                        self.copies[self.names[name]] -= 1
+            else:
+                names, parent, tokens, block_size = values
+                before = 0 if parent is None else self.names.get(parent)
+                if before is None:
+                    continue  # it is under a block that we never heard of, so no prefix
+                for name, block in zip(names, chain(tokens, block_size, before), strict=False):
+                    self.names[name] = block
+                    self.copies[block] += 1
+
+
+class ZmqRouter:
+    """Knows who holds what, from the events of its workers. It is an async context manager.
+
+    Args:
+        block_size: tokens a block, of all workers.
+        workers: endpoint, and replay endpoint, of each.
+        patience: seconds without an answer after which the rest of a replay is asked for again.
+    """
+
+    def __init__(self, block_size: int, workers: Sequence[tuple[str, str]], patience: float = 2.0) -> None:
+        self.block_size = block_size
+        self.patience = patience
+        self.workers = [Worker(*endpoints) for endpoints in workers]
+        self._context = zmq.asyncio.Context()
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._listen(worker)) for worker in self.workers]
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+        for error in ended:
+            if isinstance(error, Exception):  # it had stopped listening; a cancelled task has none
+                raise error
+
+    def overlap(self, tokens: Sequence[int]) -> dict[int, int]:
+        """How many leading blocks of a prompt each worker holds; who has none is absent."""
+        found = {}
+        for number, worker in enumerate(self.workers):
+            for depth, block in enumerate(chain(tokens, self.block_size), 1):
+                if worker.copies[block] <= 0:
+                    break
+                found[number] = depth
+        return found
+
+    def route(self, tokens: Sequence[int]) -> int:
+        """Choose the worker with the longest prefix; of several the first."""
+        overlap = self.overlap(tokens)
+        return max(range(len(self.workers)), key=lambda worker: overlap.get(worker, 0))
+
+    # ------------------------------------------------------------------------------------------------ one worker
+
+    async def _listen(self, worker: Worker) -> None:
+        with self._context.socket(zmq.SUB) as socket:
+            socket.subscribe(b"")
+            socket.connect(worker.endpoint)
+            while True:
+                _, number, payload = await socket.recv_multipart()
+                await self._take(worker, int.from_bytes(number, "big"), payload)
+
+    async def _take(self, worker: Worker, number: int, payload: bytes) -> None:
+        try:
+            time, events = read_batch(payload)
+        except ValueError:  # on the way; a replay has it as it was
+            await self._replay(worker, number + 1)
+            return
+        if worker.next is not None and number < worker.next and time > worker.time:
+            worker.forget()  # an old number at a later time: it was restarted, and holds nothing of before
+            worker.next = None
+        if number > (worker.next or 0):
+            await self._replay(worker, number)
+        if number >= (worker.next or 0):
+            worker.apply(events)
+            worker.next, worker.time = number + 1, time
+
+    async def _replay(self, worker: Worker, end: int) -> None:
+        """Ask for the batches before one, and forget the worker's blocks if some are gone."""
+        for _ in range(TRIES):
+            start = worker.next or 0
+            if start >= end:
+                return
+            with self._context.socket(zmq.DEALER) as socket:
+                socket.linger = 0
+                socket.connect(worker.replay_endpoint)
+                await socket.send_multipart([b"", start.to_bytes(8, "big")])
+                try:
+                    while True:
+                        async with asyncio.timeout(self.patience):
+                            *_, number, payload = await socket.recv_multipart()  # with the topic before, or without
+                        if number == END:
+                            break
+                        self._replayed(worker, int.from_bytes(number, "big"), payload)
+                except TimeoutError:
+                    continue
+        if (worker.next or 0) < end:
+            worker.forget()
+            worker.next = end
+
+    def _replayed(self, worker: Worker, number: int, payload: bytes) -> None:
+        if number < (worker.next or 0):
+            return
+        time, events = read_batch(payload)
+        if number > (worker.next or 0):
+            worker.forget()  # those between are gone, and with them what they removed
+        worker.apply(events)
+        worker.next, worker.time = number + 1, time

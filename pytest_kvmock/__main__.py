@@ -1,0 +1,215 @@
+"""The command, `python -m pytest_kvmock`: check a capture, record an engine, write vectors, list backends and dialects.
+
+It exits with 0 where all is well, 1 where a stream has problems, 2 where it was asked for what cannot be done, with one
+line that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pytest_kvmock.capture.check import Progress
+    from pytest_kvmock.capture.recorder import Recorded
+
+CLEAN: Final = 0
+PROBLEMS: Final = 1
+UNUSABLE: Final = 2
+
+LONG: Final = 8_000_000
+"""Bytes of a file from which on progress is shown, on a terminal."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    out = argparse.ArgumentParser(
+        prog="python -m pytest_kvmock", description="KV events of LLM engines: captures, checks, vectors."
+    )
+    commands = out.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    check = commands.add_parser(
+        "check",
+        help="judge the events of a file by the rules of event hygiene",
+        description="Judge the events of a capture, of Dynamo's JSON lines, or of payloads in a dialect. "
+        "Exits with 0 if there is no error, 1 if there is one, 2 if the file cannot be read.",
+    )
+    check.add_argument("file", metavar="FILE")
+    check.add_argument("--dialect", metavar="NAME", help="the file has payloads in this dialect, one after the other")
+    check.add_argument(
+        "--allow", metavar="RULE", action="append", default=[], help="a rule whose breaches are none; repeatable"
+    )
+    check.add_argument(
+        "--event-warnings",
+        choices=("ignore", "fail"),
+        default="ignore",
+        help="what a warning does: ignore (default; it is counted), fail",
+    )
+    check.add_argument(
+        "--residency",
+        choices=("unique", "counted"),
+        help="of a file that does not say it: whether a block is published once while it is held, or every copy is",
+    )
+    check.set_defaults(run=_check)
+
+    record = commands.add_parser(
+        "record",
+        help="record the KV events of a live engine into a capture",
+        description="Record what an engine publishes over ZMQ, until there is enough or Ctrl-C.",
+    )
+    record.add_argument("endpoint", metavar="ENDPOINT", help="where the engine is bound: tcp://host:5557")
+    record.add_argument("file", metavar="FILE")
+    record.add_argument("--dialect", metavar="NAME", default="vllm-0.33", help="what it speaks (default: vllm-0.33)")
+    record.add_argument("--replay", metavar="ENDPOINT", help="where it answers for batches that it published before")
+    record.add_argument("--ranks", metavar="N", type=int, help="data-parallel ranks, on the ports from there on")
+    record.add_argument("--topic", metavar="TEXT", default="", help="what the topic of a batch begins with")
+    record.add_argument("--batches", metavar="N", type=int, help="end after so many batches")
+    record.add_argument("--seconds", metavar="S", type=float, help="end after so many seconds")
+    record.set_defaults(run=_record)
+
+    vectors = commands.add_parser(
+        "vectors",
+        help="write events in every dialect, with the answers of an index, for tests in other languages",
+        description="Write what two engines publish in every dialect, and which overlap a router must answer after it.",
+    )
+    vectors.add_argument("directory", metavar="DIR")
+    vectors.add_argument(
+        "--dialect", metavar="NAME", action="append", help="only this dialect; repeatable (default: all)"
+    )
+    vectors.add_argument("--seed", metavar="N", type=int, default=0, help="of the traffic (default: 0)")
+    vectors.set_defaults(run=_vectors)
+
+    commands.add_parser("backends", help="list the backends, with what each models").set_defaults(run=_backends)
+    commands.add_parser("dialects", help="list the dialects, with what speaks each").set_defaults(run=_dialects)
+    return out
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    given = parser().parse_args(args)
+    run: Callable[[argparse.Namespace], int] = given.run
+    try:
+        return run(given)
+    except BrokenPipeError:  # `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLEAN
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        sys.stderr.write(f"{given.command}: {' '.join(str(error).split())}\n")
+        return UNUSABLE
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{given.command}: interrupted\n")
+        return 130
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _check(given: argparse.Namespace) -> int:
+    from pytest_kvmock.capture.check import check_file
+
+    progress = _bytes_read(Path(given.file))
+    try:
+        checked = check_file(
+            given.file, dialect=given.dialect, allow=given.allow, residency=given.residency, progress=progress
+        )
+    finally:
+        if progress is not None:
+            _wipe()
+    fail = given.event_warnings == "fail"
+    _say(checked.text(warnings=fail))
+    return CLEAN if checked.is_clean and not (fail and checked.warnings) else PROBLEMS
+
+
+def _bytes_read(path: Path) -> Progress | None:
+    """What shows how far the reading of a file is; None where nobody looks, or it is soon done."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return None
+    if size < LONG or not sys.stderr.isatty():
+        return None
+
+    def show(read: int, events: int) -> None:
+        sys.stderr.write(f"\r{100 * read // size:>3} %, {events:,} events")
+        sys.stderr.flush()
+
+    return show
+
+
+def _wipe() -> None:
+    sys.stderr.write("\r\x1b[K")
+    sys.stderr.flush()
+
+
+def _record(given: argparse.Namespace) -> int:
+    from pytest_kvmock.capture.recorder import record
+
+    def show(now: Recorded) -> None:
+        sys.stderr.write(f"\r{now.batches:,} batches, {now.log.total:,} events (Ctrl-C ends it)")
+        sys.stderr.flush()
+
+    is_seen = sys.stderr.isatty()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was recorded is kept
+    try:
+        recorded = record(
+            given.endpoint,
+            given.file,
+            dialect=given.dialect,
+            replay=given.replay,
+            ranks=given.ranks,
+            topic=given.topic,
+            batches=given.batches,
+            seconds=given.seconds,
+            progress=show if is_seen else None,
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if is_seen:
+            _wipe()
+    errors = len(recorded.errors)
+    _say(f"{given.file}: {recorded.batches:,} batches, {recorded.log.total:,} events")
+    for text in (*recorded.lost, *recorded.unreadable):
+        _say(f"  {text}")
+    if errors or recorded.unreadable:
+        _say(f"{errors:,} event error{'s' * (errors != 1)}: python -m pytest_kvmock check {given.file}")
+        return PROBLEMS
+    return CLEAN
+
+
+def _vectors(given: argparse.Namespace) -> int:
+    from pytest_kvmock.capture.vectors import write_vectors
+
+    names = write_vectors(given.directory, dialects=given.dialect, seed=given.seed)
+    _say(f"{given.directory}: {len(names)} dialects")
+    return CLEAN
+
+
+def _backends(_: argparse.Namespace) -> int:
+    from pytest_kvmock.backends import known_backends
+
+    specs = known_backends()
+    width = max(map(len, specs))
+    for name, spec in specs.items():
+        _say(f"{name:<{width}}  {spec.models}")
+    return CLEAN
+
+
+def _dialects(_: argparse.Namespace) -> int:
+    from pytest_kvmock.wire.table import known_dialects
+
+    rows = known_dialects()
+    width = max(map(len, rows))
+    for name, row in rows.items():
+        _say(f"{name:<{width}}  {row.models}; engine: {row.backend}")
+    return CLEAN
+
+
+if __name__ == "__main__":
+    sys.exit(main())

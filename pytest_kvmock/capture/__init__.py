@@ -1,0 +1,23 @@
+"""Streams of KV events to and from files: captures of tests and of real engines, checks of them, and vectors for other languages.
+
+`python -m pytest_kvmock` is the command over it.
+"""
+
+from pytest_kvmock.capture.capture_file import CaptureFile
+from pytest_kvmock.capture.capturing_ledger import CapturingLedger
+from pytest_kvmock.capture.check import Checked, check_file
+from pytest_kvmock.capture.lines import VERSION, CaptureError
+from pytest_kvmock.capture.recorder import Recorded, record
+from pytest_kvmock.capture.vectors import write_vectors
+
+__all__ = [
+    "VERSION",
+    "CaptureError",
+    "CaptureFile",
+    "CapturingLedger",
+    "Checked",
+    "Recorded",
+    "check_file",
+    "record",
+    "write_vectors",
+]

@@ -1,0 +1,339 @@
+"""Event hygiene over a file: what a capture holds is judged again, as it was when it arrived.
+
+One subject: from a file to the problems in it. Three kinds of files are read: captures; JSON lines of Dynamo, each a
+`RouterEvent` or a `KvCacheEvent`; and payloads of a dialect, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from pytest_kvmock.backends import backend_spec, known_backends
+from pytest_kvmock.capture.lines import HEADER, KINDS, VERSION, CaptureError, event_of
+from pytest_kvmock.capture.payload_file import split_payloads
+from pytest_kvmock.checks import unknown_text
+from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.hygiene.log import EventLog
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.report import problems_text
+from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock.hygiene.stream import RESIDENCIES, Stream
+from pytest_kvmock.wire.decoding import decode
+from pytest_kvmock.wire.table import Dialect, find_dialect
+
+MOST_UNREADABLE: Final = 10
+"""How many messages that could not be read a report lists."""
+
+Progress = Callable[[int, int], object]
+"""Told now and then how many bytes were read, and how many events."""
+
+_EVERY: Final = 20_000  # lines or batches
+
+
+@dataclass(slots=True)
+class Checked:
+    """What was found in a file.
+
+    Attributes:
+        path: the file.
+        log: the events, with their problems.
+        header: the header of a capture; empty where the file is none.
+        unreadable: what was wrong with messages of a wire, a line each.
+        notes: what could not be judged, a line each.
+        complete: whether the capture has its last line.
+        allow: rules whose breaches are none.
+    """
+
+    path: Path
+    log: EventLog = field(default_factory=EventLog)
+    header: Mapping[str, Any] = field(default_factory=dict)
+    unreadable: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    complete: bool = True
+    allow: frozenset[str] = frozenset()
+
+    @property
+    def problems(self) -> list[Problem]:
+        """The errors and warnings that stand by themselves, but for those that are allowed."""
+        return [each for each in self.log.problems if each.cause is None and each.rule not in self.allow]
+
+    @property
+    def errors(self) -> list[Problem]:
+        """The errors among them."""
+        return [problem for problem in self.problems if problem.is_error]
+
+    @property
+    def warnings(self) -> list[Problem]:
+        """The warnings among them."""
+        return [problem for problem in self.problems if not problem.is_error]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether all could be read, and no event was an error."""
+        return not self.errors and not self.unreadable
+
+    def text(self, *, warnings: bool = False) -> str:
+        """The report.
+
+        Args:
+            warnings: show warnings as errors are shown, and not as a count.
+        """
+        workers = {(entry.event.worker_id, entry.event.event.dp_rank) for entry in self.log}
+        about = [f"{self.log.total:,} event{'s' * (self.log.total != 1)}"]
+        about.append(f"{len(workers):,} stream{'s' * (len(workers) != 1)}")
+        engine = self.header.get("engine")
+        about += [str(text) for key in ("models", "endpoint") if isinstance(engine, dict) and (text := engine.get(key))]
+        about += [f"test {self.header['test']}"] if self.header.get("test") else []
+        lines = [f"{self.path}: {', '.join(about)}"]
+        lines += [f"note: {note}" for note in self.notes]
+        if not self.complete:
+            lines.append("note: the capture has no last line: what wrote it was stopped")
+        if self.unreadable:
+            count = len(self.unreadable)
+            lines.append(f"{count:,} message{'s' * (count != 1)} of the wire with something wrong:")
+            lines += [f"  {text}" for text in self.unreadable[:MOST_UNREADABLE]]
+            lines += [f"  and {count - MOST_UNREADABLE:,} more"] * (count > MOST_UNREADABLE)
+        shown = self.problems if warnings else self.errors
+        if shown:
+            lines.append(problems_text(shown))
+        if self.warnings and not warnings:
+            counts = Counter(problem.rule for problem in self.warnings)
+            named = ", ".join(f"{counts[rule]:,} {rule}" for rule in RULES if rule in counts)
+            lines.append(f"warnings: {named}")
+        if not shown and not self.unreadable:
+            lines.append("clean" if not self.warnings else "no errors")
+        return "\n".join(lines)
+
+
+def check_file(
+    path: str | Path,
+    *,
+    dialect: str | Dialect | None = None,
+    allow: Collection[str] = (),
+    residency: str | None = None,
+    progress: Progress | None = None,
+) -> Checked:
+    """Judge the events of a file.
+
+    Args:
+        path: a capture, JSON lines of Dynamo, or payloads.
+        dialect: the dialect of the payloads; None: the file is one of the others.
+        allow: rules whose breaches are none.
+        residency: of a file that does not say it: "unique" where a block is published once while it is held, "counted"
+            where every copy is; None: as the engine of the dialect, "unique" for JSON lines.
+        progress: told now and then how far it is.
+
+    Raises:
+        CaptureError: the file cannot be read, or is none of these. The message is one line.
+        ValueError: an unknown dialect, rule or residency.
+        ImportError: msgspec is not installed, and the dialect needs it.
+    """
+    from pytest_kvmock.hygiene.rules import check_rule
+
+    checked = Checked(Path(path), allow=frozenset(map(check_rule, allow)))
+    if residency is not None and residency not in RESIDENCIES:
+        raise ValueError(unknown_text("residency", residency, RESIDENCIES))
+    row = None if dialect is None else find_dialect(dialect)
+    try:
+        with checked.path.open("rb") as file:
+            if row is None:
+                _Replay(checked, residency, progress).read(file)
+            else:
+                _judge_payloads(checked, file.read(), row, residency, progress)
+    except OSError as error:
+        raise CaptureError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return checked
+
+
+def _judge_payloads(
+    checked: Checked, data: bytes, dialect: Dialect, residency: str | None, progress: Progress | None
+) -> None:
+    spec = backend_spec(dialect.backend)
+    ledger, next_ids = Ledger(), Counter[int]()
+    about: dict[str, Any] = {"residency": residency or spec.residency, "prefix_closed": spec.prefix_closed}
+    read = 0
+    for number, payload in enumerate(split_payloads(data, dialect, checked.path)):
+        read += len(payload)
+        decoded = decode(payload, dialect)
+        checked.unreadable += [f"batch {number}: {problem}" for problem in decoded.problems]
+        for event in decoded.events:
+            key = (event.worker_id, event.event.dp_rank)
+            if dialect.is_msgpack:  # its events have no ids
+                event.event.event_id += next_ids[key[1]]
+            if key not in ledger.streams:
+                ledger.open(key, first_id=None, **about)
+            entry = checked.log.append(event)
+            checked.log.note(ledger.observe(event, entry.position))
+        next_ids[decoded.dp_rank or 0] += decoded.num_events
+        if progress is not None and not number % _EVERY:
+            progress(read, checked.log.total)
+
+
+class _Replay:
+    """Gives a ledger what a capture says that one was told."""
+
+    def __init__(self, checked: Checked, residency: str | None, progress: Progress | None) -> None:
+        self._checked, self._log = checked, checked.log
+        self._residency = residency or "unique"
+        self._progress = progress
+        self._ledger = Ledger()
+        self._unchained: set[StreamKey] = set()  # by what rule their hashes are chained is not known
+
+    def read(self, file: BinaryIO) -> None:
+        """Read all lines.
+
+        Raises:
+            CaptureError: one cannot be read.
+        """
+        checked, number, done = self._checked, 0, 0
+        for number, line in enumerate(file, 1):
+            done += len(line)
+            where = f"{checked.path}: line {number}"
+            value = _loaded(line, where)
+            try:
+                if number == 1 and HEADER in value:
+                    self._begin(value)
+                elif checked.header:
+                    self._take(value)
+                else:
+                    self._take_event(_dynamos(value), {})
+            except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+                text = f"{error} is missing" if type(error) is KeyError else str(error)
+                raise CaptureError(f"{where}: {text}") from None
+            if self._progress is not None and not number % _EVERY:
+                self._progress(done, self._log.total)
+        if not number:
+            raise CaptureError(f"{checked.path}: the file is empty; a capture has a header")
+
+    def _begin(self, header: Mapping[str, Any]) -> None:
+        if header[HEADER] != VERSION or isinstance(header[HEADER], bool):
+            raise ValueError(f"version {header[HEADER]!r:.80} of the format of captures; this program reads {VERSION}")
+        self._checked.header = header
+        self._checked.complete = False
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        kind = next(iter(line), None)
+        if kind not in KINDS:
+            raise ValueError(unknown_text("kind of line", kind, KINDS))
+        value, log, ledger = line[kind], self._log, self._ledger
+        if kind == "event":
+            self._take_event(event_of(line), line)
+        elif kind == "hashes_of":
+            entry = log[value]
+            log.note(ledger.wrong_hash(entry.event, entry.position, entry.problems))
+        elif kind == "full":
+            log.note(ledger.over_capacity(log.total - 1))
+        elif kind == "end":
+            self._checked.complete = True
+        elif not isinstance(value, dict):
+            raise TypeError(f"{kind}: expected an object, got {value!r:.80}")
+        elif kind == "unreadable":
+            self._checked.unreadable.append(str(value["text"]))
+        else:
+            getattr(self, f"_take_{kind}")((value["worker_id"], value["dp_rank"]), value)
+
+    def _take_event(self, event: RouterEvent, line: Mapping[str, Any]) -> None:
+        key = (event.worker_id, event.event.dp_rank)
+        entry = self._log.append(event)
+        if key not in self._ledger.streams:
+            self._ledger.open(key, first_id=None, residency=self._residency)  # type: ignore[arg-type]  # checked before
+        if not (line.get("replayed") and self._ledger.was_replayed(event)):
+            chained = line.get("chained") is True and key not in self._unchained
+            self._log.note(self._ledger.observe(event, entry.position, chained=chained))
+
+    def _take_stream(self, key: StreamKey, value: dict[str, Any]) -> None:
+        about = {name: value[name] for name in _ABOUT if name in value}
+        if about.get("tier_blocks"):
+            about["tier_blocks"] = {StorageTier.of(tier): blocks for tier, blocks in about["tier_blocks"].items()}
+        if about.get("residency", "unique") not in RESIDENCIES:
+            raise ValueError(unknown_text("residency", about["residency"], RESIDENCIES))
+        self._ledger.open(key, **about)
+        backend = value.get("backend")
+        if backend is None:
+            return
+        self._unchained.discard(key)
+        if backend not in known_backends():
+            self._unchained.add(key)
+            note = f"backend {backend!r} is not known here, so its hashes are not judged"
+            self._checked.notes += [note] * (note not in self._checked.notes)
+            return
+        spec = backend_spec(backend)
+        if spec.chain is not None:
+            size = value.get("block_size") or 16
+            manager = spec.make(num_blocks=1, block_size=size, dp_rank=0, sink=None)
+            self._ledger.streams[key].hash_chain = partial(spec.chain, manager)()
+
+    def _take_restarted(self, key: StreamKey, value: dict[str, Any]) -> None:
+        first_id = value["first_id"]
+        self._log.worker_removed(key[0], None if first_id is None else key[1], [key])
+        self._ledger.restarted(key, first_id=first_id)
+
+    def _take_missed(self, key: StreamKey, value: dict[str, Any]) -> None:
+        event = None if value["event"] is None else event_of(value["event"])
+        problem = Problem(value["rule"], *key, value["observed"], value["expected"], event)
+        problem.position = self._log.total - 1
+        self._log.note([problem])
+        self._ledger.missed(key, value["event_id"], problem)
+
+    def _take_lost(self, key: StreamKey, value: dict[str, Any]) -> None:
+        batches = range(value["start"], value["stop"])
+        self._log.note(self._ledger.lost_batches(key, batches, self._log.total - 1, value["observed"]))
+
+    def _take_skipped(self, key: StreamKey, value: dict[str, Any]) -> None:
+        self._ledger.skipped(key, value["due"], value["got"])
+
+    def _take_published(self, key: StreamKey, value: dict[str, Any]) -> None:
+        self._log.note(self._ledger.published(key, value["next_id"], self._log.total - 1))
+
+    def _take_recovered(self, key: StreamKey, value: dict[str, Any]) -> None:
+        news = self._ledger.recovered(self._published(key, value["events"]), range(value["start"], value["stop"]))
+        for problem in news:
+            problem.position = self._log.total - 1
+        self._log.note(news)
+
+    def _published(self, key: StreamKey, events: list[dict[str, Any]]) -> Stream:
+        """The stream of what a worker has published."""
+        ledger, like = Ledger(), self._ledger.stream(key)
+        stream = ledger.open(key, first_id=None, residency=like.residency, prefix_closed=like.prefix_closed)
+        for event in events:
+            ledger.observe(event_of(event), 0)
+        return stream
+
+
+_ABOUT: Final = ("first_id", "block_size", "num_blocks", "tier_blocks", "residency", "prefix_closed")
+"""What a line says of a stream; the arguments of `Ledger.open`."""
+
+
+def _loaded(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        if not line.endswith(b"\n"):
+            raise CaptureError(f"{where}: cut off: {len(line)} bytes of a line without its end") from None
+        what = getattr(error, "msg", None) or str(error)
+        raise CaptureError(f"{where}: not JSON: {what}; payloads in msgpack are read with their dialect") from None
+    if not isinstance(value, dict):
+        raise CaptureError(f"{where}: expected an object, got {value!r:.80}")
+    return value
+
+
+def _dynamos(value: Mapping[str, Any]) -> RouterEvent:
+    """The event of a line of Dynamo's JSON, alone or in a record with its time.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if "timestamp" in value and isinstance(value.get("event"), dict):
+        value = value["event"]
+    if "worker_id" in value:
+        return RouterEvent.from_dict(value)
+    if "data" in value:
+        return RouterEvent(0, KvCacheEvent.from_dict(value))
+    raise ValueError(f"expected the header of a capture ({HEADER}), or an event in Dynamo's JSON")

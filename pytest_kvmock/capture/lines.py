@@ -1,0 +1,173 @@
+"""The lines of a capture, as JSON: one object a line, a header first.
+
+A line has one key that says what it is, and perhaps others beside it:
+
+| key | what it says |
+|---|---|
+| `kvmock_capture` | the header: version of the format, engine, profile, seed, test |
+| `stream` | the stream of a worker and rank begins: what is known of it |
+| `event` | an event as the router received it, in Dynamo's JSON; beside it `token_ids`, `extra`, `as_published` (its parent and blocks, where hashes are signed), `chained`, `replayed` |
+| `hashes_of` | the hashes of the event at this place are a chain, found out later |
+| `restarted` | a worker and rank restarted, announced, or was removed |
+| `missed` | an event that a sink kept from the router |
+| `lost` | batches of a wire that did not arrive |
+| `unreadable` | what was wrong with a message of a wire |
+| `skipped` | ids that a worker left out |
+| `published` | ids below this were published, and some did not arrive |
+| `full` | the blocks held were counted, and were too many |
+| `recovered` | a router asked for what it missed |
+| `end` | the capture is whole |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any, Final
+
+from pytest_kvmock.checks import is_integer
+from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, Stored
+
+HEADER: Final = "kvmock_capture"
+VERSION: Final = 1
+"""The version of the format that is written, and the only one that is read."""
+
+KINDS: Final = (
+    "stream",
+    "event",
+    "hashes_of",
+    "restarted",
+    "missed",
+    "lost",
+    "unreadable",
+    "skipped",
+    "published",
+    "full",
+    "recovered",
+    "end",
+)
+"""The keys of lines after the header."""
+
+_U64: Final = 2**64 - 1
+
+
+class CaptureError(ValueError):
+    """A file that cannot be read or written. The message is one line, and names the file, and the line in it."""
+
+
+def version() -> str:
+    """The version of the package that writes; empty where it is not installed."""
+    try:
+        return metadata.version("pytest-kvmock")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def header(engine: Mapping[str, Any] | None, seed: int | None, **more: Any) -> dict[str, Any]:
+    """What the first line of a capture says beside the version of the format.
+
+    Args:
+        engine: what published: its backend or dialect, and what it models; None: nobody knows.
+        seed: of everything random in it; None: it has none.
+        **more: profile, and test.
+    """
+    return {"made_by": f"pytest-kvmock {version()}".strip(), "engine": engine, "seed": seed, "profile": None, **more}
+
+
+def to_text(line: Mapping[str, Any]) -> str:
+    """A line as JSON, without the newline."""
+    return json.dumps(line, separators=(",", ":"), default=_plain)
+
+
+def _plain(value: object) -> object:
+    """What JSON has no form for: bytes as `{"hex": ...}`, any sequence as a list, the rest as its text."""
+    if isinstance(value, bytes):
+        return {"hex": value.hex()}
+    try:
+        return list(value)  # type: ignore[call-overload]  # what is none has its text
+    except TypeError:
+        return repr(value)
+
+
+def event_line(event: RouterEvent, *, chained: bool = False, replayed: bool = False) -> dict[str, Any]:
+    """The line of an event.
+
+    Args:
+        event: the event.
+        chained: whether its hashes must be the engine's chain.
+        replayed: whether it was part of a recovery, and changes nothing.
+    """
+    line: dict[str, Any] = {"event": event.to_dict()}
+    if event.token_ids is not None:
+        line["token_ids"] = event.token_ids
+    if event.extra is not None:
+        line["extra"] = dict(event.extra)
+    data = event.event.data
+    if not isinstance(data, Cleared):
+        parent = data.parent_hash if isinstance(data, Stored) else None
+        if min((*data.block_hashes, parent or 0), default=0) < 0:
+            line["as_published"] = [parent, data.block_hashes]
+    if chained:
+        line["chained"] = True
+    if replayed:
+        line["replayed"] = True
+    return line
+
+
+def event_of(line: Mapping[str, Any]) -> RouterEvent:
+    """The event of a line.
+
+    Raises:
+        ValueError: it is none. The message says where.
+    """
+    event = RouterEvent.from_dict(line["event"])
+    tokens, extra = line.get("token_ids"), line.get("extra")
+    if tokens is not None and not (isinstance(tokens, list) and all(isinstance(each, list) for each in tokens)):
+        raise ValueError(f"token_ids: expected an array of arrays, got {tokens!r:.80}")
+    if extra is not None and not isinstance(extra, dict):
+        raise ValueError(f"extra: expected an object, got {extra!r:.80}")
+    if "as_published" in line:
+        event.event = KvCacheEvent(
+            event.event.event_id, _with_hashes(event.event.data, line["as_published"]), event.event.dp_rank
+        )
+    event.token_ids = tokens
+    event.extra = None if extra is None else {key: _extra(key, value) for key, value in extra.items()}
+    return event
+
+
+def _with_hashes(data: EventData, published: Any) -> EventData:
+    """The data with the block hashes of its engine, which may be signed: Dynamo's JSON has the u64 of the same bits.
+
+    Raises:
+        ValueError: these are no hashes of the same bits.
+    """
+    if not isinstance(data, Cleared) and isinstance(published, list) and len(published) == 2:
+        parent, hashes = published
+        before = data.parent_hash if isinstance(data, Stored) else None
+        if isinstance(hashes, list) and _u64(hashes) == list(data.block_hashes) and _u64([parent]) == [before]:
+            if isinstance(data, Removed):
+                return Removed(hashes)
+            return Stored(parent, tuple(hashes), data.tokens_hashes, data.start_position, data.mm_extra_info)
+    raise ValueError(f"as_published: expected the parent and the block hashes of the event, got {published!r:.80}")
+
+
+def _u64(hashes: list[Any]) -> list[Any]:
+    return [block & _U64 if is_integer(block) else block for block in hashes]
+
+
+def _extra(key: str, value: Any) -> Any:
+    """A value of `RouterEvent.extra`, with tuples and bytes where there were."""
+    if key == "extra_keys" and isinstance(value, list):
+        return [_tuples(each) for each in value]
+    if key == "digests" and isinstance(value, list):
+        return _tuples(value)
+    return _tuples(value) if isinstance(value, dict) else value
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_tuples, value))
+    if isinstance(value, dict) and value.keys() == {"hex"} and isinstance(value["hex"], str):
+        return bytes.fromhex(value["hex"])
+    return value

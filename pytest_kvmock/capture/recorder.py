@@ -1,0 +1,135 @@
+"""Recording a live engine: its KV events over ZMQ into a capture, judged as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+from pytest_kvmock.backends import backend_spec
+from pytest_kvmock.capture.capture_file import CaptureFile
+from pytest_kvmock.capture.capturing_ledger import CapturingLedger
+from pytest_kvmock.capture.lines import header
+from pytest_kvmock.checks import check_integer, check_number
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.hygiene.log import EventLog
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.wire.table import find_dialect
+
+_LOOK: Final = 0.2
+"""Seconds between two looks at the time."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What was recorded.
+
+    Attributes:
+        path: the capture.
+        batches: how many batches came.
+        lost: what did not arrive, and could not be had, a line each.
+        unreadable: what was wrong with messages, a line each.
+        log: the events, with their problems.
+    """
+
+    path: Path
+    batches: int = 0
+    lost: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    log: EventLog = field(default_factory=EventLog)
+
+    @property
+    def errors(self) -> list[Problem]:
+        """The errors that stand by themselves."""
+        return self.log.errors
+
+
+def record(
+    endpoint: str,
+    path: str | Path,
+    *,
+    dialect: str = "vllm-0.33",
+    replay: str | None = None,
+    ranks: int | None = None,
+    topic: str = "",
+    batches: int | None = None,
+    seconds: float | None = None,
+    progress: Callable[[Recorded], object] | None = None,
+) -> Recorded:
+    """Record what an engine publishes, until there is enough or a KeyboardInterrupt; that ends it, and is not raised.
+
+    Args:
+        endpoint: where the engine is bound; other ranks are on the ports after it.
+        path: the capture to write.
+        dialect: what the engine speaks.
+        replay: where the engine answers for batches that it has published before; None: nowhere, and the stream begins
+            with the first batch that arrives.
+        ranks: how many data-parallel ranks there are; None: one.
+        topic: what the topic of a batch must begin with.
+        batches: how many batches are enough; None: any number.
+        seconds: how long; None: until it is interrupted.
+        progress: told after each look.
+
+    Raises:
+        CaptureError: the file cannot be written.
+        EndpointError: an endpoint that cannot be connected to.
+        ValueError: an unknown dialect, or a number out of range.
+        ImportError: pyzmq or msgspec is not installed.
+    """
+    from pytest_kvmock.wire.kv_subscriber import KvSubscriber
+
+    row = find_dialect(dialect)
+    if batches is not None:
+        check_integer("batches", batches, 1)
+    until = None if seconds is None else monotonic() + check_number("seconds", seconds, unit=" seconds")
+    spec = backend_spec(row.backend)
+    recorded = Recorded(Path(path))
+
+    def judge(event: RouterEvent) -> None:
+        entry = recorded.log.append(event)
+        recorded.log.note(ledger.observe(event, entry.position))
+
+    def lose(worker_id: int, dp_rank: int, batches: range, observed: str) -> None:
+        recorded.lost.append(f"rank {dp_rank}: {observed}")
+        recorded.log.note(ledger.lost_batches((worker_id, dp_rank), batches, recorded.log.total - 1, observed))
+
+    with KvSubscriber(
+        endpoint,
+        judge,
+        dialect=row,
+        replay=replay,
+        ranks=ranks,
+        topic=topic,
+        from_start=replay is not None,
+        on_loss=lose,
+    ) as subscriber:
+        engine = {"dialect": row.name, "models": row.models, "endpoint": endpoint, "replay": replay}
+        file = CaptureFile(path, header(engine, None))
+        ledger = CapturingLedger(file)
+        with file:
+            for rank in range(len(subscriber.endpoints)):
+                about = {"residency": spec.residency, "prefix_closed": spec.prefix_closed}
+                ledger.open((subscriber.worker_id, rank), first_id=None, **about)
+            try:
+                if replay is not None:
+                    subscriber.catch_up()
+                while (batches is None or subscriber.batches < batches) and (until is None or monotonic() < until):
+                    subscriber.poll(_LOOK)
+                    _write_unreadable(recorded, file, subscriber.problems)
+                    recorded.batches = subscriber.batches
+                    if progress is not None:
+                        progress(recorded)
+            except KeyboardInterrupt:
+                pass
+            _write_unreadable(recorded, file, subscriber.problems)
+            recorded.batches = subscriber.batches
+    return recorded
+
+
+def _write_unreadable(recorded: Recorded, file: CaptureFile, problems: Sequence[object]) -> None:
+    """Write what is new of what was wrong with messages."""
+    for text in map(str, problems[len(recorded.unreadable) :]):
+        recorded.unreadable.append(text)
+        file.write({"unreadable": {"text": text}})

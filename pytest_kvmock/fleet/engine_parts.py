@@ -1,0 +1,132 @@
+"""What a mock engine is put together from: a worker whose sizes are those of its arguments, and the scheduler that they name."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any, cast
+
+from pytest_kvmock.backends import BackendSpec
+from pytest_kvmock.cache.manager import protocol_mismatch
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.driver import RadixSchedulerDriver, SchedulerDriver
+from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
+from pytest_kvmock.engine.worker import KvWorker
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.dynamo.logical import LogicalManager
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.engine.scheduler import Scheduler
+    from pytest_kvmock.engine.tier_clock import TierClock
+    from pytest_kvmock.sinks import Sink
+
+
+def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng: Random) -> KvWorker:
+    """Make a worker of the sizes that `args` have, over a backend.
+
+    Raises:
+        ValueError: they have a host, and the backend takes none.
+    """
+    if args.has_host:
+        spec.check_options({"tiers": args.num_g2_blocks})
+
+    def make_manager(sink: Sink | None) -> KvManager:
+        manager = spec.make(num_blocks=args.num_gpu_blocks, block_size=args.block_size, dp_rank=0, sink=sink)
+        host = args.make_host()
+        if host is not None:
+            cast("LogicalManager", manager).attach_offload(host)
+        return manager
+
+    return KvWorker(
+        make_manager,
+        sink=sink,
+        prefix_caching=args.enable_prefix_caching,
+        publishes=args.needs_kv_publisher,
+        rng=rng,
+        driver=spec.driver,
+    )
+
+
+def make_scheduler(args: MockEngineArgs, driver: Any, tiers: TierClock | None) -> Scheduler:
+    """Make the scheduler that `args` name, over the driver of a manager that it can use.
+
+    Raises:
+        ValueError: it cannot use that.
+    """
+    if args.engine_type == "sglang":
+        from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
+
+        if protocol_mismatch(driver, RadixSchedulerDriver) is not None:
+            raise ValueError(
+                "engine_type 'sglang' schedules over a radix cache, backend mocker_sglang or sglang; "
+                f"got {driver.manager.backend!r}"
+            )
+        return SglangScheduler(driver, args)
+    if protocol_mismatch(driver, SchedulerDriver) is not None:
+        raise ValueError(
+            f"engine_type 'vllm' cannot schedule over backend {driver.manager.backend!r}; engine_type 'sglang' does"
+        )
+    return VllmScheduler(driver, args, tiers)
+
+
+def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
+    """Compare the worker's sizes and the arguments.
+
+    Raises:
+        ValueError: they differ.
+    """
+    manager = worker.manager
+    of_worker = (manager.max_capacity, manager.block_size, worker.prefix_caching)
+    wanted = (args.num_gpu_blocks, args.block_size, args.enable_prefix_caching)
+    names = ("num_gpu_blocks", "block_size", "enable_prefix_caching")
+    for name, has, asked in zip(names, of_worker, wanted, strict=True):
+        if has != asked:
+            raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
+    tiers = worker.tiers
+    host = None if tiers is None or tiers.manager.offload is None else tiers.manager.offload.num_blocks
+    # By itself it makes no host, in the original neither; beside a worker that has one it says how large that is.
+    is_asked = args.has_host or (args.num_g2_blocks is not None and host is not None)
+    if is_asked and args.num_g2_blocks != host:
+        if host is None:
+            made, else_ = "without tiers", f"make the worker with tiers={{'host': {args.num_g2_blocks}}}"
+        else:
+            made, else_ = f"with a host of {host} blocks", "give it the same"
+        raise ValueError(
+            f"num_g2_blocks={args.num_g2_blocks}, and {worker!r} was made {made}; leave it out, or {else_}"
+        )
+    _check_links(args, worker, None if tiers is None else tiers.manager.offload)
+    if tiers is not None and args.scheduler_semantics != "1.2.1":
+        raise ValueError(
+            "tiers are for engines that follow the scheduler of 1.2.1, as no later one was recorded with them; got "
+            f"semantics={args.scheduler_semantics!r} over {worker!r}"
+        )
+
+
+def _check_links(args: MockEngineArgs, worker: KvWorker, host: object) -> None:
+    """Compare what `args` set of the links to a host and what the worker's was made with.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if host is None:
+        return
+    from pytest_kvmock.tiers.offload import HostOffload
+
+    if not isinstance(host, HostOffload):  # one of the user's own
+        return
+    to_host, to_device = host.gbps
+    made = {
+        "offload_batch_size": host.batch_size,
+        "bandwidth_g1_to_g2_gbps": to_host,
+        "bandwidth_g2_to_g1_gbps": to_device,
+    }
+    if args.has_host:  # without a host of theirs, the bytes of a token are those of handoffs
+        size = worker.manager.block_size
+        made["kv_bytes_per_token"] = (
+            host.block_bytes // size if host.block_bytes % size == 0 else host.block_bytes / size
+        )
+    for name, has in made.items():
+        asked = getattr(args, name)
+        if asked is not None and asked != has:
+            raise ValueError(
+                f"{name}={asked!r}, and the host of {worker!r} was made with {has!r}; leave it out, or give it the same"
+            )

@@ -1,0 +1,73 @@
+"""What the fixtures `kv_wire`, `kv_publisher` and `make_kv_publisher` give: the events of a worker on a wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.harness import RouterHarness
+from pytest_kvmock.plugin.case import Case, backend_name, fail_in_one_line
+from pytest_kvmock.plugin.options import DIALECTS
+from pytest_kvmock.wire import Dialect, StreamDigests, find_dialect
+from pytest_kvmock.wire.batcher import KvWire
+from pytest_kvmock.wire.zmq import KvPublisher
+
+
+def make_wire(case: Case, harness: RouterHarness, kv_dialect: str) -> KvWire:
+    """Make what keeps the bytes of worker 0, all ranks."""
+    dialect = find_dialect(backend_name(case.item, kv_dialect, DIALECTS))
+    try:
+        wire = KvWire(dialect, ranks=harness.profile.dp_size, digests=_digests(harness, 0, dialect))
+    except (ImportError, ValueError) as error:
+        fail_in_one_line(case.item, f"kv_wire: {error}")
+    harness.add_sink(wire, worker_id=0)
+    return wire
+
+
+@contextmanager
+def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[Callable[..., KvPublisher]]:
+    """What makes publishers of workers; they are closed when the context is left.
+
+    A fault that was asked for and has not struck fails a test that passed so far.
+    """
+    made: list[KvPublisher] = []
+    with ExitStack() as stack:
+
+        def make(worker: int = 0, **options: Any) -> KvPublisher:
+            given = options.pop("dialect", None)
+            try:
+                check_integer("make_kv_publisher: worker", worker, 0)
+                dialect = find_dialect(backend_name(case.item, kv_dialect, DIALECTS) if given is None else given)
+                options.setdefault("ranks", harness.profile.dp_size)
+                if "digests" not in options:
+                    options["digests"] = _digests(harness, worker, dialect)
+                publisher = stack.enter_context(KvPublisher(dialect, **options))
+            except (ImportError, ValueError) as error:
+                fail_in_one_line(case.item, f"kv_publisher: {error}")
+            harness.add_sink(publisher, worker_id=worker)
+            stack.callback(harness.publisher.remove_sink, publisher)  # what teardowns publish later has no wire
+            made.append(publisher)
+            return publisher
+
+        yield make
+    unused = [fault for publisher in made for fault in publisher.faults.unused]
+    if unused and case.passed:
+        pytest.fail(f"kvmock: faults of the wire were asked for and did not strike: {', '.join(unused)}", pytrace=False)
+
+
+def _digests(harness: RouterHarness, worker_id: int, dialect: Dialect) -> dict[int, StreamDigests]:
+    """The digests of each rank of a worker, where the dialect writes them.
+
+    Raises:
+        EncodeError: the backend has none.
+    """
+    if dialect.hashes != "bytes":
+        return {}
+    return {
+        rank: StreamDigests.of_manager(harness.worker(worker_id, rank).manager)
+        for rank in range(harness.profile.dp_size)
+    }

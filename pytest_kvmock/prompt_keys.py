@@ -1,0 +1,221 @@
+"""What a prompt carries beside its tokens: a LoRA adapter, a cache salt, multimodal items, a session.
+
+Engines name blocks by the first three, so that requests of two adapters or two tenants share nothing; the session names
+nothing, and travels with events.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, NamedTuple, Self, TypeAlias
+
+from xxhash import xxh3_64_intdigest
+
+from pytest_kvmock.checks import is_integer
+
+EventExtra: TypeAlias = Mapping[str, Any]
+"""What travels beside an event, under the names that it has on the wire; what is not there is absent.
+
+`lora_id`, `lora_name`, `cache_salt`, `session_id`; and `extra_keys`: per block, what vLLM hashes beside its tokens (a tuple, or
+None): the adapter's name, `(identifier, offset)` of each multimodal item, in the first block the salt. `lora_path` is on no wire.
+"""
+
+_DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
+
+
+class MultimodalItem(NamedTuple):
+    """A multimodal item in a prompt, such as an image.
+
+    Attributes:
+        identifier: what the engine calls it; the hash of its content.
+        offset: position of its first token in the prompt.
+        length: how many tokens stand for it.
+    """
+
+    identifier: str
+    offset: int
+    length: int
+
+
+def mm_hash(identifier: str) -> int:
+    """The u64 that stands for a multimodal item in Dynamo's local hashes.
+
+    Of an identifier of 64 hexadecimal digits, as vLLM's are, the first 16 (Dynamo, `parse_mm_hash_from_extra_key`). Dynamo
+    leaves out any other; here it is the XXH3-64 of the text, so that short names of a test are told apart too.
+    """
+    return int(identifier[:16], 16) if _DIGEST.fullmatch(identifier) else xxh3_64_intdigest(identifier.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKeys:
+    """What a prompt carries beside its tokens.
+
+    Attributes:
+        lora_name: name of the adapter; None for none.
+        cache_salt: a tenant's salt, or namespace; None for none.
+        multimodal: the multimodal items, in the order of their offsets.
+        session_id: which session it belongs to; None for none. It names no block.
+        lora_path: where the adapter lies; vLLM 0.33 hashes it, and no other engine does.
+
+    Raises:
+        ValueError: a text that is none, or is empty; or an item that is not (identifier, offset, length).
+    """
+
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    multimodal: tuple[MultimodalItem, ...] = ()
+    session_id: str | None = None
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("lora_name", "cache_salt", "session_id"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name} must be a string that is not empty, or None, got {value!r:.80}")
+        if self.multimodal != ():
+            object.__setattr__(self, "multimodal", _checked_items(self.multimodal))
+
+    def __repr__(self) -> str:
+        return f"PromptKeys({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are not their defaults, by name; items as plain tuples."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found["multimodal"] = tuple(map(tuple, self.multimodal))
+        return {name: value for name, value in found.items() if value not in (None, (), "")}
+
+    @property
+    def naming(self) -> list[str]:
+        """Names of the fields by which blocks are named: all that are given but the session."""
+        return [name for name in self.given if name not in ("session_id", "lora_path")]
+
+    def named(self) -> Self | None:
+        """The same without what names no block; None where nothing is left."""
+        return replace(self, session_id=None) if self.naming else None
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raise a ValueError for an item that ends behind the last of so many tokens."""
+        for identifier, offset, length in self.multimodal:
+            if offset + length > num_tokens:
+                raise ValueError(
+                    f"multimodal item {identifier!r:.80} has tokens {offset} to {offset + length - 1}, and the prompt has "
+                    f"{num_tokens} tokens"
+                )
+
+    def block_keys(self, position: int, block_size: int) -> tuple[Any, ...] | None:
+        """What vLLM hashes beside the tokens of one block, untagged, as it is on the wire; None for nothing.
+
+        Args:
+            position: how many blocks stand before it.
+            block_size: tokens a block.
+        """
+        keys: list[Any] = [] if self.lora_name is None else [self.lora_name]
+        start = position * block_size
+        for identifier, offset, length in self.multimodal:
+            if offset < start + block_size and offset + length > start:
+                keys.append((identifier, offset - start))  # below 0 where it began in a block before
+        if self.cache_salt is not None and not position:
+            keys.append(self.cache_salt)
+        return tuple(keys) or None
+
+    def mm_hashes(self, start: int, end: int, block_size: int) -> list[list[int]] | None:
+        """Per block from `start` to `end`, the u64 of each multimodal item in it; None where there are no items at all."""
+        if not self.multimodal:
+            return None
+        hashes: list[list[int]] = []
+        for first in range(start * block_size, end * block_size, block_size):
+            inside = (item for item in self.multimodal if item.offset < first + block_size and sum(item[1:]) > first)
+            hashes.append([mm_hash(item.identifier) for item in inside])
+        return hashes
+
+    def carried(self, start: int, end: int, block_size: int) -> dict[str, Any]:
+        """What travels beside an event that stores the blocks from `start` to `end` of the prompt."""
+        found: dict[str, Any] = {}
+        if self.lora_name is not None:
+            found = {"lora_id": lora_id(self.lora_name), "lora_name": self.lora_name}
+            if self.lora_path:
+                found["lora_path"] = self.lora_path
+        if self.cache_salt is not None:
+            found["cache_salt"] = self.cache_salt
+        if self.session_id is not None:
+            found["session_id"] = self.session_id
+        if self.naming:
+            found["extra_keys"] = [self.block_keys(position, block_size) for position in range(start, end)]
+        return found
+
+
+def lora_id(lora_name: str) -> int:
+    """The number of an adapter, from 1 to 2**31 - 1: vLLM counts adapters as they are loaded, here it is made from the name."""
+    return xxh3_64_intdigest(lora_name.encode()) % (2**31 - 1) + 1
+
+
+def _checked_items(items: object) -> tuple[MultimodalItem, ...]:
+    allowed = "multimodal has items (identifier, offset, length): a string, and numbers of at least 0 and 1"
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise ValueError(f"{allowed}; got {items!r:.80}")  # noqa: TRY004 - one error for all that is wrong with it
+    checked = []
+    for item in items:
+        parts = tuple(item) if isinstance(item, Sequence) and not isinstance(item, str) else ()
+        if len(parts) != 3 or not isinstance(parts[0], str) or not parts[0]:
+            raise ValueError(f"{allowed}; got {item!r:.80}")
+        if not is_integer(parts[1], 0) or not is_integer(parts[2], 1):
+            raise ValueError(f"{allowed}; got {item!r:.80}")
+        checked.append(MultimodalItem(*parts))
+    return tuple(sorted(checked, key=lambda item: item.offset))
+
+
+# -------------------------------------------------------------------------------------------- beside an event
+
+
+def names_blocks(extra: EventExtra | None) -> bool:
+    """Whether blocks are named by something of what travels beside their event."""
+    return extra is not None and any(extra.get(key) for key in ("lora_name", "cache_salt", "extra_keys"))
+
+
+def group_of(extra: EventExtra | None) -> int:
+    """The cache group that an event is about, from its `group_idx`; 0 where it has none.
+
+    vLLM publishes the blocks of a hybrid model once for each of its groups, under the same hashes.
+    """
+    group = None if extra is None else extra.get("group_idx")
+    return group if is_integer(group, 1) else 0
+
+
+def hash_options(extra: EventExtra | None) -> dict[str, Any]:
+    """The options of `block_hashes` for the blocks of an event, from what travels beside it."""
+    if not extra:
+        return {}
+    options = {"lora_name": extra.get("lora_name"), "cache_namespace": extra.get("cache_salt")}
+    found: dict[str, Any] = {name: text for name, text in options.items() if isinstance(text, str)}
+    mm_hashes = [[mm_hash(key[0]) for key in _listed(keys) if _is_item(key)] for keys in block_keys(extra)]
+    return {**found, "mm_hashes": mm_hashes} if any(mm_hashes) else found
+
+
+def block_keys(extra: EventExtra) -> Sequence[Any]:
+    """The `extra_keys` of an event, one entry a block; empty where there are none."""
+    return _listed(extra.get("extra_keys"))
+
+
+def _listed(value: object) -> Sequence[Any]:
+    """The value, if it is a list or tuple; else nothing: what came over a wire may be anything."""
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def part_of(extra: EventExtra | None, places: Iterable[int]) -> EventExtra | None:
+    """What travels beside an event of some blocks only.
+
+    Args:
+        extra: beside the whole event.
+        places: which of its blocks, from 0.
+    """
+    keys = () if extra is None else block_keys(extra)
+    if extra is None or not keys:
+        return extra
+    return {**extra, "extra_keys": [keys[place] for place in places if place < len(keys)]}
+
+
+def _is_item(key: object) -> bool:
+    return isinstance(key, (tuple, list)) and len(key) == 2 and isinstance(key[0], str)

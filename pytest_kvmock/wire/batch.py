@@ -1,0 +1,84 @@
+"""What goes onto a wire and comes from it: a batch of events, and what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.wire.defects import WireDefect, WireProblem
+
+DIGESTS: Final = "digests"
+"""In `RouterEvent.extra`: (parent's digest or None, digest of each block), of an event whose hashes came as bytes."""
+
+PAIRS: Final = "token_pairs"
+"""In `RouterEvent.extra`: the token ids of an event that has pairs of them, as EAGLE's bigram pages have."""
+
+SIZE: Final = "block_size"
+"""In `RouterEvent.extra`: the block size of a Stored without blocks."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The events of one step of one rank, as one message carries them.
+
+    Attributes:
+        events: in order; of one worker and rank.
+        timestamp: seconds since the epoch. It is a number that the caller passes: nothing here has a clock.
+        dp_rank: the rank; None: that of the events, or 0 where there is none.
+    """
+
+    events: Sequence[RouterEvent]
+    timestamp: float = 0.0
+    dp_rank: int | None = None
+
+
+@dataclass(slots=True)
+class Decoded:
+    """What was read from a payload.
+
+    Attributes:
+        events: the good events, as the ledger and an index take them. Their ids count all events of the batch, so that
+            one that could not be read leaves a gap.
+        problems: what was wrong, in the order of the payload; of an event that was kept, too (`WireProblem.is_kept`).
+        num_events: how many events the batch had, as far as that could be read.
+        timestamp: of the batch; None where there is none.
+        dp_rank: of the batch; None where the slot is nil, or bad.
+    """
+
+    events: list[RouterEvent] = field(default_factory=list)
+    problems: list[WireProblem] = field(default_factory=list)
+    num_events: int = 0
+    timestamp: float | None = None
+    dp_rank: int | None = None
+
+    @property
+    def extra(self) -> list[Mapping[str, Any] | None]:
+        """For each event, what it has that an ordinary one has not: `RouterEvent.extra`."""
+        return [event.extra for event in self.events]
+
+    @property
+    def defects(self) -> list[WireDefect]:
+        """The names of the problems."""
+        return [problem.name for problem in self.problems]
+
+
+@dataclass(slots=True)
+class Metadata:
+    """What was read from a payload whose token ids were left as they are.
+
+    Attributes:
+        events: of each good event a struct with the fields of the dialect, by their names on the wire; `token_ids` is
+            a `msgspec.Raw`. Spans and digests are not looked at.
+        problems: as `Decoded.problems`.
+        num_events: as `Decoded.num_events`.
+        timestamp: as `Decoded.timestamp`.
+        dp_rank: as `Decoded.dp_rank`.
+    """
+
+    events: list[Any] = field(default_factory=list)
+    problems: list[WireProblem] = field(default_factory=list)
+    num_events: int = 0
+    timestamp: float | None = None
+    dp_rank: int | None = None

@@ -1,0 +1,278 @@
+"""Events of one engine as batches of bytes: one a step and rank, as vLLM publishes them. `KvWire` keeps them, without a socket."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.events import (
+    BlockTokens,
+    Cleared,
+    EventData,
+    KvCacheEvent,
+    Removed,
+    RouterEvent,
+    StorageTier,
+    Stored,
+)
+from pytest_kvmock.wire.batch import Batch, Decoded
+from pytest_kvmock.wire.decoding import decode
+from pytest_kvmock.wire.defects import EncodeError
+from pytest_kvmock.wire.digests import StreamDigests
+from pytest_kvmock.wire.encoding import encode
+from pytest_kvmock.wire.table import Dialect, find_dialect
+
+SMALL: Final = 2**32
+"""Block ids below are numbers written by hand: no digest is so small, and llm-d refuses the short forms of msgpack."""
+
+WIDE: Final = 0xB10C << 48
+"""What is added to such an id on the wire: block 5 is 0xb10c000000000005 there."""
+
+_U64: Final = 2**64 - 1
+
+
+def wire_hash(block_hash: int) -> int:
+    """Return the u64 that stands for a block on the wire: an id below 2^32 has a full-width value of its own there."""
+    return block_hash + WIDE if 0 <= block_hash < SMALL else block_hash & _U64
+
+
+def block_of(wire_hash: int) -> int:
+    """Return the block that a u64 or i64 from the wire stands for, as `wire_hash` wrote it."""
+    unsigned = wire_hash & _U64
+    return unsigned - WIDE if WIDE <= unsigned < WIDE + SMALL else unsigned
+
+
+def widened(event: RouterEvent) -> RouterEvent:
+    """Return the event with full-width block hashes, in parents and removals too; most events are returned as they are."""
+    data = event.event.data
+    if isinstance(data, Cleared):
+        return event
+    parent = data.parent_hash if isinstance(data, Stored) else None
+    if (parent is None or parent >= SMALL) and min(data.block_hashes, default=SMALL) >= SMALL:
+        return event  # most of vLLM's, without a look at each
+    if all(not 0 <= block < SMALL for block in data.block_hashes) and (parent is None or not 0 <= parent < SMALL):
+        return event
+    hashes = tuple(map(wire_hash, data.block_hashes))
+    if isinstance(data, Removed):
+        return replace(event, event=replace(event.event, data=Removed(hashes)))
+    wide = replace(data, block_hashes=hashes, parent_hash=None if parent is None else wire_hash(parent))
+    return replace(event, event=replace(event.event, data=wide))
+
+
+class Batcher(ABC):
+    """A `Sink` that writes the events of one engine, all ranks, in a dialect.
+
+    Each event is a batch of its own; those that are published within `step()` are one batch a rank.
+
+    Args:
+        dialect: name of the dialect, or a `Dialect`.
+        ranks: how many data-parallel ranks.
+        timestamp: returns the timestamp of a batch, in seconds; None: how many there were before, over restarts.
+        digests: of each rank, where the dialect has bytes as hashes.
+        widens: whether block ids below 2^32 are written as full-width values.
+
+    Raises:
+        TypeError: a timestamp that cannot be called, or digests that are no mapping.
+        ValueError: an unknown dialect, or a number out of range.
+
+    Attributes:
+        dialect: the `Dialect`.
+        ranks: how many ranks.
+    """
+
+    def __init__(
+        self,
+        dialect: str | Dialect,
+        *,
+        ranks: int,
+        timestamp: Callable[[], float] | None,
+        digests: Mapping[int, StreamDigests] | None,
+        widens: bool,
+    ) -> None:
+        self.dialect = find_dialect(dialect)
+        self.ranks = check_integer("ranks", ranks, 1)
+        if timestamp is not None and not callable(timestamp):
+            raise TypeError(f"timestamp must be callable and return seconds, or None, got {timestamp!r:.80}")
+        if digests is not None and not isinstance(digests, Mapping):
+            raise TypeError(f"digests must map ranks to StreamDigests, got {digests!r:.80}")
+        self._timestamp = timestamp
+        self._digests = digests or {}
+        self._widens = widens and self.dialect.hashes != "bytes"
+        self._lock = threading.RLock()
+        self._depth = self._sent = self._next_event_id = 0
+        self._closed = False
+        self._pending: list[list[RouterEvent]] = [[] for _ in range(ranks)]
+
+    @abstractmethod
+    def _write(self, dp_rank: int, payload: bytes) -> None:
+        """Take the payload of the next batch of a rank."""
+
+    def publish(
+        self,
+        event: EventData | KvCacheEvent | RouterEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Publish an event: a batch of its own, or, within `step()`, a part of one.
+
+        Args:
+            event: the event, or its data.
+            storage_tier: the tier of the blocks, unless a RouterEvent has it.
+            token_ids: for a Stored, the token ids of each block; every dialect over ZMQ carries them.
+            extra: fields of the dialect beside the event's own, by their names.
+
+        Raises:
+            TypeError: something else.
+            ValueError: a rank that there is not, or what publishes is closed.
+            EncodeError: the dialect cannot say it. Nothing was sent, and no number is used up.
+        """
+        with self._lock:
+            self._check_open()
+            addressed = self._addressed(event, storage_tier, token_ids, extra)
+            dp_rank = self.check_rank(addressed.event.dp_rank)
+            if self._depth:
+                self._pending[dp_rank].append(addressed)
+            else:
+                self._publish_batch(dp_rank, [addressed])
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Make one batch a rank of all that is published within the context, as an engine's step does; none where nothing was."""
+        with self._lock:
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth and not self._closed:
+                    self.flush()
+
+    def flush(self) -> None:
+        """Send what was published so far within a `step()`.
+
+        Raises:
+            EncodeError: the dialect cannot say one of the events; that batch is not sent, those of other ranks are.
+        """
+        with self._lock:
+            self._check_open()
+            pending, self._pending = self._pending, [[] for _ in self._pending]
+            refused: EncodeError | None = None
+            for dp_rank, events in enumerate(pending):
+                try:
+                    if events:
+                        self._publish_batch(dp_rank, events)
+                except EncodeError as error:
+                    refused = refused or error
+            if refused is not None:
+                raise refused
+
+    def _addressed(
+        self, event: object, storage_tier: StorageTier, token_ids: BlockTokens | None, extra: Mapping[str, Any] | None
+    ) -> RouterEvent:
+        if isinstance(event, (Stored, Removed, Cleared)):
+            event = KvCacheEvent(self._next_event_id, event)
+            self._next_event_id += 1
+        if isinstance(event, KvCacheEvent):
+            event = RouterEvent(0, event, storage_tier, token_ids, extra)
+        if not isinstance(event, RouterEvent):
+            raise TypeError(
+                f"a {type(self).__name__} takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
+                f"got {event!r:.80} ({type(event).__name__})"
+            )
+        return widened(event) if self._widens else event
+
+    def _publish_batch(self, dp_rank: int, events: list[RouterEvent]) -> None:
+        timestamp = float(self._sent) if self._timestamp is None else self._timestamp()
+        batch = Batch(events, timestamp, dp_rank)
+        self._write(dp_rank, encode(batch, self.dialect, digests=self._digests.get(dp_rank)))
+        self._sent += 1
+
+    def check_rank(self, dp_rank: int) -> int:
+        """Return a rank, if there is such a one.
+
+        Raises:
+            ValueError: there is not.
+        """
+        if not isinstance(dp_rank, int) or not 0 <= dp_rank < self.ranks:
+            raise ValueError(f"the publisher has ranks 0 to {self.ranks - 1}, got rank {dp_rank!r:.80}")
+        return dp_rank
+
+    def _begin_anew(self, dp_rank: int | None) -> list[int]:
+        """Drop what waits of a rank, or of all, and which blocks it holds. Return which ranks."""
+        ranks = [*range(self.ranks)] if dp_rank is None else [self.check_rank(dp_rank)]
+        for rank in ranks:
+            self._pending[rank] = []
+            if rank in self._digests:
+                self._digests[rank].cleared()
+        if 0 in ranks:
+            self._next_event_id = 0
+        return ranks
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"this {type(self).__name__} is closed")
+
+
+@dataclass(frozen=True, slots=True)
+class WireBatch:
+    """A batch that was written.
+
+    Attributes:
+        dp_rank: the rank.
+        payload: the bytes.
+    """
+
+    dp_rank: int
+    payload: bytes
+
+
+class KvWire(Batcher):
+    """Writes what an engine publishes, in a dialect, and keeps the bytes: for tests of a decoder, without a socket.
+
+    Args:
+        dialect: name of the dialect, or a `Dialect`.
+        ranks: how many data-parallel ranks.
+        timestamp: as of a `KvPublisher`.
+        digests: of each rank, where the dialect has bytes as hashes.
+
+    Attributes:
+        batches: the batches so far, in order.
+    """
+
+    def __init__(
+        self,
+        dialect: str | Dialect = "vllm-0.33",
+        *,
+        ranks: int = 1,
+        timestamp: Callable[[], float] | None = None,
+        digests: Mapping[int, StreamDigests] | None = None,
+    ) -> None:
+        super().__init__(dialect, ranks=ranks, timestamp=timestamp, digests=digests, widens=False)
+        self.batches: list[WireBatch] = []
+
+    def __repr__(self) -> str:
+        return f"<KvWire {self.dialect.name}: {len(self.batches)} batches>"
+
+    @property
+    def payloads(self) -> list[bytes]:
+        """The bytes of the batches so far, in order."""
+        return [batch.payload for batch in self.batches]
+
+    def take(self) -> list[bytes]:
+        """Return the bytes of the batches so far, and forget them."""
+        payloads, self.batches = self.payloads, []
+        return payloads
+
+    def decode(self, payload: bytes) -> Decoded:
+        """Read a payload by the rules of the dialect, to compare with what your decoder reads."""
+        return decode(payload, self.dialect)
+
+    def _write(self, dp_rank: int, payload: bytes) -> None:
+        self.batches.append(WireBatch(dp_rank, payload))

@@ -1,0 +1,139 @@
+"""Whole digests of the blocks of a stream: what vLLM publishes where its hashes are bytes.
+
+An event has 64 bits of a digest, and a chain needs all of it. So digests are computed anew from tokens and parents, and
+kept for as long as a block is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_kvmock.events import Removed, RouterEvent, Stored, block_text
+from pytest_kvmock.prompt_keys import names_blocks
+from pytest_kvmock.wire.defects import EncodeError
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.hashed import BlockHasher
+
+_U64 = 2**64 - 1
+
+
+class _Held(NamedTuple):
+    """The digest of a block that is held, how many blocks stand before it, and how many copies there are."""
+
+    digest: bytes
+    position: int
+    copies: int
+
+
+class StreamDigests:
+    """The digests of one stream, which is that of one worker and rank.
+
+    Args:
+        hasher: names the blocks of the stream; those of requests with an adapter, a salt or multimodal items by what
+            their events have in `extra`.
+    """
+
+    __slots__ = ("_hasher", "_held", "_undo")
+
+    def __init__(self, hasher: BlockHasher) -> None:
+        self._hasher = hasher
+        self._held: dict[int, _Held] = {}
+        self._undo: list[tuple[int, _Held | None]] | None = None
+
+    @classmethod
+    def of_manager(cls, manager: object) -> StreamDigests:
+        """The digests of the stream of a block manager.
+
+        Raises:
+            EncodeError: its engine publishes numbers alone: those of Dynamo's managers are no digests, and SGLang has
+                no dialect with digests.
+        """
+        hasher = getattr(manager, "hasher", None)
+        if hasher is None or hasher.signed:
+            name = getattr(manager, "backend", type(manager).__name__)
+            raise EncodeError(
+                f"backend {name!r} has no digests to write as bytes: its engine publishes numbers; vllm and vllm_0_19 have"
+            )
+        return cls(hasher)
+
+    @contextmanager
+    def one_batch(self) -> Iterator[None]:
+        """Within it, what was computed is undone when an event is refused."""
+        self._undo = []
+        try:
+            yield
+        except BaseException:
+            for name, before in reversed(self._undo):
+                self._set(name, before)
+            raise
+        finally:
+            self._undo = None
+
+    def stored(self, event: RouterEvent) -> tuple[list[bytes], bytes | None]:
+        """Return the digests of the blocks of a Stored, and that of its parent.
+
+        Raises:
+            EncodeError: the parent is not held, token ids are missing, or a name does not follow from them.
+        """
+        data = event.event.data
+        assert isinstance(data, Stored)
+        before: bytes | None = None
+        position = 0
+        if data.parent_hash is not None:
+            parent = self._held.get(data.parent_hash & _U64)
+            if parent is None:
+                raise EncodeError(
+                    f"the parent {block_text(data.parent_hash)} is not held, so that there is no digest to chain to"
+                )
+            before, position = parent.digest, parent.position + 1
+        if not event.token_ids:
+            raise EncodeError("a Stored without token ids has no digests")
+        hasher, extra = self._hasher, event.extra
+        if extra is not None and names_blocks(extra):
+            hasher = hasher.of_event(extra, position)
+        size = len(event.token_ids[0])
+        digests = hasher.digests([token for block in event.token_ids for token in block], size, position, before)
+        for place, (name, digest) in enumerate(zip(data.block_hashes, digests, strict=True), position):
+            if (made := hasher.name(digest)) != name:
+                raise EncodeError(
+                    f"block {block_text(name)} does not follow from its tokens: their digest is named {block_text(made)}"
+                )
+            held = self._held.get(name & _U64)
+            self._change(name & _U64, _Held(digest, place, 1 if held is None else held.copies + 1))
+        return digests, before
+
+    def removed(self, event: RouterEvent) -> list[bytes]:
+        """Return the digests of the blocks of a Removed; a block whose last copy goes is forgotten.
+
+        Raises:
+            EncodeError: a block is not held.
+        """
+        data = event.event.data
+        assert isinstance(data, Removed)
+        out = []
+        for name in data.block_hashes:
+            held = self._held.get(name & _U64)
+            if held is None:
+                raise EncodeError(f"block {block_text(name)} is not held, so that there is no digest of it")
+            out.append(held.digest)
+            self._change(name & _U64, held._replace(copies=held.copies - 1) if held.copies > 1 else None)
+        return out
+
+    def cleared(self) -> None:
+        """Forget all blocks."""
+        for name in [*self._held]:
+            self._change(name, None)
+
+    def _change(self, name: int, held: _Held | None) -> None:
+        if self._undo is not None:
+            self._undo.append((name, self._held.get(name)))
+        self._set(name, held)
+
+    def _set(self, name: int, held: _Held | None) -> None:
+        if held is None:
+            self._held.pop(name, None)
+        else:
+            self._held[name] = held

@@ -1,0 +1,269 @@
+"""Events to bytes: what an engine of a dialect writes for a batch."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pytest_kvmock.checks import is_integer
+from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, Batch
+from pytest_kvmock.wire.defects import EncodeError, shown
+from pytest_kvmock.wire.digests import StreamDigests
+from pytest_kvmock.wire.dynamo_json import write_lines
+from pytest_kvmock.wire.event_fields import REMOVED, STORED, Tag, fields_of, value_flaw
+from pytest_kvmock.wire.structs import Structs, structs_of
+from pytest_kvmock.wire.table import Dialect, find_dialect
+
+# Theory of operation
+#
+# A struct is filled from a list: the fields of an ordinary event of that many blocks, then the event's own. What
+# `RouterEvent.extra` has beside that goes into the field of its name where the dialect has one, and nowhere else.
+
+_U32: Final = 2**32 - 1
+_U64: Final = 2**64 - 1
+
+
+def encode(batch: Batch, dialect: str | Dialect, *, digests: StreamDigests | None = None) -> bytes:
+    """Write a batch as an engine of this dialect does.
+
+    Args:
+        batch: events of one worker and rank. Token ids are written as they are: that they are from 0 to 2**32 - 1 is not
+            looked at, for speed; `decode` names those that are not.
+        dialect: its name, or a `Dialect`.
+        digests: the digests of the stream, where the dialect has bytes as hashes; none is needed for events that were
+            decoded from such. When an event is refused, they are what they were.
+
+    Raises:
+        ValueError: there is no such dialect.
+        EncodeError: an event cannot be written in it: token ids or digests are missing, a span or a hash does not fit,
+            the dialect has no name for the tier, the events are of two ranks, or the batch has a rank that is none.
+        TypeError: it is no Batch, or one of something else than RouterEvents.
+        ImportError: msgspec is not installed.
+    """
+    row = find_dialect(dialect)
+    if not isinstance(batch, Batch):
+        raise TypeError(f"encode takes a Batch of RouterEvents, got {batch!r:.80}")
+    try:
+        if not row.is_msgpack:
+            return write_lines(batch.events, row)
+        structs = structs_of(row)
+        if digests is None:
+            return _encode(batch, row, structs, None)
+        with digests.one_batch():
+            return _encode(batch, row, structs, digests)
+    except AttributeError:  # looked for only then: a check of each event would cost a tenth
+        for index, event in enumerate(batch.events):
+            if not isinstance(event, RouterEvent):
+                raise TypeError(f"event {index} of the batch must be a RouterEvent, got {event!r:.80}") from None
+        raise
+
+
+def _encode(batch: Batch, dialect: Dialect, structs: Structs, digests: StreamDigests | None) -> bytes:
+    # The loop that figures are about: one flat body for a Stored as nearly all are.
+    out: list[Any] = []
+    plans, device = structs.plans, StorageTier.DEVICE
+    append, kind, on_device, rest_of = out.append, structs.types[STORED], plans.on_device, plans.rest
+    unsigned, is_plain = dialect.hashes == "unsigned", plans.begins and dialect.hashes != "bytes"
+    writer, rank = None, batch.dp_rank
+    if rank is not None and not (is_integer(rank, 0) and rank <= _U32):
+        raise EncodeError(f"the rank of a batch is an integer from 0 to {_U32}, or None, got {rank!r:.80}")
+    for index, event in enumerate(batch.events):
+        named = event.event
+        data = named.data
+        if rank is None:
+            rank = named.dp_rank
+        elif named.dp_rank != rank:
+            raise EncodeError(f"event {index} of the batch is of rank {named.dp_rank}, and the batch of rank {rank}")
+        if is_plain and type(data) is Stored and event.extra is None and (tokens := event.token_ids):
+            size, even = len(tokens[0]), True
+            flat: list[int] = []
+            for each in tokens:
+                flat += each
+                if len(each) != size:
+                    even = False
+            hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
+            blocks = len(hashes)
+            rest = (on_device.get(blocks) if tier is device else None) or rest_of(blocks, tier)
+            if (
+                even
+                and rest is not None
+                and size
+                and len(flat) == blocks * size
+                and (
+                    (min(hashes) >= 0 and (parent is None or parent >= 0))
+                    if unsigned
+                    else (max(hashes) < 2**63 and (parent is None or parent < 2**63))
+                )
+            ):
+                append(kind(hashes, parent, flat, size, *rest))
+                continue
+        if writer is None:
+            writer = _Writer(dialect, structs, digests)
+        append(writer.checked(index, event))
+    try:
+        return structs.encode((float(batch.timestamp), out, (rank or 0) if dialect.rank == "filled" else None))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        if digests is None:  # the loop has looked at no more than it must; the writer looks at all
+            writer = _Writer(dialect, structs, None)
+            for index, event in enumerate(batch.events):
+                writer.checked(index, event)
+        raise EncodeError(f"the batch cannot be written in {dialect.name!r}: {error}") from None
+
+
+class _Writer:
+    """Makes structs of the events of one batch."""
+
+    __slots__ = (
+        "_cleared",
+        "_dialect",
+        "_digests",
+        "_media",
+        "_removed",
+        "_removed_at",
+        "_stored",
+        "_stored_at",
+        "_structs",
+    )
+
+    def __init__(self, dialect: Dialect, structs: Structs, digests: StreamDigests | None) -> None:
+        self._dialect, self._structs, self._digests = dialect, structs, digests
+        self._media = dialect.media
+        self._stored, self._removed = structs.ordinary[STORED], structs.ordinary[REMOVED]
+        self._cleared = structs.cleared
+        places, own = self._stored.places, self._stored.own
+        self._stored_at = tuple(places[own[kind]] for kind in ("hashes", "parent", "tokens", "block_size"))
+        self._removed_at = self._removed.places[self._removed.own["hashes"]]
+
+    def checked(self, index: int, event: RouterEvent) -> Any:
+        """The struct of one event.
+
+        Args:
+            index: its number in the batch, for the message.
+            event: the event.
+
+        Raises:
+            EncodeError: it cannot be written in this dialect.
+        """
+        try:
+            return self._struct(event)
+        except EncodeError as error:
+            raise EncodeError(f"event {index} of the batch: {error}") from None
+
+    def _struct(self, event: RouterEvent) -> Any:
+        data = event.event.data
+        if type(data) is Stored:
+            return self._of_stored(event, data)
+        if type(data) is Removed:
+            hashes: Any = data.block_hashes
+            values = self._removed.written(len(hashes))
+            values[self._removed_at] = (
+                self._hashes(hashes) if self._dialect.hashes != "bytes" else self._digests_of(event)[1]
+            )
+            self._place(event, REMOVED, values)
+            return self._structs.types[REMOVED](*values)
+        if self._digests is not None:
+            self._digests.cleared()
+        return self._cleared
+
+    def _of_stored(self, event: RouterEvent, data: Stored) -> Any:
+        hashes: Any = data.block_hashes
+        parent: Any = data.parent_hash
+        blocks = len(hashes)
+        flat, size = self._tokens_of(event, data)
+        if len(flat) != blocks * size or not size:
+            raise EncodeError(f"{len(flat)} token ids came for {blocks} blocks of {size}")
+        if self._dialect.hashes == "bytes":
+            parent, hashes = self._digests_of(event)
+        else:
+            hashes = self._hashes(hashes)
+            if parent is not None:
+                (parent,) = self._hashes((parent,))
+        values = self._stored.written(blocks)
+        place = self._stored_at
+        values[place[0]], values[place[1]], values[place[2]], values[place[3]] = hashes, parent, flat, size
+        self._place(event, STORED, values)
+        metadata = (
+            self._dialect.metadata
+            and event.extra
+            and {key: event.extra[key] for key in self._dialect.metadata if event.extra.get(key) is not None}
+        )
+        if metadata and self._structs.stored_with_metadata is not None:
+            return self._structs.stored_with_metadata(*values, metadata)
+        return self._structs.types[STORED](*values)
+
+    def _tokens_of(self, event: RouterEvent, data: Stored) -> tuple[list[Any], int]:
+        """Token ids and block size of a Stored that is not as most are."""
+        extra, blocks = event.extra or {}, len(data.block_hashes)
+        if not blocks:
+            size = extra.get(SIZE)
+            if not isinstance(size, int) or size < 1:
+                raise EncodeError("a Stored without blocks has no block size; no engine publishes one")
+            return [], size
+        if event.token_ids:
+            sizes = [*map(len, event.token_ids)]
+            if len({*sizes}) > 1:
+                raise EncodeError(f"blocks came with {min(sizes)} to {max(sizes)} token ids; expected one block size")
+            return [token for each in event.token_ids for token in each], sizes[0]
+        if PAIRS in extra:
+            pairs = [*extra[PAIRS]]
+            return pairs, len(pairs) // blocks
+        raise EncodeError(
+            f"a Stored without token ids, which dialect {self._dialect.name!r} carries: serve prompts of tokens, not of "
+            "hashes, and give a manager token_ids"
+        )
+
+    def _hashes(self, hashes: tuple[int, ...]) -> tuple[int, ...]:
+        """Block hashes in the form of the dialect: the same 64 bits, signed or not."""
+        signed = self._dialect.hashes == "signed"
+        if not hashes:
+            return hashes
+        low, high = min(hashes), max(hashes)
+        if (low < 0) if not signed else (high >= 2**63):
+            wrong = next((each for each in hashes if not -(2**63) <= each <= _U64), None)
+            if wrong is None:
+                if signed:
+                    return tuple(each - 2**64 if each >= 2**63 else each for each in hashes)
+                return tuple(each & _U64 for each in hashes)
+        if low < -(2**63) or high > _U64:
+            wrong = low if low < -(2**63) else high
+            raise EncodeError(f"block hash {shown(wrong)} has more than 64 bits")
+        return hashes
+
+    def _digests_of(self, event: RouterEvent) -> tuple[bytes | None, tuple[bytes, ...]]:
+        """Digest of the parent, None in a Removed, and of each block."""
+        extra, data = event.extra or {}, event.event.data
+        if self._digests is not None:
+            if isinstance(data, Removed):
+                return None, tuple(self._digests.removed(event))
+            found, parent = self._digests.stored(event)
+            return parent, tuple(found)
+        if DIGESTS in extra:
+            parent, found = extra[DIGESTS]
+            return parent, tuple(found)
+        raise EncodeError(
+            f"dialect {self._dialect.name!r} has whole digests as block hashes, and an event has 64 bits of one: give "
+            "digests=StreamDigests.of_manager(...) of the manager whose stream it is"
+        )
+
+    def _place(self, event: RouterEvent, tag: Tag, values: list[Any]) -> None:
+        """Put the medium, and what the event has in `extra`, into the fields that the dialect has for them."""
+        ordinary = self._structs.ordinary[tag]
+        medium = ordinary.own.get("medium")
+        tier, extra = event.storage_tier, event.extra
+        if medium is not None:
+            name = self._media.get(tier)
+            if name is None:
+                raise EncodeError(
+                    f"dialect {self._dialect.name!r} has no name for tier {tier}; it has {', '.join(self._media)}"
+                )
+            values[ordinary.places[medium]] = name
+        elif tier is not StorageTier.DEVICE:
+            raise EncodeError(f"dialect {self._dialect.name!r} does not say where a block is, and tier is {tier}")
+        if extra is None:
+            return
+        for field in fields_of(self._dialect, tag):
+            if field.name not in extra or (field.is_own and (field.type != "medium" or extra[field.name] is not None)):
+                continue
+            if (flaw := value_flaw(self._dialect, field, extra[field.name])) is not None:
+                raise EncodeError(f"extra[{field.name!r}]: expected {flaw.expected}, got {flaw.observed}")
+            values[ordinary.places[field.name]] = extra[field.name]

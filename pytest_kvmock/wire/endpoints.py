@@ -1,0 +1,210 @@
+"""Endpoints of ZMQ: what may be bound, the endpoint of each rank, and pyzmq itself, which is an extra."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from random import SystemRandom
+from typing import Any, Final, TypeVar
+
+from pytest_kvmock.checks import check_integer, unknown_text
+
+TRANSPORTS: Final = ("tcp", "ipc", "inproc")
+"""The transports that a publisher of a test binds; of tcp, the loopback only."""
+
+MOST_IPC: Final = 107
+"""The longest path of an ipc socket, in bytes: `sun_path` has 108, a zero at its end among them."""
+
+_LOOPBACK: Final = re.compile(r"127(\.\d{1,3}){3}|\[::1\]")
+_MOST_TRIES: Final = 100
+_FREE_PORTS: Final = range(20_000, 32_768)
+"""Where runs of ports are looked for: below those that systems give to connections (from 32768 or 49152 on), of which any
+number may be taken for a minute after they were closed."""
+_names: Final = itertools.count()
+_random: Final = SystemRandom()  # no seed: two runs at once look elsewhere
+
+_T = TypeVar("_T")
+
+
+class EndpointError(ValueError):
+    """Raised for an endpoint that cannot be used, or that is taken. The message says which are allowed."""
+
+
+def load_zmq() -> Any:
+    """Import pyzmq.
+
+    Raises:
+        ImportError: it is not installed; the message says how to install it.
+    """
+    try:
+        import zmq
+    except ImportError:
+        raise ImportError("sockets of KV events need pyzmq: pip install 'pytest-kvmock[zmq]'") from None
+    return zmq
+
+
+def check_bound(endpoint: str) -> str:
+    """Return an endpoint that a publisher may bind, its short forms written out.
+
+    "tcp" is a port of the loopback that the system picks, "inproc" a name that is free; "ipc" has to be made into a path
+    by the caller.
+
+    Raises:
+        EndpointError: another transport, a tcp address beyond the loopback, or an ipc path that is relative or too long.
+    """
+    if not isinstance(endpoint, str):
+        raise EndpointError(f"an endpoint is a string such as 'tcp', 'ipc' or 'inproc', got {endpoint!r:.80}")
+    if endpoint == "tcp":
+        return "tcp://127.0.0.1:*"
+    if endpoint == "inproc":
+        return f"inproc://kvmock-{next(_names)}"
+    transport, separator, address = endpoint.partition("://")
+    if transport not in TRANSPORTS or not separator or not address:
+        raise EndpointError(f"{endpoint!r:.80}: {unknown_text('transport', transport, TRANSPORTS)}")
+    if transport == "tcp":
+        host, _, port = address.rpartition(":")
+        host = "127.0.0.1" if host == "localhost" else host
+        if not _LOOPBACK.fullmatch(host):
+            raise EndpointError(
+                f"{endpoint!r:.80}: a test's publisher stays on the loopback; allowed: tcp://127.0.0.1:PORT, "
+                "or tcp://127.0.0.1:* for a port that the system picks"
+            )
+        if port != "*" and not (port.isdecimal() and 0 < int(port) < 2**16):
+            raise EndpointError(f"{endpoint!r:.80}: a port is from 1 to 65535, or * for one that the system picks")
+        return f"tcp://{host}:{port}"
+    if transport == "ipc":
+        if not Path(address).is_absolute():
+            raise EndpointError(
+                f"{endpoint!r:.80}: an ipc path is absolute; 'ipc' alone is a path that is made and removed"
+            )
+        if (size := len(address.encode())) > MOST_IPC:
+            raise EndpointError(
+                f"ipc path of {size} bytes, at most {MOST_IPC}; 'ipc' alone is a short path that is made"
+            )
+    return endpoint
+
+
+def rank_endpoint(endpoint: str, dp_rank: int) -> str:
+    """Return the endpoint of a rank: as vLLM, the port plus the rank, or the name with `_dp1` after it.
+
+    Raises:
+        EndpointError: a tcp endpoint without a port, or one that would be above 65535.
+    """
+    if not dp_rank:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{dp_rank}"
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdecimal():
+        raise EndpointError(f"{endpoint!r:.80} has no port, to which rank {dp_rank} could be added")
+    if int(port) + dp_rank >= 2**16:
+        raise EndpointError(
+            f"{endpoint!r:.80}: rank {dp_rank} would have port {int(port) + dp_rank}; ports end at 65535"
+        )
+    return f"{host}:{int(port) + dp_rank}"
+
+
+def rank_endpoints(endpoint: str | Sequence[str], ranks: int | None) -> tuple[str, ...]:
+    """Return the endpoints that a subscriber connects to, one a rank.
+
+    Args:
+        endpoint: that of rank 0, to which the others are added; or one of each rank.
+        ranks: how many; None: as many as there are endpoints.
+
+    Raises:
+        EndpointError: not an endpoint a rank, or one that cannot be connected to.
+        ValueError: `ranks` is no integer of at least 1.
+    """
+    if ranks is not None:
+        check_integer("ranks", ranks, 1)
+    given = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint) if isinstance(endpoint, Sequence) else ()
+    if not given or not all(isinstance(each, str) for each in given):
+        raise EndpointError(f"endpoints are a string, or one a rank, such as 'tcp://HOST:PORT'; got {endpoint!r:.80}")
+    if len(given) == 1 and ranks is not None:
+        given = tuple(rank_endpoint(given[0], rank) for rank in range(ranks))
+    if ranks is not None and len(given) != ranks:
+        raise EndpointError(f"{len(given)} endpoints for {ranks} ranks; one a rank, or that of rank 0, is expected")
+    for each in given:
+        transport, separator, address = each.partition("://")
+        if transport not in TRANSPORTS or not separator or not address:
+            raise EndpointError(f"{each!r:.80}: {unknown_text('transport', transport, TRANSPORTS)}")
+        if transport == "tcp" and (address.startswith("*") or not address.rpartition(":")[2].isdecimal()):
+            raise EndpointError(f"{each!r:.80} is where an engine binds; connect to tcp://HOST:PORT")
+        if transport == "tcp" and not 0 < int(address.rpartition(":")[2]) < 2**16:
+            raise EndpointError(f"{each!r:.80}: a port is from 1 to 65535")
+    return given
+
+
+def bind_ranks(make: Callable[[], _T], endpoint: str, ranks: int) -> tuple[list[_T], tuple[str, ...]]:
+    """Make a socket a rank, and bind them to consecutive ports, or names.
+
+    Args:
+        make: makes a socket of pyzmq.
+        endpoint: of rank 0; with the port `*` the system picks one, or for several ranks ports in a row are looked for.
+        ranks: how many.
+
+    Returns:
+        The sockets, and their endpoints.
+
+    Raises:
+        EndpointError: an endpoint is taken, or cannot be bound.
+    """
+    is_picked = endpoint.endswith(":*")
+    for left in reversed(range(_MOST_TRIES if is_picked else 1)):
+        sockets: list[Any] = []
+        base, bound = endpoint, []
+        if is_picked and ranks > 1:
+            base = f"{endpoint[:-1]}{_random.choice(_FREE_PORTS[:-ranks])}"
+        try:
+            for rank in range(ranks):
+                sockets.append(make())
+                wanted = rank_endpoint(base, rank)
+                _bind(sockets[-1], wanted)
+                bound.append(sockets[-1].last_endpoint.rstrip(b"\0").decode())
+                if not rank:
+                    base = bound[0]  # where the system picked it
+        except EndpointError:
+            for socket in sockets:
+                release(socket)
+            if not left:
+                raise
+        except BaseException:
+            for socket in sockets:
+                release(socket)
+            raise
+        else:
+            return sockets, tuple(bound)
+    raise AssertionError("unreachable")  # pragma: no cover
+
+
+def allow_ipv6(socket: Any, endpoint: str) -> None:
+    """Let a socket use an endpoint with an address of IPv6, which ZMQ does not look up by default."""
+    if endpoint.startswith("tcp://["):
+        socket.set(load_zmq().IPV6, 1)
+
+
+def release(socket: Any) -> None:
+    """Close a socket that was bound; its name is free at once, and not only when the context has closed it."""
+    zmq = load_zmq()
+    with suppress(zmq.ZMQError):  # it was not bound, or its context has ended
+        socket.unbind(socket.last_endpoint.rstrip(b"\0").decode())
+    socket.close(linger=0)
+
+
+def _bind(socket: Any, endpoint: str) -> None:
+    zmq = load_zmq()
+    allow_ipv6(socket, endpoint)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            other = (
+                "tcp://127.0.0.1:* is a port that the system picks"
+                if endpoint.startswith("tcp")
+                else "take another name"
+            )
+            raise EndpointError(f"{endpoint} is taken: something else is bound there; {other}") from None
+        raise EndpointError(f"{endpoint} cannot be bound: {error.strerror}") from None

@@ -1,0 +1,356 @@
+"""The fields of one event, checked one by one: what it is, what it has beside its own, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from pytest_kvmock.checks import is_integer
+from pytest_kvmock.wire.defects import WireDefect, WireProblem, shown
+from pytest_kvmock.wire.reader import MOST_DEPTH, Pairs, Unreadable
+from pytest_kvmock.wire.table import DIGEST_SIZES, FIELD_TYPES, NONE_PER_BLOCK, REQUIRED, Dialect, FieldType, WireField
+
+TAG_KEY: Final = "type"
+METADATA: Final = "metadata"
+"""The name, in problems, of the map that follows the last field (`Dialect.metadata`)."""
+
+Tag: TypeAlias = Literal["BlockStored", "BlockRemoved", "AllBlocksCleared"]
+
+STORED: Final = "BlockStored"
+REMOVED: Final = "BlockRemoved"
+CLEARED: Final = "AllBlocksCleared"
+TAGS: Final[tuple[Tag, ...]] = (STORED, REMOVED, CLEARED)
+
+_U32: Final = 2**32 - 1
+
+
+class Flaw(NamedTuple):
+    """What is wrong with one value."""
+
+    defect: WireDefect
+    observed: str
+    expected: str
+
+
+@dataclass(slots=True)
+class EventFields:
+    """An event whose fields are what they should be.
+
+    Attributes:
+        tag: one of `TAGS`.
+        own: what the event itself has a place for, by `WireField.type`.
+        extra: what it has beside that and an ordinary event has not, by name.
+        pairs: the token ids are pairs, in which each begins with what the one before ends with.
+    """
+
+    tag: Tag
+    own: dict[FieldType, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    pairs: bool = False
+
+
+def fields_of(dialect: Dialect, tag: Tag) -> tuple[WireField, ...]:
+    """The fields of an event with this tag, in order."""
+    return dialect.stored if tag == STORED else dialect.removed if tag == REMOVED else ()
+
+
+def ordinary_value(field: WireField, blocks: int) -> object:
+    """What an ordinary engine writes in a field of an event of so many blocks."""
+    return [None] * blocks if field.ordinary is NONE_PER_BLOCK else field.ordinary
+
+
+def hash_text(dialect: Dialect) -> str:
+    """The block hashes of a dialect, in a message."""
+    if dialect.hashes == "bytes":
+        return f"a digest of {' or '.join(map(str, DIGEST_SIZES))} bytes"
+    return "an integer from 0 to 2**64 - 1" if dialect.hashes == "unsigned" else "an integer from -2**63 to 2**63 - 1"
+
+
+def read_event(dialect: Dialect, value: object, index: int, problems: list[WireProblem]) -> EventFields | None:
+    """Check one event, and note in `problems` what is wrong with it.
+
+    Args:
+        dialect: what it should be written in.
+        value: as `Reader.value` returns it.
+        index: its number in the batch.
+        problems: where to note.
+
+    Returns:
+        None where the event cannot be used.
+    """
+
+    def note(flaw: Flaw, field: str | None = None, *, kept: bool = False) -> None:
+        problems.append(WireProblem(flaw.defect, index, field, flaw.observed, flaw.expected, is_kept=kept))
+
+    if isinstance(value, Unreadable):
+        note(Flaw(value.defect, value.observed, value.expected))
+        return None
+    form = "a map" if isinstance(value, Pairs) else "an array" if isinstance(value, list) else shown(value)
+    expected = "a map" if dialect.form == "map" else "an array"
+    if form != expected:
+        is_event = isinstance(value, list)
+        note(Flaw(WireDefect.WRONG_FORM if is_event else WireDefect.WRONG_TYPE, form, expected))
+        return None
+    assert isinstance(value, list)
+    before = len(problems)
+    read = _of_map(dialect, Pairs(value), note) if dialect.form == "map" else _of_array(dialect, value, note)
+    if read is None:
+        return None
+    tag, values, surplus = read
+    event = EventFields(tag, extra=surplus)
+    _own_fields(dialect, event, values, note)
+    if any(not problem.is_kept for problem in problems[before:]):
+        return None
+    blocks = len(event.own.get("hashes", ()))
+    for one in fields_of(dialect, tag):
+        if not one.is_own:
+            present = _plain(values.get(one.name, one.default))
+            if present != ordinary_value(one, blocks):
+                event.extra[one.name] = present
+        elif one.type == "medium" and event.own["medium"] is None and dialect.media:
+            event.extra[one.name] = None
+    if tag == STORED and (flaw := _span_flaw(event)) is not None:
+        note(flaw, _name_of(dialect, "tokens"))
+        return None
+    if event.pairs:
+        flaw = Flaw(WireDefect.EAGLE_PAIRS, f"{len(event.own['tokens'])} pairs", "one token id each")
+        kept = all(one[1] == after[0] for one, after in pairwise(event.own["tokens"]))
+        note(flaw, _name_of(dialect, "tokens"), kept=kept)
+        return event if kept else None
+    return event
+
+
+def _of_array(dialect: Dialect, value: Sequence[Any], note: Any) -> tuple[Tag, dict[str, Any], dict[str, Any]] | None:
+    """Tag, values by the names of their fields, and what belongs to no field; None where that cannot be said."""
+    if not value:
+        note(Flaw(WireDefect.MISSING_FIELD, "an empty array", f"a tag: {', '.join(TAGS)}"), TAG_KEY)
+        return None
+    tag = _tag(value[0], note)
+    if tag is None:
+        return None
+    fields, rest = fields_of(dialect, tag), value[1:]
+    values = {one.name: present for one, present in zip(fields, rest, strict=False)}
+    missing = [one.name for one in fields[len(rest) :] if one.is_required]
+    for name in missing:
+        note(Flaw(WireDefect.MISSING_FIELD, f"{len(rest)} fields", f"the field {name}"), name)
+    surplus: dict[str, Any] = {}
+    beyond = list(rest[len(fields) :])
+    if tag == STORED and dialect.metadata and beyond:
+        _metadata(dialect, beyond.pop(0), surplus, note)
+    for place, present in enumerate(beyond, len(value) - len(beyond)):
+        name = f"field_{place}"
+        if (flaw := unreadable(present)) is not None:
+            note(flaw, name)
+        else:
+            note(Flaw(WireDefect.UNKNOWN_FIELD, shown(present), f"at most {len(fields)} fields"), name, kept=True)
+            surplus[name] = _plain(present)
+    return tag, values, surplus
+
+
+def _metadata(dialect: Dialect, value: object, surplus: dict[str, Any], note: Any) -> None:
+    """Read the map that follows the fields of an array."""
+    if not isinstance(value, Pairs):
+        note(unreadable(value) or Flaw(WireDefect.WRONG_TYPE, shown(value), "a map"), METADATA)
+        return
+    if (flaw := unreadable(value)) is not None:
+        note(flaw, METADATA)
+        return
+    for key, present in value:
+        if key not in dialect.metadata:
+            allowed = f"keys {', '.join(dialect.metadata)}"
+            note(Flaw(WireDefect.UNKNOWN_FIELD, f"the key {shown(key)}", allowed), METADATA, kept=True)
+        surplus[str(key)] = _plain(present)
+
+
+def _of_map(dialect: Dialect, value: Pairs, note: Any) -> tuple[Tag, dict[str, Any], dict[str, Any]] | None:
+    """As `_of_array`."""
+    values: dict[str, Any] = {}
+    others: list[tuple[object, Any]] = []
+    repeated = False
+    for key, present in value:
+        if not isinstance(key, str):
+            others.append((key, present))
+        elif key in values:
+            note(Flaw(WireDefect.DUPLICATE_KEY, f"the key {shown(key)} again", "each key once"), key[:80])
+            repeated = True
+        else:
+            values[key] = present
+    if TAG_KEY not in values:
+        note(Flaw(WireDefect.MISSING_FIELD, f"a map of {len(value)}", f"a tag: {', '.join(TAGS)}"), TAG_KEY)
+        return None
+    tag = _tag(values.pop(TAG_KEY), note)
+    if tag is None or repeated:
+        return None
+    fields = fields_of(dialect, tag)
+    names = [one.name for one in fields]
+    for one in fields:
+        if one.is_required and one.name not in values:
+            note(Flaw(WireDefect.MISSING_FIELD, f"a map of {len(value)}", f"the field {one.name}"), one.name)
+    surplus: dict[str, Any] = {}
+    allowed = ", ".join(names) or "no field"
+    for name in [name for name in values if name not in names]:
+        present = values.pop(name)
+        if (flaw := unreadable(present)) is not None:
+            note(flaw, name[:80])
+        else:
+            note(Flaw(WireDefect.UNKNOWN_FIELD, shown(present), allowed), name[:80], kept=True)
+            surplus[name] = _plain(present)
+    for key, _ in others:
+        note(unreadable(key) or Flaw(WireDefect.UNKNOWN_FIELD, f"the key {shown(key)}", "a text as a key"))
+    return tag, values, surplus
+
+
+def _tag(value: object, note: Any) -> Tag | None:
+    for tag in TAGS:
+        if value == tag:
+            return tag
+    flaw = unreadable(value) or Flaw(WireDefect.UNKNOWN_TAG, shown(value), ", ".join(TAGS))
+    note(flaw, TAG_KEY)
+    return None
+
+
+def _own_fields(dialect: Dialect, event: EventFields, values: Mapping[str, Any], note: Any) -> None:
+    """Check each field that is there; those of the event itself come to `event.own`."""
+    for one in fields_of(dialect, event.tag):
+        present = values.get(one.name, one.default)
+        if present is REQUIRED:
+            continue
+        if one.type == "tokens" and _is_pairs(present):
+            event.pairs = True
+        elif one.name in values and (flaw := value_flaw(dialect, one, present)) is not None:
+            note(flaw, one.name)
+            continue
+        if one.is_own:
+            event.own[one.type] = present
+    event.own.setdefault("medium", None)
+
+
+def value_flaw(dialect: Dialect, one: WireField, value: Any) -> Flaw | None:
+    """What is wrong with the value of a field; None where it is right."""
+    if (flaw := unreadable(value)) is not None:
+        return flaw
+    kind: FieldType = one.type
+    if kind == "any" or (value is None and kind not in ("hashes", "tokens", "block_size")):
+        return None
+    if kind == "parent":
+        return _hash_flaw(dialect, value)
+    if kind in ("hashes", "tokens", "integers", "keys"):
+        if not isinstance(value, list | tuple) or isinstance(value, Pairs):
+            return Flaw(WireDefect.WRONG_TYPE, shown(value), FIELD_TYPES[kind])
+        if kind == "hashes":
+            return next((flaw for each in value if (flaw := _hash_flaw(dialect, each)) is not None), None)
+        return None if kind == "keys" else _integers_flaw(kind, value)
+    if kind in ("text", "medium"):
+        if not isinstance(value, str):
+            return Flaw(WireDefect.WRONG_TYPE, shown(value), FIELD_TYPES[kind])
+        if kind == "medium" and value not in dialect.media.values():
+            return Flaw(WireDefect.UNKNOWN_MEDIUM, shown(value), " or ".join(dialect.media.values()) or "no medium")
+        return None
+    if not is_integer(value):
+        return Flaw(WireDefect.WRONG_TYPE, shown(value), FIELD_TYPES[kind])
+    if kind == "block_size" and value < 1:
+        return Flaw(WireDefect.BAD_BLOCK_SIZE, shown(value), FIELD_TYPES[kind])
+    return None
+
+
+def _integers_flaw(kind: FieldType, value: Sequence[Any]) -> Flaw | None:
+    if {int}.issuperset(map(type, value)):
+        if kind == "integers" or not value or (min(value) >= 0 and max(value) <= _U32):
+            return None
+        wrong = next(each for each in value if not 0 <= each <= _U32)
+        return Flaw(WireDefect.TOKEN_OUT_OF_RANGE, shown(wrong), FIELD_TYPES[kind])
+    place, wrong = next((place, each) for place, each in enumerate(value) if type(each) is not int)
+    return Flaw(WireDefect.WRONG_TYPE, f"{shown(wrong)} at {place}", FIELD_TYPES[kind])
+
+
+def _hash_flaw(dialect: Dialect, value: object) -> Flaw | None:
+    form, expected = dialect.hashes, hash_text(dialect)
+    if isinstance(value, bytes):
+        if form != "bytes":
+            return Flaw(WireDefect.WRONG_HASH_FORM, f"{len(value)} bytes", expected)
+        if len(value) not in DIGEST_SIZES:
+            return Flaw(WireDefect.HASH_OUT_OF_RANGE, f"{len(value)} bytes", expected)
+        return None
+    if not is_integer(value):
+        return Flaw(WireDefect.WRONG_TYPE, shown(value), expected)
+    if form == "bytes":
+        return Flaw(WireDefect.WRONG_HASH_FORM, shown(value), expected)
+    low, high = (0, 2**64) if form == "unsigned" else (-(2**63), 2**63)
+    return None if low <= value < high else Flaw(WireDefect.HASH_OUT_OF_RANGE, shown(value), expected)
+
+
+def _span_flaw(event: EventFields) -> Flaw | None:
+    hashes, tokens, size = event.own["hashes"], event.own["tokens"], event.own["block_size"]
+    return span_flaw(len(hashes), len(tokens), size)
+
+
+def span_flaw(blocks: int, tokens: int, size: int) -> Flaw | None:
+    """What is wrong where so many blocks of this size have so many token ids; None where they fit."""
+    if tokens == blocks * size:
+        return None
+    expected = f"{blocks * size} ({blocks} block{'s' * (blocks != 1)} of {size})"
+    return Flaw(WireDefect.SPAN_MISMATCH, f"{tokens} token ids", expected)
+
+
+def _is_token(value: object) -> bool:
+    return is_integer(value, 0) and value <= _U32
+
+
+def _is_pairs(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_token, pair)) for pair in value)
+    )
+
+
+def _name_of(dialect: Dialect, kind: FieldType) -> str:
+    return next(one.name for one in dialect.stored if one.type == kind)
+
+
+def unreadable(value: object) -> Flaw | None:
+    """The first thing in a value that cannot be read: a text, what is too deep, a map with a key twice."""
+    if isinstance(value, Unreadable):
+        return Flaw(value.defect, value.observed, value.expected)
+    if isinstance(value, Pairs):
+        keys: set[object] = set()
+        for key, _ in value:
+            if isinstance(key, Unreadable | list):
+                return unreadable(key) or Flaw(WireDefect.WRONG_TYPE, shown(key), "a scalar as a key")
+            if key in keys:
+                return Flaw(WireDefect.DUPLICATE_KEY, f"the key {shown(key)} again", "each key once")
+            keys.add(key)
+        return _first(unreadable(each) for _, each in value)
+    if isinstance(value, list):
+        return _first(map(unreadable, value))
+    return None
+
+
+def _first(flaws: Iterable[Flaw | None]) -> Flaw | None:
+    return next((flaw for flaw in flaws if flaw is not None), None)
+
+
+def _plain(value: Any) -> Any:
+    """A value without `Pairs`."""
+    if isinstance(value, Pairs):
+        return {key: _plain(each) for key, each in value}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+_SCALARS: Final = frozenset((type(None), bool, int, float, str, bytes))
+
+
+def is_plain(value: object, depth: int = 2) -> bool:
+    """Whether a value that msgspec has read is one that the careful reader would read likewise: scalars and arrays of them.
+
+    Args:
+        value: what was read.
+        depth: in how many arrays and maps it stood.
+    """
+    if type(value) in _SCALARS:
+        return True
+    if type(value) not in (list, tuple) or depth >= MOST_DEPTH:
+        return False
+    return all(is_plain(each, depth + 1) for each in value)  # type: ignore[attr-defined]  # a list or tuple by now

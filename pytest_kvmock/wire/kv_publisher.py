@@ -1,0 +1,383 @@
+"""A publisher of KV events over ZMQ, as an engine has it: batches with numbers, and a replay of those that were missed.
+
+Theory of operation. Each rank has an XPUB socket, to which a subscriber connects as to a PUB, and which reports subscriptions:
+so a test can wait for them, and loses no batch to one that comes late. Batches are sent by the thread that publishes. A thread
+of the publisher's own answers replays, from the ROUTER sockets alone, so that a consumer in the test's thread can ask and
+wait. `close` ends both, and nothing is left open.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from pytest_kvmock.checks import check_integer, check_number
+from pytest_kvmock.wire.batcher import Batcher
+from pytest_kvmock.wire.decoding import as_bytes
+from pytest_kvmock.wire.endpoints import bind_ranks, check_bound, load_zmq, release
+from pytest_kvmock.wire.replay_server import Replay, ReplayServer
+from pytest_kvmock.wire.table import Dialect, known_dialects
+from pytest_kvmock.wire.waiting import POLL_MS, WireTimeout, is_settled, not_settled, readable
+from pytest_kvmock.wire.wire_faults import Numbered, WireFaults
+
+if TYPE_CHECKING:
+    from pytest_kvmock.wire.digests import StreamDigests
+
+
+class _Rank:
+    """What one rank has: a socket, the next number, the batches that a replay can have, subscriptions."""
+
+    __slots__ = ("buffer", "number", "subscriptions", "xpub")
+
+    def __init__(self, xpub: Any, buffer_steps: int) -> None:
+        self.xpub = xpub
+        self.number = 0
+        self.buffer: deque[Numbered] = deque(maxlen=buffer_steps)
+        self.subscriptions: list[bytes] = []
+
+
+class KvPublisher(Batcher):
+    """Publishes the events of one engine, all ranks, over ZMQ sockets. It is a `Sink`, and a context manager.
+
+    Each event is a batch of its own; those that are published within `step()` are one batch a rank, as vLLM's. Block ids
+    below 2^32 are written as full-width values, one to one (`wire_hash`).
+
+    Args:
+        dialect: name of the dialect, or a `Dialect`.
+        endpoint: where rank 0 is bound: "tcp" for a port of the loopback that the system picks, "ipc", "inproc", or an
+            endpoint of one of these. Other ranks have the next ports, or the name with `_dp1` after it.
+        replay: where replays are asked for: True for an endpoint of the same transport, False for none, or an endpoint.
+        ranks: how many data-parallel ranks.
+        topic: the first frame of each batch; "kv-events", or "kv@POD@MODEL" for llm-d.
+        buffer_steps: how many batches of each rank a replay can have.
+        hwm: high-water mark of a subscriber's queue, in batches.
+        timestamp: returns the timestamp of a batch, in seconds; None: how many there were before, over restarts.
+        digests: of each rank, where the dialect has bytes as hashes.
+        context: a `zmq.Context`; None: one of its own. Over inproc a consumer uses the same one.
+
+    Raises:
+        EndpointError: an endpoint that cannot be bound, or that is taken.
+        ValueError: an unknown dialect, or one that is not spoken over ZMQ; a number out of range.
+        ImportError: pyzmq or msgspec is not installed.
+
+    Attributes:
+        dialect: the `Dialect`.
+        endpoints: where each rank is bound.
+        replay_endpoints: where each rank is asked for a replay; empty: nowhere.
+        context: the `zmq.Context`.
+        topic: as above.
+        faults: the faults of the wire, to ask for.
+    """
+
+    def __init__(
+        self,
+        dialect: str | Dialect = "vllm-0.33",
+        *,
+        endpoint: str = "tcp",
+        replay: bool | str = True,
+        ranks: int = 1,
+        topic: str = "",
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        timestamp: Callable[[], float] | None = None,
+        digests: Mapping[int, StreamDigests] | None = None,
+        context: Any = None,
+    ) -> None:
+        super().__init__(dialect, ranks=ranks, timestamp=timestamp, digests=digests, widens=True)
+        if self.dialect.replay is None:
+            spoken = [name for name, each in known_dialects().items() if each.replay is not None]
+            raise ValueError(f"dialect {self.dialect.name!r} is not spoken over ZMQ; these are: {', '.join(spoken)}")
+        check_integer("buffer_steps", buffer_steps, 1)
+        check_integer("hwm", hwm, 1)
+        if not isinstance(topic, str):
+            raise ValueError(f"topic must be a string, got {topic!r:.80}")  # noqa: TRY004 - one family of errors
+        zmq = self._zmq = load_zmq()
+        self.topic = topic
+        self._topic = topic.encode()
+        self.faults = WireFaults(self.dialect, self.restart, self.check_rank)
+        self._made: str | None = None  # a directory for ipc sockets
+        self._server: ReplayServer | None = None
+        self._owns_context = context is None
+        publishers: list[Any] = []
+        routers: list[Any] = []
+        self.replay_endpoints: tuple[str, ...] = ()
+        try:
+            bound = check_bound(self._written_out(endpoint, "events"))
+            if replay:
+                replay = endpoint.partition("://")[0] if replay is True else replay
+                asked = check_bound(self._written_out(replay, "replay"))
+            self.context = zmq.Context() if context is None else context
+            publishers, self.endpoints = bind_ranks(lambda: self._xpub(hwm), bound, ranks)
+            if replay:
+                routers, self.replay_endpoints = bind_ranks(lambda: self._router(2 * (buffer_steps + 1)), asked, ranks)
+        except BaseException:
+            for socket in publishers:
+                release(socket)
+            self._release()
+            raise
+        self._ranks = [_Rank(publisher, buffer_steps) for publisher in publishers]
+        if routers:
+            reply_topic = topic.encode() if self.dialect.replay == "topic" else None
+            self._server = ReplayServer(self.context, routers, reply_topic, self._batches_from)
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(str(rank.number) for rank in self._ranks)
+        return f"<KvPublisher {self.dialect.name} at {self.endpoint}, batches: {numbers}>"
+
+    @property
+    def endpoint(self) -> str:
+        """Where rank 0 is bound."""
+        return self.endpoints[0]
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where rank 0 is asked for a replay; None: nowhere."""
+        return self.replay_endpoints[0] if self.replay_endpoints else None
+
+    @property
+    def replays(self) -> list[Replay]:
+        """Who asked for what, in order."""
+        return [] if self._server is None else self._server.replays
+
+    # ------------------------------------------------------------------------------------------------ to publish
+
+    def publish_payload(self, payload: bytes, dp_rank: int = 0) -> None:
+        """Send bytes as the next batch of a rank: garbage, or what another program has written.
+
+        Raises:
+            TypeError: the payload is no bytes.
+            ValueError: a rank that there is not, or a fault that changes events was asked for, and it has none.
+        """
+        with self._lock:
+            self._check_open()
+            self._write(dp_rank, as_bytes(payload))
+
+    def restart(self, dp_rank: int | None = None) -> None:
+        """Begin anew, as after a crash of the engine: batches are numbered from 0, and a replay has none of those before.
+
+        Args:
+            dp_rank: which rank; None for all.
+        """
+        with self._lock:
+            self._check_open()
+            for rank in self._begin_anew(dp_rank):
+                self._ranks[rank].number = 0
+                self._ranks[rank].buffer.clear()
+
+    def batches(self, dp_rank: int = 0) -> int:
+        """How many batches of a rank have a number: the number of its next one."""
+        return self._rank(dp_rank).number
+
+    def _write(self, dp_rank: int, payload: bytes) -> None:
+        """Number a payload, let a fault strike it, and send what is left of it."""
+        rank = self._rank(dp_rank)
+        sent, kept, forgets = self.faults.strike(dp_rank, Numbered(rank.number, payload))
+        rank.number += 1
+        if forgets:
+            rank.buffer.clear()
+        if kept is not None:
+            rank.buffer.append(kept)
+        send, more = rank.xpub.send, self._zmq.SNDMORE
+        for batch in sent:  # as send_multipart, which looks at the type of each frame
+            send(self._topic, more)
+            send(batch.number.to_bytes(8, "big"), more)
+            send(batch.payload)
+
+    # ------------------------------------------------------------------------------------------------ to wait
+
+    def subscriptions(self, dp_rank: int = 0) -> tuple[bytes, ...]:
+        """The topics that are subscribed to at a rank now, one a subscription: what a topic begins with is enough."""
+        with self._lock:
+            rank = self._rank(dp_rank)
+            while not self._closed and rank.xpub.poll(0):
+                message = rank.xpub.recv()
+                if message[:1] == b"\x01":
+                    rank.subscriptions.append(message[1:])
+                elif message[:1] == b"\x00" and message[1:] in rank.subscriptions:
+                    rank.subscriptions.remove(message[1:])
+            return tuple(rank.subscriptions)
+
+    def wait_subscribed(self, subscribers: int = 1, timeout: float = 5.0) -> None:
+        """Wait until so many have subscribed to the topic, at each rank. What is published then reaches them.
+
+        Args:
+            subscribers: how many subscriptions there must be; one that ended does not count.
+            timeout: seconds.
+
+        Raises:
+            WireTimeout: there were not so many in time; it says which there are.
+            ValueError: a number out of range, or the publisher is closed.
+        """
+        missing = self._waits_for(subscribers, timeout)
+        until = monotonic() + timeout
+        while (dp_rank := missing()) is not None:
+            rest = until - monotonic()
+            if rest <= 0:
+                raise self._not_subscribed(dp_rank, subscribers, timeout)
+            self._wait(dp_rank, rest)
+
+    async def await_subscribed(self, subscribers: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
+        """As `wait_subscribed`, while the loop of asyncio goes on."""
+        missing = self._waits_for(subscribers, timeout)
+        until = monotonic() + timeout
+        while (dp_rank := missing()) is not None:
+            rest = until - monotonic()
+            if rest <= 0:
+                raise self._not_subscribed(dp_rank, subscribers, timeout)
+            await readable(rest, self._ranks[dp_rank].xpub)
+
+    def settle(self, probe: Callable[[], object], expected: object = None, timeout: float = 5.0) -> Any:
+        """Wait until the consumer's own answer shows that it has applied what was published.
+
+        Args:
+            probe: asks the consumer; called again and again. An AssertionError counts as not yet.
+            expected: what it must answer; None: anything that is true.
+            timeout: seconds.
+
+        Returns:
+            The answer.
+
+        Raises:
+            WireTimeout: it did not in time; with its last answer, and what was published and asked for.
+            Exception: whatever else the probe raises.
+        """
+        until = monotonic() + check_number("timeout", timeout, unit=" seconds")
+        while True:
+            try:
+                answer = probe()
+            except AssertionError as error:
+                answer = error
+            if is_settled(answer, expected):
+                return answer
+            rest = until - monotonic()
+            if rest <= 0:
+                raise self._not_settled(probe, answer, expected, timeout)
+            self.subscriptions()  # one that is not read yet would end each wait at once
+            self._wait(0, rest)
+
+    async def asettle(
+        self,
+        probe: Callable[[], Awaitable[object]],
+        expected: object = None,
+        timeout: float = 5.0,  # noqa: ASYNC109 - as its twin
+    ) -> Any:
+        """As `settle`, with a probe that is awaited, while the loop of asyncio goes on."""
+        until = monotonic() + check_number("timeout", timeout, unit=" seconds")
+        while True:
+            try:
+                answer = await probe()
+            except AssertionError as error:
+                answer = error
+            if is_settled(answer, expected):
+                return answer
+            rest = until - monotonic()
+            if rest <= 0:
+                raise self._not_settled(probe, answer, expected, timeout)
+            self._check_open()
+            await readable(min(rest, POLL_MS / 1000), self._ranks[0].xpub)
+
+    def _waits_for(self, subscribers: int, timeout: float) -> Callable[[], int | None]:
+        """Return what tells the first rank that has not so many subscriptions to its topic yet."""
+        check_integer("subscribers", subscribers, 1)
+        check_number("timeout", timeout, unit=" seconds")
+        topic = self._topic
+
+        def missing() -> int | None:
+            with self._lock:
+                self._check_open()
+                for dp_rank in range(self.ranks):
+                    if sum(map(topic.startswith, self.subscriptions(dp_rank))) < subscribers:
+                        return dp_rank
+            return None
+
+        return missing
+
+    def _wait(self, dp_rank: int, rest: float) -> None:
+        """Wait for a subscription at a rank, a few ms at most, so that other threads can publish in between."""
+        with self._lock:
+            self._check_open()
+            self._ranks[dp_rank].xpub.poll(min(POLL_MS, max(1, int(rest * 1000))))
+
+    def _not_subscribed(self, dp_rank: int, subscribers: int, timeout: float) -> WireTimeout:
+        there = self.subscriptions(dp_rank)
+        shown = ", ".join(repr(topic.decode(errors="replace")) for topic in there) or "nothing"
+        found = sum(map(self._topic.startswith, there))
+        return WireTimeout(
+            f"rank {dp_rank} at {self.endpoints[dp_rank]} has {found} of {subscribers} subscriptions to its topic "
+            f"{self.topic!r} after {timeout:g} s; subscribed to: {shown}"
+        )
+
+    def _not_settled(self, probe: object, answer: object, expected: object, timeout: float) -> WireTimeout:
+        published = []
+        for dp_rank, rank in enumerate(self._ranks):
+            sent = f"batches 0 to {rank.number - 1}" if rank.number else "no batch"
+            published.append(
+                f"rank {dp_rank} has published {sent}, to {len(self.subscriptions(dp_rank))} subscriptions"
+            )
+        asked, injected = self.replays, self.faults.injected
+        return not_settled(probe, answer, expected, timeout, published=published, replays=asked, injected=injected)
+
+    def _batches_from(self, dp_rank: int, start: int) -> tuple[list[Numbered], bool]:
+        """What an answer to a replay sends; called in the thread that answers."""
+        with self._lock:
+            found = [batch for batch in self._ranks[dp_rank].buffer if batch.number >= start]
+            return self.faults.truncated(dp_rank, found)
+
+    # ------------------------------------------------------------------------------------------------ sockets
+
+    def _xpub(self, hwm: int) -> Any:
+        zmq = self._zmq
+        socket = self.context.socket(zmq.XPUB)
+        socket.set(zmq.XPUB_VERBOSER, 1)  # each subscription, and each that ends, is reported: two may have one topic
+        socket.set(zmq.SNDHWM, hwm)
+        socket.set(zmq.LINGER, 0)
+        return socket
+
+    def _router(self, hwm: int) -> Any:
+        zmq = self._zmq
+        socket = self.context.socket(zmq.ROUTER)
+        socket.set(zmq.SNDHWM, hwm)  # vLLM 0.33: room for the whole buffer
+        socket.set(zmq.LINGER, 0)
+        return socket
+
+    def _written_out(self, endpoint: Any, name: str) -> Any:
+        """An endpoint; "ipc" alone as a path in a new directory."""
+        if endpoint != "ipc":
+            return endpoint
+        if self._made is None:
+            self._made = tempfile.mkdtemp(prefix="kvmock-")
+        return f"ipc://{self._made}/{name}"
+
+    def _rank(self, dp_rank: int) -> _Rank:
+        return self._ranks[self.check_rank(dp_rank)]
+
+    def close(self) -> None:
+        """Close the sockets and end the thread; what a subscriber has not read yet may be lost. Twice is no error."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._server is not None:
+            self._server.close()
+        for rank in self._ranks:
+            release(rank.xpub)
+        self._release()
+
+    def _release(self) -> None:
+        if self._owns_context and hasattr(self, "context"):
+            self.context.destroy(linger=0)  # with the sockets that an inproc consumer has left open
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,466 @@
+"""A subscriber to KV events over ZMQ: it feeds a sink from any publisher, asks for what it missed, and reports what it did not get.
+
+One subject: the batches of one engine, as they arrive. Theory of operation. Batches of a rank are numbered from 0. The next
+one is decoded, and its events go to the sink. One further on is a gap: what is missing is asked for (`replay`), and what
+comes back is applied first. A number that was there before is a repeat where the bytes are the same; else the engine has
+begun anew. What could not be had is lost: it is in `lost`, and the sink's owner is told, as its view of the engine is
+incomplete from there on. There is no thread: `receive` and `poll` do the work.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+from pytest_kvmock.checks import check_integer, check_number
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.wire.batch import Decoded
+from pytest_kvmock.wire.decoding import decode
+from pytest_kvmock.wire.endpoints import EndpointError, allow_ipv6, load_zmq, rank_endpoints
+from pytest_kvmock.wire.replay_server import END
+from pytest_kvmock.wire.table import Dialect, find_dialect
+from pytest_kvmock.wire.waiting import WireTimeout, readable
+
+MOST_REMEMBERED: Final = 10_000
+"""For so many batches of a rank it is known what they were, to tell a repeat from a restart."""
+
+_NUMBER: Final = "8 bytes with the number of the batch"
+
+
+class LostBatches(Protocol):
+    """What is told of batches that could not be had: `RouterHarness.lost_batches`, or `KvSink.lost_batches`."""
+
+    def __call__(self, worker_id: int, dp_rank: int, batches: range, observed: str) -> object:
+        """Take note.
+
+        Args:
+            worker_id: which worker.
+            dp_rank: which rank.
+            batches: their numbers; after a restart none, and `start` is the number that was due.
+            observed: what happened, in words.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLoss:
+    """Batches that could not be had.
+
+    Attributes:
+        dp_rank: the rank.
+        batches: their numbers; none where the publisher began anew.
+        observed: what happened.
+    """
+
+    dp_rank: int
+    batches: range
+    observed: str
+
+    def __str__(self) -> str:
+        return f"rank {self.dp_rank}: {self.observed}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchProblem:
+    """Something that was wrong with a message.
+
+    Attributes:
+        dp_rank: the rank.
+        batch: the number of the batch; None: it had none.
+        text: what was wrong; of a payload, the text of a `WireProblem`.
+    """
+
+    dp_rank: int
+    batch: int | None
+    text: str
+
+    def __str__(self) -> str:
+        batch = "a message" if self.batch is None else f"batch {self.batch}"
+        return f"rank {self.dp_rank}, {batch}: {self.text}"
+
+
+class _Rank:
+    """What is known of one rank."""
+
+    __slots__ = ("brought", "dealer", "due", "next_event_id", "seen", "sub")
+
+    def __init__(self, sub: Any) -> None:
+        self.sub = sub
+        self.dealer: Any = None
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all batches."""
+        self.due: int | None = None
+        self.next_event_id = 0
+        self.seen: OrderedDict[int, int] = OrderedDict()
+        self.brought: set[int] = set()  # by replays; each may come live, too
+
+
+class KvSubscriber:
+    """Subscribes to the batches of one engine, and gives their events to a sink, in order. A context manager.
+
+    Events get ids from 0 on for each rank, as a wire counts batches only; one that cannot be read leaves a gap. Over Dynamo's
+    dialects events have ids of their own.
+
+    Args:
+        endpoint: where the publisher is bound: that of rank 0, or one a rank.
+        sink: called with each `RouterEvent`: `harness.apply`, a `KvSink`, the `apply` of an index, `list.append`.
+        dialect: name of the publisher's dialect, or a `Dialect`.
+        replay: where what was missed is asked for: that of rank 0, or one a rank; None: nowhere.
+        worker_id: whose events they are.
+        ranks: how many ranks; None: one for each endpoint that is given.
+        topic: what the topic of a batch must begin with.
+        from_start: whether batches before the first that arrives are missing. If not, the stream begins with that one.
+        on_loss: told of what could not be had; None: the `lost_batches` of the object of which `sink` is, or is a method.
+        replay_timeout: so many seconds an answer may take, from one message to the next.
+        context: a `zmq.Context`; None: one of its own. Over inproc it is the publisher's.
+
+    Raises:
+        EndpointError: endpoints that cannot be connected to, or not one a rank.
+        ValueError: an unknown dialect, or a number out of range.
+        TypeError: the sink or `on_loss` cannot be called, or the topic is no string.
+        ImportError: pyzmq or msgspec is not installed.
+
+    Attributes:
+        batches: how many batches were applied.
+        events: how many events the sink was given.
+        duplicates: how many batches came again.
+        healed: ranges of batches that replays brought, each with its rank.
+        lost: what could not be had.
+        problems: what was wrong with messages.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | Sequence[str],
+        sink: Callable[[RouterEvent], object],
+        *,
+        dialect: str | Dialect,
+        replay: str | Sequence[str] | None = None,
+        worker_id: int = 0,
+        ranks: int | None = None,
+        topic: str = "",
+        from_start: bool = True,
+        on_loss: LostBatches | None = None,
+        replay_timeout: float = 5.0,
+        context: Any = None,
+    ) -> None:
+        if not callable(sink):
+            raise TypeError(f"sink is called with each event; got {sink!r:.80}, which cannot be called")
+        if on_loss is not None and not callable(on_loss):
+            raise TypeError(f"on_loss is called with each loss; got {on_loss!r:.80}, which cannot be called")
+        if not isinstance(topic, str):
+            raise TypeError(f"topic must be a string, got {topic!r:.80}")
+        self.dialect = find_dialect(dialect)
+        self.worker_id = check_integer("worker_id", worker_id, 0)
+        self.endpoints = rank_endpoints(endpoint, ranks)
+        self.replay_endpoints = () if replay is None else rank_endpoints(replay, len(self.endpoints))
+        self.batches = self.events = self.duplicates = 0
+        self.healed: list[tuple[int, range]] = []
+        self.lost: list[BatchLoss] = []
+        self.problems: list[BatchProblem] = []
+        self._sink = sink
+        self._closed = False
+        self._on_loss: LostBatches | None = on_loss
+        if on_loss is None:
+            self._on_loss = getattr(getattr(sink, "__self__", sink), "lost_batches", None)
+        self._from_start = from_start
+        self._replay_timeout = check_number("replay_timeout", replay_timeout, unit=" seconds")
+        zmq = self._zmq = load_zmq()
+        self._owns_context = context is None
+        self.context = zmq.Context() if context is None else context
+        self._ranks: list[_Rank] = []
+        try:
+            for each in self.endpoints:
+                self._ranks.append(_Rank(self._subscribed(each, topic)))
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<KvSubscriber to {self.endpoints[0]}: {self.batches} batches, {len(self.lost)} losses>"
+
+    # ------------------------------------------------------------------------------------------------ to receive
+
+    def receive(self, batches: int = 1, timeout: float = 5.0) -> None:
+        """Wait until so many more batches were applied, or counted as lost; those of replays count, repeats do not.
+
+        Args:
+            batches: how many.
+            timeout: seconds.
+
+        Raises:
+            WireTimeout: they did not come in time; it says what did.
+            Exception: what the sink raises; the rest of the events of that batch is not given to it.
+        """
+        wanted = self._done() + check_integer("batches", batches, 1)
+        until = monotonic() + check_number("timeout", timeout, unit=" seconds")
+        while self._done() < wanted:
+            rest = until - monotonic()
+            if rest <= 0:
+                raise self._too_late(batches, wanted, timeout)
+            self.poll(rest)
+
+    async def areceive(self, batches: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
+        """As `receive`, while the loop of asyncio goes on; a replay is waited for without it."""
+        wanted = self._done() + check_integer("batches", batches, 1)
+        until = monotonic() + check_number("timeout", timeout, unit=" seconds")
+        while self._done() < wanted:
+            if not self.poll():
+                rest = until - monotonic()
+                if rest <= 0:
+                    raise self._too_late(batches, wanted, timeout)
+                await readable(rest, *(rank.sub for rank in self._ranks))
+
+    def poll(self, timeout: float = 0.0) -> int:
+        """Take what is there; where nothing is, wait so many seconds for it.
+
+        Returns:
+            How many messages there were.
+
+        Raises:
+            ValueError: the subscriber is closed.
+        """
+        self._check_open()
+        zmq = self._zmq
+        poller = zmq.Poller()
+        for rank in self._ranks:
+            poller.register(rank.sub, zmq.POLLIN)
+        ready = dict(poller.poll(int(timeout * 1000 + 0.999)))
+        messages = 0
+        for dp_rank, rank in enumerate(self._ranks):
+            while rank.sub in ready:
+                try:
+                    frames = rank.sub.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                messages += 1
+                self._message(dp_rank, rank, frames)
+        return messages
+
+    def catch_up(self) -> int:
+        """Ask for all batches from the next one on, of each rank, without waiting for a gap to show.
+
+        Returns:
+            How many were applied.
+
+        Raises:
+            ValueError: the subscriber was made without `replay`, or is closed.
+        """
+        self._check_open()
+        if not self.replay_endpoints:
+            raise ValueError("catch_up needs the replay endpoint: KvSubscriber(..., replay=...)")
+        before = self.batches
+        for dp_rank, rank in enumerate(self._ranks):
+            rank.due = rank.due or 0
+            self._heal(dp_rank, rank, rank.due)
+        return self.batches - before
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this KvSubscriber is closed")
+
+    def _done(self) -> int:
+        return self.batches + sum(len(loss.batches) for loss in self.lost)
+
+    def _too_late(self, batches: int, wanted: int, timeout: float) -> WireTimeout:
+        arrived = batches - wanted + self._done()
+        lines = [f"{arrived} of {batches} batches arrived in {timeout:g} s"]
+        for dp_rank, rank in enumerate(self._ranks):
+            last = "no batch yet" if rank.due is None else f"next is batch {rank.due}"
+            lines.append(f"rank {dp_rank} at {self.endpoints[dp_rank]}: {last}")
+        lines += map(str, [*self.lost[-3:], *self.problems[-3:]])
+        return WireTimeout("\n".join(lines))
+
+    # ------------------------------------------------------------------------------------------------ batches
+
+    def _message(self, dp_rank: int, rank: _Rank, frames: list[bytes]) -> None:
+        """Take one message: topic, number, payload."""
+        if len(frames) != 3 or len(frames[1]) != 8:
+            got = f"{len(frames)} frames" if len(frames) != 3 else f"{len(frames[1])} bytes for a number"
+            self.problems.append(BatchProblem(dp_rank, None, f"expected topic, {_NUMBER}, payload; got {got}"))
+            return
+        number, payload = int.from_bytes(frames[1], "big"), frames[2]
+        if rank.due is None:
+            rank.due = 0 if self._from_start else number
+        if number < rank.due and not self._begins_anew(dp_rank, rank, number, payload):
+            return
+        if number > rank.due:
+            self._gap(dp_rank, rank, number)
+        if number == rank.due:  # else a replay has brought it
+            decoded = self._decoded(dp_rank, rank, payload)
+            if _is_unreadable(decoded) and self.replay_endpoints:
+                self._note(dp_rank, number, decoded)
+                self._heal(dp_rank, rank, number + 1)
+            else:
+                self._apply(dp_rank, rank, number, payload, decoded)
+
+    def _begins_anew(self, dp_rank: int, rank: _Rank, number: int, payload: bytes) -> bool:
+        """Take a batch whose number is not above the last one. Return whether it is the first of a publisher that began anew."""
+        due = rank.due or 0
+        was = rank.seen.get(number)
+        if number in rank.brought:
+            rank.brought.discard(number)
+            return False
+        if was == hash(payload):
+            self.duplicates += 1
+            return False
+        if _is_unreadable(decoded := self._decoded(dp_rank, rank, payload)):
+            self._note(dp_rank, number, decoded)
+            return False
+        if was is None and any(number in loss.batches for loss in self.lost if loss.dp_rank == dp_rank):
+            self.problems.append(
+                BatchProblem(dp_rank, number, f"arrived after batch {due - 1}, when it counted as lost")
+            )
+            return False
+        if was is None and rank.seen and number < next(iter(rank.seen)) and len(rank.seen) == MOST_REMEMBERED:
+            self.duplicates += 1  # nothing is known of so old a batch; a new beginning has low numbers only
+            return False
+        observed = f"batch {number} came after batch {due - 1}: numbers went backwards, as after an unannounced restart"
+        rank.begin_anew()
+        rank.due = 0
+        self._report(dp_rank, range(due, due), observed)
+        return True
+
+    def _gap(self, dp_rank: int, rank: _Rank, number: int) -> None:
+        """Close the gap before a batch: by a replay, where there is one, and by counting as lost what is missing still."""
+        if self.replay_endpoints:
+            self._heal(dp_rank, rank, number)
+        else:
+            self._lose(dp_rank, rank, number, "did not arrive")
+
+    def _heal(self, dp_rank: int, rank: _Rank, stop: int) -> None:
+        """Ask for batches from the next one on, and apply what comes; what is missing then below `stop` is lost."""
+        due = rank.due or 0
+        first = due
+        why = "did not arrive, and a replay had no such batches any more"
+        for number, payload in self._replayed(dp_rank, rank, due):
+            if number is None:
+                nothing = f"nothing more came in {self._replay_timeout:g} s"
+                why = f"did not arrive, and the replay broke off: {nothing}"
+                self.problems.append(BatchProblem(dp_rank, due, f"the replay broke off before it: {nothing}"))
+                break
+            if number < due:
+                continue
+            if number > due:
+                self._brought(dp_rank, first, due)
+                self._lose(dp_rank, rank, number, why)
+                first = number
+            rank.brought.add(number)
+            if not self._apply(dp_rank, rank, number, payload, self._decoded(dp_rank, rank, payload)):
+                self._brought(dp_rank, first, number)
+                first = number + 1
+            due = number + 1
+        self._brought(dp_rank, first, due)
+        if due < stop:
+            self._lose(dp_rank, rank, stop, why)
+
+    def _brought(self, dp_rank: int, first: int, due: int) -> None:
+        if due > first:
+            self.healed.append((dp_rank, range(first, due)))
+
+    def _replayed(self, dp_rank: int, rank: _Rank, start: int) -> Iterator[tuple[int | None, bytes]]:
+        """Yield what a replay brings, batch by batch; a None at the end where it broke off."""
+        if rank.dealer is None:
+            rank.dealer = self._socket(self._zmq.DEALER, self.replay_endpoints[dp_rank])
+        rank.dealer.send_multipart((b"", start.to_bytes(8, "big")))
+        is_whole = False
+        try:
+            while rank.dealer.poll(int(self._replay_timeout * 1000)):
+                frames = rank.dealer.recv_multipart()
+                if len(frames) not in (3, 4) or len(frames[-2]) != 8:  # the second has the topic (vLLM from 0.28)
+                    text = f"expected a reply of an empty frame, perhaps the topic, {_NUMBER}, payload; got {len(frames)} frames"
+                    self.problems.append(BatchProblem(dp_rank, None, text))
+                    continue
+                if frames[-2] == END:
+                    is_whole = True
+                    return
+                yield int.from_bytes(frames[-2], "big"), frames[-1]
+            yield None, b""
+        finally:
+            if not is_whole:  # what comes late, or was not taken, would be part of the answer to the next request
+                rank.dealer.close(linger=0)
+                rank.dealer = None
+
+    def _decoded(self, dp_rank: int, rank: _Rank, payload: bytes) -> Decoded:
+        first = rank.next_event_id
+        return decode(payload, self.dialect, worker_id=self.worker_id, dp_rank=dp_rank, first_event_id=first)
+
+    def _apply(self, dp_rank: int, rank: _Rank, number: int, payload: bytes, decoded: Decoded) -> bool:
+        """Give the events of a batch to the sink. Return whether it could be read; one that cannot be at all is lost."""
+        self._note(dp_rank, number, decoded)
+        rank.seen[number] = hash(payload)
+        if len(rank.seen) > MOST_REMEMBERED:
+            rank.seen.popitem(last=False)
+        if _is_unreadable(decoded):
+            self._lose(dp_rank, rank, number + 1, f"cannot be read ({decoded.problems[0]})")
+            return False
+        rank.due = number + 1
+        rank.next_event_id += decoded.num_events
+        self.batches += 1
+        for event in decoded.events:
+            self.events += 1
+            self._sink(event)
+        return True
+
+    def _note(self, dp_rank: int, number: int, decoded: Decoded) -> None:
+        self.problems += (BatchProblem(dp_rank, number, str(problem)) for problem in decoded.problems)
+
+    def _lose(self, dp_rank: int, rank: _Rank, stop: int, why: str) -> None:
+        """Count the batches up to `stop` as lost."""
+        batches = range(rank.due or 0, stop)
+        rank.due = stop
+        names = f"batch {batches.start}" if len(batches) == 1 else f"batches {batches.start} to {stop - 1}"
+        self._report(dp_rank, batches, f"{names} {why}")
+
+    def _report(self, dp_rank: int, batches: range, observed: str) -> None:
+        self.lost.append(BatchLoss(dp_rank, batches, observed))
+        if self._on_loss is not None:
+            self._on_loss(self.worker_id, dp_rank, batches, observed)
+
+    # ------------------------------------------------------------------------------------------------ sockets
+
+    def _subscribed(self, endpoint: str, topic: str) -> Any:
+        socket = self._socket(self._zmq.SUB, endpoint)
+        socket.subscribe(topic)
+        return socket
+
+    def _socket(self, kind: int, endpoint: str) -> Any:
+        zmq = self._zmq
+        socket = self.context.socket(kind)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVHWM, 0)  # all that the publisher sends is taken
+        allow_ipv6(socket, endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise EndpointError(f"{endpoint} cannot be connected to: {error.strerror}") from None
+        return socket
+
+    def close(self) -> None:
+        """Close the sockets. Twice is no error."""
+        self._closed = True
+        for rank in self._ranks:
+            rank.sub.close(linger=0)
+            if rank.dealer is not None:
+                rank.dealer.close(linger=0)
+        if self._owns_context:
+            self.context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _is_unreadable(decoded: Decoded) -> bool:
+    """Whether nothing could be read of a batch."""
+    return not decoded.num_events and any(problem.event is None for problem in decoded.problems)

@@ -1,0 +1,312 @@
+"""msgspec's structs, encoders and decoders of a dialect, made from its row.
+
+Only structs give the bytes of an engine: where vLLM's struct has more than 15 fields, msgspec writes the head of a long map,
+for however few entries. msgspec is an extra, and loaded when the first dialect is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+from pytest_kvmock.events import StorageTier
+from pytest_kvmock.tokens import BlockCutter
+from pytest_kvmock.wire.event_fields import (
+    CLEARED,
+    METADATA,
+    REMOVED,
+    STORED,
+    TAG_KEY,
+    TAGS,
+    EventFields,
+    Tag,
+    fields_of,
+    ordinary_value,
+)
+from pytest_kvmock.wire.table import DIGEST_SIZES, REQUIRED, Dialect, WireField
+
+if TYPE_CHECKING:
+    from msgspec import Raw
+
+MOST_KEPT: Final = 256
+"""For events of so many blocks the ordinary values are kept."""
+
+NOTHING: Final = object()
+"""Equal to no value of a field."""
+
+_BEGINS: Final = ("hashes", "parent", "tokens", "block_size")
+
+
+def load_msgspec() -> Any:
+    """Import msgspec.
+
+    Raises:
+        ImportError: it is not installed; the message says how to install it.
+    """
+    try:
+        import msgspec
+    except ImportError:
+        raise ImportError("dialects of vLLM and SGLang need msgspec: pip install 'pytest-kvmock[wire]'") from None
+    return msgspec
+
+
+class Ordinary:
+    """The fields of one kind of event, and what an ordinary engine writes in those that are not the event's own.
+
+    Args:
+        fields: in order.
+
+    Attributes:
+        own: names of the event's own fields, by type.
+        others: the other fields.
+        places: of all fields, by name.
+    """
+
+    __slots__ = ("_fields", "_kept", "others", "own", "places")
+
+    def __init__(self, fields: tuple[WireField, ...]) -> None:
+        self._fields = fields
+        self.own = {one.type: one.name for one in fields if one.is_own}
+        self.others = [one for one in fields if not one.is_own]
+        self.places = {one.name: place for place, one in enumerate(fields)}
+        self._kept: dict[int, list[Any]] = {}
+
+    def written(self, blocks: int) -> list[Any]:
+        """Return the fields of an ordinary event of so many blocks, in order, without its own: a list to be filled in."""
+        found = self._kept.get(blocks)
+        if found is None:
+            found = [ordinary_value(one, blocks) for one in self._fields]
+            if blocks <= MOST_KEPT:
+                self._kept[blocks] = found
+        return found.copy()
+
+
+class Plan(NamedTuple):
+    """How a `BlockStored` of so many blocks of one size is read, as nearly all are.
+
+    Attributes:
+        cut: cuts its token ids into blocks, and hashes them.
+        on_device: the fields beside the first four of an ordinary event of blocks on the device.
+        elsewhere: those of blocks on the other tiers.
+    """
+
+    cut: BlockCutter
+    on_device: list[Any]
+    elsewhere: list[tuple[list[Any], StorageTier]]
+
+    def tier_of(self, others: list[Any]) -> StorageTier | None:
+        """Return where the blocks of an ordinary event are, that are not on the device; None where it is not ordinary."""
+        return next((tier for ordinary, tier in self.elsewhere if others == ordinary), None)
+
+
+class StoredPlans:
+    """How a `BlockStored` as nearly all are is read and written, by its number of blocks and what goes with that.
+
+    Args:
+        msgspec: the module.
+        dialect: of the events.
+
+    Attributes:
+        get: returns hashes, parent, tokens and block size of a struct, and then all other fields in order.
+        begins: the dialect's fields begin with hashes, parent, tokens and block size, as those of all engines.
+        reading: the plans that are kept, by number of blocks and block size; `plan` makes others.
+        on_device: the fields after the first four of an ordinary event of blocks on the device, by number of blocks,
+            as far as they are kept.
+    """
+
+    __slots__ = ("_rest", "_tiers", "begins", "get", "on_device", "reading")
+
+    def __init__(self, msgspec: Any, dialect: Dialect) -> None:
+        own = {one.type: one.name for one in dialect.stored if one.is_own}
+        self._rest = [one for one in dialect.stored if one.type not in _BEGINS]
+        self._tiers: dict[StorageTier, str | None] = dict(dialect.media)
+        if all(one.type != "medium" for one in self._rest):
+            self._tiers = {StorageTier.DEVICE: None}
+        self.begins = tuple(one.type for one in dialect.stored[: len(_BEGINS)]) == _BEGINS
+        self.get: Callable[[Any], tuple[Any, ...]] = (
+            msgspec.structs.astuple
+            if self.begins
+            else attrgetter(*(own[kind] for kind in _BEGINS), *(one.name for one in self._rest))
+        )
+        self.reading: dict[tuple[int, int], Plan] = {}
+        self.on_device: dict[int, list[Any]] = {}
+
+    def plan(self, blocks: int, size: int) -> Plan:
+        """Make the plan for an event of so many blocks, and keep it where that is no large number."""
+        others = {tier: self.rest(blocks, tier) for tier in self._tiers}
+        on_device = others.pop(StorageTier.DEVICE, None) or [NOTHING]
+        plan = Plan(BlockCutter(blocks, size), on_device, [(rest, tier) for tier, rest in others.items() if rest])
+        if blocks <= MOST_KEPT and len(self.reading) < MOST_KEPT:
+            self.reading[blocks, size] = plan
+        return plan
+
+    def rest(self, blocks: int, tier: StorageTier) -> list[Any] | None:
+        """Return the fields beside the first four of an ordinary event; None where the dialect has no place for the tier."""
+        if tier not in self._tiers:
+            return None
+        rest = [self._tiers[tier] if one.type == "medium" else ordinary_value(one, blocks) for one in self._rest]
+        if tier is StorageTier.DEVICE and blocks <= MOST_KEPT:
+            self.on_device[blocks] = rest
+        return rest
+
+
+class Structs:
+    """Structs, encoder and decoders of one dialect.
+
+    Args:
+        dialect: in msgpack.
+
+    Raises:
+        ImportError: msgspec is not installed.
+
+    Attributes:
+        types: the struct of each tag.
+        stored_with_metadata: as that of `BlockStored`, with the map that follows its fields.
+        tags: the tag of each struct.
+        ordinary: by tag.
+        tiers: the tier of each medium; of None, where the dialect has no media.
+        encode: from anything.
+        batch: decodes a batch to (timestamp, structs, rank).
+        event: decodes one event to a struct.
+        raw_batch: decodes a batch to (timestamp, events as `msgspec.Raw`, rank).
+        metadata_batch: as `batch`, with token ids as `msgspec.Raw`.
+        metadata_event: as `event`, likewise.
+        plans: for a `BlockStored` as nearly all are.
+        cleared: the one struct of that tag.
+        errors: what decoders raise.
+    """
+
+    def __init__(self, dialect: Dialect) -> None:
+        msgspec = load_msgspec()
+        self._dialect = dialect
+        self.types: dict[Tag, Any] = {tag: _struct(msgspec, dialect, tag) for tag in TAGS}
+        self._bare = {tag: _struct(msgspec, dialect, tag, raw_tokens=True) for tag in self.types}
+        self._raw: Callable[[Any], Raw] = lambda value: msgspec.Raw(msgspec.msgpack.encode(value))
+        self.tags: dict[type, Tag] = {kind: tag for each in (self.types, self._bare) for tag, kind in each.items()}
+        self.stored_with_metadata = _struct(msgspec, dialect, STORED, [(METADATA, Any)]) if dialect.metadata else None
+        self.ordinary = {tag: Ordinary(fields_of(dialect, tag)) for tag in self.types}
+        self.tiers: dict[str | None, StorageTier] = {name: tier for tier, name in dialect.media.items()}
+        if not dialect.media:
+            self.tiers[None] = StorageTier.DEVICE
+        decoder = msgspec.msgpack.Decoder
+        rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] | None
+        event = self.types[STORED] | self.types[REMOVED] | self.types[CLEARED]
+        bare_event = self._bare[STORED] | self._bare[REMOVED] | self._bare[CLEARED]
+        self.encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+        self.batch: Callable[[bytes], tuple[float, list[Any], int | None]]
+        self.batch = decoder(tuple[float, list[event], rank]).decode  # type: ignore[valid-type]  # made from the row
+        self.event: Callable[[bytes], Any] = decoder(event).decode
+        self.raw_batch: Callable[[bytes], tuple[float, list[Raw], int | None]]
+        self.raw_batch = decoder(tuple[float, list[msgspec.Raw], rank]).decode  # type: ignore[name-defined]  # the module, loaded late
+        self.metadata_batch: Callable[[bytes], tuple[float, list[Any], int | None]]
+        self.metadata_batch = decoder(tuple[float, list[bare_event], rank]).decode  # type: ignore[valid-type]  # as above
+        self.metadata_event: Callable[[bytes], Any] = decoder(bare_event).decode
+        self.plans = StoredPlans(msgspec, dialect)
+        self.cleared = self.types[CLEARED]()
+        self._heads = self._ordinary_heads() if dialect.form == "map" else {}
+        # Besides msgspec's own: a text that is no UTF-8, and nesting as deep as Python's stack.
+        self.errors: tuple[type[Exception], ...] = (msgspec.MsgspecError, UnicodeError, RecursionError)
+
+    def _ordinary_heads(self) -> dict[Tag, bytes]:
+        """The bytes with which an ordinary event of each kind begins: how many entries it has, its tag, its first key."""
+        heads: dict[Tag, bytes] = {}
+        for tag, kind in self.types.items():
+            fields = fields_of(self._dialect, tag)
+            values = self.ordinary[tag].written(1)
+            event = kind(*(0 if one.is_own else value for one, value in zip(fields, values, strict=True)))
+            first = fields[0].name.encode() if fields else tag.encode()
+            data = self.encode(event)
+            after = data.index(tag.encode()) + (len(tag) if fields else 0)
+            heads[tag] = data[: data.index(first, after) + len(first)]
+        return heads
+
+    def has_keys_once(self, payload: bytes, counts: Mapping[Tag, int], events: int) -> bool:
+        """Whether a batch that msgspec has read is of ordinary events, and has no key twice.
+
+        Each of its events says, in its first bytes, how many entries it has. An ordinary event has no text of its own in
+        which such bytes could stand, so it is enough to count them.
+
+        Args:
+            payload: the batch.
+            counts: how many ordinary events of each kind it has.
+            events: how many events it has.
+        """
+        if counts[STORED] == events:
+            return payload.count(self._heads[STORED]) == events
+        if sum(counts.values()) != events:
+            return False
+        return all(payload.count(self._heads[tag]) == count for tag, count in counts.items() if count)
+
+    def bare(self, fields: EventFields) -> Any:
+        """Make the struct of an event whose token ids are left as they are, from its fields."""
+        blocks = len(fields.own.get("hashes", ()))
+        values = {}
+        for one in fields_of(self._dialect, fields.tag):
+            if one.is_own:
+                value = fields.own[one.type]
+                values[one.name] = self._raw(value) if one.type == "tokens" else value
+            else:
+                values[one.name] = fields.extra.get(one.name, ordinary_value(one, blocks))
+        return self._bare[fields.tag](**values)
+
+
+@lru_cache(maxsize=256)
+def structs_of(dialect: Dialect) -> Structs:
+    """Return the structs of a dialect, made once."""
+    return Structs(dialect)
+
+
+def _struct(
+    msgspec: Any, dialect: Dialect, tag: Tag, more: list[tuple[str, Any]] | None = None, *, raw_tokens: bool = False
+) -> Any:
+    fields: list[Any] = []
+    for one in fields_of(dialect, tag):
+        kind = msgspec.Raw if raw_tokens and one.type == "tokens" else _type(msgspec, dialect, one)
+        if one.default is REQUIRED:
+            fields.append((one.name, kind))
+        elif isinstance(one.default, list | dict | set):
+            fields.append((one.name, kind, msgspec.field(default_factory=one.default.copy)))
+        else:
+            fields.append((one.name, kind, one.default))
+    fields += [(name, kind, None) for name, kind in more or ()]
+    return msgspec.defstruct(
+        tag,
+        fields,
+        tag=tag,
+        tag_field=None if dialect.form == "array" else TAG_KEY,
+        array_like=dialect.form == "array",
+        omit_defaults=True,
+        forbid_unknown_fields=True,
+        gc=False,
+    )
+
+
+def _type(msgspec: Any, dialect: Dialect, one: WireField) -> Any:
+    """The type of a field as msgspec checks it. `event_fields.value_flaw` has the same rules, and names what breaks them."""
+    meta = msgspec.Meta
+    if dialect.hashes == "bytes":
+        block: Any = Annotated[bytes, meta(min_length=min(DIGEST_SIZES), max_length=max(DIGEST_SIZES))]
+    else:
+        block = Annotated[int, meta(ge=0) if dialect.hashes == "unsigned" else meta(le=2**63 - 1)]
+    return {
+        "hashes": tuple[block, ...],
+        "parent": block | None,
+        "tokens": tuple[int, ...],  # their range is checked where they are packed
+        "block_size": Annotated[int, meta(ge=1)],
+        "medium": str | None,
+        "integer": int | None,
+        "text": str | None,
+        "integers": list[int] | None,
+        "keys": list[Any] | None,
+        "any": Any,
+    }[one.type]
+
+
+def entries(event: bytes) -> int:
+    """How many entries the map has that an event is written as."""
+    first = event[0]
+    if first < 0x90:
+        return first & 15
+    return int.from_bytes(event[1 : 3 if first == 0xDE else 5], "big")

@@ -1,0 +1,376 @@
+"""The dialects in which engines write KV events on a wire, as a table: a new version of an engine is a row.
+
+One subject: what differs between two dialects, and the registry of those that there are. `encoding.py` and `decoding.py` write and read them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from keyword import iskeyword
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeAlias
+
+from pytest_kvmock.checks import did_you_mean, unknown_text
+from pytest_kvmock.events import StorageTier
+
+# Theory of operation
+#
+# A batch is the array [timestamp, events, data-parallel rank]. An event is an array that begins with its tag and has
+# every field, or a map with the tag under "type" that leaves out fields which have their default. So a dialect is a form
+# and a list of fields in order, each with its type, its default, and what an engine writes there when nothing special
+# is cached. That third column is what makes bytes exact: vLLM 0.33 writes group_idx 0 although its default is None.
+# Release by release: vllm/distributed/kv_events.py from 0.9.2 to 0.33.0, SGLang's disaggregation/kv_events.py from 0.5.9 to 0.5.23.
+
+
+class Mark(Enum):
+    """What stands in a `WireField` in place of a value."""
+
+    REQUIRED = "required"
+    NONE_PER_BLOCK = "None a block"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+REQUIRED: Final = Mark.REQUIRED
+"""As a default: the field has none, and is always written."""
+
+NONE_PER_BLOCK: Final = Mark.NONE_PER_BLOCK
+"""As an ordinary value: a list with one None a block."""
+
+FieldType: TypeAlias = Literal[
+    "hashes", "parent", "tokens", "block_size", "medium", "integer", "text", "integers", "keys", "any"
+]
+FIELD_TYPES: Final = MappingProxyType(
+    {
+        "hashes": "an array of block hashes",
+        "parent": "a block hash, or nil",
+        "tokens": "an array of integers from 0 to 4294967295",
+        "block_size": "an integer of at least 1",
+        "medium": "a string, or nil",
+        "integer": "an integer, or nil",
+        "text": "a string, or nil",
+        "integers": "an array of integers, or nil",
+        "keys": "an array, or nil",
+        "any": "anything",
+    }
+)
+"""The types of fields, and what each takes. The first five are the event's own; the others travel in `RouterEvent.extra`."""
+
+_OWN: Final = ("hashes", "parent", "tokens", "block_size", "medium")
+
+HashForm: TypeAlias = Literal["unsigned", "signed", "bytes"]
+
+DIGEST_SIZES: Final = (16, 32)
+"""Bytes of a whole digest: xxh3-128, or SHA-256."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireField:
+    """One field of an event.
+
+    Attributes:
+        name: as the engine calls it; the key in a map, and in `RouterEvent.extra`.
+        type: one of `FIELD_TYPES`.
+        default: what a reader takes where the field is absent, and a map leaves out; `REQUIRED`: it is always there.
+        ordinary: what an engine writes where the event has nothing special; `NONE_PER_BLOCK`: a None a block.
+
+    Raises:
+        ValueError: the name is empty, or the type is none.
+    """
+
+    name: str
+    type: FieldType
+    default: object = REQUIRED
+    ordinary: object = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier() or iskeyword(self.name):
+            raise ValueError(f"a field's name is an identifier and no keyword, got {self.name!r:.80}")
+        if self.type not in FIELD_TYPES:
+            raise ValueError(f"field {self.name!r}: {unknown_text('type', self.type, FIELD_TYPES)}")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the event itself has a place for it, so that it is no part of `RouterEvent.extra`."""
+        return self.type in _OWN
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is REQUIRED
+
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
+_WORDS: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
+    {
+        "form": ("array", "map", "json", "router_json"),
+        "hashes": ("unsigned", "signed", "bytes"),
+        "rank": ("filled", "nil"),
+        "replay": ("plain", "topic", None),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dialect:
+    """One form of KV events on a wire: what an engine of one version writes. Two are equal where they are the same row.
+
+    Attributes:
+        name: the name that tests see, in ids too: letters, digits, `_`, `.` and `-`.
+        models: the program and version that writes it.
+        form: events as "array" (tag first, every field) or "map" (tag under "type", defaults left out), both in
+            msgpack; or in Dynamo's JSON, one a line: "json" a `KvCacheEvent`, "router_json" a `RouterEvent`.
+        stored: fields of `BlockStored` in order; none in JSON.
+        removed: fields of `BlockRemoved` in order.
+        hashes: how a block hash is written: "unsigned" or "signed" 64 bits of the digest, or the whole digest as "bytes".
+        media: the name of each tier in the field `medium`; tiers without one are refused.
+        rank: whether the publisher fills the batch's rank in ("filled"), or leaves the slot "nil".
+        replay: frames of a replayed batch after the identity: "plain" (empty, sequence, payload), or with the "topic"
+            before the sequence; None where the dialect is not spoken over ZMQ.
+        metadata: keys of a map that follows the last field of a `BlockStored` in array form, where one of them is set.
+        backend: the built-in backend whose engine writes it.
+        in_matrix: whether tests run over it by default; otherwise, where they name it.
+
+    Raises:
+        ValueError: a field is not what it must be. The message says which, what was given and what is allowed.
+    """
+
+    name: str
+    models: str
+    form: Literal["array", "map", "json", "router_json"]
+    stored: tuple[WireField, ...] = ()
+    removed: tuple[WireField, ...] = ()
+    hashes: HashForm = "unsigned"
+    media: Mapping[StorageTier, str] = dataclasses.field(default_factory=dict)
+    rank: Literal["filled", "nil"] = "filled"
+    replay: Literal["plain", "topic"] | None = "plain"
+    metadata: tuple[str, ...] = ()
+    backend: str = "vllm"
+    in_matrix: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == "all":
+            raise ValueError(
+                f"a dialect's name has letters, digits, '_', '.' and '-', and is not all; got {self.name!r:.80}"
+            )
+        for field in ("models", "backend"):
+            if not isinstance(getattr(self, field), str):
+                raise ValueError(f"dialect {self.name!r}: {field} must be a string, got {getattr(self, field)!r:.80}")  # noqa: TRY004 - one error
+        for field, words in _WORDS.items():
+            value = getattr(self, field)
+            if value not in words:
+                allowed = " or ".join(map(repr, words))
+                hint = did_you_mean(value, [word for word in words if isinstance(word, str)])
+                raise ValueError(f"dialect {self.name!r}: {field} must be {allowed}, got {value!r:.80}{hint}")
+        if not isinstance(self.in_matrix, bool):
+            raise ValueError(f"dialect {self.name!r}: in_matrix must be True or False, got {self.in_matrix!r:.80}")  # noqa: TRY004 - one error
+        if not self.is_msgpack:
+            return
+        self._check_fields("stored", {"hashes": 1, "parent": 1, "tokens": 1, "block_size": 1})
+        self._check_fields("removed", {"hashes": 1, "parent": 0, "tokens": 0, "block_size": 0})
+        object.__setattr__(self, "media", MappingProxyType(self._checked_media()))
+        if not isinstance(self.metadata, tuple) or not all(isinstance(key, str) for key in self.metadata):
+            raise ValueError(f"dialect {self.name!r}: metadata must be a tuple of strings, got {self.metadata!r:.80}")
+        if self.metadata and self.form != "array":
+            raise ValueError(f"dialect {self.name!r}: metadata follows an array; a map has fields")
+
+    def _check_fields(self, attribute: str, needed: Mapping[str, int]) -> None:
+        """Raise a ValueError for fields that are none, have one name, or of which an event has not as many as it must."""
+        where = f"dialect {self.name!r}: {attribute}"
+        fields = getattr(self, attribute)
+        if not isinstance(fields, tuple) or not all(isinstance(field, WireField) for field in fields):
+            raise ValueError(f"{where} must be a tuple of WireFields, got {fields!r:.80}")
+        names = [field.name for field in fields]
+        for name in names:
+            if names.count(name) > 1 or name == "type":
+                raise ValueError(f"{where} has the field {name!r} {'twice' if name != 'type' else 'beside the tag'}")
+        types = [field.type for field in fields]
+        for kind, count in needed.items():
+            if types.count(kind) != count:
+                raise ValueError(f"{where} must have {count or 'no'} field of type {kind!r}, got {types.count(kind)}")
+        if types.count("medium") > 1:
+            raise ValueError(f"{where} must have at most one field of type 'medium', got {types.count('medium')}")
+        after_default = False
+        for field in fields:
+            if after_default and field.is_required:
+                raise ValueError(f"{where}: field {field.name!r} is required, and stands after one with a default")
+            after_default |= not field.is_required
+
+    def _checked_media(self) -> dict[StorageTier, str]:
+        if not isinstance(self.media, Mapping):
+            raise ValueError(f"dialect {self.name!r}: media must map tiers to names, got {self.media!r:.80}")  # noqa: TRY004 - one error
+        media = {StorageTier.of(tier): name for tier, name in self.media.items()}
+        if len({*media.values()}) != len(media) or not all(isinstance(name, str) for name in media.values()):
+            raise ValueError(
+                f"dialect {self.name!r}: media must be strings, each for one tier; got {dict(media)!r:.80}"
+            )
+        return media
+
+    @property
+    def has_media(self) -> bool:
+        """Whether its events say where blocks are."""
+        return any(field.type == "medium" for field in self.stored)
+
+    @property
+    def is_msgpack(self) -> bool:
+        """Whether it is written in msgpack, which takes the extra `wire`."""
+        return self.form in ("array", "map")
+
+    def variant(
+        self,
+        name: str,
+        *,
+        models: str | None = None,
+        add_stored: tuple[WireField, ...] = (),
+        add_removed: tuple[WireField, ...] = (),
+        without: Collection[str] = (),
+        **changes: Any,
+    ) -> Dialect:
+        """Make a dialect that differs from this one.
+
+        Args:
+            name: of the new one.
+            models: as above; by default this one's, with the changes.
+            add_stored: fields that follow those of `BlockStored`.
+            add_removed: fields that follow those of `BlockRemoved`.
+            without: names of fields that it has not.
+            **changes: other attributes.
+
+        Raises:
+            ValueError: there is no such attribute or field, or the dialect would not be one.
+        """
+        attributes = [field.name for field in dataclasses.fields(self)]
+        for change in changes:
+            if change not in attributes:
+                raise ValueError(f"{unknown_text('attribute of a dialect', change, attributes)}")
+        names = {field.name: None for field in (*self.stored, *self.removed)}
+        for gone in without:
+            if gone not in names:
+                raise ValueError(f"dialect {self.name!r} has no field {gone!r}{did_you_mean(gone, names)}")
+        if models is None:
+            models = ", ".join([self.models, *(f"{key}={value!r}" for key, value in changes.items())])
+        changes.setdefault("stored", tuple(field for field in self.stored if field.name not in without) + add_stored)
+        changes.setdefault("removed", tuple(field for field in self.removed if field.name not in without) + add_removed)
+        return dataclasses.replace(self, name=name, models=models, **changes)
+
+
+def _built_in() -> Iterator[Dialect]:
+    """The rows, oldest first: each is the one before it and what a release changed."""
+    field, tier = WireField, StorageTier
+    hashes, parent, tokens = (
+        field("block_hashes", "hashes"),
+        field("parent_block_hash", "parent"),
+        field("token_ids", "tokens"),
+    )
+    size, lora_id, medium = field("block_size", "block_size"), field("lora_id", "integer"), field("medium", "medium")
+    optional_medium = field("medium", "medium", default=None)
+    group = field("group_idx", "integer", default=None, ordinary=0)
+    locality = field("locality", "any", default=None)
+    ownership = field("ownership", "any", default=None)
+    salt, session = field("cache_salt", "text", default=None), field("session_id", "text", default=None)
+
+    vllm = Dialect(
+        "vllm-0.9",
+        "vLLM 0.9.2",
+        "array",
+        stored=(hashes, parent, tokens, size, lora_id),
+        removed=(hashes,),
+        backend="vllm_0_19",
+    )
+    rows = [vllm]
+
+    def release(number: str, version: str, **changes: Any) -> None:
+        rows.append(rows[-1].variant(f"vllm-{number}", models=f"vLLM {version}", **changes))
+
+    media = {tier.DEVICE: "GPU", tier.HOST_PINNED: "CPU", tier.DISK: "STORAGE"}
+    release("0.10.2", "0.10.2", media=media, add_stored=(medium,), add_removed=(medium,))
+    release("0.14", "0.14.1", add_stored=(field("lora_name", "text"),))
+    release("0.19", "0.19.1", add_stored=(field("extra_keys", "keys", default=None, ordinary=NONE_PER_BLOCK),))
+    kind = field("kv_cache_spec_kind", "text", default=None, ordinary="full_attention")
+    window = field("kv_cache_spec_sliding_window", "integer", default=None)
+    release("0.23", "0.23.0", add_stored=(group, kind, window), add_removed=(group,))
+    release("0.24", "0.24.0", form="map", backend="vllm")  # vllm#42892
+    release("0.28", "0.28.0", replay="topic", add_stored=(locality,), add_removed=(locality,))  # vllm#45177
+    lookahead = field("lookahead_token_ids", "integers", default=None)
+    release("0.33", "0.33.0", add_stored=(ownership, session, lookahead), add_removed=(ownership,))
+    yield from rows
+
+    media = {tier.DEVICE: "GPU", tier.HOST_PINNED: "CPU_PINNED", tier.DISK: "DISK", tier.EXTERNAL: "EXTERNAL"}
+    sglang = Dialect(
+        "sglang-0.5.9",
+        "SGLang 0.5.9",
+        "array",
+        stored=(hashes, parent, tokens, size, lora_id, optional_medium),
+        removed=(hashes, optional_medium),
+        hashes="signed",
+        media=media,
+        rank="nil",
+        backend="sglang",
+    )
+    yield sglang
+    yield sglang.variant("sglang-0.5.18", models="SGLang 0.5.18", metadata=("cache_salt",))
+    later = sglang.variant("sglang-0.5.20", models="SGLang 0.5.20", form="map", add_stored=(salt, session))  # sgl#37482
+    yield later
+    name = field("lora_name", "text", default=None)
+    later = later.variant("sglang-0.5.22", models="SGLang 0.5.22", replay="topic", add_stored=(name,))
+    yield later
+    filled = "SGLang 0.5.23, whose publisher fills the rank in"
+    yield later.variant("sglang-0.5.23", models=filled, rank="filled", in_matrix=False)
+
+    for row in rows[1:]:  # VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0
+        models = f"{row.models}, hashes as whole digests"
+        yield row.variant(f"{row.name}-bytes", models=models, hashes="bytes", in_matrix=False)
+
+    json = Dialect(
+        "dynamo-kv-cache-event", "Dynamo, KvCacheEvent", "json", replay=None, backend="lineage", in_matrix=False
+    )
+    yield json
+    yield json.variant("dynamo-router-event", models="Dynamo, RouterEvent", form="router_json")
+
+
+_BUILT_IN: Final = {dialect.name: dialect for dialect in _built_in()}
+DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(_BUILT_IN)
+"""The built-in dialects by name: vLLM's, SGLang's, vLLM's with whole digests, Dynamo's."""
+
+_registered: dict[str, Dialect] = {}
+
+
+def known_dialects() -> dict[str, Dialect]:
+    """The built-in dialects by name, then those that are registered now."""
+    return {**DIALECTS, **_registered}
+
+
+@contextmanager
+def registered_dialects(dialects: Mapping[str, Dialect]) -> Iterator[None]:
+    """Register these dialects by name while the context lasts, in place of others but the built-in ones.
+
+    The plugin does this for a run of pytest, as with backends.
+    """
+    before = dict(_registered)
+    _registered.clear()
+    _registered.update(dialects)
+    try:
+        yield
+    finally:
+        _registered.clear()
+        _registered.update(before)
+
+
+def find_dialect(name: str | Dialect) -> Dialect:
+    """Look up a dialect by name; a `Dialect` is returned as it is, so that one that is not listed can be used too.
+
+    Raises:
+        ValueError: there is none of this name; the nearest and the known ones are listed.
+    """
+    if type(name) is Dialect:
+        return name
+    found = (_BUILT_IN.get(name) or _registered.get(name)) if isinstance(name, str) else None
+    if found is None:
+        raise ValueError(unknown_text("dialect", name, known_dialects()))
+    return found

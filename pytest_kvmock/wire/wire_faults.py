@@ -1,0 +1,254 @@
+"""Faults of the wire: they strike batches that have their numbers already, so that a router can find what is missing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.wire.table import Dialect
+
+UNKNOWN_TAG: Final = "BlockPinned"
+"""The tag of an event that no engine has."""
+
+UNKNOWN_FIELD: Final = "kvmock_field"
+"""A field that no engine has."""
+
+
+class Numbered(NamedTuple):
+    """A batch with its number."""
+
+    number: int
+    payload: bytes
+
+
+class Outcome(NamedTuple):
+    """What becomes of a batch: what is sent now, what is kept for a replay, and whether older ones are kept on."""
+
+    sent: tuple[Numbered, ...]
+    kept: Numbered | None
+    forgets_older: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WireInjection:
+    """One fault that struck.
+
+    Attributes:
+        fault: its name.
+        dp_rank: the rank.
+        batch: the number of the batch; of a truncated replay, the first that was left out, or that would be next.
+    """
+
+    fault: str
+    dp_rank: int
+    batch: int
+
+
+class _Planned:
+    """A fault that was asked for: what it does to each batch, and how many it will still strike."""
+
+    __slots__ = ("change", "dp_rank", "left", "name")
+
+    def __init__(self, name: str, left: int, dp_rank: int | None, change: Callable[[Numbered], Outcome]) -> None:
+        self.name, self.left, self.dp_rank, self.change = name, left, dp_rank, change
+
+
+class WireFaults:
+    """The faults of a publisher, asked for in a test: each strikes the next batches, in the order asked for.
+
+    Args:
+        dialect: of the publisher.
+        restart: has the publisher begin anew.
+        check_rank: raises a ValueError for a rank that the publisher has not.
+
+    Attributes:
+        injected: what struck so far.
+    """
+
+    def __init__(
+        self, dialect: Dialect, restart: Callable[[int | None], None], check_rank: Callable[[int], int]
+    ) -> None:
+        self.injected: list[WireInjection] = []
+        self._dialect = dialect
+        self._restart = restart
+        self._check_rank = check_rank
+        self._planned: deque[_Planned] = deque()
+        self._truncated: deque[tuple[int, bool]] = deque()
+        self._published = False
+
+    def __repr__(self) -> str:
+        return f"<WireFaults: {len(self.injected)} injected, {len(self.unused)} not used yet>"
+
+    @property
+    def unused(self) -> list[str]:
+        """The faults that were asked for and have not struck as often as they should, as text."""
+        planned = [
+            f"{each.name} ({each.left} {'batch' if each.left == 1 else 'batches'} left)" for each in self._planned
+        ]
+        return planned + ["truncate_replay (no replay had so much to leave out)"] * len(self._truncated)
+
+    # ------------------------------------------------------------------------------------------------ to ask for
+
+    def lose(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
+        """Lose the next batches on their way; a replay has them."""
+        self._plan("lose", batches, dp_rank, lambda batch: Outcome((), batch))
+
+    def double(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
+        """Send each of the next batches twice."""
+        self._plan("double", batches, dp_rank, lambda batch: Outcome((batch, batch), batch))
+
+    def reorder(self, *, dp_rank: int | None = None) -> None:
+        """Send the next two batches in reverse order: the first when the second has been sent."""
+        held: list[Numbered] = []
+
+        def swap(batch: Numbered) -> Outcome:
+            held.append(batch)
+            return Outcome((batch, held[0]) if len(held) == 2 else (), batch)
+
+        self._plan("reorder", 2, dp_rank, swap)
+
+    def gap_beyond_buffer(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
+        """Lose the next batches, and forget them and all before them: a replay begins after them."""
+        self._plan("gap_beyond_buffer", batches, dp_rank, lambda _: Outcome((), None, forgets_older=True))
+
+    def late_join(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
+        """Publish the first batches as if nobody had subscribed yet; a replay has them.
+
+        Raises:
+            ValueError: there have been batches already.
+        """
+        if self._published:
+            raise ValueError("late_join is about the first batches, and some were published already; ask for it before")
+        self._plan("late_join", batches, dp_rank, lambda batch: Outcome((), batch))
+
+    def slow_subscriber(self, queued: int = 1, lost: int = 1, *, dp_rank: int | None = None) -> None:
+        """Treat subscribers as too slow: the next batches wait in a full queue, those after them are lost.
+
+        ZMQ drops the newest of a queue at its high-water mark. What waited is sent before the batch that comes then.
+
+        Args:
+            queued: how many wait.
+            lost: how many are lost after these; a replay has them.
+            dp_rank: of which rank; None: of the first that publishes.
+        """
+        check_integer("queued", queued, 1)
+        check_integer("lost", lost, 1)
+        waiting: list[Numbered] = []
+        seen: list[Numbered] = []
+
+        def slow(batch: Numbered) -> Outcome:
+            seen.append(batch)
+            if len(seen) <= queued:
+                waiting.append(batch)
+                return Outcome((), batch)
+            return Outcome((*waiting, batch) if len(seen) > queued + lost else (), batch)
+
+        self._plan("slow_subscriber", queued + lost + 1, dp_rank, slow)
+
+    def corrupt(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
+        """Send the next batches with a first byte that msgpack does not have; a replay has them as they were."""
+        self._plan(
+            "corrupt",
+            batches,
+            dp_rank,
+            lambda batch: Outcome((batch._replace(payload=b"\xc1" + batch.payload[1:]),), batch),
+        )
+
+    def unknown_tag(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
+        """Begin the next batches with an event of a kind that no engine has, as a later version may; in a replay, too."""
+        self._edit("unknown_tag", batches, dp_rank, self._with_unknown_tag)
+
+    def extra_field(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
+        """Give each event of the next batches a field that no engine has, as a later version may; in a replay, too."""
+        self._edit("extra_field", batches, dp_rank, self._with_extra_field)
+
+    def restart(self, *, dp_rank: int | None = None) -> None:
+        """Restart the publisher now: batches are numbered from 0 again, and a replay has none of those before.
+
+        What the engine holds is not touched: `KvWorker.restart()` empties it.
+        """
+        self._restart(dp_rank)
+        self.injected.append(WireInjection("restart", dp_rank or 0, 0))
+
+    def truncate_replay(self, after: int = 0, *, end_marker: bool = True) -> None:
+        """Break the next answer to a replay off that has something to leave out: a batch, or the end marker.
+
+        Args:
+            after: so many batches are sent.
+            end_marker: whether the marker follows by which a client knows that the answer is over.
+        """
+        self._truncated.append((check_integer("after", after, 0), end_marker))
+
+    # ------------------------------------------------------------------------------------------------ to publish
+
+    def strike(self, dp_rank: int, batch: Numbered) -> Outcome:
+        """Return what becomes of a batch of a rank.
+
+        Raises:
+            ValueError: a fault cannot change its payload, which is no batch; the fault still waits.
+        """
+        self._published = True
+        if not self._planned:
+            return Outcome((batch,), batch)
+        for planned in self._planned:
+            if planned.dp_rank in (None, dp_rank):
+                break
+        else:
+            return Outcome((batch,), batch)
+        if planned.dp_rank is None and planned.name in ("reorder", "slow_subscriber"):
+            planned.dp_rank = dp_rank  # the batches that change places are of one rank
+        outcome = planned.change(batch)
+        planned.left -= 1
+        if not planned.left:
+            self._planned.remove(planned)
+        self.injected.append(WireInjection(planned.name, dp_rank, batch.number))
+        return outcome
+
+    def truncated(self, dp_rank: int, batches: list[Numbered]) -> tuple[list[Numbered], bool]:
+        """Return what a replay sends of these batches, and whether the end marker follows."""
+        if not self._truncated:
+            return batches, True
+        after, end_marker = self._truncated[0]
+        left_out = batches[after:]
+        if end_marker and not left_out:
+            return batches, True
+        self._truncated.popleft()
+        number = left_out[0].number if left_out else batches[-1].number + 1 if batches else 0
+        self.injected.append(WireInjection("truncate_replay", dp_rank, number))
+        return batches[:after], end_marker
+
+    # ------------------------------------------------------------------------------------------------ changes
+
+    def _plan(self, name: str, batches: int, dp_rank: int | None, change: Callable[[Numbered], Outcome]) -> None:
+        check_integer("batches", batches, 1)
+        if dp_rank is not None:
+            self._check_rank(dp_rank)
+        self._planned.append(_Planned(name, batches, dp_rank, change))
+
+    def _edit(self, name: str, batches: int, dp_rank: int | None, edit: Callable[[list[Any]], list[Any]]) -> None:
+        def change(batch: Numbered) -> Outcome:
+            from pytest_kvmock.wire.structs import load_msgspec
+
+            msgspec = load_msgspec()
+            try:
+                timestamp, events, *rank = msgspec.msgpack.decode(batch.payload)
+                payload = msgspec.msgpack.encode([timestamp, edit(events), *rank])
+            except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"{name} changes the events of a batch, and the payload of batch {batch.number} is none: {error}"
+                ) from None
+            edited = batch._replace(payload=payload)
+            return Outcome((edited,), edited)
+
+        self._plan(name, batches, dp_rank, change)
+
+    def _with_unknown_tag(self, events: list[Any]) -> list[Any]:
+        return [[UNKNOWN_TAG] if self._dialect.form == "array" else {"type": UNKNOWN_TAG}, *events]
+
+    def _with_extra_field(self, events: list[Any]) -> list[Any]:
+        if self._dialect.form == "array":
+            return [[*event, UNKNOWN_FIELD] for event in events]
+        return [{**event, UNKNOWN_FIELD: True} for event in events]

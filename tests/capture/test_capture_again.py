@@ -1,0 +1,254 @@
+"""A capture that is checked: the same problems as in the test that was captured."""
+
+import pytest
+from captured import NOT_OF_THE_STREAM, Captured, shown
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_kvmock import BACKENDS, Cleared, EngineProfile, RadixIndex, Recovery, Removed, RouterHarness, Stored
+from pytest_kvmock.capture import CaptureFile, CapturingLedger, check_file
+from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier
+from pytest_kvmock.faults.kinds import FAULTS
+from pytest_kvmock.router.recovery import WorkerQuery
+
+RANDOM = [name for name, kind in FAULTS.items() if kind.has_rate]
+OWN_WARNINGS = {
+    "multi_lru": {"wrong_hash", "evicted_and_restored", "duplicate_store"},
+    "hash_cache": {"wrong_hash", "evicted_and_restored", "duplicate_store"},
+    "lru": {"evicted_and_restored", "duplicate_store"},
+    "lineage": {"evicted_and_restored", "duplicate_store"},
+}
+
+
+@pytest.fixture
+def captured(tmp_path):
+    return lambda *args, **given: Captured(tmp_path / "capture.jsonl", *args, **given)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_capture_of_each_backend_has_no_error(captured, backend):
+    world = captured(backend)
+    world.serve(60)
+
+    found = world.found()
+    checked = check_file(world.path)
+
+    assert found == world.again()
+    assert [] == checked.errors
+    assert {problem.rule for problem in checked.warnings} <= OWN_WARNINGS.get(backend, set())
+    assert checked.is_clean
+
+
+@pytest.mark.parametrize("backend", ["lineage", "multi_lru", "vllm", "sglang"])
+@pytest.mark.parametrize("fault", RANDOM)
+def test_faults_are_found_again(captured, backend, fault):
+    world = captured(backend, faults={fault: 0.1})
+    world.serve(40, seed=3)
+
+    found = world.found()
+
+    assert found
+    assert found == world.again()
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    backend=st.sampled_from(["lineage", "hash_cache", "vllm_0_19", "sglang", "mocker_sglang"]),
+    rates=st.dictionaries(st.sampled_from(RANDOM), st.sampled_from([0.02, 0.1, 0.3]), max_size=3),
+)
+def test_any_faults_are_found_again(tmp_path_factory, seed, backend, rates):
+    world = Captured(
+        tmp_path_factory.mktemp("capture") / "a.jsonl", backend, EngineProfile(4, 16, workers=2), faults=rates
+    )
+    world.serve(25, seed=seed)
+
+    assert world.found() == world.again()
+
+
+# ---------------------------------------------------------------------------------------------------- by hand
+
+ROOT = Stored(None, (1, 2), (11, 12))
+
+
+def hand_made(world):
+    kv = world.kv
+    kv.apply([ROOT, Stored(9, (3,), (13,)), Removed((7, 1)), Stored(2, (2,), (12,))])
+
+
+def wrong_tokens(world):
+    sink = world.kv.make_sink(num_blocks=1)
+    sink.publish(ROOT, token_ids=[[1, 2, 3, 4], [5]])
+    sink.publish(Stored(2, (3,), (13,)))  # over its capacity
+
+
+def chain_found_late(world):
+    sink, kv = world.kv.make_sink(), world.kv
+    for seed in (1, 2):
+        hashes = kv.prompt(3).sequence_hashes(4)
+        locals_ = kv.prompt(3).block_hashes(4)
+        sink.publish(Stored(None, tuple(hashes), tuple(locals_)))
+        prompt = kv.prompt(3)
+        sink.publish(Stored(None, tuple(prompt.sequence_hashes(4)), tuple(prompt.block_hashes(4))))
+        sink.publish(Stored(seed, tuple(prompt.sequence_hashes(4)[1:]), tuple(prompt.block_hashes(4)[1:])))
+
+
+def restarts(world):
+    kv = world.kv
+    kv.use_backend("vllm")
+    world.serve(5)
+    kv.worker(0).restart(announced=True)
+    world.serve(5, seed=1)
+    kv.worker(1).restart()
+    world.serve(5, seed=2)
+    kv.remove_worker(0)
+    kv.apply([Removed((5,)), Stored(None, (6,), (16,))])
+
+
+def batches_lost(world):
+    sink = world.kv.make_sink()
+    sink(ROOT)
+    sink.lost_batches(sink.worker_id, 0, range(4, 7))
+    sink(Removed((8,)))
+    sink.lost_batches(sink.worker_id, 0, range(9, 9), "numbers went backwards")
+
+
+class Raises:
+    def __init__(self, *at):
+        self.at, self.count = at, 0
+
+    def publish(self, event, tier, tokens):
+        self.count += 1
+        if self.count in self.at:
+            raise OSError("the disk is full")
+
+
+def sink_raises(world):
+    world.kv.use_backend("lineage")
+    world.kv.add_sink(Raises(3, 4), before=True)
+    world.serve(12)
+
+
+def lost_at_the_end(world):
+    world.kv.use_backend("lineage")
+    world.serve(3)
+    world.kv.faults.lose(1)
+    world.kv.worker(0).serve(world.kv.prompt(2))
+
+
+def ids_left_out(world):
+    sink = world.kv.make_sink()
+    for event_id in (3, 4, 9, 9, 2):
+        sink(KvCacheEvent(event_id, Stored(None, (event_id,), (11,))))
+
+
+def tiers_and_groups(world):
+    sink = world.kv.make_sink(residency="counted", tier_blocks={"host_pinned": 1})
+    sink.publish(ROOT, extra={"group_idx": 1, "lora_name": "sql"})
+    sink.publish(ROOT, StorageTier.HOST_PINNED)
+    sink.publish(Stored(2, (3,), (13,)), StorageTier.HOST_PINNED)
+    sink.publish(Removed((2, 2)), extra={"group_idx": 1})
+    sink.publish(Cleared())
+
+
+BY_HAND = [
+    hand_made,
+    wrong_tokens,
+    chain_found_late,
+    restarts,
+    batches_lost,
+    sink_raises,
+    lost_at_the_end,
+    ids_left_out,
+    tiers_and_groups,
+]
+
+
+@pytest.mark.parametrize("what", BY_HAND, ids=lambda what: what.__name__)
+def test_what_a_test_does_by_hand_is_found_again(captured, what):
+    world = captured()
+    what(world)
+
+    found = world.found()
+
+    assert found
+    assert found == world.again()
+
+
+def test_a_signed_hash_comes_back_signed(captured):
+    world = captured("sglang")
+    world.serve(20)
+    world.found()
+
+    events = [entry.event for entry in check_file(world.path).log]
+
+    assert any(block < 0 for event in events for block in getattr(event.event.data, "block_hashes", ()))
+    assert [entry.event for entry in world.kv.events] == events
+
+
+def test_what_travels_beside_an_event_comes_back(captured):
+    world = captured("vllm")
+    kv = world.kv
+    keys = {"lora_name": "sql", "cache_salt": "s", "session_id": "x", "multimodal": [("image", 1, 6)]}
+    kv.worker(0).serve(kv.prompt(3, **keys))
+    world.found()
+
+    (entry,) = check_file(world.path).log
+    (before,) = kv.events
+
+    assert before.extra == entry.extra
+    assert [list(tokens) for tokens in before.token_ids] == entry.token_ids
+    assert () == entry.problems
+
+
+def test_digests_come_back(tmp_path):
+    event = RouterEvent(0, KvCacheEvent(0, ROOT), extra={"digests": (None, (b"\1" * 32, b"\2" * 32))})
+    with CaptureFile(tmp_path / "a.jsonl", {}) as file:
+        CapturingLedger(file).observe(event, 0)
+
+    (entry,) = check_file(tmp_path / "a.jsonl").log
+
+    assert event.extra == entry.extra
+
+
+def test_a_recovery_is_found_again(tmp_path):
+    file = CaptureFile(tmp_path / "a.jsonl", {})
+    ledger = CapturingLedger(file)
+    recovery = Recovery()
+    kv = RouterHarness(EngineProfile(4, 24), "lineage", RadixIndex(), recovery=recovery, ledger=ledger)
+    for step in range(8):
+        if step in (2, 5):
+            kv.faults.lose(1)
+        kv.worker(0).serve(kv.prompt(3))
+        if step == 6:
+            recovery(*WorkerQuery(0, 0))
+    kv.apply(Removed((5,)))
+    kv.flush()
+    file.close()
+
+    stream = [shown(problem) for problem in kv.events.problems if problem.rule not in NOT_OF_THE_STREAM]
+    assert "recovered" in (tmp_path / "a.jsonl").read_text()
+    assert stream == [shown(problem) for problem in check_file(tmp_path / "a.jsonl").log.problems]
+
+
+def test_a_backend_of_a_test_is_not_known_to_a_check(captured):
+    from pytest_kvmock.backends import BACKENDS as BUILT_IN
+
+    world = captured(BUILT_IN["vllm"].variant("mine", hash_seed="7"))
+    world.serve(10)
+    world.found()
+
+    checked = check_file(world.path)
+
+    assert ["backend 'mine' is not known here, so its hashes are not judged"] == checked.notes
+    assert checked.is_clean
+
+
+def test_a_copy_of_the_ledger_writes_nothing(captured):
+    world = captured("lineage")
+    world.serve(5)
+    before = world.file.events
+    copy, _ = world.kv._judge.ledger.copy_with([])
+    copy.observe(RouterEvent(0, KvCacheEvent(0, ROOT)), 0)
+
+    assert before == world.file.events
+    world.file.close()

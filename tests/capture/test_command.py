@@ -1,0 +1,220 @@
+"""The command: `python -m pytest_kvmock`, by its main function, and once as a program."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from captured import Captured
+
+from pytest_kvmock import BACKENDS, Cleared, Removed, Stored
+from pytest_kvmock import __main__ as command
+from pytest_kvmock.capture import check_file
+from pytest_kvmock.wire import DIALECTS
+from pytest_kvmock.wire.zmq import KvPublisher
+
+main = command.main
+
+
+@pytest.fixture
+def clean(tmp_path):
+    world = Captured(tmp_path / "clean.jsonl", "vllm")
+    world.serve(10)
+    assert [] == world.found()
+    return world.path
+
+
+@pytest.fixture
+def broken(tmp_path):
+    world = Captured(tmp_path / "broken.jsonl")
+    sink = world.kv.make_sink(residency="unique")
+    sink(Stored(None, (1,), (11,)))
+    sink(Stored(None, (1,), (11,)))
+    sink(Removed((7,)))
+    world.found()
+    return world.path
+
+
+def test_a_clean_capture_is_said_to_be_clean(clean, capsys):
+    assert 0 == main(["check", str(clean)])
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"{clean}: \d+ events, 2 streams\nclean\n", out)
+    assert "" == err
+
+
+def test_problems_are_reported(broken, capsys):
+    assert 1 == main(["check", str(broken)])
+    assert (
+        f"""{broken}: 3 events, 1 stream
+1 KV event error: block_not_found (worker 65536, event 2)
+
+  event 2  worker 65536  Removed block 7
+    rule:      block_not_found: a Removed names a block that this worker and rank does not hold in that tier
+    observed:  block 7 was never stored
+    expected:  a Removed names blocks that are held
+warnings: 1 duplicate_store
+"""
+        == capsys.readouterr().out
+    )
+
+
+def test_what_is_allowed_is_no_problem_and_warnings_can_be(broken, capsys):
+    allowed = ["check", str(broken), "--allow", "block_not_found"]
+    assert 0 == main(allowed)
+    assert "no errors" in capsys.readouterr().out
+    assert 1 == main([*allowed, "--event-warnings", "fail"])
+    assert "1 KV event warning: duplicate_store" in capsys.readouterr().out
+    assert 0 == main([*allowed, "--allow", "duplicate_store", "--event-warnings", "fail"])
+
+
+UNUSABLE = {
+    "no such file": (["check", "no/such.jsonl"], "check: no/such.jsonl: cannot be read: No such file or directory"),
+    "a directory": (["check", "."], "check: .: cannot be read: Is a directory"),
+    "unknown rule": (["check", "a", "--allow", "x"], "check: unknown rule 'x'"),
+    "unknown dialect to check": (
+        ["check", "a", "--dialect", "vlm-0.33"],
+        "check: unknown dialect 'vlm-0.33'; did you mean",
+    ),
+    "unknown dialect to record": (
+        ["record", "tcp://127.0.0.1:1", "a", "--dialect", "vllm"],
+        "record: unknown dialect 'vllm'",
+    ),
+    "no endpoint": (["record", "here", "a"], "record: "),
+    "no batches": (["record", "tcp://127.0.0.1:1", "a", "--batches", "0"], "record: batches must be an integer of at"),
+    "a file to record where none can be": (["record", "tcp://127.0.0.1:1", "."], "record: .: cannot be written: "),
+    "unknown dialect of vectors": (["vectors", "v", "--dialect", "x"], "vectors: unknown dialect 'x'"),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), UNUSABLE.values(), ids=UNUSABLE)
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert 2 == main(args)
+    out, err = capsys.readouterr()
+    assert "" == out
+    assert err.startswith(message)
+    assert 1 == err.count("\n")
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["chek"], ["check"], ["record", "tcp://127.0.0.1:1"], ["record", "a", "b", "--ranks", "x"]]
+)
+def test_wrong_arguments_exit_with_2(args, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(args)
+    assert 2 == exit_.value.code
+    assert "usage: python -m pytest_kvmock" in capsys.readouterr().err
+
+
+def test_an_engine_is_recorded(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    with KvPublisher("vllm-0.33") as publisher:
+        publisher.publish(Stored(None, (5,), (15,)), token_ids=[[1, 2]])
+
+        def run():
+            publisher.wait_subscribed()
+            publisher.publish(Cleared())
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        replay = publisher.replay_endpoints[0]
+        assert 0 == main(["record", publisher.endpoints[0], str(path), "--replay", replay, "--batches", "2"])
+        thread.join()
+
+    assert f"{path}: 2 batches, 2 events\n" == capsys.readouterr().out
+    assert 0 == main(["check", str(path)])
+
+
+def test_a_record_with_problems_exits_with_1(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    with KvPublisher("vllm-0.33") as publisher:
+
+        def run():
+            publisher.wait_subscribed()
+            publisher.publish(Removed((5,)))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert 1 == main(["record", publisher.endpoints[0], str(path), "--batches", "1"])
+        thread.join()
+    assert f"1 event error: python -m pytest_kvmock check {path}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a signal of Unix")
+def test_a_signal_ends_a_record_and_what_came_is_kept(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+
+    def kill(*args, progress, **given):
+        given["progress"] = lambda _: os.kill(os.getpid(), signal.SIGTERM)
+        return record(*args, **given)
+
+    from pytest_kvmock.capture.recorder import record
+
+    monkeypatch.setattr("pytest_kvmock.capture.recorder.record", kill)
+    before = signal.getsignal(signal.SIGTERM)
+    with KvPublisher("vllm-0.33") as publisher:
+        assert 0 == main(["record", publisher.endpoints[0], str(path)])
+    assert check_file(path).complete
+    assert before is signal.getsignal(signal.SIGTERM)
+
+
+def test_vectors_are_written(tmp_path, capsys):
+    assert 0 == main(["vectors", str(tmp_path), "--dialect", "vllm-0.9", "--dialect", "sglang-0.5.20", "--seed", "3"])
+    assert f"{tmp_path}: 2 dialects\n" == capsys.readouterr().out
+    assert ["README.md", "index.json", "sglang-0.5.20", "vllm-0.9"] == sorted(each.name for each in tmp_path.iterdir())
+
+
+def test_backends_and_dialects_are_listed(capsys):
+    assert 0 == main(["backends"])
+    listed = capsys.readouterr().out.splitlines()
+    assert [*BACKENDS] == [line.split()[0] for line in listed][: len(BACKENDS)]
+    assert "vLLM 0.33.0" in next(line for line in listed if line.startswith("vllm "))
+
+    assert 0 == main(["dialects"])
+    assert [*DIALECTS] == [line.split()[0] for line in capsys.readouterr().out.splitlines()][: len(DIALECTS)]
+
+
+class Terminal:
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_progress_is_for_long_files_on_a_terminal(clean, monkeypatch, capsys):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert 0 == main(["check", str(clean)])
+    assert "" == terminal.text
+
+    monkeypatch.setattr(command, "LONG", 100)
+    monkeypatch.setattr("pytest_kvmock.capture.check._EVERY", 5)
+    assert 0 == main(["check", str(clean)])
+    assert re.search(r"\r *\d+ %, \d+ events", terminal.text)
+    assert terminal.text.endswith("\r\x1b[K")  # the line is gone
+    assert "%" not in capsys.readouterr().out
+
+
+def test_it_is_a_program(broken):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_kvmock", "check", str(broken)], capture_output=True, text=True, check=False
+    )
+    assert (1, "") == (done.returncode, done.stderr)
+    assert "block 7 was never stored" in done.stdout
+
+
+def test_it_loads_no_pytest(broken):
+    code = f"import sys; from pytest_kvmock.__main__ import main; main(['check', {str(broken)!r}]); print('pytest' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "False" == done.stdout.splitlines()[-1]

@@ -1,0 +1,447 @@
+"""Prompts that carry an adapter, a salt, multimodal items or a session: names, events, overlap and judgement by engine."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_kvmock import (
+    CapturingSink,
+    EngineProfile,
+    KvCacheEvent,
+    KvWorker,
+    Prompt,
+    RouterEvent,
+    RouterHarness,
+    Stored,
+    block_hashes,
+    sequence_hashes,
+)
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.cache.vllm.hashes import VERSIONS
+from pytest_kvmock.engine.driver import PROMPT_KEYS
+from pytest_kvmock.events import StorageTier
+from pytest_kvmock.prompt_keys import hash_options
+
+BY_NAMESPACE = BACKENDS["sglang"].variant("sglang_dynamo", dynamo_kv_event_format=True)
+ENGINES = [spec for name, spec in BACKENDS.items() if name not in ("hash_cache", "sglang")] + [BY_NAMESPACE]
+IMAGE = ("00000000deadbeef" + "0" * 48, 2, 4)
+KEYS = (
+    {},
+    {"lora_name": "a"},
+    {"lora_name": "b"},
+    {"cache_salt": "a"},
+    {"lora_name": "a", "cache_salt": "a"},
+    {"multimodal": (IMAGE,)},
+    {"lora_name": "b", "multimodal": (("cat", 0, 3), ("dog", 3, 9))},
+)
+
+
+def stored_by(kv):
+    """The events that stored, as they arrived."""
+    return [entry.event for entry in kv.events if isinstance(entry.event.event.data, Stored)]
+
+
+def named_by(spec):
+    """What the blocks of an engine can be named by."""
+    if spec.name.startswith("sglang"):
+        return [keys for keys in KEYS if "multimodal" not in keys]
+    if spec.name == "vllm_0_19":  # it does not tell a salt from an adapter of that name
+        return [keys for keys in KEYS if keys != {"cache_salt": "a"}]
+    return list(KEYS)
+
+
+engines = pytest.mark.parametrize("spec", ENGINES, ids=lambda spec: spec.name)
+
+
+# ----------------------------------------------------------------------------------------------------- recordings
+
+
+def test_vllm_names_the_blocks_of_a_prompt_as_it_was_recorded(recording):
+    carried = {
+        "plain": {},
+        "salt": {"cache_salt": "salt1"},
+        "lora": {"lora_name": "adapter-a"},
+        "mm in block 0, over block 1": {"multimodal": [("img-1", 2, 4)]},
+        "two mm": {"multimodal": [("img-1", 1, 2), ("img-2", 5, 3)]},
+        "all": {"lora_name": "adapter-a", "cache_salt": "salt1", "multimodal": [("img-1", 2, 4)]},
+    }
+    checked = 0
+    for run in recording("vllm_block_hashes_extra.json.gz"):
+        for case in run["cases"]:
+            options = {"hash_algorithm": case["algorithm"], "hash_seed": run["seed"]}
+            spec = BACKENDS["vllm"].variant(
+                "recorded", version=run["vllm"], lora_paths={"adapter-a": "/adapters/a"}, **options
+            )
+            with RouterHarness(EngineProfile(block_size=4), spec) as kv:
+                stored = kv.worker(0).serve(Prompt(run["tokens"], **carried[case["case"]])).stored_blocks
+            assert stored == tuple(int(digest[-16:], 16) for digest in case["hashes"]), case["case"]
+            if not VERSIONS[run["vllm"]].tagged_keys and case["case"] != "plain":
+                on_the_wire = [None if keys is None else list(keys) for keys in stored_by(kv)[0].extra["extra_keys"]]
+                assert on_the_wire == [
+                    keys and [tuple(k) if type(k) is list else k for k in keys] for keys in case["extra_keys"]
+                ]
+            checked += 1
+    assert 60 == checked
+
+
+def test_sglang_names_the_pages_of_a_salted_prompt_and_of_an_adapter_as_it_was_recorded():
+    """Scenarios `cache_salt` and `extra_key_plain_format`: in the plain format an adapter has the names of none."""
+    with RouterHarness(EngineProfile(block_size=4), "sglang") as kv:
+        worker = kv.worker(0)
+        plain = worker.serve(Prompt(range(8))).stored_blocks
+        salted = worker.serve(Prompt(range(8), cache_salt="s1")).stored_blocks
+        assert 0 == worker.cached_tokens(Prompt(range(8), lora_name="k1"))
+        adapter = worker.serve(Prompt(range(8), lora_name="k1")).stored_blocks
+        beside = [event.extra for event in stored_by(kv)]
+    assert (-4977211910723114241, 90435953025800507) == plain == adapter
+    assert (-8021339544225929516, -2546974396340174739) == salted
+    assert [None, {"cache_salt": "s1"}, {"lora_name": "k1"}] == beside
+
+
+def test_in_dynamos_format_sglang_tells_adapters_apart():
+    with RouterHarness(EngineProfile(block_size=4), BY_NAMESPACE) as kv:
+        stored = [kv.worker(0).serve(Prompt(range(8), **keys)).stored_blocks for keys in named_by(BY_NAMESPACE)]
+    assert 2 * len(stored) == len({block for blocks in stored for block in blocks})
+
+
+@pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru", "mocker_sglang"])
+def test_dynamos_engines_name_blocks_as_its_router_asks_for_them(backend, recording):
+    (case,) = (case for case in recording("dynamo_block_hashes.json") if case["name"] == "lora+ns")
+    with RouterHarness(EngineProfile(block_size=4), backend) as kv:
+        prompt = Prompt(case["tokens"], lora_name=case["lora_name"], cache_salt=case["cache_namespace"])
+        served = kv.worker(0).serve(prompt, 1)
+    assert tuple(case["seq_hashes"]) == served.stored_blocks
+    assert tuple(case["local_hashes"]) == stored_by(kv)[0].event.data.tokens_hashes
+
+
+# ------------------------------------------------------------------------------------------------------- sharing
+
+
+@engines
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_prompts_share_blocks_where_they_carry_the_same_and_overlap_is_what_the_worker_serves(spec, data):
+    carried = st.sampled_from(named_by(spec))
+    asked = st.tuples(st.sampled_from("ab"), st.integers(1, 5), carried, st.integers(0, 6))
+    # What is evicted from the middle of a prompt is a matter of its own: there, everything has room.
+    num_blocks = 24 if spec.prefix_closed else 200
+    with RouterHarness(EngineProfile(block_size=4, num_blocks=num_blocks), spec) as kv:
+        worker, names = kv.worker(0), {}
+        for letter, blocks, keys, output in data.draw(st.lists(asked, min_size=1, max_size=12)):
+            tokens = [*range(12), *[ord(letter)] * (4 * blocks)]
+            prompt = Prompt(tokens, **keys)
+            # One token more, which is computed anyway: so whole blocks are all there is to share.
+            longer = prompt.followed_by([7])
+            assert kv.overlap(longer).get(0, 0) * 4 == worker.cached_tokens(longer)
+            with worker.prefill(prompt) as request:
+                for block in request.blocks[: len(tokens) // 4]:
+                    assert keys == names.setdefault(block, keys)
+                request.decode(output)
+            assert len(tokens) == worker.cached_tokens(longer) == 4 * kv.overlap(longer)[0]
+
+
+@engines
+def test_a_session_is_in_no_name(spec):
+    with RouterHarness(EngineProfile(block_size=4), spec) as kv:
+        worker = kv.worker(0)
+        worker.serve(Prompt(range(12), session_id="x"))
+        assert 12 == worker.cached_tokens(Prompt(range(13))) == worker.cached_tokens(Prompt(range(13), session_id="y"))
+        assert {"session_id": "x"} == stored_by(kv)[0].extra
+        worker.serve(Prompt(range(50, 58)))
+        assert None is stored_by(kv)[-1].extra
+
+
+def test_a_prompt_after_another_carries_what_that_does(make_kv):
+    kv = make_kv()
+    first = kv.prompt(2, lora_name="a", session_id="x")
+    second = kv.prompt(1, after=first, session_id="y")
+    kv.worker(0).serve(first)
+    assert ("a", "y") == (second.keys.lora_name, second.keys.session_id)
+    assert {0: 2} == kv.overlap(second)
+    assert {} == kv.overlap(second.tokens)
+
+
+def test_sglangs_plain_names_are_those_of_two_adapters_and_that_is_no_error_of_the_stream():
+    with RouterHarness(EngineProfile(block_size=4), "sglang") as kv:
+        worker = kv.worker(0)
+        for name in ("a", "b"):
+            worker.serve(Prompt(range(8), lora_name=name))
+            assert {0: 2} == kv.overlap(Prompt(range(8), lora_name=name))
+        assert {} == kv.overlap(Prompt(range(8)))
+        first, second = (event.event.data for event in stored_by(kv))
+    assert first.block_hashes == second.block_hashes
+    assert first.tokens_hashes != second.tokens_hashes
+
+
+def test_vllm_0_19_takes_a_salt_for_an_adapter_of_that_name_and_later_ones_do_not():
+    """Its keys are not tagged, so both are hashed as ("a",) in the first block; a known fault of the original."""
+    for backend, cached in (("vllm_0_19", 4), ("vllm", 0)):
+        with RouterHarness(EngineProfile(block_size=4), backend) as kv:
+            kv.worker(0).serve(Prompt(range(13), lora_name="a"))
+            assert cached == kv.worker(0).cached_tokens(Prompt(range(13), cache_salt="a"))
+
+
+# -------------------------------------------------------------------------------------------------------- events
+
+
+@engines
+def test_every_stored_travels_with_what_its_request_carries(spec):
+    with RouterHarness(EngineProfile(block_size=4), spec) as kv:
+        prompts = [Prompt(range(15), session_id="x", **keys) for keys in named_by(spec)]
+        for prompt in prompts:
+            seen = len(stored_by(kv))
+            kv.worker(0).serve(prompt, 6)  # completes a block that the prompt began, with its items
+            stored = stored_by(kv)[seen:]
+            tokens = [token for event in stored for ids in event.token_ids for token in ids]
+            local = [h for event in stored for h in event.event.data.tokens_hashes]
+            assert local == [
+                h
+                for event in stored
+                for h in block_hashes(
+                    [token for ids in event.token_ids for token in ids], 4, **hash_options(event.extra)
+                )
+            ]
+            assert tuple(range(15)) == tuple(tokens[:15])
+            assert {"x"} == {event.extra["session_id"] for event in stored}
+            for name in ("lora_name", "cache_salt"):
+                assert {getattr(prompt.keys, name)} == {event.extra.get(name) for event in stored}
+
+
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang"])
+def test_an_engine_in_time_names_and_publishes_alike(backend):
+    with RouterHarness(EngineProfile(block_size=4, num_blocks=32), backend) as kv:
+        engine = kv.engine(0)
+        for name in ("a", "b", "a"):
+            engine.submit(Prompt(range(13), lora_name=name), 6)
+        engine.run()
+        assert {"a", "b"} == {event.extra["lora_name"] for event in stored_by(kv)}
+        assert {0: 3} == kv.overlap(Prompt(range(13), lora_name="b"))
+        assert {} == kv.overlap(Prompt(range(13), lora_name="c"))
+
+
+def test_what_goes_to_the_host_travels_with_it_too():
+    spec = BACKENDS["lineage"].variant("with_host", tiers={"host": 16})
+    with RouterHarness(EngineProfile(block_size=4, num_blocks=4), spec) as kv:
+        worker = kv.worker(0)
+        worker.serve(Prompt(range(16), lora_name="a"))
+        worker.serve(Prompt(range(50, 66)))
+        worker.tick(1e6)
+        below = [e for e in stored_by(kv) if e.storage_tier is StorageTier.HOST_PINNED]
+        assert below
+        assert {"a"} == {event.extra["lora_name"] for event in below}
+        assert 16 == worker.cached_tokens(Prompt(range(16), lora_name="a"), "host")
+        assert 0 == worker.cached_tokens(Prompt(range(16)), "host")
+
+
+class _Old:
+    def __init__(self):
+        self.got = []
+
+    def publish(self, event, storage_tier=StorageTier.DEVICE, token_ids=None):
+        self.got.append(event)
+
+
+class _New(_Old):
+    def publish(self, event, storage_tier=StorageTier.DEVICE, token_ids=None, extra=None):
+        self.got.append(extra)
+
+
+class _Any(_Old):
+    def publish(self, *arguments, **fields):
+        self.got.append(fields.get("extra"))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_sink_is_given_what_it_takes(before):
+    sinks = [_Old(), _New(), _Any(), CapturingSink()]
+    with RouterHarness(EngineProfile(block_size=4), "lineage") as kv:
+        for sink in sinks:
+            kv.add_sink(sink, before=before)
+        kv.worker(0).serve(Prompt(range(4), session_id="x"))
+    old, new, any_, capturing = sinks
+    assert [event.event for event in stored_by(kv)] == old.got
+    assert [{"session_id": "x"}] == new.got == any_.got == [event.extra for event in capturing.router_events]
+
+
+def test_a_worker_without_a_harness_publishes_it_too():
+    sink = CapturingSink()
+    spec = BACKENDS["lru"]
+    worker = KvWorker(lambda to: spec.make(num_blocks=8, block_size=4, dp_rank=0, sink=to), sink=sink)
+    worker.serve(Prompt(range(4), session_id="x"))
+    worker.restart()
+    worker.serve(Prompt(range(4)))
+    worker.serve(Prompt(range(4), lora_name="a"))
+    assert [{"session_id": "x"}, None, "a"] == [
+        e.extra if e.extra is None or "lora_name" not in e.extra else e.extra["lora_name"] for e in sink.router_events
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", PROMPT_KEYS[:3])
+def test_an_engine_that_has_no_such_key_refuses_it_and_nothing_has_changed(name):
+    prompt = Prompt(range(8), **{name: [IMAGE] if name == "multimodal" else "a"})
+    refused = f"^backend 'hash_cache' names no blocks by {name}; it names them by tokens alone$"
+    with RouterHarness(EngineProfile(block_size=4), "hash_cache") as kv:
+        worker = kv.worker(0)
+        for call in (worker.prefill, worker.serve, worker.cached_tokens, lambda prompt: kv.engine(0).submit(prompt, 1)):
+            with pytest.raises(ValueError, match=refused):
+                call(prompt)
+        assert ([], 0) == (worker.requests, kv.events.total)
+        worker.serve(Prompt(range(8), session_id="x"))
+
+
+def test_sglang_has_multimodal_items_in_its_tokens():
+    refused = "^backend 'sglang' names no blocks by multimodal; it names them by tokens and lora_name, cache_salt$"
+    with RouterHarness(EngineProfile(block_size=4), "sglang") as kv, pytest.raises(ValueError, match=refused):
+        kv.worker(0).serve(Prompt(range(8), multimodal=[IMAGE]))
+
+
+def test_paths_of_adapters_are_checked():
+    with pytest.raises(ValueError, match=r"^lora_paths must be a mapping of adapter names to paths, got 'a'"):
+        BACKENDS["vllm"].variant("wrong", lora_paths="a")
+
+
+# ------------------------------------------------------------------------------------------------------ judgement
+
+
+def _stored(local, extra):
+    blocks = tuple(sequence_hashes(local))
+    return RouterEvent(
+        0, KvCacheEvent(0, Stored(None, blocks, tuple(local))), token_ids=[range(4), range(4, 8)], extra=extra
+    )
+
+
+def test_local_hashes_are_judged_by_what_travels_beside_the_tokens(make_kv):
+    right = block_hashes(range(8), 4, lora_name="a", mm_hashes=[[0xDEADBEEF], None])
+    extra = {"lora_name": "a", "extra_keys": [("a", (IMAGE[0], 1)), ("a",)]}
+    kv = make_kv()
+    kv.make_sink(chained=True)(_stored(right, extra))
+    assert [] == kv.events.problems
+    kv.make_sink(chained=True)(_stored(right, {"lora_name": "b"}))
+    (problem,) = kv.events.problems
+    assert "wrong_hash" == problem.rule
+    assert "its 4 tokens (with lora_name 'b') have local hash" in problem.expected
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_an_engine_that_forgets_the_salt_in_its_names_is_found(backend):
+    spec = BACKENDS[backend]
+
+    def make(**options):
+        manager = spec.make(**options)
+        manager.hasher = _Forgetful(manager.hasher)
+        return manager
+
+    def chain(_):
+        return spec.chain(spec.make(num_blocks=1, block_size=4))
+
+    kv = RouterHarness(EngineProfile(block_size=4), dataclasses.replace(spec, make=make, chain=chain))
+    kv.worker(0).serve(Prompt(range(8), cache_salt="s"))
+    assert "wrong_hash" == kv.events.problems[0].rule
+
+
+class _Forgetful:
+    """A hasher that is the same whatever the request carries."""
+
+    def __init__(self, hasher):
+        self._hasher = hasher
+
+    def __getattr__(self, name):
+        return getattr(self._hasher, name)
+
+    def keyed(self, *_):
+        return self._hasher
+
+
+# ------------------------------------------------------------------------------------------------ indexes by tokens
+
+
+class ByTokens:
+    """An index of one worker that hashes tokens its own way, with what travels beside them."""
+
+    def __init__(self):
+        self.held, self.named = {}, {}
+
+    def _chain(self, tokens, extra):
+        lora, salt = (extra or {}).get("lora_name"), (extra or {}).get("cache_salt")
+        keys = (extra or {}).get("extra_keys") or [None] * (len(tokens) // 4)
+        chain = (lora, salt)
+        for place in range(len(tokens) // 4):
+            items = tuple(key[0] for key in keys[place] or () if not isinstance(key, str))
+            chain = (chain, tuple(tokens[4 * place : 4 * place + 4]), items)
+            yield chain
+
+    def apply(self, event):
+        data = event.event.data
+        if isinstance(data, Stored):
+            keys = (event.extra or {}).get("extra_keys") or [None] * len(data.block_hashes)
+            before = self.named.get(data.parent_hash)
+            for block, tokens, key in zip(data.block_hashes, event.token_ids, keys, strict=True):
+                start = ((event.extra or {}).get("lora_name"), (event.extra or {}).get("cache_salt"))
+                items = tuple(one[0] for one in key or () if not isinstance(one, str))
+                before = (before or start, tuple(tokens), items)
+                self.named[block] = before
+                self.held[before] = block
+        else:
+            for block in getattr(data, "block_hashes", ()):
+                self.held.pop(self.named[block], None)
+
+    def match_tokens(self, tokens, extra=None):
+        found = 0
+        for chain in self._chain(tokens, extra):
+            if chain not in self.held:
+                break
+            found += 1
+        return {0: found} if found else {}
+
+
+class ByTokensAlone(ByTokens):
+    def match_tokens(self, tokens):
+        return super().match_tokens(tokens)
+
+
+class AByTokens(ByTokens):
+    async def match_tokens(self, tokens, *, extra=None):
+        return super().match_tokens(tokens, extra)
+
+
+def test_an_index_by_tokens_is_asked_with_what_the_prompt_carries():
+    with RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", ByTokens()) as kv:
+        for keys in KEYS:
+            prompt = Prompt(range(13), **keys)
+            assert {} == kv.overlap(prompt)
+            kv.worker(0).serve(prompt, 8)
+            assert {0: 3} == kv.overlap(prompt)
+    assert [] == kv.events.problems
+
+
+def test_an_async_index_is_asked_likewise():
+    async def main():
+        with RouterHarness(EngineProfile(block_size=4), "lineage", AByTokens()) as kv:
+            kv.worker(0).serve(Prompt(range(8), lora_name="a"))
+            await kv.aflush()
+            assert {0: 2} == await kv.aoverlap(Prompt(range(8), lora_name="a"))
+            assert {} == await kv.aoverlap(Prompt(range(8), lora_name="b"))
+
+    asyncio.run(main())
+
+
+def test_an_index_by_tokens_alone_cannot_be_asked_for_an_adapter():
+    refused = (
+        r"the index under test \(ByTokensAlone\) takes tokens alone, match_tokens\(tokens\), and this prompt has "
+        r"lora_name: give it match_tokens\(tokens, extra\)"
+    )
+    with RouterHarness(EngineProfile(block_size=4), "lineage", ByTokensAlone(), allow=["index_failure"]) as kv:
+        kv.worker(0).serve(Prompt(range(8), session_id="x"))
+        assert {0: 2} == kv.overlap(Prompt(range(8), session_id="y"))
+        with pytest.raises(ValueError, match=f"^{refused}"):
+            kv.overlap(Prompt(range(8), lora_name="a"))
+        assert [] == kv.events.problems
+        kv.worker(0).serve(Prompt(range(8), lora_name="a"))
+        assert "index_failure" == kv.events.problems[0].rule
+        assert "takes tokens alone" in kv.events.problems[0].observed

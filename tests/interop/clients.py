@@ -1,0 +1,166 @@
+"""Dynamo's clients of KV events, asked as their users ask them: the standalone indexer over HTTP, the SelectionService."""
+
+import contextlib
+import http.client
+import itertools
+import json
+import socket
+import subprocess
+import sys
+from time import monotonic
+
+from pytest_kvmock import KvEventError, RadixIndex, RouterEvent
+
+PATIENCE = 20.0
+"""Seconds for a process to be up, or for an answer to be right; what takes so long is broken."""
+
+_names = itertools.count()
+
+
+class ClientError(AssertionError):
+    """A client did not start, or refused what its users may ask."""
+
+
+class SetIndex:
+    """What an index answers that does not count copies, fed what was published: it skips what contradicts it.
+
+    Args:
+        harness: the one whose workers publish.
+        semantics: of a Cleared, as of `RadixIndex`.
+
+    Attributes:
+        misses: whether what is published now does not arrive.
+    """
+
+    def __init__(self, harness, semantics=None):
+        self.misses = False
+        self._index = RadixIndex(semantics=semantics)
+        self._block_size = harness.profile.block_size
+        for worker in range(harness.profile.workers):
+            harness.add_sink(_Sink(worker, self), worker_id=worker)
+
+    def take(self, event):
+        if not self.misses:
+            with contextlib.suppress(KvEventError):
+                self._index.apply(event)
+
+    def forget(self, worker):
+        """Forget a worker, all ranks."""
+        self._index.remove_worker(worker)
+
+    def answer(self, prompt):
+        """Leading blocks of a prompt that each worker and rank holds, by `(worker, rank)`."""
+        return self._index.find_matches(prompt.block_hashes(self._block_size)).scores
+
+
+class _Sink:
+    def __init__(self, worker, index):
+        self.worker, self.index = worker, index
+
+    def publish(self, event, storage_tier, token_ids):
+        self.index.take(RouterEvent(self.worker, event, storage_tier))
+
+
+class Indexer:
+    """`python -m dynamo.indexer`: a process, and the models that are known to it.
+
+    Args:
+        log: the file that its log goes to.
+    """
+
+    def __init__(self, log):
+        self.log = log
+        self._stack = contextlib.ExitStack()
+        written = self._stack.enter_context(log.open("wb"))
+        for _ in range(5):  # another program may take the port between our look and its bind
+            with socket.create_server(("127.0.0.1", 0)) as taken:
+                self.port = taken.getsockname()[1]
+            command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self.port), "--threads", "1"]
+            self._process = subprocess.Popen(command, stdout=written, stderr=written)
+            if self._is_up():
+                break
+        else:
+            raise ClientError(f"the indexer did not start:\n{self.log_text()[-2000:]}")
+
+    def _is_up(self):
+        until = monotonic() + PATIENCE
+        while monotonic() < until:
+            with contextlib.suppress(ConnectionError):
+                return self.ask("GET", "/health")[0] == 200
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.005)
+                return False
+        return False
+
+    def close(self):
+        self._process.terminate()
+        self._process.wait(PATIENCE)
+        self._stack.close()
+
+    def log_text(self):
+        return self.log.read_text(errors="replace")
+
+    def ask(self, method, path, body=None):
+        """Send a request; return the status and what was answered, parsed where it is JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            text = None if body is None else json.dumps(body)
+            connection.request(method, path, text, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            read = answer.read()
+            return answer.status, json.loads(read) if read[:1] in b"{[" and read else read
+        finally:
+            connection.close()
+
+    def model(self, block_size):
+        """A model that no test before has named, so that the tests of a module can share a process."""
+        return Model(self, f"model-{next(_names)}", block_size)
+
+
+class Model:
+    """One model of an indexer, and the workers that serve it.
+
+    Attributes:
+        name: of the model.
+    """
+
+    def __init__(self, indexer, name, block_size):
+        self.indexer, self.name, self.block_size = indexer, name, block_size
+        self.workers = {}
+
+    def close(self):
+        """Unregister what is registered: a worker's id is known once in all models."""
+        for worker in sorted(self.workers):
+            self.unregister(worker)
+
+    def _told(self, path, body):
+        status, answer = self.indexer.ask("POST", path, {"model_name": self.name, **body})
+        if status not in (200, 201):
+            raise ClientError(f"{path} {body}: {status} {answer!r:.300}")
+        return answer
+
+    def register(self, worker, publisher, *, replay=True):
+        """Let it subscribe to each rank of a publisher, and return when it has."""
+        self.workers[worker] = publisher
+        for rank, endpoint in enumerate(publisher.endpoints):
+            body = {"instance_id": worker, "endpoint": endpoint, "dp_rank": rank, "block_size": self.block_size}
+            if replay:
+                body["replay_endpoint"] = publisher.replay_endpoints[rank]
+            self._told("/register", body)
+        publisher.wait_subscribed(timeout=PATIENCE)
+
+    def unregister(self, worker):
+        """Let it forget a worker, and return when its subscriptions have ended."""
+        self._told("/unregister", {"instance_id": worker})
+        publisher = self.workers.pop(worker)
+        publisher.settle(lambda: not any(map(publisher.subscriptions, range(publisher.ranks))), timeout=PATIENCE)
+
+    def answer(self, prompt, **keys):
+        """Leading blocks of a prompt that each worker and rank holds on the device, by `(worker, rank)`."""
+        scores = self._told("/query", {"token_ids": list(prompt.tokens), **keys})["scores"]
+        return {
+            (int(worker), int(rank)): tokens // self.block_size
+            for worker, ranks in scores.items()
+            for rank, tokens in ranks.items()
+            if tokens
+        }

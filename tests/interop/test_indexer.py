@@ -1,0 +1,218 @@
+"""Dynamo's standalone indexer subscribes to our publishers, in every dialect, with batches lost, late, and after a restart.
+
+What it decodes and what it heals is a table. Beside that its answers must be those of an index of sets that was fed the raw
+stream: it does not count copies.
+"""
+
+import pytest
+from client_table import TABLE, does
+from clients import PATIENCE, Indexer, SetIndex
+from peer import dynamo_core, release
+
+dynamo_core("1.3", "1.6")
+RELEASE = release()
+WORKERS = (0, 1)
+
+UNREAD = "Failed to decode KvEventBatch"
+
+
+def asked(publisher):
+    """The rank and the first batch of each replay that was asked for."""
+    return sorted((replay.dp_rank, replay.start) for replay in publisher.replays)
+
+
+def those_that(*what):
+    """Run over the dialects with which the installed release does one of these."""
+    dialects = [dialect for dialect in TABLE if does(dialect, RELEASE) in what]
+    if not dialects:
+        return pytest.mark.skip(f"ai-dynamo-runtime {RELEASE} {' or '.join(what)} with no dialect")
+    return pytest.mark.kv_dialects(*dialects)
+
+
+pytestmark = pytest.mark.kvmock(workers=2, dp_size=2, num_blocks=12)
+
+
+@pytest.fixture(scope="module")
+def indexer(tmp_path_factory):
+    indexer = Indexer(tmp_path_factory.mktemp("indexer") / "log")
+    yield indexer
+    indexer.close()
+
+
+@pytest.fixture
+def model(indexer, kv_profile):
+    model = indexer.model(kv_profile.block_size)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def fleet(kv_harness, kv_prompt, make_kv_publisher):
+    return Fleet(kv_harness, kv_prompt, make_kv_publisher)
+
+
+class Fleet:
+    """Two workers of two ranks, each with its publisher.
+
+    Attributes:
+        index: an index of sets that is fed all that is published.
+        arrived: another, which misses what does not arrive.
+        prompts: what was served.
+    """
+
+    def __init__(self, harness, make_prompt, make_publisher):
+        self.harness, self.make_prompt = harness, make_prompt
+        self.publishers = [make_publisher(worker) for worker in WORKERS]
+        cleared = "e1" if RELEASE == "1.3" else None
+        self.index, self.arrived = SetIndex(harness, cleared), SetIndex(harness, cleared)
+        self.prompts = []
+
+    def register(self, model):
+        for worker, publisher in zip(WORKERS, self.publishers, strict=True):
+            model.register(worker, publisher)
+
+    def serve(self, rounds):
+        """Serve prompts, in whole or in part new, on each rank of each worker: a batch each, with evictions and copies."""
+        for number in range(rounds):
+            for worker, publisher in zip(WORKERS, self.publishers, strict=True):
+                for rank in range(publisher.ranks):
+                    before = self.prompts[-5] if number % 2 and len(self.prompts) > 4 else None
+                    prompt = self.make_prompt(blocks=1 + number % 3, after=before)
+                    self.prompts.append(prompt)
+                    with publisher.step():
+                        self.harness.worker(worker, rank).serve(prompt)
+
+    def lose(self, rounds):
+        """Serve, and lose the batches on the wire."""
+        for publisher in self.publishers:
+            for rank in range(publisher.ranks):
+                publisher.faults.lose(rounds, dp_rank=rank)
+        self.arrived.misses = True
+        self.serve(rounds)
+        self.arrived.misses = False
+
+    def restart(self):
+        for worker, publisher in zip(WORKERS, self.publishers, strict=True):
+            publisher.restart()
+            self.index.forget(worker)
+            for rank in range(publisher.ranks):
+                self.harness.worker(worker, rank).restart(announced=True)
+
+    def settle(self, model, index):
+        """Wait until a client's answers are those of an index, for all prompts."""
+        expected = [index.answer(prompt) for prompt in self.prompts]
+        self.publishers[0].settle(lambda: [model.answer(prompt) for prompt in self.prompts], expected, PATIENCE)
+        return expected
+
+
+@those_that("decodes", "heals")
+def test_it_answers_as_an_index_of_sets_that_is_fed_the_stream(fleet, model):
+    fleet.register(model)
+    fleet.serve(6)
+    expected = fleet.settle(model, fleet.index)
+    assert {(worker, rank) for worker in WORKERS for rank in (0, 1)} == {key for answer in expected for key in answer}
+    assert [] != fleet.harness.events.removed
+
+
+@those_that("heals")
+def test_it_asks_for_what_was_lost_and_is_right_again(fleet, model):
+    fleet.register(model)
+    fleet.serve(2)
+    fleet.lose(2)
+    fleet.serve(1)
+    fleet.settle(model, fleet.index)
+    assert [[(0, 2), (1, 2)]] * 2 == [*map(asked, fleet.publishers)]
+
+
+@those_that("decodes")
+def test_what_was_lost_stays_lost_where_replays_have_the_topic_and_it_expects_none(fleet, model):
+    fleet.register(model)
+    fleet.serve(2)
+    fleet.lose(2)
+    fleet.serve(2)
+    assert fleet.settle(model, fleet.arrived) != [fleet.index.answer(prompt) for prompt in fleet.prompts]
+    assert {(0, 2), (1, 2)} == {*asked(fleet.publishers[0]), *asked(fleet.publishers[1])}  # it did ask
+
+
+@those_that("-")
+def test_of_batches_with_bytes_as_hashes_it_reads_none_and_asks_for_them_again(fleet, model):
+    failures = model.indexer.log_text().count(UNREAD)
+    fleet.register(model)
+    fleet.serve(2)
+    for publisher in fleet.publishers:
+        publisher.settle(lambda each=publisher: asked(each), [(0, 0), (1, 0)], PATIENCE)
+    fleet.publishers[0].settle(lambda: model.indexer.log_text().count(UNREAD) >= failures + 4, timeout=PATIENCE)
+    assert [{}] * 8 == [model.answer(prompt) for prompt in fleet.prompts]
+
+
+@those_that("heals")
+def test_one_that_comes_late_asks_at_the_first_live_batch(fleet, model):
+    fleet.serve(3)
+    fleet.register(model)
+    assert [[], []] == [*map(asked, fleet.publishers)]
+    fleet.serve(1)
+    fleet.settle(model, fleet.index)
+    assert [[(0, 0), (1, 0)]] * 2 == [*map(asked, fleet.publishers)]
+
+
+@those_that("decodes", "heals")
+def test_after_a_restart_it_drops_batches_until_their_old_number_and_keeps_the_old_blocks(fleet, model):
+    fleet.register(model)
+    fleet.serve(3)
+    fleet.settle(model, fleet.index)
+    old, batches = len(fleet.prompts), fleet.publishers[0].batches()
+    fleet.arrived.misses = True
+    fleet.restart()
+    while fleet.publishers[0].batches() < batches:
+        fleet.serve(1)
+    fleet.arrived.misses = False
+    fleet.serve(1)
+    expected = fleet.settle(model, fleet.arrived)
+    assert [{}] * old == [fleet.index.answer(prompt) for prompt in fleet.prompts[:old]]  # the engines have none of them
+    assert any(expected[:old])
+    assert not any(expected[old:-4])
+    assert [1] * 4 == [len(answer) for answer in expected[-4:]]
+    assert [[], []] == [*map(asked, fleet.publishers)]
+
+
+@those_that("heals")
+@pytest.mark.kvmock(dp_size=1)  # of several ranks, 1.3.1 applies the Cleared of one in a replay to all
+def test_to_unregister_and_register_heals_it_of_a_restart(fleet, model):
+    fleet.register(model)
+    fleet.serve(3)
+    fleet.settle(model, fleet.index)
+    fleet.restart()
+    fleet.serve(2)
+    for worker in WORKERS:
+        model.unregister(worker)
+    fleet.register(model)
+    fleet.serve(1)
+    fleet.settle(model, fleet.index)
+
+
+@pytest.mark.kv_dialects("vllm-0.24")
+@pytest.mark.kvmock(workers=1, dp_size=1, num_blocks=6)
+def test_it_does_not_count_copies(kv_harness, kv_publisher, kv_prompt, model):
+    model.register(0, kv_publisher)
+    worker, index, prompt = kv_harness.worker(0), SetIndex(kv_harness), kv_prompt(blocks=2)
+    first, second = worker.prefill(prompt), worker.prefill(prompt)  # the last block is computed twice
+    kv_publisher.settle(lambda: model.answer(prompt), {(0, 0): 2}, PATIENCE)
+    first.finish()
+    worker.serve(kv_prompt(blocks=4))  # in the place of one of the copies
+    assert 1 == len(kv_harness.events.removed_blocks)
+    kv_publisher.settle(lambda: model.answer(prompt), index.answer(prompt), PATIENCE)
+    assert {(0, 0): 1} == index.answer(prompt)
+    assert {0: 2} == kv_harness.overlap(prompt)  # the engine has it, and an index that counts knows
+    second.finish()
+
+
+@pytest.mark.kv_dialects("vllm-0.14", "vllm-0.33")
+def test_blocks_of_a_lora_adapter_are_found_by_its_name_alone(kv_worker, kv_publisher, kv_prompt, model):
+    model.register(0, kv_publisher)
+    adapted, plain = kv_prompt(blocks=2, lora_name="french"), kv_prompt(blocks=3)
+    kv_worker.serve(adapted)
+    kv_worker.serve(plain)
+    kv_publisher.settle(lambda: model.answer(plain), {(0, 0): 3}, PATIENCE)
+    assert {(0, 0): 2} == model.answer(adapted, lora_name="french")
+    assert {} == model.answer(adapted)
+    assert {} == model.answer(adapted, lora_name="german")

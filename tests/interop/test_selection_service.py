@@ -1,0 +1,98 @@
+"""Dynamo's SelectionService, a router within the process, subscribes to our publishers: its overlaps, and whom it selects."""
+
+import pytest
+from clients import PATIENCE, SetIndex
+from peer import dynamo_core, release
+
+core = dynamo_core("1.3", "1.6")
+RELEASE = release()
+MODEL = "model"
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.kvmock(workers=2, num_blocks=16),
+    pytest.mark.kv_dialects("vllm-0.19", "vllm-0.24", "vllm-0.33", "sglang-0.5.18", "sglang-0.5.22"),
+]
+
+
+class Service:
+    """A SelectionService that knows the workers of a harness."""
+
+    def __init__(self):
+        self._service = core.SelectionService(indexer_threads=1)
+        self._known = []
+
+    async def add(self, worker, publisher, block_size):
+        record = {
+            "worker_id": worker,
+            "model_name": MODEL,
+            "block_size": block_size,
+            "endpoint": f"http://127.0.0.1:{worker + 1}",  # needed, and never called
+            "kv_events_endpoint": publisher.endpoint,
+            "replay_endpoint": publisher.replay_endpoint,
+            "max_num_batched_tokens": 8192,  # 1.3 schedules nobody without it
+        }
+        assert "schedulable" == (await self._service.upsert_worker(record))["lifecycle"]
+        self._known.append(worker)
+        await publisher.await_subscribed(timeout=PATIENCE)
+
+    async def answer(self, prompt):
+        """Leading blocks of a prompt that each worker and rank holds on the device."""
+        found = await self._service.overlap_scores({"model_name": MODEL, "token_ids": list(prompt.tokens)})
+        return {
+            (row["worker_id"], row["dp_rank"]): row["device_blocks"] for row in found["workers"] if row["device_blocks"]
+        }
+
+    async def select(self, prompt):
+        return (await self._service.select({"model_name": MODEL, "token_ids": list(prompt.tokens)}))["worker_id"]
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *raised):
+        for worker in self._known:
+            await self._service.delete_worker(worker)
+        self._service.shutdown()
+
+
+@pytest.fixture
+def publishers(make_kv_publisher):
+    return [make_kv_publisher(worker) for worker in (0, 1)]
+
+
+async def test_it_answers_as_an_index_of_sets_and_selects_who_has_the_prefix(publishers, kv_harness, kv_prompt):
+    index, prompts = SetIndex(kv_harness), [kv_prompt(blocks=1 + number % 4) for number in range(18)]
+    async with Service() as service:
+        for worker, publisher in enumerate(publishers):
+            await service.add(worker, publisher, kv_harness.profile.block_size)
+        for number, prompt in enumerate(prompts):
+            with publishers[number % 2].step():
+                kv_harness.worker(number % 2).serve(prompt)
+
+        async def answers():
+            return [await service.answer(prompt) for prompt in prompts]
+
+        expected = [index.answer(prompt) for prompt in prompts]
+        await publishers[0].asettle(answers, expected, PATIENCE)
+        assert [0, 1] == [await service.select(prompt) for prompt in prompts[-2:]]
+    assert [{(0, 0): 1}, {(1, 0): 2}] == expected[-2:]
+    assert [] != kv_harness.events.removed
+
+
+async def test_it_asks_for_what_was_lost(publishers, kv_harness, kv_prompt):
+    prompts = [kv_prompt(blocks=2) for _ in range(3)]
+    async with Service() as service:
+        await service.add(0, publishers[0], kv_harness.profile.block_size)
+        for prompt in prompts:
+            if prompt is prompts[1]:
+                publishers[0].faults.lose()
+            with publishers[0].step():
+                kv_harness.worker(0).serve(prompt)
+
+        async def answers():
+            return [await service.answer(prompt) for prompt in prompts]
+
+        heals = RELEASE == "1.6" or publishers[0].dialect.replay == "plain"
+        expected = [{(0, 0): 2}, {(0, 0): 2} if heals else {}, {(0, 0): 2}]
+        await publishers[0].asettle(answers, expected, PATIENCE)
+    assert [1] == [replay.start for replay in publishers[0].replays]

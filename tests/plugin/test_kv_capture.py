@@ -1,0 +1,153 @@
+"""`--kv-capture`: a file a test, with what its router received."""
+
+import json
+
+import pytest
+
+from pytest_kvmock.capture import check_file
+from pytest_kvmock.plugin.captures import capture_name
+
+TESTS = """
+def test_serves(kv_worker, kv_prompt):
+    for _ in range(3):
+        kv_worker.serve(kv_prompt(blocks=2))
+
+def test_is_wrong(kv_sink):
+    kv_sink(GOOD)
+    kv_sink(BAD)
+
+def test_uses_nothing():
+    pass
+
+@pytest.fixture
+def late(kv_sink):
+    yield
+    kv_sink(BAD)
+
+def test_is_wrong_late(late):
+    pass
+
+def test_fails_by_itself(kv_worker, kv_prompt):
+    kv_worker.serve(kv_prompt(blocks=2))
+    assert 0
+
+@pytest.mark.kvmock(faults={"lose": 0.3})
+@pytest.mark.kv_backends("vllm")
+def test_loses(kv_harness, kv_prompt):
+    for _ in range(10):
+        kv_harness.worker(0).serve(kv_prompt(blocks=2))
+"""
+NAMES = {
+    "test_serves[lru]",
+    "test_is_wrong",
+    "test_is_wrong_late",
+    "test_fails_by_itself[lru]",
+}
+
+
+@pytest.fixture
+def captures(nested, pytester):
+    def run(*args, code=TESTS, plugins=(), **given):
+        result = nested(code, "--kv-backend=lru", "--kv-capture=out/captures", *args, plugins=[*plugins], **given)
+        out = {}
+        for path in (pytester.path / "out" / "captures").iterdir():
+            header = json.loads(path.read_text().partition("\n")[0])
+            out[header["test"].partition("::")[2]] = path
+        return result, out
+
+    return run
+
+
+@pytest.mark.parametrize(("args", "plugins"), [([], []), (["-n", "2"], ["xdist"])], ids=["alone", "xdist"])
+def test_each_test_has_a_file_of_its_own(captures, args, plugins):
+    result, files = captures(*args, plugins=plugins)
+
+    assert files.keys() == NAMES
+    assert [] == [path for path in files.values() if not check_file(path).complete]
+    found = {name: [problem.rule for problem in check_file(path).errors] for name, path in files.items()}
+    assert {name: ["block_not_found"] * ("wrong" in name) for name in NAMES} == found
+    assert 1 == result.parseoutcomes()["errors"]
+
+
+def test_the_header_says_what_a_reader_must_know(captures):
+    _, files = captures("--kv-seed=7", "-k", "serves")
+
+    header = json.loads(files["test_serves[lru]"].read_text().partition("\n")[0])
+
+    assert 1 == header["kvmock_capture"]
+    assert "lru" == header["engine"]["backend"]
+    assert "kvbm-logical" in header["engine"]["models"]
+    assert 7 == header["seed"] == header["profile"]["seed"]
+    assert 16 == header["profile"]["block_size"]
+    assert header["test"].endswith("::test_serves[lru]")
+
+
+def test_what_faults_did_is_in_it(nested, pytester):
+    nested(TESTS, "-o", "kvmock_backends=vllm", "--kv-capture=out", "-k", "test_loses")
+
+    (path,) = (pytester.path / "out").iterdir()
+    assert {"event_id_gap"} == {problem.rule for problem in check_file(path).errors}
+
+
+def test_a_scenario_file_has_one_too(nested, pytester):
+    scenario = """
+scenarios:
+  serves:
+    backends: [vllm]
+    steps:
+      - serve: {tokens: 0..47}
+"""
+    files = {"a.kv.yaml": scenario}
+    result = nested("", "-o", "kvmock_scenarios=*", "--kv-capture=out", files=files)
+
+    assert 1 == result.parseoutcomes()["passed"]
+    (path,) = (pytester.path / "out").iterdir()
+    checked = check_file(path)
+    assert "vllm" == checked.header["engine"]["backend"]
+    assert checked.log.total
+    assert checked.is_clean
+
+
+def test_without_the_option_nothing_is_written(nested, pytester):
+    before = {*pytester.path.iterdir()}
+    nested("def test(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(blocks=2))", "--kv-backend=lru")
+    assert [] == [path for path in {*pytester.path.iterdir()} - before if path.suffix == ".jsonl"]
+
+
+def test_a_file_where_the_directory_should_be_is_refused(nested, pytester):
+    (pytester.path / "taken").write_text("")
+    for given in ("taken", "taken/below", ""):
+        result = nested("def test(): pass", f"--kv-capture={given}")
+        assert 4 == result.ret
+        result.stderr.fnmatch_lines([f"*--kv-capture: got '{given}'; allowed: a directory, which need not exist yet"])
+
+
+def test_a_directory_that_cannot_be_written_fails_the_test_in_one_line(nested, pytester):
+    name = capture_name("test_it.py::test")
+    (pytester.path / "out" / name).mkdir(parents=True)
+    result = nested("", "--kv-capture=out", "test_it.py", files={"test_it.py": "def test(kv_events): pass"})
+    result.assert_outcomes(errors=1)
+    assert "kvmock: --kv-capture: " in result.stdout.str()
+    assert "cannot be written: Is a directory" in result.stdout.str()
+
+
+def test_two_tests_have_two_names():
+    ids = ["t.py::test[a/b]", "t.py::test[a-b]", "t.py::test[a b]", "t.py::test[" + "x" * 500 + "]", "t.py::test[ä]"]
+    names = [capture_name(nodeid) for nodeid in ids]
+    assert len(ids) == len({*names})
+    assert all(len(name) < 150 and name.isascii() and "/" not in name for name in names)
+
+
+def test_a_harness_that_is_refused_leaves_nothing_open(nested, pytester):
+    code = """
+@pytest.fixture
+def kv_index():
+    return object()
+
+def test(kv_events):
+    pass
+"""
+    result = nested(code, "--kv-capture=out", "-W", "error")
+    result.assert_outcomes(errors=1)
+    (path,) = (pytester.path / "out").iterdir()
+    assert check_file(path).complete

@@ -1,0 +1,225 @@
+"""The matrix of dialects, and the fixtures of a wire."""
+
+import re
+
+import pytest
+
+SPOKEN = [
+    *(f"vllm-{release}" for release in ("0.9", "0.10.2", "0.14", "0.19", "0.23", "0.24", "0.28", "0.33")),
+    *(f"sglang-{release}" for release in ("0.5.9", "0.5.18", "0.5.20", "0.5.22")),
+]
+
+
+def ran(result):
+    return re.findall(r"ran on (\S+)", result.stdout.str())
+
+
+@pytest.mark.parametrize("fixture", ["kv_dialect", "kv_wire", "kv_publisher", "make_kv_publisher"])
+def test_what_needs_a_dialect_runs_once_for_each(ids, fixture):
+    assert [f"test[{name}]" for name in SPOKEN] == ids(f"def test({fixture}): pass")
+
+
+def test_the_dialect_chooses_the_engine_that_speaks_it(nested):
+    result = nested("def test(kv_dialect, kv_harness): print('ran on', f'{kv_dialect}={kv_harness.backend}')", "-s")
+    engines = ["vllm_0_19"] * 5 + ["vllm"] * 3 + ["sglang"] * 4
+    assert [f"{name}={engine}" for name, engine in zip(SPOKEN, engines, strict=True)] == ran(result)
+
+
+ASKED = {
+    "an argument": "def test(kv_dialect, kv_backend): pass",
+    "a marker": "@pytest.mark.kv_backends('lineage', 'lru', 'multi_lru')\ndef test(kv_wire): pass",
+    "usefixtures": "@pytest.mark.usefixtures('kv_backend')\ndef test(kv_wire): pass",
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_a_test_that_asks_for_backends_too_runs_over_both(ids, case):
+    found = ids("pytestmark = pytest.mark.kv_dialects('vllm-0.33', 'sglang-0.5.22')\n" + ASKED[case])
+    assert {"test[vllm-0.33-lineage]", "test[sglang-0.5.22-multi_lru]"} < {*found}
+    assert 6 == len(found)
+
+
+NARROWED = {
+    "marker": ("@pytest.mark.kv_dialects('vllm-0.24', 'sglang-0.5.20')\ndef test(kv_dialect): pass", (), ["vllm-0.24", "sglang-0.5.20"]),
+    "exclude": ("@pytest.mark.kv_dialects(exclude='vllm-0.9')\ndef test(kv_dialect): pass", (), SPOKEN[1:]),
+    "the closest": (
+        "pytestmark = pytest.mark.kv_dialects('vllm-0.9')\n@pytest.mark.kv_dialects('vllm-0.14')\ndef test(kv_dialect): pass",
+        (),
+        ["vllm-0.14"],
+    ),
+    "command line": ("def test(kv_dialect): pass", ("--kv-dialect=vllm-0.28", "--kv-dialect=sglang-0.5.9"), ["vllm-0.28", "sglang-0.5.9"]),
+    "parametrize": (
+        "@pytest.mark.parametrize('kv_dialect', ['vllm-0.19'])\ndef test(kv_dialect, kv_wire): assert kv_wire.dialect.name == 'vllm-0.19'",
+        (),
+        ["vllm-0.19"],
+    ),
+    "one that is not in the matrix": (
+        "@pytest.mark.kv_dialects('sglang-0.5.23')\ndef test(kv_dialect): pass",
+        (),
+        ["sglang-0.5.23"],
+    ),
+    "ini": ("def test(kv_dialect): pass", ("-o", "kvmock_dialects=vllm-0.10.2"), ["vllm-0.10.2"]),
+    "nothing left": ("@pytest.mark.kv_dialects('vllm-0.9')\ndef test(kv_dialect): pass", ("--kv-dialect=vllm-0.14",), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NARROWED)
+def test_the_matrix_is_narrowed_as_that_of_backends_is(nested, case):
+    source, args, expected = NARROWED[case]
+    result = nested(source, "-v", *args)
+    assert expected == re.findall(r"::test\[(\S+)\] PASSED", result.stdout.str())
+
+
+def test_a_marker_that_came_later_takes_tests_away(nested):
+    conftest = """
+        import pytest
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                item.add_marker(pytest.mark.kv_dialects(exclude=("vllm-0.9",)))
+    """
+    nested("def test(kv_dialect): pass", files={"conftest.py": conftest}).assert_outcomes(passed=11, deselected=1)
+
+
+WRONG = {
+    "name": ("@pytest.mark.kv_dialects('vllm-0.34')\n", "kv_dialects('vllm-0.34'): unknown dialect 'vllm-0.34'; did you mean 'vllm-0.33'"),
+    "key": ("@pytest.mark.kv_dialects(exclud='x')\n", "kv_dialects(exclud='x'): unknown key 'exclud'; did you mean 'exclude'"),
+    "of no socket": ("@pytest.mark.kv_dialects('dynamo-router-event')\n", "unknown dialect 'dynamo-router-event'; known: vllm-0.9, "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_marker_is_an_error_of_collection(nested, case):
+    marker, message = WRONG[case]
+    result = nested(f"{marker}def test(kv_dialect): pass")
+    result.assert_outcomes(errors=1)
+    assert message in result.stdout.str()
+
+
+def test_an_unknown_dialect_on_the_command_line_is_a_usage_error(nested):
+    result = nested("def test(): pass", "--kv-dialect=vlm-0.33")
+    assert "--kv-dialect: unknown dialect 'vlm-0.33'; did you mean 'vllm-0.33'" in result.stderr.str()
+
+
+def test_a_test_case_names_its_dialect(nested):
+    result = nested(
+        """
+        class T(unittest.TestCase):
+            @pytest.fixture(autouse=True)
+            def use(self, kv_wire): self.wire = kv_wire
+            @pytest.mark.kv_dialects("vllm-0.24")
+            def test_named(self): assert self.wire.dialect.name == "vllm-0.24"
+            def test_open(self): pass
+        """
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(
+        ["*the dialect of this test is open (vllm-0.9, *: pytest does not parametrise methods*"]
+    )
+
+
+def test_a_dialect_of_the_users_own_is_known(nested):
+    conftest = """
+        import pytest
+        from pytest_kvmock.wire import DIALECTS
+
+        @pytest.hookimpl(optionalhook=True)
+        def pytest_kvmock_dialects(config):
+            return {"ours-1": DIALECTS["vllm-0.33"].variant("ours-1", backend="vllm")}
+    """
+    source = "@pytest.mark.kv_dialects('ours-1')\ndef test(kv_dialect, kv_harness): print('ran on', kv_dialect, kv_harness.backend)"
+    result = nested(source, "-s", files={"conftest.py": conftest})
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*ran on ours-1 vllm*"])
+
+
+def test_the_test_of_a_decoder_is_three_lines(nested):
+    nested(
+        """
+        from pytest_kvmock.wire import decode
+
+        def test(kv_dialect, kv_wire, kv_worker, kv_prompt):
+            with kv_wire.step():
+                kv_worker.serve(kv_prompt(blocks=4))
+            events = decode(kv_wire.payloads[-1], kv_dialect).events
+            assert 4 == sum(len(event.event.data.block_hashes) for event in events)
+        """
+    ).assert_outcomes(passed=12)
+
+
+def test_a_publisher_of_worker_0_and_of_others(nested):
+    nested(
+        """
+        from pytest_kvmock.wire.zmq import KvSubscriber
+
+        @pytest.mark.kvmock(workers=2)
+        def test(kv_dialect, kv_publisher, make_kv_publisher, kv_harness, kv_prompt):
+            prompts = [kv_prompt(blocks=1), kv_prompt(blocks=2)]
+            received = [[], []]
+            publishers = [kv_publisher, make_kv_publisher(1, topic="t")]
+            subscribers = [
+                KvSubscriber(p.endpoint, each.append, dialect=kv_dialect) for p, each in zip(publishers, received)
+            ]
+            for worker in (0, 1):
+                publishers[worker].wait_subscribed()
+                kv_harness.worker(worker).serve(prompts[worker])
+                subscribers[worker].receive()
+                subscribers[worker].close()
+            assert [1, 2] == [sum(len(e.event.data.block_hashes) for e in each) for each in received]
+        """,
+        "-o", "kvmock_dialects=vllm-0.33 sglang-0.5.22",
+    ).assert_outcomes(passed=2)  # fmt: skip
+
+
+def test_what_a_teardown_publishes_when_the_publisher_is_closed_is_no_failure(nested):
+    nested(
+        """
+        @pytest.fixture
+        def warm(kv_worker):
+            with kv_worker.prefill([1] * 16) as request:
+                yield
+                request.decode(32)
+
+        @pytest.mark.kv_dialects("vllm-0.33")
+        def test(warm, kv_publisher): pass
+        """
+    ).assert_outcomes(passed=1)
+
+
+UNUSED = {
+    "struck": ("kv_publisher.faults.lose(); kv_worker.serve([1] * 16)", {"passed": 1}),
+    "did not strike": ("kv_publisher.faults.lose()", {"passed": 1, "errors": 1}),
+    "in a test that failed anyway": ("kv_publisher.faults.lose(); assert False", {"failed": 1}),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_a_fault_that_did_not_strike_fails_the_test(nested, case):
+    body, outcomes = UNUSED[case]
+    result = nested(f"@pytest.mark.kv_dialects('vllm-0.33')\ndef test(kv_publisher, kv_worker): {body}")
+    result.assert_outcomes(**outcomes)
+    if "errors" in outcomes:
+        result.stdout.fnmatch_lines(["*faults of the wire were asked for and did not strike: lose (1 batch left)"])
+
+
+def test_digests_of_an_engine_that_has_none_are_refused_in_one_line(nested):
+    result = nested(
+        "@pytest.mark.kv_dialects('vllm-0.33-bytes')\n@pytest.mark.kv_backends('lru')\ndef test(kv_wire): pass"
+    )
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*kvmock: kv_wire: backend 'lru' has no digests to write as bytes*"])
+    nested("@pytest.mark.kv_dialects('vllm-0.33-bytes')\ndef test(kv_wire): pass").assert_outcomes(passed=1)
+
+
+WRONG_OPTIONS = {
+    "endpoint='tpc'": "'tpc': unknown transport 'tpc'; known: tcp, ipc, inproc",
+    "dialect='vllm-9'": "unknown dialect 'vllm-9'; did you mean 'vllm-0.9' or *",
+    "worker='x'": "make_kv_publisher: worker must be an integer of at least 0, got 'x'",
+    "worker=-1": "make_kv_publisher: worker must be an integer of at least 0, got -1",
+}
+
+
+@pytest.mark.parametrize("options", WRONG_OPTIONS)
+def test_wrong_options_of_a_publisher_are_refused_in_one_line(nested, options):
+    result = nested(f"@pytest.mark.kv_dialects('vllm-0.33')\ndef test(make_kv_publisher): make_kv_publisher({options})")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"*kvmock: kv_publisher: {WRONG_OPTIONS[options]}"])

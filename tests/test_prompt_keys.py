@@ -1,0 +1,185 @@
+"""What a prompt carries beside its tokens: its hashes by the recordings, its refusals, and what travels with events."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_kvmock.cache.vllm.hashes import VERSIONS
+from pytest_kvmock.events import KvCacheEvent, RouterEvent, Stored
+from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys, hash_options, lora_id, mm_hash, names_blocks, part_of
+from pytest_kvmock.tokens import Prompt, block_hashes
+
+DIGEST = "00000000deadbeef" + "0" * 48
+OTHER = "00000000cafebabe" + "f" * 48
+
+
+def test_local_hashes_are_those_that_dynamo_gave(recording):
+    checked = 0
+    for case in recording("dynamo_block_hashes.json"):
+        if case["is_eagle"]:
+            continue
+        size, infos = case["block_size"], case["mm_infos"] or []
+        items = [
+            (f"{each['mm_hash']:016x}{'0' * 48}", place * size, 1)
+            for place, info in enumerate(infos)
+            for each in (info or {}).get("mm_objects", ())
+        ]
+        keys = {"lora_name": case["lora_name"], "cache_salt": case["cache_namespace"], "multimodal": items}
+        prompt = Prompt(case["tokens"], **keys)
+        assert case["local_hashes"] == prompt.block_hashes(size), case["name"]
+        assert case["seq_hashes"] == prompt.sequence_hashes(size), case["name"]
+        checked += 1
+    assert 9 == checked
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({"lora_name": "a"}, {"lora_name": "a"}),
+        ({"cache_salt": "s"}, {"cache_namespace": "s"}),
+        ({"multimodal": [(DIGEST, 2, 4)]}, {"mm_hashes": [[0xDEADBEEF], [0xDEADBEEF]]}),
+        ({"multimodal": [(OTHER, 8, 4), (DIGEST, 9, 1)]}, {"mm_hashes": [(), (), [0xDEADBEEF, 0xCAFEBABE]]}),
+        ({"multimodal": [("cat", 4, 4)]}, {"mm_hashes": [None, [mm_hash("cat")]]}),
+        ({"session_id": "x"}, {}),
+    ],
+)
+def test_local_hashes_are_those_of_tokens_with_these_options(keys, options):
+    assert block_hashes(range(13), 4, **options) == Prompt(range(13), **keys).block_hashes(4)
+
+
+def test_a_prompt_without_any_is_as_it_was():
+    assert None is Prompt([1]).keys
+    assert None is Prompt([1], lora_name=None, multimodal=[]).keys
+    assert "<Prompt of 1 tokens>" == repr(Prompt([1]))
+    assert "<Prompt of 2 tokens, lora_name='a', multimodal=(('m', 0, 2),)>" == repr(
+        Prompt([1, 2], lora_name="a", multimodal=[["m", 0, 2]])
+    )
+
+
+def test_what_follows_a_prompt_carries_the_same():
+    prompt = Prompt([1, 2], lora_name="a", session_id="x")
+    longer = prompt.followed_by([3], session_id="y")
+    assert ((1, 2, 3), PromptKeys("a", session_id="y")) == (longer.tokens, longer.keys)
+    assert prompt.with_keys(prompt.keys) is prompt
+    assert None is prompt.with_keys(None).keys
+    assert PromptKeys(session_id="z") == Prompt(hashes=[1]).with_keys(PromptKeys(session_id="z")).keys
+    with pytest.raises(ValueError, match=r"^a prompt of hashes cannot be followed by tokens"):
+        Prompt(hashes=[1]).followed_by([1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lora_name": ""}, "lora_name must be a string that is not empty, or None, got ''"),
+        ({"cache_salt": 7}, "cache_salt must be a string that is not empty, or None, got 7"),
+        ({"session_id": b"x"}, "session_id must be a string that is not empty, or None, got b'x'"),
+        ({"multimodal": "cat"}, r"multimodal has items \(identifier, offset, length\): .*; got 'cat'"),
+        ({"multimodal": 7}, "multimodal has items .*; got 7"),
+        ({"multimodal": [("cat", 0)]}, r"multimodal has items .*; got \('cat', 0\)"),
+        ({"multimodal": [("", 0, 1)]}, "multimodal has items"),
+        ({"multimodal": [("cat", -1, 1)]}, "multimodal has items"),
+        ({"multimodal": [("cat", 0, 0)]}, "multimodal has items"),
+        ({"multimodal": [("cat", 0, True)]}, "multimodal has items"),
+        ({"multimodal": [("cat", 2, 3)]}, "multimodal item 'cat' has tokens 2 to 4, and the prompt has 4 tokens"),
+    ],
+)
+def test_what_it_cannot_carry_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Prompt(range(4), **arguments)
+
+
+def test_hashes_have_all_but_the_session_in_them():
+    assert "x" == Prompt(hashes=[1], session_id="x").keys.session_id
+    with pytest.raises(
+        ValueError, match=r"^lora_name and cache_salt of a prompt of hashes=: these hashes are made with"
+    ):
+        Prompt(hashes=[1], lora_name="a", cache_salt="s")
+
+
+# ---------------------------------------------------------------------------------------------- beside an event
+
+
+def test_it_travels_under_the_names_of_the_wire():
+    keys = PromptKeys("a", "s", (("m", 2, 4),), "x")
+    assert {
+        "lora_id": lora_id("a"),
+        "lora_name": "a",
+        "cache_salt": "s",
+        "session_id": "x",
+        "extra_keys": [("a", ("m", 2), "s"), ("a", ("m", -2)), ("a",)],
+    } == keys.carried(0, 3, 4)
+    assert {"session_id": "x"} == PromptKeys(session_id="x").carried(0, 3, 4)
+    assert [None, None] == PromptKeys(cache_salt="s").carried(1, 3, 4)["extra_keys"]
+    assert 1 <= lora_id("a") < 2**31
+
+
+def test_the_keys_of_a_block_are_those_that_vllm_hashed(recording):
+    """Those of 0.19.1 are not tagged, as on the wire."""
+    keys = {
+        "salt": PromptKeys(cache_salt="salt1"),
+        "lora": PromptKeys("adapter-a"),
+        "mm in block 0, over block 1": PromptKeys(multimodal=(("img-1", 2, 4),)),
+        "two mm": PromptKeys(multimodal=(("img-2", 5, 3), ("img-1", 1, 2))),
+        "all": PromptKeys("adapter-a", "salt1", (("img-1", 2, 4),)),
+    }
+    (run,) = (run for run in recording("vllm_block_hashes_extra.json.gz") if not VERSIONS[run["vllm"]].tagged_keys)
+    for case in run["cases"]:
+        if case["case"] in keys:
+            recorded = [
+                None if of_block is None else tuple(tuple(k) if isinstance(k, list) else k for k in of_block)
+                for of_block in case["extra_keys"]
+            ]
+            assert recorded == keys[case["case"]].carried(0, 3, 4)["extra_keys"]
+
+
+def test_an_event_with_it_is_equal_to_one_without_and_its_json_has_it_not():
+    event = KvCacheEvent(0, Stored(None, (1,), (1,)))
+    plain, other = RouterEvent(0, event), RouterEvent(0, event, extra={"lora_name": "a"})
+    assert plain == other
+    assert hash(plain) == hash(other)
+    assert plain.to_json() == other.to_json()
+    assert repr(plain).endswith("token_ids=None)")
+    assert repr(other).endswith("extra={'lora_name': 'a'})")
+
+
+items = st.lists(
+    st.tuples(st.sampled_from([DIGEST, OTHER, "cat"]), st.integers(0, 12), st.integers(1, 4)), max_size=3
+).map(tuple)
+any_keys = st.builds(
+    PromptKeys,
+    st.sampled_from([None, "a", "b"]),
+    st.sampled_from([None, "a", "s"]),
+    items,
+    st.sampled_from([None, "x"]),
+)
+
+
+@given(keys=any_keys, start=st.integers(0, 3), count=st.integers(1, 3))
+def test_local_hashes_follow_from_the_tokens_of_an_event_and_what_travels_beside_it(keys, start, count):
+    prompt = Prompt(range(24)).with_keys(keys)
+    extra = keys.carried(start, start + count, 4)
+    tokens = range(4 * start, 4 * (start + count))
+    assert prompt.block_hashes(4)[start : start + count] == block_hashes(tokens, 4, **hash_options(extra))
+    assert bool(keys.naming) == names_blocks(extra)
+
+
+@given(keys=any_keys, start=st.integers(0, 2), end=st.integers(0, 3))
+def test_a_part_of_an_event_has_its_part(keys, start, end):
+    assert keys.carried(start, start + end, 4) == part_of(keys.carried(0, 6, 4), range(start, start + end))
+
+
+@given(first=any_keys, second=any_keys)
+def test_prompts_share_local_hashes_only_where_they_carry_the_same(first, second):
+    """But for where in a block an item stands, and in which order: Dynamo's hashes leave that out."""
+
+    def of(keys):
+        return [(keys.lora_name, keys.cache_salt, sorted(of)) for of in keys.mm_hashes(0, 6, 4) or [[]] * 6]
+
+    hashes = zip(*(Prompt(range(24)).with_keys(keys).block_hashes(4) for keys in (first, second)), strict=True)
+    assert [a == b for a, b in zip(of(first), of(second), strict=True)] == [a == b for a, b in hashes]
+
+
+def test_items_come_in_the_order_of_their_offsets():
+    keys = PromptKeys(multimodal=[("b", 4, 1), ["a", 0, 2]])
+    assert (MultimodalItem("a", 0, 2), MultimodalItem("b", 4, 1)) == keys.multimodal
+    assert "PromptKeys(multimodal=(('a', 0, 2), ('b', 4, 1)))" == repr(keys)

@@ -1,0 +1,70 @@
+"""What tests of sockets share: events of a block or two, a plain SUB and DEALER as a router of any language has them."""
+
+import contextlib
+
+import zmq
+
+from pytest_kvmock import Removed, Stored
+
+BIG = 2**63 + 5
+
+
+def stored(block, parent=None):
+    return Stored(parent, (block,), (block + 1000,))
+
+
+def tokens_of(block):
+    return [[block, block + 1, block + 2, block + 3]]
+
+
+def publish_chain(publisher, count, first=BIG):
+    """Publish so many batches: a chain of blocks, one a batch."""
+    for block in range(first, first + count):
+        parent = None if block == first else block - 1
+        publisher.publish(stored(block, parent), token_ids=tokens_of(block % 1000))
+
+
+def removed(*blocks):
+    return Removed(blocks)
+
+
+def number(frames):
+    return int.from_bytes(frames[1], "big")
+
+
+@contextlib.contextmanager
+def plain_sub(*endpoints, topic=b"", context=None):
+    """A SUB socket as any router has it."""
+    own = zmq.Context() if context is None else context
+    sub = own.socket(zmq.SUB)
+    sub.subscribe(topic)
+    for endpoint in endpoints:
+        sub.connect(endpoint)
+    sub.rcvtimeo = 5000
+    try:
+        yield sub
+    finally:
+        sub.close(linger=0)
+        if context is None:
+            own.term()
+
+
+def replayed(endpoint, start, frames=None, messages=None, context=None):
+    """Ask for a replay as a router does, and return what comes until the end marker, or so many messages."""
+    own = zmq.Context() if context is None else context
+    dealer = own.socket(zmq.DEALER)
+    dealer.rcvtimeo = 5000
+    dealer.linger = 0
+    try:
+        dealer.connect(endpoint)
+        dealer.send_multipart(frames or [b"", start.to_bytes(8, "big")])
+        found = []
+        while messages is None or len(found) < messages:
+            found.append(dealer.recv_multipart())
+            if found[-1][-2] == b"\xff" * 8:
+                break
+        return found
+    finally:
+        dealer.close()
+        if context is None:
+            own.term()

@@ -1,0 +1,334 @@
+"""What is written for a batch, and what cannot be."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from payloads import EXTRAS, MSGPACK, cleared, examples, extras_of, removed, stored, with_digests
+
+from pytest_kvmock import KvCacheEvent, Prompt, RouterEvent, RouterHarness, StorageTier, Stored, create_manager
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.cache.vllm.hashes import VllmHasher
+from pytest_kvmock.wire import DIALECTS, Batch, EncodeError, StreamDigests, decode, encode
+
+unpack = msgspec.msgpack.decode
+BYTES = [name for name in MSGPACK if DIALECTS[name].hashes == "bytes"]
+INTEGERS = [name for name in MSGPACK if name not in BYTES]
+
+
+@pytest.mark.parametrize("name", MSGPACK)
+def test_what_was_read_is_written_again_to_the_byte(name):
+    for batch in examples(name):
+        payload = encode(batch, name)
+        decoded = decode(payload, name)
+        again = Batch(decoded.events, decoded.timestamp, decoded.dp_rank)
+
+        assert [] == decoded.problems
+        assert payload == encode(again, name)
+
+
+hashes = st.lists(st.integers(-(2**63), 2**64 - 1), min_size=1, max_size=5)
+
+
+@given(
+    hashes=hashes,
+    parent=st.none() | st.integers(-(2**63), 2**64 - 1),
+    size=st.integers(1, 9),
+    first=st.integers(0, 2**31),
+    tier=st.sampled_from([StorageTier.DEVICE, StorageTier.HOST_PINNED]),
+    name=st.sampled_from([name for name in INTEGERS if DIALECTS[name].media]),
+    extras=st.sets(st.sampled_from(sorted(EXTRAS))),
+)
+def test_a_stored_comes_back_as_it_was(hashes, parent, *, size, first, tier, name, extras):
+    possible = extras_of(DIALECTS[name])
+    extra = {key: possible[key] for key in sorted(extras & {*possible}) if key != "medium"}
+    event = stored(hashes, parent, size=size, first=first, tier=tier, extra=extra or None)
+    (seen,) = decode(encode(Batch([event]), name), name).events
+
+    def as_written(number):
+        number &= 2**64 - 1
+        return number - 2**64 if number >= 2**63 and DIALECTS[name].hashes == "signed" else number
+
+    data = seen.event.data
+    assert tuple(map(as_written, hashes)) == data.block_hashes
+    assert (None if parent is None else as_written(parent)) == data.parent_hash
+    assert (event.event.data.tokens_hashes, event.token_ids, tier, event.extra) == (
+        data.tokens_hashes,
+        seen.token_ids,
+        seen.storage_tier,
+        seen.extra,
+    )
+
+
+def test_hashes_keep_their_bits_in_a_dialect_of_the_other_sign():
+    events = [stored((-1, 2**63 - 1), -(2**63)), removed((-1,))]
+    signed = [stored((2**64 - 1, 2**63 - 1), 2**63), removed((2**64 - 1,))]
+
+    first, second = unpack(encode(Batch(events), "vllm-0.10.2"))[1]
+    assert ([2**64 - 1, 2**63 - 1], 2**63, [2**64 - 1]) == (first[1], first[2], second[1])
+    first, second = unpack(encode(Batch(signed), "sglang-0.5.9"))[1]
+    assert ([-1, 2**63 - 1], -(2**63), [-1]) == (first[1], first[2], second[1])
+
+
+def test_small_hashes_stay_as_they_are():
+    assert [1, 2] == unpack(encode(Batch([stored((1, 2))]), "vllm-0.33"))[1][0]["block_hashes"]
+
+
+def test_what_a_dialect_has_no_field_for_is_not_written():
+    event = stored(extra={"cache_salt": "s", "lora_name": "adapter", "anything": 1})
+
+    assert encode(Batch([stored()]), "vllm-0.9") == encode(Batch([event]), "vllm-0.9")
+    assert "adapter" == unpack(encode(Batch([event]), "vllm-0.14"))[1][0][-1]
+    assert "s" == unpack(encode(Batch([event]), "sglang-0.5.20"))[1][0]["cache_salt"]
+
+
+def test_pairs_of_eagle_are_written_as_they_were_read():
+    pairs = [[i, i + 1] for i in range(8)]
+    payload = msgspec.msgpack.encode([1.0, [["BlockStored", [1, 2], None, pairs, 4, None, "GPU"]], None])
+    events = decode(payload, "sglang-0.5.9").events
+
+    assert payload == encode(Batch(events, 1.0), "sglang-0.5.9")
+
+
+def test_the_rank_of_a_batch_is_that_of_its_events():
+    assert 2 == unpack(encode(Batch([stored(rank=2), cleared(rank=2)]), "vllm-0.33"))[2]
+    assert 5 == unpack(encode(Batch([], dp_rank=5), "vllm-0.33"))[2]
+    assert 0 == unpack(encode(Batch([]), "vllm-0.33"))[2]
+
+
+def bare(**changes):
+    """A Stored whose token ids are not what they should be."""
+    event = stored()
+    event.token_ids = changes.get("token_ids")
+    event.extra = changes.get("extra")
+    return event
+
+
+TOKENS = "a Stored without token ids, which dialect 'vllm-0.33' carries: serve prompts of tokens, not of hashes, and give a manager token_ids"  # fmt: skip
+DIGESTS = (
+    "dialect 'vllm-0.33-bytes' has whole digests as block hashes, and an event has 64 bits of one: give "
+    "digests=StreamDigests.of_manager(...) of the manager whose stream it is"
+)
+REFUSED = [
+    ("vllm-0.33", bare(), TOKENS),
+    ("vllm-0.33", bare(token_ids=[]), TOKENS),
+    ("vllm-0.33", bare(token_ids=[(1, 2, 3, 4)]), "4 token ids came for 2 blocks of 4"),
+    ("vllm-0.33", bare(token_ids=[(1, 2), (3, 4, 5)]), "blocks came with 2 to 3 token ids; expected one block size"),
+    ("vllm-0.33", bare(token_ids=[(1, 2, 3), (4,)]), "blocks came with 1 to 3 token ids; expected one block size"),
+    ("vllm-0.33", bare(token_ids=[(), ()]), "0 token ids came for 2 blocks of 0"),
+    ("vllm-0.33", bare(extra={"token_pairs": [[1, 2]] * 3}), "3 token ids came for 2 blocks of 1"),
+    (
+        "vllm-0.33",
+        RouterEvent(0, KvCacheEvent(0, Stored(None, (), ()))),
+        "a Stored without blocks has no block size; no engine publishes one",
+    ),
+    (
+        "vllm-0.33",
+        stored(tier=StorageTier.EXTERNAL),
+        "dialect 'vllm-0.33' has no name for tier external; it has device, host_pinned, disk",
+    ),
+    (
+        "vllm-0.9",
+        removed(tier=StorageTier.HOST_PINNED),
+        "dialect 'vllm-0.9' does not say where a block is, and tier is host_pinned",
+    ),
+    ("vllm-0.33", stored((2**64, 1)), "block hash 18446744073709551616 has more than 64 bits"),
+    ("vllm-0.33", stored((-(2**63) - 1, 1)), "block hash -0x8000000000000001 has more than 64 bits"),
+    ("sglang-0.5.9", stored((1, 2), 2**64), "block hash 18446744073709551616 has more than 64 bits"),
+    ("vllm-0.33", removed((2**64,)), "block hash 18446744073709551616 has more than 64 bits"),
+    ("vllm-0.33", stored(extra={"lora_name": 5}), "extra['lora_name']: expected a string, or nil, got 5"),
+    ("vllm-0.33", stored(extra={"group_idx": "0"}), "extra['group_idx']: expected an integer, or nil, got '0'"),
+    (
+        "vllm-0.33-bytes",
+        stored(),
+        DIGESTS,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "event", "message"), REFUSED)
+def test_an_event_that_cannot_be_written_is_refused_in_one_line(name, event, message):
+    good = with_digests(cleared())
+    with pytest.raises(EncodeError) as error:
+        encode(Batch([good, event]), name)
+
+    assert f"event 1 of the batch: {message}" == str(error.value)
+
+
+def test_a_batch_of_two_ranks_is_refused():
+    for batch in (Batch([stored(rank=1), stored(rank=2)]), Batch([stored(rank=1), stored(rank=2)], dp_rank=1)):
+        with pytest.raises(EncodeError, match="event 1 of the batch is of rank 2, and the batch of rank 1"):
+            encode(batch, "vllm-0.33")
+
+
+def test_what_msgpack_cannot_write_is_refused():
+    with pytest.raises(EncodeError, match=r"the batch cannot be written in 'vllm-0.33': "):
+        encode(Batch([stored(extra={"ownership": object()})]), "vllm-0.33")
+    with pytest.raises(EncodeError, match=r"the batch cannot be written in 'vllm-0.33': "):
+        encode(Batch([stored()], timestamp="now"), "vllm-0.33")
+
+
+def test_prompts_of_hashes_cannot_be_written_where_token_ids_are_carried():
+    with RouterHarness(backend="vllm") as kv:
+        kv.worker(0).serve(Prompt(hashes=[1, 2, 3]))
+        published = [entry.event for entry in kv.events]
+    with pytest.raises(
+        EncodeError, match=r"event 0 of the batch: a Stored without token ids, which dialect 'vllm-0.24'"
+    ):
+        encode(Batch(published), "vllm-0.24")
+    assert published == decode(encode(Batch(published), "dynamo-router-event"), "dynamo-router-event").events
+
+
+# ---------------------------------------------------------------------------------------------------- whole digests
+
+
+def stream(backend, **sizes):
+    """The manager and the events of an engine that evicts, stores copies and clears."""
+    with RouterHarness(backend=backend, **sizes) as kv:
+        worker, prompt = kv.worker(0), kv.prompt(4)
+        for more in (prompt, kv.prompt(3, after=prompt), kv.prompt(5), prompt):
+            worker.serve(more, output_tokens=20)
+        with worker.prefill(prompt), worker.prefill(kv.prompt(4)):
+            pass
+        worker.clear()
+        worker.serve(prompt)
+        return worker.manager, [entry.event for entry in kv.events]
+
+
+@pytest.mark.parametrize("backend", ["vllm", "vllm_0_19"])
+@pytest.mark.parametrize("name", BYTES)
+def test_hashes_are_the_whole_digests_of_the_stream(name, backend):
+    manager, published = stream(backend)
+    digests, seen = StreamDigests.of_manager(manager), {}
+    for start in range(0, len(published), 4):
+        payload = encode(Batch(published[start : start + 4]), name, digests=digests)
+        decoded = decode(payload, name, first_event_id=start)
+        assert [] == decoded.problems
+        assert published[start : start + 4] == decoded.events
+        for event in decoded.events:
+            if isinstance(event.event.data, Stored):
+                seen |= dict(zip(event.event.data.block_hashes, event.extra["digests"][1], strict=True))
+
+    first = published[0]
+    tokens = [token for block in first.token_ids for token in block]
+    right = manager.hasher.digests(tokens, manager.block_size, 0, None)
+    assert right == [seen[block] for block in first.event.data.block_hashes]
+    assert {32} == {*map(len, seen.values())}
+
+
+def test_xxhash_digests_have_16_bytes():
+    manager = create_manager("vllm", num_blocks=8, hash_algorithm="xxhash_cbor")
+    tokens = [tuple(range(16)), tuple(range(16, 32))]
+    found = manager.hasher.digests(range(32), 16, 0, None)
+    event = stored([*map(manager.hasher.name, found)])
+    event.token_ids = tokens
+    payload = encode(Batch([event]), "vllm-0.33-bytes", digests=StreamDigests.of_manager(manager))
+
+    assert found == unpack(payload)[1][0]["block_hashes"]
+    assert 16 == len(found[0])
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if "vllm" not in name])
+def test_a_backend_without_digests_refuses_the_form(backend):
+    have = "its engine publishes numbers; vllm and vllm_0_19 have"
+    message = f"backend '{backend}' has no digests to write as bytes: {have}"
+    with pytest.raises(EncodeError) as error:
+        StreamDigests.of_manager(create_manager(backend, num_blocks=4))
+
+    assert message == str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["vllm", "vllm_0_19"])
+def test_requests_with_an_adapter_a_salt_or_images_have_their_own_digests(backend):
+    with RouterHarness(backend=backend) as kv:
+        worker, tokens = kv.worker(0), [*range(64)]
+        for keys in ({"lora_name": "adapter"}, {"cache_salt": "salt"}, {"multimodal": [("image", 18, 20)]}, {}):
+            worker.serve(Prompt(tokens, **keys))
+            worker.serve(Prompt(tokens + [7] * 40, **keys))
+        published = [entry.event for entry in kv.events]
+        digests = StreamDigests.of_manager(worker.manager)
+    payload = encode(Batch(published), "vllm-0.33-bytes", digests=digests)
+    decoded = decode(payload, "vllm-0.33-bytes")
+
+    assert 8 == len(published)
+    assert [] == decoded.problems
+    hashes = [event.event.data.block_hashes for event in decoded.events]
+    assert [event.event.data.block_hashes for event in published] == hashes
+    assert 4 == len({names[0] for names in hashes[::2]})
+
+
+def refused(digests, *events):
+    with pytest.raises(EncodeError) as error:
+        encode(Batch(events), "vllm-0.33-bytes", digests=digests)
+    return str(error.value)
+
+
+def test_what_has_no_digest_is_refused_and_nothing_is_noted():
+    hasher = VllmHasher()
+    names = [*map(hasher.name, hasher.digests(range(8), 4, 0, None))]
+    digests = StreamDigests(hasher)
+    first, second = stored(names[:1]), stored(names[1:], names[0], first=4)
+
+    assert "event 0 of the batch: the parent " in refused(digests, second)
+    assert "event 1 of the batch: block 7 is not held, so that there is no digest of it" == refused(
+        digests, first, removed((7,))
+    )
+    assert "event 0 of the batch: the parent " in refused(digests, second)  # the batch before was undone
+    assert "event 0 of the batch: block 9 does not follow from its tokens: their digest is named " in refused(
+        digests, stored((9,))
+    )
+    assert "event 0 of the batch: a Stored without token ids has no digests" == refused(
+        digests, bare(extra={"token_pairs": [[1, 2]] * 2})
+    )
+
+    encode(Batch([first, second, first]), "vllm-0.33-bytes", digests=digests)
+    assert "event 2 of the batch: block " in refused(digests, cleared(), first, removed(names[1:]))
+    encode(Batch([removed(names[:1]), removed(names)]), "vllm-0.33-bytes", digests=digests)  # a copy, then the last
+    assert " is not held" in refused(digests, removed(names[:1]))
+
+
+# ---------------------------------------------------------------------------------------------------- without msgspec
+
+WITHOUT = """
+import sys
+sys.modules["msgspec"] = None
+from pytest_kvmock.wire import Batch, decode, encode
+print(encode(Batch([]), "dynamo-router-event"), decode(b"", "dynamo-kv-cache-event").problems)
+for call in (lambda: encode(Batch([]), "vllm-0.33"), lambda: decode(b"", "sglang-0.5.9")):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_without_msgspec_one_line_says_how_to_install_it():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+
+    line = "dialects of vLLM and SGLang need msgspec: pip install 'pytest-kvmock[wire]'"
+    assert ["b'' []", line, line] == done.stdout.splitlines()
+
+
+def test_msgspec_is_loaded_when_a_dialect_is_used():
+    code = "import sys, pytest_kvmock.wire as w; print('msgspec' in sys.modules); w.encode(w.Batch([]), 'vllm-0.9'); print('msgspec' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert ["False", "True"] == done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(-1, "-1"), (2**32, "4294967296"), ("a", "'a'"), (True, "True")])
+def test_a_rank_of_a_batch_that_is_none_is_refused(rank, shown):
+    with pytest.raises(EncodeError) as caught:
+        encode(Batch([], dp_rank=rank), "vllm-0.33")
+    assert f"the rank of a batch is an integer from 0 to 4294967295, or None, got {shown}" == str(caught.value)
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.33", "vllm-0.33-bytes", "dynamo-router-event"])
+def test_what_is_no_batch_of_events_is_refused_in_one_line(dialect):
+    with pytest.raises(TypeError, match=r"^encode takes a Batch of RouterEvents, got \[\]$"):
+        encode([], dialect)
+    with pytest.raises(TypeError, match=r"^event 0 of the batch must be a RouterEvent, got 5$"):
+        encode(Batch([5]), dialect)

@@ -1,0 +1,463 @@
+"""A publisher as a router sees it: frames, numbers, replays; and how a test waits for it."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+
+import msgspec
+import pytest
+import zmq
+from sockets import BIG, number, plain_sub, publish_chain, removed, replayed, stored, tokens_of
+
+from pytest_kvmock import Cleared, KvCacheEvent, RouterEvent, RouterHarness, Stored
+from pytest_kvmock.wire import DIALECTS, EncodeError, decode
+from pytest_kvmock.wire.endpoints import rank_endpoint, rank_endpoints
+from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, WireTimeout, block_of, wire_hash
+
+SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.in_matrix]
+
+
+@pytest.fixture
+def publisher():
+    with KvPublisher("vllm-0.24") as publisher:
+        yield publisher
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "inproc"])
+def test_a_batch_is_topic_number_and_payload(transport):
+    with KvPublisher("vllm-0.24", endpoint=transport, topic="kv@pod:1@m") as publisher:
+        with plain_sub(publisher.endpoint, topic=b"kv@", context=publisher.context) as sub:
+            publisher.wait_subscribed()
+            publish_chain(publisher, 2)
+            first, second = sub.recv_multipart(), sub.recv_multipart()
+        assert [b"kv@pod:1@m", (0).to_bytes(8, "big")] == first[:2]
+        assert [b"kv@pod:1@m", (1).to_bytes(8, "big")] == second[:2]
+        assert [BIG] == [*decode(first[2], "vllm-0.24").events[0].event.data.block_hashes]
+        assert BIG == decode(second[2], "vllm-0.24").events[0].event.data.parent_hash
+
+
+def test_what_a_step_publishes_is_one_batch_a_rank_and_nothing_is_none():
+    with KvPublisher("vllm-0.33", ranks=2) as publisher, plain_sub(*publisher.endpoints) as sub:
+        publisher.wait_subscribed()
+        with publisher.step():
+            publisher.publish(stored(BIG), token_ids=tokens_of(1))
+            publisher.publish(stored(BIG + 1, BIG), token_ids=tokens_of(5))
+            publisher.publish(KvCacheEvent(0, Cleared(), 1))
+        with publisher.step():
+            pass
+        assert (1, 1) == (publisher.batches(0), publisher.batches(1))
+        batches = {msgspec.msgpack.decode((frames := sub.recv_multipart())[2])[2]: frames for _ in range(2)}
+        assert [2, 1] == [decode(batches[rank][2], "vllm-0.33").num_events for rank in (0, 1)]
+        assert [0, 0] == [number(batches[rank]) for rank in (0, 1)]
+
+
+def test_a_flush_within_a_step_sends_what_was_published_so_far(publisher):
+    with publisher.step():
+        publish_chain(publisher, 2)
+        assert 0 == publisher.batches()
+        publisher.flush()
+        assert 1 == publisher.batches()
+        publisher.publish(Cleared())
+    assert 2 == publisher.batches()
+
+
+def test_a_worker_of_a_harness_publishes_to_it():
+    with RouterHarness(backend="vllm") as harness, KvPublisher("vllm-0.33") as publisher:
+        harness.add_sink(publisher)
+        prompt = harness.prompt(blocks=2)
+        with plain_sub(publisher.endpoint) as sub:
+            publisher.wait_subscribed()
+            with publisher.step():
+                harness.worker(0).serve(prompt)
+            decoded = decode(sub.recv_multipart()[2], "vllm-0.33")
+        assert [] == decoded.problems
+        assert harness.events.stored_blocks == [block for e in decoded.events for block in e.event.data.block_hashes]
+        assert [tuple(prompt.tokens[:16]), tuple(prompt.tokens[16:32])] == [*map(tuple, decoded.events[0].token_ids)]
+
+
+@pytest.mark.parametrize("dialect", SPOKEN)
+def test_block_ids_written_by_hand_go_out_in_full_width_one_to_one(dialect):
+    with KvPublisher(dialect) as publisher, plain_sub(publisher.endpoint) as sub:
+        publisher.wait_subscribed()
+        publisher.publish(Stored(None, (0, 1), (7, 8)), token_ids=[[1, 2], [3, 4]])
+        publisher.publish(Stored(1, (5,), (9,)), token_ids=[[5, 6]])
+        publisher.publish(removed(5, 2**32 - 1, 2**32, BIG))
+        payloads = [sub.recv_multipart()[2] for _ in range(3)]
+    first, second, third = (decode(payload, dialect).events[0].event.data for payload in payloads)
+    on_wire = [*first.block_hashes, second.parent_hash, *second.block_hashes, *third.block_hashes]
+    assert [0, 1, 1, 5, 5, 2**32 - 1, 2**32, BIG] == [*map(block_of, on_wire)]
+    assert 6 == len({*on_wire})
+    assert all(abs(value) >= 2**32 for value in on_wire)  # eight bytes in msgpack, signed or not
+    width = b"\xd3" if DIALECTS[dialect].hashes == "signed" else b"\xcf"
+    assert all(width + wire_hash(block).to_bytes(8, "big") in payloads[0] for block in (0, 1))
+
+
+def test_sequence_numbers_begin_at_0_after_a_restart_and_the_buffer_is_empty(publisher):
+    publish_chain(publisher, 3)
+    publisher.restart()
+    publish_chain(publisher, 1)
+    assert [0] == [int.from_bytes(reply[1], "big") for reply in replayed(publisher.replay_endpoint, 0)[:-1]]
+
+
+def test_what_cannot_be_said_is_named_and_takes_no_number(publisher):
+    with pytest.raises(EncodeError, match="without token ids"):
+        publisher.publish(stored(BIG))
+    with pytest.raises(TypeError, match=r"a KvPublisher takes Stored, .*, got 'stored' \(str\)"):
+        publisher.publish("stored")
+    with pytest.raises(ValueError, match="the publisher has ranks 0 to 0, got rank 3"):
+        publisher.publish(RouterEvent(0, KvCacheEvent(0, Cleared(), 3)))
+    assert 0 == publisher.batches()
+
+
+# ------------------------------------------------------------------------------------------------ replay
+
+
+@pytest.mark.parametrize(
+    ("dialect", "topic"), [("vllm-0.24", []), ("vllm-0.33", [b"t"]), ("sglang-0.5.20", []), ("sglang-0.5.22", [b"t"])]
+)
+def test_a_replay_is_framed_as_the_engine_frames_it(dialect, topic):
+    with KvPublisher(dialect, topic="t") as publisher:
+        publish_chain(publisher, 4)
+        *batches, end = replayed(publisher.replay_endpoint, 2)
+    assert [[b"", *topic, (seq).to_bytes(8, "big")] for seq in (2, 3)] == [reply[:-1] for reply in batches]
+    assert [b"", *([b""] if topic else []), b"\xff" * 8, b""] == end
+    assert [(2, (2, 3))] == [(replay.start, replay.sent) for replay in publisher.replays]
+
+
+def test_a_replay_of_what_is_gone_has_the_rest_and_no_error():
+    # vLLM's own test: a buffer of 100, 110 batches: 10 to 109.
+    with KvPublisher("vllm-0.24", buffer_steps=100) as publisher:
+        publish_chain(publisher, 110)
+        *batches, _ = replayed(publisher.replay_endpoint, 0)
+    assert [*range(10, 110)] == [int.from_bytes(reply[1], "big") for reply in batches]
+
+
+def test_a_replay_of_what_is_to_come_is_an_end_marker(publisher):
+    assert 1 == len(replayed(publisher.replay_endpoint, 10))
+
+
+def test_a_request_with_other_frames_is_noted_and_not_answered(publisher):
+    publish_chain(publisher, 1)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(publisher.replay_endpoint)
+    dealer.send_multipart([b"only one"])
+    dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+    assert b"\xff" * 8 != dealer.recv_multipart()[-2]
+    context.destroy(linger=0)
+    assert [(1, None), (2, 0)] == [(replay.frames, replay.start) for replay in publisher.replays]
+
+
+def test_each_rank_is_asked_at_the_next_port():
+    with KvPublisher("vllm-0.24", ranks=3) as publisher:
+        publisher.publish(KvCacheEvent(0, Cleared(), 2))
+        assert [1, 1, 2] == [len(replayed(endpoint, 0)) for endpoint in publisher.replay_endpoints]
+        for endpoints in (publisher.endpoints, publisher.replay_endpoints):
+            base, *others = (int(endpoint.rpartition(":")[2]) for endpoint in endpoints)
+            assert [base + 1, base + 2] == others
+
+
+# ------------------------------------------------------------------------------------------------ waiting
+
+
+def test_subscriptions_to_one_topic_are_counted_and_those_that_ended_are_not(publisher):
+    with plain_sub(publisher.endpoint), plain_sub(publisher.endpoint), plain_sub(publisher.endpoint):
+        publisher.wait_subscribed(3)
+        assert (b"", b"", b"") == publisher.subscriptions()
+    assert () == publisher.settle(publisher.subscriptions, ())
+    with pytest.raises(WireTimeout):
+        publisher.wait_subscribed(timeout=0)
+
+
+def test_waiting_for_subscriptions_says_which_there_are():
+    with KvPublisher("vllm-0.24", topic="kv@a@m") as publisher, plain_sub(publisher.endpoint, topic=b"kv-events"):
+        publisher.settle(publisher.subscriptions)
+        with pytest.raises(WireTimeout) as caught:
+            publisher.wait_subscribed(timeout=0)
+        assert (
+            f"rank 0 at {publisher.endpoint} has 0 of 1 subscriptions to its topic 'kv@a@m' after 0 s; "
+            "subscribed to: 'kv-events'"
+        ) == str(caught.value)
+
+
+def test_each_rank_must_be_subscribed_to():
+    with KvPublisher("vllm-0.24", ranks=2) as publisher, plain_sub(publisher.endpoints[0]):
+        with pytest.raises(WireTimeout) as caught:
+            publisher.wait_subscribed(timeout=0.2)
+        assert str(caught.value).startswith(f"rank 1 at {publisher.endpoints[1]} has 0 of 1 subscriptions")
+
+
+def test_an_async_test_waits_without_stopping_its_loop(publisher):
+    async def consumer(endpoint):
+        turns = 0
+
+        async def turn():
+            nonlocal turns
+            turns += 1
+            return turns > 3
+
+        with plain_sub(endpoint) as sub:
+            await publisher.await_subscribed()
+            publish_chain(publisher, 1)
+            await publisher.asettle(turn)
+            return number(sub.recv_multipart()), turns
+
+    assert (0, 4) == asyncio.run(consumer(publisher.endpoint))
+    with pytest.raises(WireTimeout, match="0 of 2 subscriptions"):
+        asyncio.run(publisher.await_subscribed(2, timeout=0.1))
+    with pytest.raises(WireTimeout, match="expected 5, got 4"):
+        asyncio.run(publisher.asettle(lambda: asyncio.sleep(0, 4), 5, timeout=0))
+
+
+def test_settle_waits_for_the_answer_of_a_consumer_in_another_thread(publisher):
+    received = []
+
+    def consume():
+        with plain_sub(publisher.endpoint) as sub:
+            received.extend(number(sub.recv_multipart()) for _ in range(5))
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    publisher.wait_subscribed()
+    publish_chain(publisher, 5)
+    assert [0, 1, 2, 3, 4] == publisher.settle(lambda: [*received], [0, 1, 2, 3, 4])
+    thread.join()
+
+
+def test_settle_asks_now_and_then_also_where_nobody_has_waited_for_the_subscription(publisher):
+    asked = []
+    with plain_sub(publisher.endpoint):
+        while not publisher._ranks[0].xpub.poll(0):  # the subscription is there, and unread
+            pass
+        with pytest.raises(WireTimeout):
+            publisher.settle(lambda: asked.append(1), timeout=0.1)
+    assert len(asked) <= 30  # every 5 ms; without a wait it would be thousands
+
+
+def test_settle_explains_what_it_waited_for(publisher):
+    def overlap():
+        return {0: 3}
+
+    publisher.faults.lose()
+    publish_chain(publisher, 2)
+    replayed(publisher.replay_endpoint, 1)
+    with pytest.raises(WireTimeout) as caught:
+        publisher.settle(overlap, {0: 4}, timeout=0)
+    assert [
+        "test_settle_explains_what_it_waited_for.<locals>.overlap: expected {0: 4}, got {0: 3} after 0 s",
+        "rank 0 has published batches 0 to 1, to 0 subscriptions",
+        "rank 0 was asked for batches from 1 on, and sent 1",
+        "injected: lose at rank 0, batch 0",
+    ] == str(caught.value).splitlines()
+
+
+def test_an_assertion_of_the_probe_is_not_yet_and_any_other_error_is_raised(publisher):
+    answers = iter([AssertionError("no"), AssertionError("not yet"), None])
+
+    def probe():
+        if (answer := next(answers)) is not None:
+            raise answer
+        return True
+
+    assert publisher.settle(probe) is True
+
+    def never():
+        raise AssertionError("2 blocks")
+
+    with pytest.raises(WireTimeout, match="expected something true, got AssertionError"):
+        publisher.settle(never, timeout=0)
+    with pytest.raises(ZeroDivisionError):
+        publisher.settle(lambda: 1 / 0)
+
+
+# ------------------------------------------------------------------------------------------------ endpoints
+
+WRONG = {
+    "http://x": "'http://x': unknown transport 'http'; known: tcp, ipc, inproc",
+    "tpc://127.0.0.1:*": "'tpc://127.0.0.1:*': unknown transport 'tpc'; known: tcp, ipc, inproc",
+    "tcp://0.0.0.0:5557": "'tcp://0.0.0.0:5557': a test's publisher stays on the loopback; allowed: tcp://127.0.0.1:PORT, "
+    "or tcp://127.0.0.1:* for a port that the system picks",
+    "tcp://127.0.0.1:70000": "'tcp://127.0.0.1:70000': a port is from 1 to 65535, or * for one that the system picks",
+    "ipc://here/sock": "'ipc://here/sock': an ipc path is absolute; 'ipc' alone is a path that is made and removed",
+    "ipc:///" + "x" * 200: "ipc path of 201 bytes, at most 107; 'ipc' alone is a short path that is made",
+    5: "an endpoint is a string such as 'tcp', 'ipc' or 'inproc', got 5",
+}
+
+
+@pytest.mark.parametrize("endpoint", WRONG)
+def test_an_endpoint_that_cannot_be_used_is_refused(endpoint):
+    with pytest.raises(EndpointError) as caught:
+        KvPublisher("vllm-0.24", endpoint=endpoint)
+    assert WRONG[endpoint] == str(caught.value)
+
+
+def test_a_directory_for_ipc_is_gone_where_the_replay_endpoint_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(EndpointError, match="unknown transport 'http'"):
+        KvPublisher("vllm-0.24", endpoint="ipc", replay="http://x")
+    assert [] == [*tmp_path.iterdir()]
+
+
+def test_localhost_is_the_loopback():
+    with KvPublisher("vllm-0.24", endpoint="tcp://localhost:*", replay=False) as publisher:
+        assert publisher.endpoint.startswith("tcp://127.0.0.1:")
+        assert publisher.replay_endpoint is None
+        assert [] == publisher.replays
+
+
+def test_a_port_that_is_taken_is_named(publisher):
+    with pytest.raises(EndpointError) as caught:
+        KvPublisher("vllm-0.24", endpoint=publisher.endpoint)
+    assert (
+        f"{publisher.endpoint} is taken: something else is bound there; tcp://127.0.0.1:* is a port that the system picks"
+    ) == str(caught.value)
+    with pytest.raises(EndpointError, match=f"^{publisher.endpoint} is taken"):
+        KvPublisher("vllm-0.24", replay=publisher.endpoint)
+
+
+def test_a_next_endpoint_that_is_taken_is_named_and_the_first_is_free_again():
+    # Over inproc: the port after one that is free may be taken by another program at any time.
+    context = zmq.Context()
+    with KvPublisher("vllm-0.24", endpoint="inproc://kv_dp1", replay=False, context=context):
+        with pytest.raises(EndpointError, match="inproc://kv_dp1 is taken"):
+            KvPublisher("vllm-0.24", endpoint="inproc://kv", replay=False, ranks=2, context=context)
+        with KvPublisher("vllm-0.24", endpoint="inproc://kv", replay=False, context=context) as publisher:
+            assert "inproc://kv" == publisher.endpoint
+    with KvPublisher("vllm-0.24", endpoint="inproc://kv", replay=False, ranks=2, context=context) as publisher:
+        assert ("inproc://kv", "inproc://kv_dp1") == publisher.endpoints
+    context.term()
+
+
+def test_an_inproc_name_that_is_taken_is_named():
+    context = zmq.Context()
+    with (
+        KvPublisher("vllm-0.24", endpoint="inproc://kv", context=context),
+        pytest.raises(EndpointError, match="inproc://kv is taken: something else is bound there; take another name"),
+    ):
+        KvPublisher("vllm-0.24", endpoint="inproc://kv", context=context)
+    context.term()  # it would wait for a socket that is open
+
+
+def test_endpoints_of_ranks():
+    assert ["tcp://h:5557", "tcp://h:5558"] == [rank_endpoint("tcp://h:5557", rank) for rank in (0, 1)]
+    assert ["inproc://kv", "inproc://kv_dp1"] == [rank_endpoint("inproc://kv", rank) for rank in (0, 1)]
+    assert ("tcp://h:1", "tcp://g:2") == rank_endpoints(["tcp://h:1", "tcp://g:2"], None)
+    assert ("tcp://h:1", "tcp://h:2") == rank_endpoints("tcp://h:1", 2)
+    with pytest.raises(EndpointError, match="rank 3 would have port 65538; ports end at 65535"):
+        rank_endpoint("tcp://127.0.0.1:65535", 3)
+    with pytest.raises(EndpointError, match="2 endpoints for 3 ranks"):
+        rank_endpoints(["tcp://h:1", "tcp://g:2"], 3)
+    with pytest.raises(EndpointError, match=r"'tcp://\*:5557' is where an engine binds; connect to tcp://HOST:PORT"):
+        rank_endpoints("tcp://*:5557", 1)
+
+
+# ------------------------------------------------------------------------------------------------ other refusals
+
+
+@pytest.mark.parametrize("rank", [2, -1, "one"])
+def test_a_fault_of_a_rank_that_there_is_not_is_refused(rank):
+    with KvPublisher("vllm-0.24", ranks=2, replay=False) as publisher:
+        with pytest.raises(ValueError, match=f"^the publisher has ranks 0 to 1, got rank {rank!r}$"):
+            publisher.faults.lose(dp_rank=rank)
+        assert [] == publisher.faults.unused
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x90", b"\x93\xc0\xc0\xc0", b"\x93\xc0\x91\x01\xc0"])
+def test_a_fault_that_changes_events_says_that_a_payload_has_none_and_still_waits(publisher, payload):
+    publisher.faults.extra_field()
+    with pytest.raises(
+        ValueError, match=r"^extra_field changes the events of a batch, and the payload of batch 0 is none"
+    ):
+        publisher.publish_payload(payload)
+    assert (0, [], ["extra_field (1 batch left)"]) == (
+        publisher.batches(),
+        publisher.faults.injected,
+        publisher.faults.unused,
+    )
+
+
+def test_a_replay_with_nothing_to_leave_out_is_not_truncated_and_the_fault_still_waits(publisher):
+    publisher.faults.truncate_replay(2)
+    publish_chain(publisher, 2)
+    assert [0, 1] == [int.from_bytes(frames[-2], "big") for frames in replayed(publisher.replay_endpoint, 0)[:-1]]
+    assert ["truncate_replay (no replay had so much to leave out)"] == publisher.faults.unused
+    assert [] == publisher.faults.injected
+    publish_chain(publisher, 1)
+    assert 3 == len(replayed(publisher.replay_endpoint, 0))  # two, and the end marker
+    assert [("truncate_replay", 2)] == [(each.fault, each.batch) for each in publisher.faults.injected]
+
+
+def test_an_end_marker_that_is_left_out_was_injected(publisher):
+    publisher.faults.truncate_replay(5, end_marker=False)
+    publish_chain(publisher, 2)
+    assert 2 == len(replayed(publisher.replay_endpoint, 0, messages=2))
+    assert [("truncate_replay", 2)] == [(each.fault, each.batch) for each in publisher.faults.injected]
+    assert [] == publisher.faults.unused
+
+
+@pytest.mark.parametrize("payload", [5, "text", None])
+def test_a_payload_that_is_no_bytes_is_refused(publisher, payload):
+    with pytest.raises(TypeError, match=f"^a payload is bytes, or a buffer of them; got {payload!r}$"):
+        publisher.publish_payload(payload)
+    assert 0 == publisher.batches()
+
+
+def test_an_unknown_dialect_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown dialect 'vllm-0\.34'; did you mean 'vllm-0\.33'"):
+        KvPublisher("vllm-0.34")
+
+
+def test_a_dialect_that_is_not_spoken_over_zmq_is_refused():
+    with pytest.raises(
+        ValueError, match=r"dialect 'dynamo-router-event' is not spoken over ZMQ; these are: vllm-0\.9, "
+    ):
+        KvPublisher("dynamo-router-event")
+
+
+@pytest.mark.parametrize("name", ["ranks", "buffer_steps", "hwm"])
+def test_numbers_out_of_range_are_refused(name):
+    with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1, got 0$"):
+        KvPublisher("vllm-0.24", **{name: 0})
+
+
+def test_a_closed_publisher_refuses_everything_but_to_be_closed(publisher):
+    publisher.close()
+    publisher.close()
+    for call in (
+        lambda: publish_chain(publisher, 1),
+        publisher.flush,
+        publisher.restart,
+        publisher.wait_subscribed,
+        lambda: publisher.settle(lambda: False),
+        lambda: asyncio.run(publisher.asettle(lambda: asyncio.sleep(0, False))),
+    ):
+        with pytest.raises(ValueError, match=re.escape("this KvPublisher is closed")):
+            call()
+
+
+def test_a_publisher_that_is_closed_while_a_task_waits_ends_the_wait(publisher):
+    async def closed_meanwhile():
+        waiting = asyncio.create_task(publisher.await_subscribed())
+        await asyncio.sleep(0)  # the task waits
+        publisher.close()
+        await waiting
+
+    with pytest.raises(ValueError, match="this KvPublisher is closed"):
+        asyncio.run(closed_meanwhile())
+
+
+def test_without_pyzmq_one_line_says_how_to_install_it():
+    code = (
+        "import sys; sys.modules['zmq'] = None\n"
+        "from pytest_kvmock.wire.zmq import KvPublisher\n"
+        "try: KvPublisher('vllm-0.24')\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "sockets of KV events need pyzmq: pip install 'pytest-kvmock[zmq]'\n" == done.stdout

@@ -1,0 +1,472 @@
+"""A subscriber: what it gets over each fault of the wire, with a replay and without."""
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+import zmq
+from sockets import BIG, publish_chain, tokens_of
+
+from pytest_kvmock import Cleared, EngineProfile, KvCacheEvent, KvEventsError, RouterHarness
+from pytest_kvmock.wire import DIALECTS
+from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, KvSubscriber, WireTimeout
+
+SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.in_matrix]
+
+
+def _has_ipv6():
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as found:
+        found.bind(("::1", 0))
+        return True
+    return False
+
+
+class World:
+    """A publisher, and a subscriber that notes which blocks it was given."""
+
+    def __init__(self, *, replay, dialect="vllm-0.33", **options):
+        self.blocks, self.events = [], []
+        self.failures = 0
+        publisher = {name: options.pop(name) for name in ("ranks", "buffer_steps", "endpoint") if name in options}
+        self.publisher = KvPublisher(dialect, **publisher)
+        self.subscriber = KvSubscriber(
+            self.publisher.endpoints,
+            self.take,
+            dialect=dialect,
+            replay=self.publisher.replay_endpoints if replay else None,
+            context=self.publisher.context if "endpoint" in publisher else None,
+            **options,
+        )
+        self.publisher.wait_subscribed()
+        self.next = 0
+
+    def take(self, event):
+        if self.failures:
+            self.failures -= 1
+            raise ZeroDivisionError
+        self.events.append(event)
+        self.blocks += [block - BIG for block in getattr(event.event.data, "block_hashes", ())]
+
+    def publish(self, count):
+        publish_chain(self.publisher, count, BIG + self.next)
+        self.next += count
+
+    def receive(self, batches):
+        self.subscriber.receive(batches)
+        return self.blocks
+
+    @property
+    def lost(self):
+        return [loss.observed for loss in self.subscriber.lost]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.subscriber.close()
+        self.publisher.close()
+
+
+@pytest.mark.parametrize("dialect", SPOKEN)
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "inproc"])
+def test_what_is_published_arrives(dialect, transport):
+    with World(replay=False, dialect=dialect, endpoint=transport, worker_id=7) as world:
+        world.publish(3)
+        world.receive(3)
+        signed = DIALECTS[dialect].hashes == "signed"
+        assert [0, 1, 2] == [block + (2**64 if signed else 0) for block in world.blocks]
+        assert [(7, 0), (7, 1), (7, 2)] == [(each.worker_id, each.event.event_id) for each in world.events]
+        assert [tokens_of((BIG + n) % 1000) for n in range(3)] == [
+            [*map(list, each.token_ids)] for each in world.events
+        ]
+        assert ([], []) == (world.subscriber.problems, world.subscriber.lost)
+
+
+ALL = [0, 1, 2, 3, 4, 5]
+
+# A fault, how it is asked for; the blocks that arrive with a replay and without; what is lost with a replay and without.
+FAULTS = {
+    "none": (lambda faults: None, ALL, ALL, [], []),
+    "lost": (lambda faults: faults.lose(2), ALL, [0, 3, 4, 5], [], ["batches 1 to 2 did not arrive"]),
+    "doubled": (lambda faults: faults.double(2), ALL, ALL, [], []),
+    "reordered": (lambda faults: faults.reorder(), ALL, [0, 2, 3, 4, 5], [], ["batch 1 did not arrive"]),
+    "gap beyond the buffer": (
+        lambda faults: faults.gap_beyond_buffer(2),
+        [0, 3, 4, 5],
+        [0, 3, 4, 5],
+        ["batches 1 to 2 did not arrive, and a replay had no such batches any more"],
+        ["batches 1 to 2 did not arrive"],
+    ),
+    "slow subscriber": (
+        lambda faults: faults.slow_subscriber(2, 1),
+        ALL,
+        [0, 1, 2, 4, 5],
+        [],
+        ["batch 3 did not arrive"],
+    ),
+    "corrupt": (
+        lambda faults: faults.corrupt(2),
+        ALL,
+        [0, 3, 4, 5],
+        [],
+        [
+            "batch 1 cannot be read (malformed: batch: expected msgpack, which has no such byte, got byte 0xc1 at 0)",
+            "batch 2 cannot be read (malformed: batch: expected msgpack, which has no such byte, got byte 0xc1 at 0)",
+        ],
+    ),
+    "unknown tag": (lambda faults: faults.unknown_tag(2), ALL, ALL, [], []),
+}
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dialect", ["vllm-0.19", "vllm-0.33", "sglang-0.5.22"])
+def test_a_replay_heals_what_can_be_healed_and_the_rest_is_reported(dialect, fault, replay):
+    ask, with_replay, without, lost_with, lost_without = FAULTS[fault]
+    with World(replay=replay, dialect=dialect) as world:
+        world.publish(1)
+        world.receive(1)
+        ask(world.publisher.faults)
+        world.publish(5)
+        world.receive(5)
+        signed = 2**64 if DIALECTS[dialect].hashes == "signed" else 0
+        assert (with_replay if replay else without) == [block + signed for block in world.blocks]
+        assert (lost_with if replay else lost_without) == world.lost
+        assert [] == world.publisher.faults.unused
+        assert bool(ask(world.publisher.faults)) is False  # it can be asked for again
+
+
+def test_a_late_join_is_healed_from_the_first_batch():
+    with World(replay=True) as world:
+        world.publisher.faults.late_join(3)
+        world.publish(4)
+        assert [0, 1, 2, 3] == world.receive(4)
+        assert [(0, range(4))] == world.subscriber.healed
+        with pytest.raises(ValueError, match="late_join is about the first batches"):
+            world.publisher.faults.late_join()
+
+
+def test_one_that_joins_on_purpose_begins_with_what_comes():
+    with World(replay=False, from_start=False) as world:
+        world.publisher.faults.late_join(3)
+        world.publish(4)
+        assert [3] == world.receive(1)
+        assert [] == world.lost
+
+
+def test_one_that_joins_can_catch_up_without_waiting_for_a_live_batch():
+    with World(replay=True) as world:
+        world.publisher.faults.late_join(3)
+        world.publish(3)
+        assert 3 == world.subscriber.catch_up()
+        assert [0, 1, 2] == world.blocks
+        assert 0 == world.subscriber.catch_up()
+    with World(replay=False) as world, pytest.raises(ValueError, match="catch_up needs the replay endpoint"):
+        world.subscriber.catch_up()
+
+
+def test_a_batch_that_counts_as_lost_is_not_applied_when_it_arrives_late():
+    with World(replay=False) as world:
+        world.publish(1)
+        world.publisher.faults.reorder()
+        world.publish(2)
+        world.publish(1)
+        world.receive(4)
+        assert [0, 2, 3] == world.blocks
+        assert ["rank 0, batch 1: arrived after batch 2, when it counted as lost"] == [
+            *map(str, world.subscriber.problems)
+        ]
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_restart_is_reported_and_the_new_beginning_is_applied(replay):
+    with World(replay=replay) as world:
+        world.publish(3)
+        world.receive(3)
+        world.publisher.faults.restart()
+        world.next = 0
+        world.publish(2)
+        assert [0, 1, 2, 0, 1] == world.receive(2)
+        assert ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"] == world.lost
+        assert [0, 1, 2, 0, 1] == [event.event.event_id for event in world.events]
+
+
+def test_after_a_restart_what_was_lost_of_the_new_beginning_is_healed():
+    with World(replay=True) as world:
+        world.publish(5)
+        world.receive(5)
+        world.publisher.restart()
+        world.publisher.faults.lose(2)
+        world.next = 0
+        world.publish(3)
+        assert [0, 1, 2, 3, 4, 0, 1, 2] == world.receive(3)
+
+
+@pytest.mark.parametrize("end_marker", [True, False])
+def test_a_truncated_replay_leaves_a_gap_that_is_reported(end_marker):
+    with World(replay=True, replay_timeout=0.1) as world:
+        world.publish(1)
+        world.publisher.faults.lose(4)
+        world.publisher.faults.truncate_replay(2, end_marker=end_marker)
+        world.publish(5)
+        assert [0, 1, 2, 5] == world.receive(6)
+        why = (
+            "a replay had no such batches any more"
+            if end_marker
+            else "the replay broke off: nothing more came in 0.1 s"
+        )
+        assert [f"batches 3 to 4 did not arrive, and {why}"] == world.lost
+        assert [(0, range(1, 3))] == world.subscriber.healed
+        world.publisher.faults.lose()
+        world.publish(2)  # the next replay is whole again
+        assert [0, 1, 2, 5, 6, 7] == world.receive(2)
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no ::1")
+def test_the_loopback_of_ipv6_is_a_loopback():
+    with World(replay=True, endpoint="tcp://[::1]:*") as world:
+        assert world.publisher.endpoint.startswith("tcp://[::1]:")
+        world.publisher.faults.lose()
+        world.publish(2)
+        assert [0, 1] == world.receive(2)
+
+
+def test_a_replay_that_breaks_off_is_a_problem_where_no_gap_shows_it():
+    with World(replay=True, replay_timeout=0.1) as world:
+        world.publisher.faults.lose(2)
+        world.publisher.faults.truncate_replay(1, end_marker=False)
+        world.publish(2)
+        assert 1 == world.subscriber.catch_up()
+        assert ["rank 0, batch 1: the replay broke off before it: nothing more came in 0.1 s"] == [
+            *map(str, world.subscriber.problems)
+        ]
+
+
+def test_a_batch_that_cannot_be_read_is_not_healed_by_a_replay_of_the_same_bytes():
+    with World(replay=True) as world:
+        world.publish(1)
+        world.publisher.publish_payload(b"\xc1")
+        world.publish(1)
+        assert [0, 1] == world.receive(3)
+        assert [range(1, 2)] == [loss.batches for loss in world.subscriber.lost]
+        assert not any(1 in batches for _, batches in world.subscriber.healed)
+
+
+def test_after_an_error_of_the_sink_in_a_replay_the_next_one_is_whole():
+    with World(replay=True) as world:
+        world.publisher.faults.lose(3)
+        world.publish(3)
+        world.failures = 1
+        with pytest.raises(ZeroDivisionError):
+            world.subscriber.catch_up()
+        assert 2 == world.subscriber.catch_up()
+        world.publisher.settle(lambda: [replay.sent for replay in world.publisher.replays], [(0, 1, 2), (1, 2)])
+        world.publisher.faults.lose(2)
+        world.publish(3)
+        assert [1, 2, 3, 4, 5] == world.receive(3)
+        assert [] == world.lost
+
+
+def test_ranks_are_healed_each_by_itself():
+    with World(replay=True, ranks=2) as world:
+        world.publisher.faults.lose(2, dp_rank=1)
+        for event_id in range(4):
+            for rank in (0, 1):
+                world.publisher.publish(KvCacheEvent(event_id, Cleared(), rank))
+        world.subscriber.receive(8)
+        assert [[0, 1, 2, 3]] * 2 == [
+            [each.event.event_id for each in world.events if each.event.dp_rank == rank] for rank in (0, 1)
+        ]
+        assert [(1, 0)] == [(replay.dp_rank, replay.start) for replay in world.publisher.replays]
+
+
+def test_messages_that_are_no_batches_are_named():
+    context = zmq.Context()
+    xpub = context.socket(zmq.XPUB)
+    xpub.bind("inproc://strange")
+    with KvSubscriber("inproc://strange", print, dialect="vllm-0.33", context=context) as subscriber:
+        assert b"\x01" == xpub.recv()
+        xpub.send_multipart([b"", b"\0" * 8])
+        xpub.send_multipart([b"", b"\0", b"payload"])
+        subscriber.poll(5)
+        assert [
+            "rank 0, a message: expected topic, 8 bytes with the number of the batch, payload; got 2 frames",
+            "rank 0, a message: expected topic, 8 bytes with the number of the batch, payload; got 1 bytes for a number",
+        ] == [*map(str, subscriber.problems)]
+    xpub.close(linger=0)
+    context.term()
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93", b"garbage", b"\x93\xcb\0\0\0\0\0\0\0\0\x91\x91\xa1x"])
+def test_garbage_is_named_and_the_next_batch_is_applied(payload):
+    with World(replay=False) as world:
+        world.publisher.publish_payload(payload)
+        world.publish(1)
+        assert [0] == world.receive(2)
+        assert "rank 0, batch 0: " == str(world.subscriber.problems[0])[:17]
+
+
+def test_one_bad_event_leaves_a_gap_of_ids():
+    with World(replay=True) as world:
+        world.publisher.faults.unknown_tag()
+        world.publish(2)
+        world.receive(2)
+        assert [1, 2] == [event.event.event_id for event in world.events]
+        assert ["rank 0, batch 0: unknown_tag: event 0"] == [str(each)[:37] for each in world.subscriber.problems]
+
+
+def test_an_extra_field_is_named():
+    with World(replay=False) as world:
+        world.publisher.faults.extra_field()
+        world.publish(1)
+        world.receive(1)
+        assert ["unknown_field"] == [each.text.partition(":")[0] for each in world.subscriber.problems]
+
+
+# ------------------------------------------------------------------------------------------------ a harness
+
+
+def test_a_harness_is_fed_by_a_real_publisher_and_judges_it():
+    with RouterHarness(backend="vllm") as engines, KvPublisher("vllm-0.33") as publisher:
+        engines.add_sink(publisher)
+        with RouterHarness(backend=None) as judge:
+            sink = judge.make_sink(residency="counted")
+            with KvSubscriber(publisher.endpoint, sink, dialect="vllm-0.33") as subscriber:
+                publisher.wait_subscribed()
+                prompt = engines.prompt(blocks=3)
+                engines.worker(0).serve(prompt)
+                engines.worker(0).serve(engines.prompt(blocks=2, after=prompt))
+                subscriber.receive(publisher.batches())
+            assert {sink.worker_id: 3} == judge.overlap(prompt)
+            assert engines.overlap(prompt)[0] == judge.overlap(prompt)[sink.worker_id]
+
+
+def fed(harness, sink, publisher, publish, batches):
+    with KvSubscriber(publisher.endpoint, sink, dialect="vllm-0.33", worker_id=3) as subscriber:
+        publisher.wait_subscribed()
+        publish()
+        subscriber.receive(batches)
+
+
+@pytest.mark.parametrize("to_sink", [True, False])
+def test_lost_batches_are_a_gap_of_the_ledger(to_sink):
+    with KvPublisher("vllm-0.33") as publisher:
+        harness = RouterHarness(EngineProfile(block_size=4), backend=None)
+        sink = harness.make_sink() if to_sink else harness.apply
+
+        def publish():
+            publish_chain(publisher, 4)
+            publisher.faults.lose(3)
+            publish_chain(publisher, 4, BIG + 4)
+
+        fed(harness, sink, publisher, publish, 8)
+        (error,) = harness.events.errors
+        assert ("event_id_gap", "batches 4 to 6 did not arrive", "batch 4") == (
+            error.rule,
+            error.observed,
+            error.expected,
+        )
+        worker = sink.worker_id if to_sink else 3
+        assert (worker, 0) == (error.worker_id, error.dp_rank)
+        # The parent of what came next was in a lost batch: that follows from the gap.
+        assert ["parent_block_not_found"] == [problem.rule for problem in error.consequences()]
+        with pytest.raises(KvEventsError, match="batches 4 to 6 did not arrive"):
+            harness.assert_no_event_errors()
+
+
+def test_a_block_size_that_is_not_the_indexes_is_named():
+    with KvPublisher("vllm-0.33") as publisher:
+        harness = RouterHarness(EngineProfile(block_size=16), backend=None)
+        fed(harness, harness.make_sink(), publisher, lambda: publish_chain(publisher, 1), 1)
+        (error,) = harness.events.errors
+        assert ("sparse_tokens", "each block has its 16 tokens") == (error.rule, error.expected)
+
+
+def test_a_loss_can_be_told_to_anyone():
+    told = []
+    with World(replay=False, on_loss=lambda *loss: told.append(loss)) as world:
+        world.publisher.faults.lose()
+        world.publish(2)
+        world.receive(2)
+    assert [(0, 0, range(1), "batch 0 did not arrive")] == told
+
+
+# ------------------------------------------------------------------------------------------------ waiting
+
+
+def test_an_async_test_receives_without_stopping_its_loop():
+    async def receive(world):
+        waiting = asyncio.create_task(world.subscriber.areceive(4))
+        await asyncio.sleep(0)  # the task waits; the loop goes on
+        world.publisher.faults.lose()
+        world.publish(4)
+        await waiting
+        return world.blocks
+
+    with World(replay=True, ranks=1) as world:
+        assert [0, 1, 2, 3] == asyncio.run(receive(world))
+        with pytest.raises(WireTimeout, match=r"0 of 1 batches arrived in 0\.1 s"):
+            asyncio.run(world.subscriber.areceive(1, timeout=0.1))
+
+
+def test_what_did_not_arrive_in_time_is_explained():
+    with World(replay=False) as world:
+        world.publisher.faults.lose()
+        world.publish(2)
+        with pytest.raises(WireTimeout) as caught:
+            world.subscriber.receive(3, timeout=0.2)
+        assert [
+            "2 of 3 batches arrived in 0.2 s",
+            f"rank 0 at {world.publisher.endpoint}: next is batch 2",
+            "rank 0: batch 0 did not arrive",
+        ] == str(caught.value).splitlines()
+
+
+def test_a_sink_that_cannot_be_called_and_a_replay_of_too_few_ranks_are_refused():
+    with pytest.raises(TypeError, match="sink is called with each event; got 5, which cannot be called"):
+        KvSubscriber("tcp://127.0.0.1:1", 5, dialect="vllm-0.33")
+    with pytest.raises(EndpointError, match="2 endpoints for 1 ranks"):
+        KvSubscriber("tcp://127.0.0.1:1", print, dialect="vllm-0.33", replay=["tcp://127.0.0.1:2", "tcp://127.0.0.1:3"])
+    with pytest.raises(ValueError, match="unknown dialect 'vllm'"):
+        KvSubscriber("tcp://127.0.0.1:1", print, dialect="vllm")
+
+
+WRONG_ENDPOINTS = {
+    "tcp://127.0.0.1:70000": "'tcp://127.0.0.1:70000': a port is from 1 to 65535",
+    "tcp://127.0.0.1:0": "'tcp://127.0.0.1:0': a port is from 1 to 65535",
+    5: "endpoints are a string, or one a rank, such as 'tcp://HOST:PORT'; got 5",
+    (): "endpoints are a string, or one a rank, such as 'tcp://HOST:PORT'; got ()",
+    (5,): "endpoints are a string, or one a rank, such as 'tcp://HOST:PORT'; got (5,)",
+}
+
+
+@pytest.mark.parametrize("endpoint", WRONG_ENDPOINTS)
+def test_endpoints_that_cannot_be_connected_to_are_refused(endpoint):
+    with pytest.raises(EndpointError) as caught:
+        KvSubscriber(endpoint, print, dialect="vllm-0.33")
+    assert WRONG_ENDPOINTS[endpoint] == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"topic": 5}, "topic must be a string, got 5"),
+        ({"on_loss": 5}, "on_loss is called with each loss; got 5, which cannot be called"),
+    ],
+)
+def test_options_of_another_type_leave_no_socket_open(option, message):
+    context = zmq.Context()
+    with pytest.raises(TypeError) as caught:
+        KvSubscriber("tcp://127.0.0.1:9", print, dialect="vllm-0.33", context=context, **option)
+    assert message == str(caught.value)
+    context.term()  # it would wait for a socket that is open
+
+
+def test_a_closed_subscriber_refuses_everything_but_to_be_closed():
+    subscriber = KvSubscriber("tcp://127.0.0.1:9", print, dialect="vllm-0.33", replay="tcp://127.0.0.1:9")
+    subscriber.close()
+    subscriber.close()
+    for call in (subscriber.receive, subscriber.poll, subscriber.catch_up, lambda: asyncio.run(subscriber.areceive())):
+        with pytest.raises(ValueError, match=r"^this KvSubscriber is closed$"):
+            call()
