@@ -158,7 +158,6 @@ STRICTER = [
     {"engine_type": "sglang", "sglang": {"max_prefill_tokens": 0}},
     {"engine_type": "sglang", "sglang": {"chunked_prefill_size": 0}},
     {"reasoning": {"start_thinking_token_id": 1, "end_thinking_token_id": 2, "thinking_ratio": 1.5}},
-    {"num_g2_blocks": 4},
 ]
 
 
