@@ -35,6 +35,7 @@ class PlainLedger:
         self.parents = {}
         self.implied = set()
         self.again = set()
+        self.resident = set()  # held by the engine, though a Removed named them
         self.overfull = False
 
     def observe(self, data):
@@ -51,9 +52,11 @@ class PlainLedger:
         over, self.overfull = self.overfull, self.copies.total() > CAPACITY
         if self.overfull and not over:
             found["over_capacity"] = []
-        self.again = {block for block in data.block_hashes if self.copies[block]}
-        if self.unique and data.block_hashes and self.again.issuperset(data.block_hashes):
-            found["duplicate_store"] = sorted(self.again)
+        held = {block for block in data.block_hashes if self.copies[block]}
+        if self.unique and data.block_hashes and held.issuperset(data.block_hashes):
+            found["duplicate_store"] = sorted(held)
+        self.again = held | self.resident.intersection(data.block_hashes)
+        self.resident.difference_update(data.block_hashes)
         if data.parent_hash is not None and not self.copies[data.parent_hash]:
             self.implied.add(data.parent_hash)
         for block in data.block_hashes:
@@ -67,6 +70,8 @@ class PlainLedger:
         taken = {block for block in data.block_hashes if self.copies[block]}
         gone = {block for block in data.block_hashes if self.copies[block] or block in self.implied}
         found = {"evicted_and_restored": sorted(self.again & taken) if self.unique else []}
+        self.resident.difference_update(data.block_hashes)
+        self.resident.update(found["evicted_and_restored"])
         self.again = set()
         for block in data.block_hashes:
             self.copies[block] = max(0, self.copies[block] - 1)
