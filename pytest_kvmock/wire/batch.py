@@ -1,12 +1,12 @@
-"""What goes onto a wire and comes from it: a batch of events, and what was read."""
+"""What goes onto a wire and comes from it: a batch of events, the block hashes in it, and what was read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
 from pytest_kvmock.wire.defects import WireDefect, WireProblem
 
 DIGESTS: Final = "digests"
@@ -17,6 +17,43 @@ PAIRS: Final = "token_pairs"
 
 SIZE: Final = "block_size"
 """In `RouterEvent.extra`: the block size of a Stored without blocks."""
+
+
+SMALL: Final = 2**32
+"""Block ids below are numbers written by hand: no digest is so small, and llm-d refuses the short forms of msgpack."""
+
+WIDE: Final = 0xB10C << 48
+"""What is added to such an id on the wire: block 5 is 0xb10c000000000005 there."""
+
+_U64: Final = 2**64 - 1
+
+
+def wire_hash(block_hash: int) -> int:
+    """Return the u64 that stands for a block on the wire: an id below 2^32 has a full-width value of its own there."""
+    return block_hash + WIDE if 0 <= block_hash < SMALL else block_hash & _U64
+
+
+def block_of(wire_hash: int) -> int:
+    """Return the block that a u64 or i64 from the wire stands for, as `wire_hash` wrote it."""
+    unsigned = wire_hash & _U64
+    return unsigned - WIDE if WIDE <= unsigned < WIDE + SMALL else unsigned
+
+
+def widened(event: RouterEvent) -> RouterEvent:
+    """Return the event with full-width block hashes, in parents and removals too; most events are returned as they are."""
+    data = event.event.data
+    if isinstance(data, Cleared):
+        return event
+    parent = data.parent_hash if isinstance(data, Stored) else None
+    if (parent is None or parent >= SMALL) and min(data.block_hashes, default=SMALL) >= SMALL:
+        return event  # most of vLLM's, without a look at each
+    if all(not 0 <= block < SMALL for block in data.block_hashes) and (parent is None or not 0 <= parent < SMALL):
+        return event
+    hashes = tuple(map(wire_hash, data.block_hashes))
+    if isinstance(data, Removed):
+        return replace(event, event=replace(event.event, data=Removed(hashes)))
+    wide = replace(data, block_hashes=hashes, parent_hash=None if parent is None else wire_hash(parent))
+    return replace(event, event=replace(event.event, data=wide))
 
 
 @dataclass(slots=True)

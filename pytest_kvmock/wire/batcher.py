@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import (
@@ -20,48 +20,27 @@ from pytest_kvmock.events import (
     StorageTier,
     Stored,
 )
-from pytest_kvmock.wire.batch import Batch, Decoded
+from pytest_kvmock.wire.batch import Decoded
 from pytest_kvmock.wire.decoding import decode
 from pytest_kvmock.wire.defects import EncodeError
 from pytest_kvmock.wire.digests import StreamDigests
-from pytest_kvmock.wire.encoding import encode
+from pytest_kvmock.wire.encoding import BatchWriter
 from pytest_kvmock.wire.table import Dialect, find_dialect
 
-SMALL: Final = 2**32
-"""Block ids below are numbers written by hand: no digest is so small, and llm-d refuses the short forms of msgpack."""
 
-WIDE: Final = 0xB10C << 48
-"""What is added to such an id on the wire: block 5 is 0xb10c000000000005 there."""
+class _Step(AbstractContextManager[None]):
+    """The context of `Batcher.step`; one serves all steps, as it counts in the batcher."""
 
-_U64: Final = 2**64 - 1
+    __slots__ = ("_begin", "_end")
 
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin, self._end = begin, end
 
-def wire_hash(block_hash: int) -> int:
-    """Return the u64 that stands for a block on the wire: an id below 2^32 has a full-width value of its own there."""
-    return block_hash + WIDE if 0 <= block_hash < SMALL else block_hash & _U64
+    def __enter__(self) -> None:
+        self._begin()
 
-
-def block_of(wire_hash: int) -> int:
-    """Return the block that a u64 or i64 from the wire stands for, as `wire_hash` wrote it."""
-    unsigned = wire_hash & _U64
-    return unsigned - WIDE if WIDE <= unsigned < WIDE + SMALL else unsigned
-
-
-def widened(event: RouterEvent) -> RouterEvent:
-    """Return the event with full-width block hashes, in parents and removals too; most events are returned as they are."""
-    data = event.event.data
-    if isinstance(data, Cleared):
-        return event
-    parent = data.parent_hash if isinstance(data, Stored) else None
-    if (parent is None or parent >= SMALL) and min(data.block_hashes, default=SMALL) >= SMALL:
-        return event  # most of vLLM's, without a look at each
-    if all(not 0 <= block < SMALL for block in data.block_hashes) and (parent is None or not 0 <= parent < SMALL):
-        return event
-    hashes = tuple(map(wire_hash, data.block_hashes))
-    if isinstance(data, Removed):
-        return replace(event, event=replace(event.event, data=Removed(hashes)))
-    wide = replace(data, block_hashes=hashes, parent_hash=None if parent is None else wire_hash(parent))
-    return replace(event, event=replace(event.event, data=wide))
+    def __exit__(self, *raised: object) -> None:
+        self._end()
 
 
 class Batcher(ABC):
@@ -102,15 +81,16 @@ class Batcher(ABC):
             raise TypeError(f"digests must map ranks to StreamDigests, got {digests!r:.80}")
         self._timestamp = timestamp
         self._digests = digests or {}
-        self._widens = widens and self.dialect.hashes != "bytes"
+        self._writer = BatchWriter(self.dialect, widens=widens)
         self._lock = threading.RLock()
         self._depth = self._sent = self._next_event_id = 0
         self._closed = False
+        self._step = _Step(self._begin_step, self._end_step)
         self._pending: list[list[RouterEvent]] = [[] for _ in range(ranks)]
 
     @abstractmethod
     def _write(self, dp_rank: int, payload: bytes) -> None:
-        """Take the payload of the next batch of a rank."""
+        """Take the payload of the next batch of a rank that there is."""
 
     def publish(
         self,
@@ -132,27 +112,32 @@ class Batcher(ABC):
             ValueError: a rank that there is not, or what publishes is closed.
             EncodeError: the dialect cannot say it. Nothing was sent, and no number is used up.
         """
-        with self._lock:
-            self._check_open()
-            addressed = self._addressed(event, storage_tier, token_ids, extra)
-            dp_rank = self.check_rank(addressed.event.dp_rank)
+        with self._lock:  # a step of events that engines have made is what this is fast for
+            if self._closed:
+                self._check_open()
+            if type(event) is not RouterEvent:
+                event = self._addressed(event, storage_tier, token_ids, extra)
+            dp_rank = event.event.dp_rank
+            if type(dp_rank) is not int or not 0 <= dp_rank < self.ranks:
+                self.check_rank(dp_rank)
             if self._depth:
-                self._pending[dp_rank].append(addressed)
+                self._pending[dp_rank].append(event)
             else:
-                self._publish_batch(dp_rank, [addressed])
+                self._publish_batch(dp_rank, [event])
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Make one batch a rank of all that is published within the context, as an engine's step does; none where nothing was."""
+        return self._step
+
+    def _begin_step(self) -> None:
         with self._lock:
             self._depth += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._depth -= 1
-                if not self._depth and not self._closed:
-                    self.flush()
+
+    def _end_step(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth and not self._closed:
+                self.flush()
 
     def flush(self) -> None:
         """Send what was published so far within a `step()`.
@@ -162,14 +147,14 @@ class Batcher(ABC):
         """
         with self._lock:
             self._check_open()
-            pending, self._pending = self._pending, [[] for _ in self._pending]
             refused: EncodeError | None = None
-            for dp_rank, events in enumerate(pending):
-                try:
-                    if events:
+            for dp_rank, events in enumerate(self._pending):
+                if events:
+                    self._pending[dp_rank] = []
+                    try:
                         self._publish_batch(dp_rank, events)
-                except EncodeError as error:
-                    refused = refused or error
+                    except EncodeError as error:
+                        refused = refused or error
             if refused is not None:
                 raise refused
 
@@ -186,12 +171,11 @@ class Batcher(ABC):
                 f"a {type(self).__name__} takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
                 f"got {event!r:.80} ({type(event).__name__})"
             )
-        return widened(event) if self._widens else event
+        return event
 
     def _publish_batch(self, dp_rank: int, events: list[RouterEvent]) -> None:
         timestamp = float(self._sent) if self._timestamp is None else self._timestamp()
-        batch = Batch(events, timestamp, dp_rank)
-        self._write(dp_rank, encode(batch, self.dialect, digests=self._digests.get(dp_rank)))
+        self._write(dp_rank, self._writer.payload(events, timestamp, dp_rank, self._digests.get(dp_rank)))
         self._sent += 1
 
     def check_rank(self, dp_rank: int) -> int:

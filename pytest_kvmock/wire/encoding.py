@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
-from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, Batch
+from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, SMALL, Batch, widened
 from pytest_kvmock.wire.defects import EncodeError, shown
 from pytest_kvmock.wire.digests import StreamDigests
 from pytest_kvmock.wire.dynamo_json import write_lines
@@ -43,75 +44,124 @@ def encode(batch: Batch, dialect: str | Dialect, *, digests: StreamDigests | Non
     row = find_dialect(dialect)
     if not isinstance(batch, Batch):
         raise TypeError(f"encode takes a Batch of RouterEvents, got {batch!r:.80}")
-    try:
-        if not row.is_msgpack:
-            return write_lines(batch.events, row)
-        structs = structs_of(row)
-        if digests is None:
-            return _encode(batch, row, structs, None)
-        with digests.one_batch():
-            return _encode(batch, row, structs, digests)
-    except AttributeError:  # looked for only then: a check of each event would cost a tenth
-        for index, event in enumerate(batch.events):
-            if not isinstance(event, RouterEvent):
-                raise TypeError(f"event {index} of the batch must be a RouterEvent, got {event!r:.80}") from None
-        raise
+    return _writer_of(row).payload(batch.events, batch.timestamp, batch.dp_rank, digests)
 
 
-def _encode(batch: Batch, dialect: Dialect, structs: Structs, digests: StreamDigests | None) -> bytes:
-    # The loop that figures are about: one flat body for a Stored as nearly all are.
-    out: list[Any] = []
-    plans, device = structs.plans, StorageTier.DEVICE
-    append, kind, on_device, rest_of = out.append, structs.types[STORED], plans.on_device, plans.rest
-    unsigned, is_plain = dialect.hashes == "unsigned", plans.begins and dialect.hashes != "bytes"
-    writer, rank = None, batch.dp_rank
-    if rank is not None and not (is_integer(rank, 0) and rank <= _U32):
-        raise EncodeError(f"the rank of a batch is an integer from 0 to {_U32}, or None, got {rank!r:.80}")
-    for index, event in enumerate(batch.events):
-        named = event.event
-        data = named.data
-        if rank is None:
-            rank = named.dp_rank
-        elif named.dp_rank != rank:
-            raise EncodeError(f"event {index} of the batch is of rank {named.dp_rank}, and the batch of rank {rank}")
-        if is_plain and type(data) is Stored and event.extra is None and (tokens := event.token_ids):
-            size, even = len(tokens[0]), True
-            flat: list[int] = []
-            for each in tokens:
-                flat += each
-                if len(each) != size:
-                    even = False
-            hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
-            blocks = len(hashes)
-            rest = (on_device.get(blocks) if tier is device else None) or rest_of(blocks, tier)
-            if (
-                even
-                and rest is not None
-                and size
-                and len(flat) == blocks * size
-                and (
-                    (min(hashes) >= 0 and (parent is None or parent >= 0))
-                    if unsigned
-                    else (max(hashes) < 2**63 and (parent is None or parent < 2**63))
-                )
-            ):
-                append(kind(hashes, parent, flat, size, *rest))
-                continue
-        if writer is None:
-            writer = _Writer(dialect, structs, digests)
-        append(writer.checked(index, event))
-    try:
-        return structs.encode((float(batch.timestamp), out, (rank or 0) if dialect.rank == "filled" else None))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        if digests is None:  # the loop has looked at no more than it must; the writer looks at all
-            writer = _Writer(dialect, structs, None)
-            for index, event in enumerate(batch.events):
-                writer.checked(index, event)
-        raise EncodeError(f"the batch cannot be written in {dialect.name!r}: {error}") from None
+class BatchWriter:
+    """Writes batches in one dialect: `encode`, with what is the same for each batch looked up once.
+
+    Args:
+        dialect: what is written.
+        widens: whether block ids below 2^32 are written as full-width values (`wire_hash`).
+
+    Raises:
+        ImportError: msgspec is not installed.
+    """
+
+    __slots__ = ("_checking", "_dialect", "_plan", "_structs", "_widens")
+
+    def __init__(self, dialect: Dialect, *, widens: bool = False) -> None:
+        self._dialect = dialect
+        self._widens = widens and dialect.hashes != "bytes"
+        self._structs = structs_of(dialect) if dialect.is_msgpack else None
+        if self._structs is not None:
+            plans = self._structs.plans
+            self._checking = _Writer(dialect, self._structs, None)
+            self._plan = (  # what the loop needs, in one load
+                Stored if plans.begins and dialect.hashes != "bytes" else None,  # None: no event goes the short way
+                StorageTier.DEVICE,
+                self._structs.types[STORED],
+                plans.on_device.get,
+                plans.rest,
+                SMALL if self._widens else 0 if dialect.hashes == "unsigned" else None,
+                dialect.hashes == "unsigned",
+            )
+
+    def payload(
+        self, events: Sequence[RouterEvent], timestamp: float, dp_rank: int | None, digests: StreamDigests | None = None
+    ) -> bytes:
+        """Write a batch.
+
+        Args:
+            events: as of a `Batch`, like the next two.
+            timestamp: seconds.
+            dp_rank: of the batch; None: that of its events.
+            digests: as of `encode`, which says what is raised, too.
+        """
+        try:
+            if self._structs is None:
+                return write_lines(events, self._dialect)
+            if digests is None:
+                return self._payload(self._structs, events, timestamp, dp_rank, None)
+            with digests.one_batch():
+                return self._payload(self._structs, events, timestamp, dp_rank, digests)
+        except AttributeError:  # looked for only then: a check of each event would cost a tenth
+            for index, event in enumerate(events):
+                if not isinstance(event, RouterEvent):
+                    raise TypeError(f"event {index} of the batch must be a RouterEvent, got {event!r:.80}") from None
+            raise
+
+    def _payload(
+        self,
+        structs: Structs,
+        events: Sequence[RouterEvent],
+        timestamp: float,
+        rank: int | None,
+        digests: StreamDigests | None,
+    ) -> bytes:
+        # The loop that figures are about: one flat body for a Stored as nearly all are.
+        if rank is not None and (type(rank) is not int or not 0 <= rank <= _U32):
+            raise EncodeError(f"the rank of a batch is an integer from 0 to {_U32}, or None, got {rank!r:.80}")
+        short, device, kind, on_device, rest_of, least, unsigned = self._plan
+        out: list[Any] = []
+        append = out.append
+        writer = self._checking if digests is None else _Writer(self._dialect, structs, digests)
+        for event in events:
+            named = event.event
+            data = named.data
+            if named.dp_rank != rank:
+                if rank is not None:
+                    raise EncodeError(
+                        f"event {len(out)} of the batch is of rank {named.dp_rank}, and the batch of rank {rank}"
+                    )
+                rank = named.dp_rank
+            if type(data) is short and event.extra is None and (tokens := event.token_ids):
+                size, even = len(tokens[0]), True
+                flat: list[int] = []
+                for each in tokens:
+                    flat += each
+                    if len(each) != size:
+                        even = False
+                hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
+                blocks = len(hashes)
+                rest = (on_device(blocks) if tier is device else None) or rest_of(blocks, tier)
+                if (
+                    even
+                    and rest is not None
+                    and size
+                    and len(flat) == blocks * size
+                    and (least is None or (min(hashes) >= least and (parent is None or parent >= least)))
+                    and (unsigned or (max(hashes) < 2**63 and (parent is None or parent < 2**63)))
+                ):
+                    append(kind(hashes, parent, flat, size, *rest))
+                    continue
+            append(writer.checked(len(out), widened(event) if self._widens else event))
+        try:
+            return structs.encode((float(timestamp), out, (rank or 0) if self._dialect.rank == "filled" else None))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            if digests is None:  # the loop has looked at no more than it must; the writer looks at all
+                for index, event in enumerate(events):
+                    writer.checked(index, widened(event) if self._widens else event)
+            raise EncodeError(f"the batch cannot be written in {self._dialect.name!r}: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def _writer_of(dialect: Dialect) -> BatchWriter:
+    return BatchWriter(dialect)
 
 
 class _Writer:
-    """Makes structs of the events of one batch."""
+    """Makes structs of events, and looks at all of each."""
 
     __slots__ = (
         "_cleared",

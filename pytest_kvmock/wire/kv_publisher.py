@@ -97,6 +97,7 @@ class KvPublisher(Batcher):
         if not isinstance(topic, str):
             raise ValueError(f"topic must be a string, got {topic!r:.80}")  # noqa: TRY004 - one family of errors
         zmq = self._zmq = load_zmq()
+        self._more = zmq.SNDMORE
         self.topic = topic
         self._topic = topic.encode()
         self.faults = WireFaults(self.dialect, self.restart, self.check_rank)
@@ -155,7 +156,7 @@ class KvPublisher(Batcher):
         """
         with self._lock:
             self._check_open()
-            self._write(dp_rank, as_bytes(payload))
+            self._write(self.check_rank(dp_rank), as_bytes(payload))
 
     def restart(self, dp_rank: int | None = None) -> None:
         """Begin anew, as after a crash of the engine: batches are numbered from 0, and a replay has none of those before.
@@ -175,18 +176,26 @@ class KvPublisher(Batcher):
 
     def _write(self, dp_rank: int, payload: bytes) -> None:
         """Number a payload, let a fault strike it, and send what is left of it."""
-        rank = self._rank(dp_rank)
-        sent, kept, forgets = self.faults.strike(dp_rank, Numbered(rank.number, payload))
+        rank = self._ranks[dp_rank]
+        batch = Numbered(rank.number, payload)
+        outcome = self.faults.strike(dp_rank, batch)
         rank.number += 1
-        if forgets:
+        if outcome is None:
+            rank.buffer.append(batch)
+            self._send(rank, batch)
+            return
+        if outcome.forgets_older:
             rank.buffer.clear()
-        if kept is not None:
-            rank.buffer.append(kept)
-        send, more = rank.xpub.send, self._zmq.SNDMORE
-        for batch in sent:  # as send_multipart, which looks at the type of each frame
-            send(self._topic, more)
-            send(batch.number.to_bytes(8, "big"), more)
-            send(batch.payload)
+        if outcome.kept is not None:
+            rank.buffer.append(outcome.kept)
+        for each in outcome.sent:
+            self._send(rank, each)
+
+    def _send(self, rank: _Rank, batch: Numbered) -> None:
+        send, more = rank.xpub.send, self._more
+        send(self._topic, more)  # as send_multipart, which looks at the type of each frame
+        send(batch.number.to_bytes(8, "big"), more)
+        send(batch.payload)
 
     # ------------------------------------------------------------------------------------------------ to wait
 

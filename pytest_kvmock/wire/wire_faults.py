@@ -184,20 +184,18 @@ class WireFaults:
 
     # ------------------------------------------------------------------------------------------------ to publish
 
-    def strike(self, dp_rank: int, batch: Numbered) -> Outcome:
-        """Return what becomes of a batch of a rank.
+    def strike(self, dp_rank: int, batch: Numbered) -> Outcome | None:
+        """Return what becomes of a batch of a rank; None where it is sent and kept as it is.
 
         Raises:
             ValueError: a fault cannot change its payload, which is no batch; the fault still waits.
         """
         self._published = True
-        if not self._planned:
-            return Outcome((batch,), batch)
         for planned in self._planned:
             if planned.dp_rank in (None, dp_rank):
                 break
         else:
-            return Outcome((batch,), batch)
+            return None
         if planned.dp_rank is None and planned.name in ("reorder", "slow_subscriber"):
             planned.dp_rank = dp_rank  # the batches that change places are of one rank
         outcome = planned.change(batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_kvmock.wire.batcher import block_of, wire_hash
+from pytest_kvmock.wire.batch import block_of, wire_hash
 from pytest_kvmock.wire.endpoints import EndpointError
 from pytest_kvmock.wire.kv_publisher import KvPublisher
 from pytest_kvmock.wire.kv_subscriber import BatchLoss, BatchProblem, KvSubscriber
