@@ -101,6 +101,15 @@ def check_number(name: str, value: object, least: float = 0.0, most: float = mat
     raise ValueError(f"{name} must be a finite number {wanted}{unit}, got {value!r:.80}")
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be written in UTF-8; one with a lone surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def has_parameter(function: Callable[..., Any], name: str) -> bool:
     """Whether a function can be called with an argument of this name; False for one without a signature."""
     return _has_parameter(getattr(function, "__func__", function), name)

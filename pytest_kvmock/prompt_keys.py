@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
-from pytest_kvmock.checks import is_integer
+from pytest_kvmock.checks import is_integer, is_utf8
 
 EventExtra: TypeAlias = Mapping[str, Any]
 """What travels beside an event, under the names that it has on the wire; what is not there is absent.
@@ -55,12 +56,13 @@ class PromptKeys:
     Attributes:
         lora_name: name of the adapter; None for none.
         cache_salt: a tenant's salt, or namespace; None for none.
-        multimodal: the multimodal items, in the order of their offsets.
+        multimodal: the multimodal items, in the order of their offsets. No two have a token in common: vLLM looks at them one
+            after the other, and of two at once (a video and the sound of it) it would name most blocks by the first.
         session_id: which session it belongs to; None for none. It names no block.
         lora_path: where the adapter lies; vLLM 0.33 hashes it, and no other engine does.
 
     Raises:
-        ValueError: a text that is none, or is empty; or an item that is not (identifier, offset, length).
+        ValueError: a text that is none, or is empty; an item that is not (identifier, offset, length); or items that overlap.
     """
 
     lora_name: str | None = None
@@ -74,6 +76,11 @@ class PromptKeys:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"{name} must be a string that is not empty, or None, got {value!r:.80}")
+            if value is not None:
+                _check_text(name, value)
+        if not isinstance(self.lora_path, str):
+            raise ValueError(f"lora_path must be a string, got {self.lora_path!r:.80}")  # noqa: TRY004 - as of the others
+        _check_text("lora_path", self.lora_path)
         if self.multimodal != ():
             object.__setattr__(self, "multimodal", _checked_items(self.multimodal))
 
@@ -152,6 +159,12 @@ def lora_id(lora_name: str) -> int:
     return xxh3_64_intdigest(lora_name.encode()) % (2**31 - 1) + 1
 
 
+def _check_text(name: str, value: str) -> None:
+    """Raise a ValueError for a text that cannot be hashed, nor written on a wire."""
+    if not is_utf8(value):
+        raise ValueError(f"{name} must be text that UTF-8 can write, got {value!r:.80}")
+
+
 def _checked_items(items: object) -> tuple[MultimodalItem, ...]:
     allowed = "multimodal has items (identifier, offset, length): a string, and numbers of at least 0 and 1"
     if isinstance(items, str) or not isinstance(items, Iterable):
@@ -163,8 +176,21 @@ def _checked_items(items: object) -> tuple[MultimodalItem, ...]:
             raise ValueError(f"{allowed}; got {item!r:.80}")
         if not is_integer(parts[1], 0) or not is_integer(parts[2], 1):
             raise ValueError(f"{allowed}; got {item!r:.80}")
+        _check_text("the identifier of a multimodal item", parts[0])
         checked.append(MultimodalItem(*parts))
-    return tuple(sorted(checked, key=lambda item: item.offset))
+    checked.sort(key=lambda item: item.offset)
+    for item, after in pairwise(checked):
+        if item.offset + item.length > after.offset:
+            raise ValueError(
+                f"multimodal items have tokens of their own, one behind the other; {item.identifier!r:.80} has "
+                f"{_span(item)}, and {after.identifier!r:.80} has {_span(after)}"
+            )
+    return tuple(checked)
+
+
+def _span(item: MultimodalItem) -> str:
+    last = item.offset + item.length - 1
+    return f"token {item.offset}" if item.length == 1 else f"tokens {item.offset} to {last}"
 
 
 # -------------------------------------------------------------------------------------------- beside an event

@@ -38,7 +38,7 @@ def test_local_hashes_are_those_that_dynamo_gave(recording):
         ({"lora_name": "a"}, {"lora_name": "a"}),
         ({"cache_salt": "s"}, {"cache_namespace": "s"}),
         ({"multimodal": [(DIGEST, 2, 4)]}, {"mm_hashes": [[0xDEADBEEF], [0xDEADBEEF]]}),
-        ({"multimodal": [(OTHER, 8, 4), (DIGEST, 9, 1)]}, {"mm_hashes": [(), (), [0xDEADBEEF, 0xCAFEBABE]]}),
+        ({"multimodal": [(OTHER, 8, 1), (DIGEST, 9, 1)]}, {"mm_hashes": [(), (), [0xDEADBEEF, 0xCAFEBABE]]}),
         ({"multimodal": [("cat", 4, 4)]}, {"mm_hashes": [None, [mm_hash("cat")]]}),
         ({"session_id": "x"}, {}),
     ],
@@ -81,11 +81,39 @@ def test_what_follows_a_prompt_carries_the_same():
         ({"multimodal": [("cat", 0, 0)]}, "multimodal has items"),
         ({"multimodal": [("cat", 0, True)]}, "multimodal has items"),
         ({"multimodal": [("cat", 2, 3)]}, "multimodal item 'cat' has tokens 2 to 4, and the prompt has 4 tokens"),
+        (
+            {"multimodal": [("dog", 2, 2), ("cat", 0, 3)]},
+            "multimodal items have tokens of their own, one behind the other; 'cat' has tokens 0 to 2, and 'dog' has tokens 2 to 3$",
+        ),
+        (
+            {"multimodal": [("cat", 1, 1), ("sound", 1, 1)]},
+            "multimodal items have tokens of their own, .*; 'cat' has token 1, and 'sound' has token 1$",
+        ),
+        (
+            {"lora_name": "\ud800"},
+            r"lora_name must be text that UTF-8 can write, got '\\ud800'$",
+        ),
+        (
+            {"multimodal": [("\ud800", 0, 1)]},
+            "the identifier of a multimodal item must be text that UTF-8 can write, got",
+        ),
     ],
 )
 def test_what_it_cannot_carry_is_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         Prompt(range(4), **arguments)
+
+
+def test_the_path_of_an_adapter_is_a_text():
+    with pytest.raises(ValueError, match=r"^lora_path must be a string, got 5$"):
+        PromptKeys("a", lora_path=5)
+
+
+def test_items_that_touch_do_not_overlap():
+    assert [(), ("b",)] == [
+        tuple(item[0] for item in Prompt(range(8), multimodal=items).keys.multimodal[1:])
+        for items in ([("a", 0, 8)], [("b", 4, 4), ("a", 0, 4)])
+    ]
 
 
 def test_hashes_have_all_but_the_session_in_them():
@@ -142,9 +170,18 @@ def test_an_event_with_it_is_equal_to_one_without_and_its_json_has_it_not():
     assert repr(other).endswith("extra={'lora_name': 'a'})")
 
 
+def one_behind_the_other(drawn):
+    """Items of (identifier, tokens before it, length)."""
+    found, end = [], 0
+    for identifier, gap, length in drawn:
+        found.append((identifier, end + gap, length))
+        end += gap + length
+    return tuple(found)
+
+
 items = st.lists(
-    st.tuples(st.sampled_from([DIGEST, OTHER, "cat"]), st.integers(0, 12), st.integers(1, 4)), max_size=3
-).map(tuple)
+    st.tuples(st.sampled_from([DIGEST, OTHER, "cat"]), st.integers(0, 4), st.integers(1, 4)), max_size=3
+).map(one_behind_the_other)
 any_keys = st.builds(
     PromptKeys,
     st.sampled_from([None, "a", "b"]),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import pytest
 
 from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, Placeholder, resolve_placeholder
-from pytest_kvmock.plugin.options import BACKENDS, SCHEDULER_MATRIX, Axis
+from pytest_kvmock.plugin.options import BACKENDS, DIALECTS, SCHEDULER_MATRIX, Axis, unknown_name
 from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_engine, resolve_profile
 from pytest_kvmock.plugin.settings import SETTINGS
 
@@ -114,6 +114,8 @@ def backend_name(item: pytest.Item, value: object, axis: Axis = BACKENDS) -> str
     if not isinstance(name, str) or name not in known:
         from pytest_kvmock.checks import did_you_mean
 
+        if axis is DIALECTS and isinstance(name, str):
+            pytest.fail(f"kvmock: {axis.fixture}: {unknown_name(axis.what, name, known)}", pytrace=False)
         hint = did_you_mean(name, known, f"known: {', '.join(known)}")
         pytest.fail(f"kvmock: {axis.fixture} is {name!r}{hint}", pytrace=False)
     return name

@@ -129,10 +129,19 @@ def known_names(value: object, what: str, known: tuple[str, ...]) -> tuple[str, 
     given = names(value)
     for name in given:
         if name not in known:
-            from pytest_kvmock.checks import unknown_text
-
-            raise ValueError(unknown_text(what, name, known))
+            raise ValueError(unknown_name(what, name, known))
     return given
+
+
+def unknown_name(what: str, name: object, known: tuple[str, ...]) -> str:
+    """The words of a refusal of a backend or dialect that is none of the known ones."""
+    if what == "dialect":
+        from pytest_kvmock.wire.table import not_spoken_text
+
+        return not_spoken_text(name)
+    from pytest_kvmock.checks import unknown_text
+
+    return unknown_text(what, name, known)
 
 
 def backend_choice(value: object) -> tuple[str, ...]:
@@ -186,8 +195,8 @@ def known_dialects(*, default: bool = False) -> tuple[str, ...]:
     """Names of all dialects over ZMQ, in the order of their registration; or of those that tests run over by default."""
     from pytest_kvmock.wire import table
 
-    dialects = table.known_dialects().items()
-    return tuple(name for name, dialect in dialects if dialect.replay and (dialect.in_matrix or not default))
+    dialects = table.spoken_dialects().items()
+    return tuple(name for name, dialect in dialects if dialect.in_matrix or not default)
 
 
 def default_dialects() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored
-from pytest_kvmock.wire.defects import WireDefect, WireProblem
+from pytest_kvmock.wire.defects import EncodeError, WireDefect, WireProblem, shown_hash
 
 DIGESTS: Final = "digests"
 """In `RouterEvent.extra`: (parent's digest or None, digest of each block), of an event whose hashes came as bytes."""
@@ -29,8 +29,16 @@ _U64: Final = 2**64 - 1
 
 
 def wire_hash(block_hash: int) -> int:
-    """Return the u64 that stands for a block on the wire: an id below 2^32 has a full-width value of its own there."""
-    return block_hash + WIDE if 0 <= block_hash < SMALL else block_hash & _U64
+    """Return the u64 that stands for a block on the wire: an id below 2^32 has a full-width value of its own there.
+
+    Raises:
+        EncodeError: it has more than 64 bits.
+    """
+    if 0 <= block_hash < SMALL:
+        return block_hash + WIDE
+    if -(2**63) <= block_hash <= _U64:
+        return block_hash & _U64
+    raise EncodeError(f"block hash {shown_hash(block_hash)} has more than 64 bits")
 
 
 def block_of(wire_hash: int) -> int:

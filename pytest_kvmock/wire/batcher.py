@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_kvmock.checks import check_integer
+from pytest_kvmock.checks import check_integer, did_you_mean, is_integer
 from pytest_kvmock.events import (
     BlockTokens,
     Cleared,
@@ -20,12 +20,13 @@ from pytest_kvmock.events import (
     StorageTier,
     Stored,
 )
-from pytest_kvmock.wire.batch import Decoded
+from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, Decoded
 from pytest_kvmock.wire.decoding import decode
 from pytest_kvmock.wire.defects import EncodeError
 from pytest_kvmock.wire.digests import StreamDigests
 from pytest_kvmock.wire.encoding import BatchWriter
-from pytest_kvmock.wire.table import Dialect, find_dialect
+from pytest_kvmock.wire.event_flaws import check_events
+from pytest_kvmock.wire.table import Dialect, field_names, find_dialect
 
 
 class _Step(AbstractContextManager[None]):
@@ -56,8 +57,8 @@ class Batcher(ABC):
         widens: whether block ids below 2^32 are written as full-width values.
 
     Raises:
-        TypeError: a timestamp that cannot be called, or digests that are no mapping.
-        ValueError: an unknown dialect, or a number out of range.
+        TypeError: a timestamp that cannot be called, or digests that are no mapping to such.
+        ValueError: an unknown dialect, a number out of range, or digests of a rank that there is not.
 
     Attributes:
         dialect: the `Dialect`.
@@ -79,6 +80,11 @@ class Batcher(ABC):
             raise TypeError(f"timestamp must be callable and return seconds, or None, got {timestamp!r:.80}")
         if digests is not None and not isinstance(digests, Mapping):
             raise TypeError(f"digests must map ranks to StreamDigests, got {digests!r:.80}")
+        for dp_rank, of_rank in (digests or {}).items():
+            if not isinstance(of_rank, StreamDigests):
+                raise TypeError(f"digests must map ranks to StreamDigests, got {of_rank!r:.80} for {dp_rank!r:.80}")
+            if not is_integer(dp_rank, 0) or dp_rank >= ranks:
+                raise ValueError(f"digests are of ranks 0 to {ranks - 1}, got rank {dp_rank!r:.80}")
         self._timestamp = timestamp
         self._digests = digests or {}
         self._writer = BatchWriter(self.dialect, widens=widens)
@@ -86,6 +92,7 @@ class Batcher(ABC):
         self._depth = self._sent = self._next_event_id = 0
         self._closed = False
         self._step = _Step(self._begin_step, self._end_step)
+        self._extra_names: set[object] = {DIGESTS, PAIRS, SIZE, "lora_path"}  # and those that were looked at
         self._pending: list[list[RouterEvent]] = [[] for _ in range(ranks)]
 
     @abstractmethod
@@ -105,19 +112,30 @@ class Batcher(ABC):
             event: the event, or its data.
             storage_tier: the tier of the blocks, unless a RouterEvent has it.
             token_ids: for a Stored, the token ids of each block; every dialect over ZMQ carries them.
-            extra: fields of the dialect beside the event's own, by their names.
+            extra: fields of the dialect beside the event's own, by their names; those of other dialects are left out.
 
         Raises:
             TypeError: something else.
-            ValueError: a rank that there is not, or what publishes is closed.
+            ValueError: a rank that there is not; tier, token ids or `extra` beside a RouterEvent, which has its own, or beside
+                what cannot carry them; a name in `extra` that no dialect has and that is much like one; or what publishes is
+                closed.
             EncodeError: the dialect cannot say it. Nothing was sent, and no number is used up.
         """
         with self._lock:  # a step of events that engines have made is what this is fast for
             if self._closed:
                 self._check_open()
-            if type(event) is not RouterEvent:
+            if (
+                type(event) is not RouterEvent
+                or token_ids is not None
+                or extra is not None
+                or storage_tier is not StorageTier.DEVICE
+            ):
                 event = self._addressed(event, storage_tier, token_ids, extra)
-            dp_rank = event.event.dp_rank
+            try:
+                dp_rank = event.event.dp_rank
+            except AttributeError:
+                check_events([event])
+                raise
             if type(dp_rank) is not int or not 0 <= dp_rank < self.ranks:
                 self.check_rank(dp_rank)
             if self._depth:
@@ -126,11 +144,17 @@ class Batcher(ABC):
                 self._publish_batch(dp_rank, [event])
 
     def step(self) -> AbstractContextManager[None]:
-        """Make one batch a rank of all that is published within the context, as an engine's step does; none where nothing was."""
+        """Make one batch a rank of all that is published within the context, as an engine's step does; none where nothing was.
+
+        Raises:
+            ValueError: what publishes is closed, when the context is entered.
+            EncodeError: as `flush`, when it is left.
+        """
         return self._step
 
     def _begin_step(self) -> None:
         with self._lock:
+            self._check_open()
             self._depth += 1
 
     def _end_step(self) -> None:
@@ -161,17 +185,58 @@ class Batcher(ABC):
     def _addressed(
         self, event: object, storage_tier: StorageTier, token_ids: BlockTokens | None, extra: Mapping[str, Any] | None
     ) -> RouterEvent:
-        if isinstance(event, (Stored, Removed, Cleared)):
-            event = KvCacheEvent(self._next_event_id, event)
-            self._next_event_id += 1
-        if isinstance(event, KvCacheEvent):
+        if extra is not None:
+            self._check_extra(extra)
+        if type(event) is RouterEvent:
+            if token_ids is not None or extra is not None or storage_tier is not StorageTier.DEVICE:
+                self._check_alone(event, storage_tier=storage_tier, token_ids=token_ids, extra=extra)
+        else:
+            if isinstance(event, (Stored, Removed, Cleared)):
+                self._check_carries(event, token_ids, extra)
+                event = KvCacheEvent(self._next_event_id, event)
+                self._next_event_id += 1
+            if not isinstance(event, KvCacheEvent):
+                raise TypeError(
+                    f"a {type(self).__name__} takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
+                    f"got {event!r:.80} ({type(event).__name__})"
+                )
             event = RouterEvent(0, event, storage_tier, token_ids, extra)
-        if not isinstance(event, RouterEvent):
-            raise TypeError(
-                f"a {type(self).__name__} takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
-                f"got {event!r:.80} ({type(event).__name__})"
-            )
         return event
+
+    @staticmethod
+    def _check_alone(event: RouterEvent, **beside: object) -> None:
+        """Refuse what was given beside an event that has it itself."""
+        if beside["storage_tier"] in (StorageTier.DEVICE, event.storage_tier):
+            del beside["storage_tier"]
+        given = [name for name, value in beside.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"{' and '.join(given)} beside a RouterEvent, which has its own: publish the event alone, or its "
+                "KvCacheEvent with these"
+            )
+
+    @staticmethod
+    def _check_carries(data: EventData, token_ids: object, extra: object) -> None:
+        """Refuse what no event of this kind can carry."""
+        if token_ids is not None and not isinstance(data, Stored):
+            raise ValueError(f"token_ids go with a Stored, and were given beside {data!r:.80}")
+        if extra and isinstance(data, Cleared):
+            raise ValueError(f"extra goes with a Stored or a Removed, and was given beside {data!r:.80}")
+
+    def _check_extra(self, extra: object) -> None:
+        """Refuse what is no mapping, and a name that is nearly that of a field: it would be left out without a word."""
+        if not isinstance(extra, Mapping):
+            raise TypeError(f"extra must map names of fields to values, or be None, got {extra!r:.80}")
+        if self._extra_names.issuperset(extra):
+            return
+        for name in extra:
+            if not isinstance(name, str):
+                raise TypeError(f"extra must map names of fields to values, got the name {name!r:.80}")
+            if name not in self._extra_names:
+                known = field_names(self.dialect)
+                if name not in known and (near := did_you_mean(name, known)):
+                    raise ValueError(f"extra has {name!r:.80}, which is a field of no dialect{near}")
+                self._extra_names.add(name)
 
     def _publish_batch(self, dp_rank: int, events: list[RouterEvent]) -> None:
         timestamp = float(self._sent) if self._timestamp is None else self._timestamp()
@@ -184,7 +249,7 @@ class Batcher(ABC):
         Raises:
             ValueError: there is not.
         """
-        if not isinstance(dp_rank, int) or not 0 <= dp_rank < self.ranks:
+        if type(dp_rank) is not int or not 0 <= dp_rank < self.ranks:
             raise ValueError(f"the publisher has ranks 0 to {self.ranks - 1}, got rank {dp_rank!r:.80}")
         return dp_rank
 

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored, stored_event
 from pytest_kvmock.prompt_keys import hash_options
 from pytest_kvmock.tokens import BlockCutter, block_hashes
@@ -17,6 +18,7 @@ from pytest_kvmock.wire.event_fields import (
     STORED,
     EventFields,
     Tag,
+    entries_flaw,
     fields_of,
     is_plain,
     ordinary_value,
@@ -63,13 +65,17 @@ def decode(
 
     Raises:
         TypeError: the payload is no bytes.
-        ValueError: there is no such dialect.
+        ValueError: there is no such dialect, or a number is none of at least 0.
         ImportError: msgspec is not installed.
     """
     row = find_dialect(dialect)
     structs = structs_of(row) if row.is_msgpack else None
     if type(payload) is not bytes:
         payload = as_bytes(payload)
+    if not type(worker_id) is type(dp_rank) is type(first_event_id) is type(most_bytes) is int or (
+        worker_id < 0 or dp_rank < 0 or first_event_id < 0
+    ):
+        _check_numbers(worker_id=worker_id, dp_rank=dp_rank, first_event_id=first_event_id, most_bytes=most_bytes)
     out = Decoded([], [])
     if len(payload) > most_bytes:
         out.problems.append(_oversize(payload, most_bytes))
@@ -89,7 +95,7 @@ def decode_metadata(payload: bytes, dialect: str | Dialect, *, most_bytes: int =
         most_bytes: as `decode`.
 
     Raises:
-        ValueError: there is no such dialect, or it has no token ids.
+        ValueError: there is no such dialect, or it has no token ids; or `most_bytes` is no integer of at least 0.
         ImportError: msgspec is not installed.
     """
     row = find_dialect(dialect)
@@ -98,6 +104,7 @@ def decode_metadata(payload: bytes, dialect: str | Dialect, *, most_bytes: int =
     structs = structs_of(row)
     if type(payload) is not bytes:
         payload = as_bytes(payload)
+    check_integer("most_bytes", most_bytes, 0)
     out = Metadata([], [])
     if len(payload) > most_bytes:
         out.problems.append(_oversize(payload, most_bytes))
@@ -119,6 +126,12 @@ def decode_metadata(payload: bytes, dialect: str | Dialect, *, most_bytes: int =
     return out
 
 
+def _check_numbers(**numbers: object) -> None:
+    """Raise a ValueError for an argument of `decode` that is no integer of at least 0."""
+    for name, value in numbers.items():
+        check_integer(name, value, 0)
+
+
 def as_bytes(payload: object) -> bytes:
     """Return a payload as bytes.
 
@@ -134,6 +147,7 @@ def as_bytes(payload: object) -> bytes:
 
 
 def _oversize(payload: bytes, most: int) -> WireProblem:
+    check_integer("most_bytes", most, 0)
     return WireProblem(WireDefect.OVERSIZE, None, None, f"{len(payload)} bytes", f"at most {most}")
 
 
@@ -312,7 +326,7 @@ class _Decoder:
         for one in ordinary.others:
             value = getattr(record, one.name)
             if value != ordinary_value(one, blocks):
-                if not is_plain(value):
+                if not is_plain(value) or entries_flaw(one, value, blocks) is not None:
                     return None
                 fields.extra[one.name] = value
         if tag == STORED:

@@ -59,7 +59,7 @@ DEFECTS: Final[Mapping[WireDefect, str]] = MappingProxyType(
         WireDefect.WRONG_HASH_FORM: "a block hash is bytes where the dialect has integers, or the other way round",
         WireDefect.TOKEN_OUT_OF_RANGE: "a token id is below 0 or above 4294967295",
         WireDefect.EAGLE_PAIRS: "token ids are pairs, as EAGLE's bigram pages have them",
-        WireDefect.SPAN_MISMATCH: "there are not block_size token ids for each block hash",
+        WireDefect.SPAN_MISMATCH: "there are not block_size token ids, or not one entry of extra_keys, for each block hash",
     }
 )
 """When each defect is reported."""
@@ -96,12 +96,15 @@ class EncodeError(ValueError):
 
 
 def shown(value: object) -> str:
-    """A value in a message, of any size: numbers as hashes are shown, all else cut to 80 characters."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return block_text(value)
+    """A value in a message, of any size: cut to 80 characters."""
     if isinstance(value, list | tuple | dict) and len(value) > 8:
         kind = "a map" if isinstance(value, dict) else "an array"
         return f"{kind} of {len(value)}"
     if isinstance(value, bytes | str) and len(value) > 80:
         return f"{'bytes' if isinstance(value, bytes) else 'a text'} of length {len(value)}"
     return f"{value!r:.80}"
+
+
+def shown_hash(value: object) -> str:
+    """A block hash in a message, as those of events are; what is no number as any other value."""
+    return block_text(value) if isinstance(value, int) and not isinstance(value, bool) else shown(value)

@@ -34,11 +34,16 @@ class StreamDigests:
     Args:
         hasher: names the blocks of the stream; those of requests with an adapter, a salt or multimodal items by what
             their events have in `extra`.
+
+    Raises:
+        TypeError: it is no hasher.
     """
 
     __slots__ = ("_hasher", "_held", "_undo")
 
     def __init__(self, hasher: BlockHasher) -> None:
+        if not callable(getattr(hasher, "digests", None)):
+            raise TypeError(f"hasher must be the hasher of a manager, as manager.hasher; got {hasher!r:.80}")
         self._hasher = hasher
         self._held: dict[int, _Held] = {}
         self._undo: list[tuple[int, _Held | None]] | None = None

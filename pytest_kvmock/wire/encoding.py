@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.checks import is_integer
+from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, SMALL, Batch, widened
-from pytest_kvmock.wire.defects import EncodeError, shown
+from pytest_kvmock.wire.defects import EncodeError, shown, shown_hash
 from pytest_kvmock.wire.digests import StreamDigests
 from pytest_kvmock.wire.dynamo_json import write_lines
-from pytest_kvmock.wire.event_fields import REMOVED, STORED, Tag, fields_of, value_flaw
+from pytest_kvmock.wire.event_fields import (
+    REMOVED,
+    STORED,
+    Tag,
+    entries_flaw,
+    fields_of,
+    is_pairs,
+    metadata_flaw,
+    value_flaw,
+)
+from pytest_kvmock.wire.event_flaws import check_events, check_rank, check_timestamp, event_flaw, odd_hash
 from pytest_kvmock.wire.structs import Structs, structs_of
-from pytest_kvmock.wire.table import Dialect, find_dialect
+from pytest_kvmock.wire.table import DIGEST_SIZES, Dialect, find_dialect
 
 # Theory of operation
 #
@@ -44,6 +56,8 @@ def encode(batch: Batch, dialect: str | Dialect, *, digests: StreamDigests | Non
     row = find_dialect(dialect)
     if not isinstance(batch, Batch):
         raise TypeError(f"encode takes a Batch of RouterEvents, got {batch!r:.80}")
+    if digests is not None and not isinstance(digests, StreamDigests):
+        raise TypeError(f"digests must be StreamDigests, or None, got {digests!r:.80}")
     return _writer_of(row).payload(batch.events, batch.timestamp, batch.dp_rank, digests)
 
 
@@ -88,17 +102,18 @@ class BatchWriter:
             dp_rank: of the batch; None: that of its events.
             digests: as of `encode`, which says what is raised, too.
         """
+        if type(timestamp) is not float or not -math.inf < timestamp < math.inf:
+            check_timestamp(timestamp, self._dialect.name)
         try:
             if self._structs is None:
+                check_events(events, with_tokens=False)
                 return write_lines(events, self._dialect)
             if digests is None:
                 return self._payload(self._structs, events, timestamp, dp_rank, None)
             with digests.one_batch():
                 return self._payload(self._structs, events, timestamp, dp_rank, digests)
-        except AttributeError:  # looked for only then: a check of each event would cost a tenth
-            for index, event in enumerate(events):
-                if not isinstance(event, RouterEvent):
-                    raise TypeError(f"event {index} of the batch must be a RouterEvent, got {event!r:.80}") from None
+        except (AttributeError, TypeError):  # looked for only then: a check of each event would cost a tenth
+            check_events(events)
             raise
 
     def _payload(
@@ -110,8 +125,10 @@ class BatchWriter:
         digests: StreamDigests | None,
     ) -> bytes:
         # The loop that figures are about: one flat body for a Stored as nearly all are.
-        if rank is not None and (type(rank) is not int or not 0 <= rank <= _U32):
-            raise EncodeError(f"the rank of a batch is an integer from 0 to {_U32}, or None, got {rank!r:.80}")
+        if rank is None and len(events):
+            check_rank(rank := events[0].event.dp_rank)
+        elif rank is not None and (type(rank) is not int or not 0 <= rank <= _U32):
+            check_rank(rank)
         short, device, kind, on_device, rest_of, least, unsigned = self._plan
         out: list[Any] = []
         append = out.append
@@ -120,11 +137,9 @@ class BatchWriter:
             named = event.event
             data = named.data
             if named.dp_rank != rank:
-                if rank is not None:
-                    raise EncodeError(
-                        f"event {len(out)} of the batch is of rank {named.dp_rank}, and the batch of rank {rank}"
-                    )
-                rank = named.dp_rank
+                raise EncodeError(
+                    f"event {len(out)} of the batch is of rank {named.dp_rank}, and the batch of rank {rank}"
+                )
             if type(data) is short and event.extra is None and (tokens := event.token_ids):
                 size, even = len(tokens[0]), True
                 flat: list[int] = []
@@ -211,6 +226,8 @@ class _Writer:
             )
             self._place(event, REMOVED, values)
             return self._structs.types[REMOVED](*values)
+        if type(data) is not Cleared:
+            raise EncodeError(event_flaw(event) or f"its data must be Stored, Removed or Cleared, got {data!r:.80}")
         if self._digests is not None:
             self._digests.cleared()
         return self._cleared
@@ -237,6 +254,9 @@ class _Writer:
             and event.extra
             and {key: event.extra[key] for key in self._dialect.metadata if event.extra.get(key) is not None}
         )
+        for key, value in (metadata or {}).items():
+            if (flaw := metadata_flaw(value)) is not None:
+                raise EncodeError(f"extra[{key!r}]: expected {flaw.expected}, got {flaw.observed}")
         if metadata and self._structs.stored_with_metadata is not None:
             return self._structs.stored_with_metadata(*values, metadata)
         return self._structs.types[STORED](*values)
@@ -246,7 +266,7 @@ class _Writer:
         extra, blocks = event.extra or {}, len(data.block_hashes)
         if not blocks:
             size = extra.get(SIZE)
-            if not isinstance(size, int) or size < 1:
+            if not is_integer(size, 1):
                 raise EncodeError("a Stored without blocks has no block size; no engine publishes one")
             return [], size
         if event.token_ids:
@@ -255,7 +275,9 @@ class _Writer:
                 raise EncodeError(f"blocks came with {min(sizes)} to {max(sizes)} token ids; expected one block size")
             return [token for each in event.token_ids for token in each], sizes[0]
         if PAIRS in extra:
-            pairs = [*extra[PAIRS]]
+            pairs = extra[PAIRS]
+            if not is_pairs(pairs):
+                raise EncodeError(f"extra[{PAIRS!r}]: expected an array of pairs of token ids, got {shown(pairs)}")
             return pairs, len(pairs) // blocks
         raise EncodeError(
             f"a Stored without token ids, which dialect {self._dialect.name!r} carries: serve prompts of tokens, not of "
@@ -268,6 +290,12 @@ class _Writer:
         if not hashes:
             return hashes
         low, high = min(hashes), max(hashes)
+        if (
+            type(low) is not int
+            or type(high) is not int
+            or (len(hashes) > 2 and not {int}.issuperset(map(type, hashes)))
+        ) and not all(map(is_integer, hashes)):
+            raise EncodeError(odd_hash("block_hashes", hashes))
         if (low < 0) if not signed else (high >= 2**63):
             wrong = next((each for each in hashes if not -(2**63) <= each <= _U64), None)
             if wrong is None:
@@ -276,7 +304,7 @@ class _Writer:
                 return tuple(each & _U64 for each in hashes)
         if low < -(2**63) or high > _U64:
             wrong = low if low < -(2**63) else high
-            raise EncodeError(f"block hash {shown(wrong)} has more than 64 bits")
+            raise EncodeError(f"block hash {shown_hash(wrong)} has more than 64 bits")
         return hashes
 
     def _digests_of(self, event: RouterEvent) -> tuple[bytes | None, tuple[bytes, ...]]:
@@ -288,12 +316,22 @@ class _Writer:
             found, parent = self._digests.stored(event)
             return parent, tuple(found)
         if DIGESTS in extra:
-            parent, found = extra[DIGESTS]
-            return parent, tuple(found)
+            return self._checked_digests(extra[DIGESTS], len(data.block_hashes))  # type: ignore[union-attr]  # no Cleared
         raise EncodeError(
             f"dialect {self._dialect.name!r} has whole digests as block hashes, and an event has 64 bits of one: give "
             "digests=StreamDigests.of_manager(...) of the manager whose stream it is"
         )
+
+    @staticmethod
+    def _checked_digests(value: Any, blocks: int) -> tuple[bytes | None, tuple[bytes, ...]]:
+        """The digests that an event has in `extra`: the parent's, and of each block."""
+        if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], tuple | list):
+            parent, found = value[0], tuple(value[1])
+            digests = found if parent is None else (parent, *found)
+            if len(found) == blocks and all(isinstance(each, bytes) and len(each) in DIGEST_SIZES for each in digests):
+                return parent, found
+        expected = f"the digest of the parent or None, and of each of {blocks} blocks, of 16 or 32 bytes"
+        raise EncodeError(f"extra[{DIGESTS!r}]: expected {expected}, got {shown(value)}")
 
     def _place(self, event: RouterEvent, tag: Tag, values: list[Any]) -> None:
         """Put the medium, and what the event has in `extra`, into the fields that the dialect has for them."""
@@ -311,9 +349,18 @@ class _Writer:
             raise EncodeError(f"dialect {self._dialect.name!r} does not say where a block is, and tier is {tier}")
         if extra is None:
             return
+        if type(extra) is not dict and not isinstance(extra, Mapping):
+            raise EncodeError(event_flaw(event) or "extra must be a mapping")
+        blocks = len(event.event.data.block_hashes)  # type: ignore[union-attr]  # a Cleared has no fields to be put
         for field in fields_of(self._dialect, tag):
-            if field.name not in extra or (field.is_own and (field.type != "medium" or extra[field.name] is not None)):
+            if field.name not in extra:
                 continue
-            if (flaw := value_flaw(self._dialect, field, extra[field.name])) is not None:
+            value = extra[field.name]
+            if field.is_own and not (field.type == "medium" and value is None):
+                if field.type == "block_size" and not blocks:
+                    continue  # `_tokens_of` has taken it
+                raise EncodeError(f"extra[{field.name!r}]: the event itself says it, and extra is for what it does not")
+            flaw = value_flaw(self._dialect, field, value) or entries_flaw(field, value, blocks)
+            if flaw is not None:
                 raise EncodeError(f"extra[{field.name!r}]: expected {flaw.expected}, got {flaw.observed}")
-            values[ordinary.places[field.name]] = extra[field.name]
+            values[ordinary.places[field.name]] = value

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Final, TypeVar
 
-from pytest_kvmock.checks import check_integer, unknown_text
+from pytest_kvmock.checks import check_integer, is_utf8, unknown_text
 
-TRANSPORTS: Final = ("tcp", "ipc", "inproc")
+_ADDRESSES: Final = {"tcp": "HOST:PORT", "ipc": "/PATH", "inproc": "NAME"}
+TRANSPORTS: Final = tuple(_ADDRESSES)
 """The transports that a publisher of a test binds; of tcp, the loopback only."""
 
 MOST_IPC: Final = 107
@@ -23,6 +25,9 @@ _MOST_TRIES: Final = 100
 _FREE_PORTS: Final = range(20_000, 32_768)
 """Where runs of ports are looked for: below those that systems give to connections (from 32768 or 49152 on), of which any
 number may be taken for a minute after they were closed."""
+MOST_RANKS: Final = 1024
+"""So many ranks can have ports that the system picks; an engine has some hundred at most."""
+
 _names: Final = itertools.count()
 _random: Final = SystemRandom()  # no seed: two runs at once look elsewhere
 
@@ -46,6 +51,25 @@ def load_zmq() -> Any:
     return zmq
 
 
+def check_context(context: object) -> None:
+    """Raise unless sockets can be made in this: a `zmq.Context` that is open, or None.
+
+    Raises:
+        TypeError: it is something else; or a context of asyncio, whose sockets are awaited.
+        ValueError: it is closed.
+    """
+    zmq = load_zmq()
+    if context is None:
+        return
+    if not isinstance(context, zmq.Context):
+        raise TypeError(f"context must be a zmq.Context, or None for one of its own, got {context!r:.80}")
+    for name in ("zmq.asyncio", "zmq.green"):
+        if (module := sys.modules.get(name)) is not None and isinstance(context, module.Context):
+            raise TypeError(f"context must be a zmq.Context, and not one of {name}; zmq.Context(yours) shares it")
+    if context.closed:
+        raise ValueError("context is closed; it must be open, or None for one of its own")
+
+
 def check_bound(endpoint: str) -> str:
     """Return an endpoint that a publisher may bind, its short forms written out.
 
@@ -61,9 +85,7 @@ def check_bound(endpoint: str) -> str:
         return "tcp://127.0.0.1:*"
     if endpoint == "inproc":
         return f"inproc://kvmock-{next(_names)}"
-    transport, separator, address = endpoint.partition("://")
-    if transport not in TRANSPORTS or not separator or not address:
-        raise EndpointError(f"{endpoint!r:.80}: {unknown_text('transport', transport, TRANSPORTS)}")
+    transport, address = _parts(endpoint)
     if transport == "tcp":
         host, _, port = address.rpartition(":")
         host = "127.0.0.1" if host == "localhost" else host
@@ -72,7 +94,7 @@ def check_bound(endpoint: str) -> str:
                 f"{endpoint!r:.80}: a test's publisher stays on the loopback; allowed: tcp://127.0.0.1:PORT, "
                 "or tcp://127.0.0.1:* for a port that the system picks"
             )
-        if port != "*" and not (port.isdecimal() and 0 < int(port) < 2**16):
+        if port != "*" and not (_is_port(port) and 0 < int(port[:9]) < 2**16):
             raise EndpointError(f"{endpoint!r:.80}: a port is from 1 to 65535, or * for one that the system picks")
         return f"tcp://{host}:{port}"
     if transport == "ipc":
@@ -87,6 +109,22 @@ def check_bound(endpoint: str) -> str:
     return endpoint
 
 
+def _parts(endpoint: str) -> tuple[str, str]:
+    """Return transport and address of an endpoint.
+
+    Raises:
+        EndpointError: another transport, no address, or one that cannot be passed on.
+    """
+    transport, separator, address = endpoint.partition("://")
+    if transport not in TRANSPORTS:
+        raise EndpointError(f"{endpoint!r:.80}: {unknown_text('transport', transport, TRANSPORTS)}")
+    if not separator or not address:
+        raise EndpointError(f"{endpoint!r:.80} has no address: expected {transport}://{_ADDRESSES[transport]}")
+    if not is_utf8(address) or "\0" in address:
+        raise EndpointError(f"{endpoint!r:.80}: an address is text that UTF-8 can write, without a zero")
+    return transport, address
+
+
 def rank_endpoint(endpoint: str, dp_rank: int) -> str:
     """Return the endpoint of a rank: as vLLM, the port plus the rank, or the name with `_dp1` after it.
 
@@ -98,7 +136,7 @@ def rank_endpoint(endpoint: str, dp_rank: int) -> str:
     if not endpoint.startswith("tcp://"):
         return f"{endpoint}_dp{dp_rank}"
     host, _, port = endpoint.rpartition(":")
-    if not port.isdecimal():
+    if not _is_port(port):
         raise EndpointError(f"{endpoint!r:.80} has no port, to which rank {dp_rank} could be added")
     if int(port) + dp_rank >= 2**16:
         raise EndpointError(
@@ -128,12 +166,10 @@ def rank_endpoints(endpoint: str | Sequence[str], ranks: int | None) -> tuple[st
     if ranks is not None and len(given) != ranks:
         raise EndpointError(f"{len(given)} endpoints for {ranks} ranks; one a rank, or that of rank 0, is expected")
     for each in given:
-        transport, separator, address = each.partition("://")
-        if transport not in TRANSPORTS or not separator or not address:
-            raise EndpointError(f"{each!r:.80}: {unknown_text('transport', transport, TRANSPORTS)}")
-        if transport == "tcp" and (address.startswith("*") or not address.rpartition(":")[2].isdecimal()):
+        transport, address = _parts(each)
+        if transport == "tcp" and (address.startswith("*") or not _is_port(address.rpartition(":")[2])):
             raise EndpointError(f"{each!r:.80} is where an engine binds; connect to tcp://HOST:PORT")
-        if transport == "tcp" and not 0 < int(address.rpartition(":")[2]) < 2**16:
+        if transport == "tcp" and not 0 < int(address.rpartition(":")[2][:9]) < 2**16:
             raise EndpointError(f"{each!r:.80}: a port is from 1 to 65535")
     return given
 
@@ -153,6 +189,8 @@ def bind_ranks(make: Callable[[], _T], endpoint: str, ranks: int) -> tuple[list[
         EndpointError: an endpoint is taken, or cannot be bound.
     """
     is_picked = endpoint.endswith(":*")
+    if is_picked and ranks > MOST_RANKS:
+        raise EndpointError(f"{ranks} ranks: ports in a row are looked for {MOST_RANKS} at most")
     for left in reversed(range(_MOST_TRIES if is_picked else 1)):
         sockets: list[Any] = []
         base, bound = endpoint, []
@@ -178,6 +216,10 @@ def bind_ranks(make: Callable[[], _T], endpoint: str, ranks: int) -> tuple[list[
         else:
             return sockets, tuple(bound)
     raise AssertionError("unreachable")  # pragma: no cover
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
 
 def allow_ipv6(socket: Any, endpoint: str) -> None:

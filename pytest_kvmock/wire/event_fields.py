@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import is_integer
-from pytest_kvmock.wire.defects import WireDefect, WireProblem, shown
+from pytest_kvmock.wire.defects import WireDefect, WireProblem, shown, shown_hash
 from pytest_kvmock.wire.reader import MOST_DEPTH, Pairs, Unreadable
 from pytest_kvmock.wire.table import DIGEST_SIZES, FIELD_TYPES, NONE_PER_BLOCK, REQUIRED, Dialect, FieldType, WireField
 
@@ -114,6 +114,9 @@ def read_event(dialect: Dialect, value: object, index: int, problems: list[WireP
     if tag == STORED and (flaw := _span_flaw(event)) is not None:
         note(flaw, _name_of(dialect, "tokens"))
         return None
+    for one in fields_of(dialect, tag):
+        if one.name in event.extra and (flaw := entries_flaw(one, event.extra[one.name], blocks)) is not None:
+            note(flaw, one.name, kept=True)
     if event.pairs:
         flaw = Flaw(WireDefect.EAGLE_PAIRS, f"{len(event.own['tokens'])} pairs", "one token id each")
         kept = all(one[1] == after[0] for one, after in pairwise(event.own["tokens"]))
@@ -161,7 +164,19 @@ def _metadata(dialect: Dialect, value: object, surplus: dict[str, Any], note: An
         if key not in dialect.metadata:
             allowed = f"keys {', '.join(dialect.metadata)}"
             note(Flaw(WireDefect.UNKNOWN_FIELD, f"the key {shown(key)}", allowed), METADATA, kept=True)
+        elif (wrong := metadata_flaw(present)) is not None:
+            note(wrong, METADATA)
+            continue
         surplus[str(key)] = _plain(present)
+
+
+def metadata_flaw(value: object) -> Flaw | None:
+    """What is wrong with the value of a key of `Dialect.metadata`, which is a text or nil; None where it is right."""
+    return (
+        None
+        if value is None or isinstance(value, str)
+        else Flaw(WireDefect.WRONG_TYPE, shown(value), FIELD_TYPES["text"])
+    )
 
 
 def _of_map(dialect: Dialect, value: Pairs, note: Any) -> tuple[Tag, dict[str, Any], dict[str, Any]] | None:
@@ -217,7 +232,7 @@ def _own_fields(dialect: Dialect, event: EventFields, values: Mapping[str, Any],
         present = values.get(one.name, one.default)
         if present is REQUIRED:
             continue
-        if one.type == "tokens" and _is_pairs(present):
+        if one.type == "tokens" and is_pairs(present):
             event.pairs = True
         elif one.name in values and (flaw := value_flaw(dialect, one, present)) is not None:
             note(flaw, one.name)
@@ -276,9 +291,9 @@ def _hash_flaw(dialect: Dialect, value: object) -> Flaw | None:
     if not is_integer(value):
         return Flaw(WireDefect.WRONG_TYPE, shown(value), expected)
     if form == "bytes":
-        return Flaw(WireDefect.WRONG_HASH_FORM, shown(value), expected)
+        return Flaw(WireDefect.WRONG_HASH_FORM, shown_hash(value), expected)
     low, high = (0, 2**64) if form == "unsigned" else (-(2**63), 2**63)
-    return None if low <= value < high else Flaw(WireDefect.HASH_OUT_OF_RANGE, shown(value), expected)
+    return None if low <= value < high else Flaw(WireDefect.HASH_OUT_OF_RANGE, shown_hash(value), expected)
 
 
 def _span_flaw(event: EventFields) -> Flaw | None:
@@ -290,19 +305,33 @@ def span_flaw(blocks: int, tokens: int, size: int) -> Flaw | None:
     """What is wrong where so many blocks of this size have so many token ids; None where they fit."""
     if tokens == blocks * size:
         return None
-    expected = f"{blocks * size} ({blocks} block{'s' * (blocks != 1)} of {size})"
+    expected = f"{blocks * size} ({_count(blocks, 'block')} of {size})"
     return Flaw(WireDefect.SPAN_MISMATCH, f"{tokens} token ids", expected)
+
+
+def entries_flaw(one: WireField, value: object, blocks: int) -> Flaw | None:
+    """What is wrong where a field with an entry a block, as `extra_keys`, has another number of them; None where it is right."""
+    if one.ordinary is not NONE_PER_BLOCK or not isinstance(value, list | tuple) or len(value) == blocks:
+        return None
+    return Flaw(
+        WireDefect.SPAN_MISMATCH, f"an array of {len(value)}", f"an entry for each of {_count(blocks, 'block')}"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _is_token(value: object) -> bool:
     return is_integer(value, 0) and value <= _U32
 
 
-def _is_pairs(value: object) -> bool:
+def is_pairs(value: object) -> bool:
+    """Whether it is an array of pairs of token ids, as EAGLE's bigram pages have them."""
     return (
-        isinstance(value, list)
+        isinstance(value, list | tuple)
         and bool(value)
-        and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_token, pair)) for pair in value)
+        and all(isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_token, pair)) for pair in value)
     )
 
 

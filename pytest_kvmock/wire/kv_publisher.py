@@ -1,6 +1,6 @@
 """A publisher of KV events over ZMQ, as an engine has it: batches with numbers, and a replay of those that were missed.
 
-Theory of operation. Each rank has an XPUB socket, to which a subscriber connects as to a PUB, and which reports subscriptions:
+One subject: the batches of one engine, on their way out. Theory of operation. Each rank has an XPUB socket, to which a subscriber connects as to a PUB, and which reports subscriptions:
 so a test can wait for them, and loses no batch to one that comes late. Batches are sent by the thread that publishes. A thread
 of the publisher's own answers replays, from the ROUTER sockets alone, so that a consumer in the test's thread can ask and
 wait. `close` ends both, and nothing is left open.
@@ -12,21 +12,33 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from pytest_kvmock.checks import check_integer, check_number
+from pytest_kvmock.checks import check_integer, is_utf8
 from pytest_kvmock.wire.batcher import Batcher
 from pytest_kvmock.wire.decoding import as_bytes
-from pytest_kvmock.wire.endpoints import bind_ranks, check_bound, load_zmq, release
+from pytest_kvmock.wire.endpoints import bind_ranks, check_bound, check_context, load_zmq, release
 from pytest_kvmock.wire.replay_server import Replay, ReplayServer
-from pytest_kvmock.wire.table import Dialect, known_dialects
-from pytest_kvmock.wire.waiting import POLL_MS, WireTimeout, is_settled, not_settled, readable
+from pytest_kvmock.wire.table import Dialect, not_spoken_text
+from pytest_kvmock.wire.waiting import (
+    POLL_MS,
+    Deadline,
+    WireTimeout,
+    at_once,
+    awaited,
+    is_settled,
+    not_settled,
+    readable,
+)
 from pytest_kvmock.wire.wire_faults import Numbered, WireFaults
 
 if TYPE_CHECKING:
     from pytest_kvmock.wire.digests import StreamDigests
+
+
+MOST_QUEUED: Final = 2**30
+"""The longest queue of a socket: ZMQ counts in 31 bits, and a replay has an end marker."""
 
 
 class _Rank:
@@ -62,7 +74,8 @@ class KvPublisher(Batcher):
 
     Raises:
         EndpointError: an endpoint that cannot be bound, or that is taken.
-        ValueError: an unknown dialect, or one that is not spoken over ZMQ; a number out of range.
+        ValueError: an unknown dialect, or one that is not spoken over ZMQ; a number out of range; a context that is closed.
+        TypeError: `replay` is neither a bool nor a string; no context; or as of every `Batcher`.
         ImportError: pyzmq or msgspec is not installed.
 
     Attributes:
@@ -90,14 +103,19 @@ class KvPublisher(Batcher):
     ) -> None:
         super().__init__(dialect, ranks=ranks, timestamp=timestamp, digests=digests, widens=True)
         if self.dialect.replay is None:
-            spoken = [name for name, each in known_dialects().items() if each.replay is not None]
-            raise ValueError(f"dialect {self.dialect.name!r} is not spoken over ZMQ; these are: {', '.join(spoken)}")
-        check_integer("buffer_steps", buffer_steps, 1)
-        check_integer("hwm", hwm, 1)
+            raise ValueError(not_spoken_text(self.dialect))
+        for name, value in (("buffer_steps", buffer_steps), ("hwm", hwm)):
+            if check_integer(name, value, 1) > MOST_QUEUED:
+                raise ValueError(f"{name} must be an integer from 1 to {MOST_QUEUED}, got {value!r:.80}")
         if not isinstance(topic, str):
             raise ValueError(f"topic must be a string, got {topic!r:.80}")  # noqa: TRY004 - one family of errors
+        if not is_utf8(topic):
+            raise ValueError(f"topic must be text that UTF-8 can write, got {topic!r:.80}")
+        if not isinstance(replay, bool | str | None):
+            raise TypeError(f"replay must be True, False or an endpoint, got {replay!r:.80}")
         zmq = self._zmq = load_zmq()
         self._more = zmq.SNDMORE
+        check_context(context)
         self.topic = topic
         self._topic = topic.encode()
         self.faults = WireFaults(self.dialect, self.restart, self.check_rank)
@@ -109,13 +127,15 @@ class KvPublisher(Batcher):
         self.replay_endpoints: tuple[str, ...] = ()
         try:
             bound = check_bound(self._written_out(endpoint, "events"))
-            if replay:
+            if replay is not None and replay is not False:
                 replay = endpoint.partition("://")[0] if replay is True else replay
                 asked = check_bound(self._written_out(replay, "replay"))
             self.context = zmq.Context() if context is None else context
             publishers, self.endpoints = bind_ranks(lambda: self._xpub(hwm), bound, ranks)
-            if replay:
-                routers, self.replay_endpoints = bind_ranks(lambda: self._router(2 * (buffer_steps + 1)), asked, ranks)
+            if replay is not None and replay is not False:
+                routers, self.replay_endpoints = bind_ranks(
+                    lambda: self._router(min(2 * (buffer_steps + 1), 2**31 - 1)), asked, ranks
+                )
         except BaseException:
             for socket in publishers:
                 release(socket)
@@ -223,21 +243,14 @@ class KvPublisher(Batcher):
             ValueError: a number out of range, or the publisher is closed.
         """
         missing = self._waits_for(subscribers, timeout)
-        until = monotonic() + timeout
-        while (dp_rank := missing()) is not None:
-            rest = until - monotonic()
-            if rest <= 0:
-                raise self._not_subscribed(dp_rank, subscribers, timeout)
-            self._wait(dp_rank, rest)
+        while (waits := missing()) is not None:
+            self._wait(*waits)
 
     async def await_subscribed(self, subscribers: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
         """As `wait_subscribed`, while the loop of asyncio goes on."""
         missing = self._waits_for(subscribers, timeout)
-        until = monotonic() + timeout
-        while (dp_rank := missing()) is not None:
-            rest = until - monotonic()
-            if rest <= 0:
-                raise self._not_subscribed(dp_rank, subscribers, timeout)
+        while (waits := missing()) is not None:
+            dp_rank, rest = waits
             await readable(rest, self._ranks[dp_rank].xpub)
 
     def settle(self, probe: Callable[[], object], expected: object = None, timeout: float = 5.0) -> Any:
@@ -253,19 +266,17 @@ class KvPublisher(Batcher):
 
         Raises:
             WireTimeout: it did not in time; with its last answer, and what was published and asked for.
+            TypeError: the probe cannot be called, or is one that is awaited: `asettle` takes it.
             Exception: whatever else the probe raises.
         """
-        until = monotonic() + check_number("timeout", timeout, unit=" seconds")
+        rest_of = self._settles(probe, expected, timeout)
         while True:
             try:
-                answer = probe()
+                answer = at_once(probe())
             except AssertionError as error:
                 answer = error
-            if is_settled(answer, expected):
+            if (rest := rest_of(answer)) is None:
                 return answer
-            rest = until - monotonic()
-            if rest <= 0:
-                raise self._not_settled(probe, answer, expected, timeout)
             self.subscriptions()  # one that is not read yet would end each wait at once
             self._wait(0, rest)
 
@@ -276,35 +287,53 @@ class KvPublisher(Batcher):
         timeout: float = 5.0,  # noqa: ASYNC109 - as its twin
     ) -> Any:
         """As `settle`, with a probe that is awaited, while the loop of asyncio goes on."""
-        until = monotonic() + check_number("timeout", timeout, unit=" seconds")
+        rest_of = self._settles(probe, expected, timeout)
         while True:
             try:
-                answer = await probe()
+                answer = await awaited(probe())
             except AssertionError as error:
                 answer = error
-            if is_settled(answer, expected):
+            if (rest := rest_of(answer)) is None:
                 return answer
-            rest = until - monotonic()
-            if rest <= 0:
-                raise self._not_settled(probe, answer, expected, timeout)
             self._check_open()
             await readable(min(rest, POLL_MS / 1000), self._ranks[0].xpub)
 
-    def _waits_for(self, subscribers: int, timeout: float) -> Callable[[], int | None]:
-        """Return what tells the first rank that has not so many subscriptions to its topic yet."""
+    def _waits_for(self, subscribers: int, timeout: float) -> Callable[[], tuple[int, float] | None]:
+        """Return what tells the first rank that has not so many subscriptions to its topic yet, and how long it may take still.
+
+        What is returned raises a WireTimeout where no time is left.
+        """
         check_integer("subscribers", subscribers, 1)
-        check_number("timeout", timeout, unit=" seconds")
+        deadline = Deadline(timeout)
         topic = self._topic
 
-        def missing() -> int | None:
+        def missing() -> tuple[int, float] | None:
             with self._lock:
                 self._check_open()
                 for dp_rank in range(self.ranks):
                     if sum(map(topic.startswith, self.subscriptions(dp_rank))) < subscribers:
-                        return dp_rank
-            return None
+                        break
+                else:
+                    return None
+            return dp_rank, deadline.rest(lambda: self._not_subscribed(dp_rank, subscribers, deadline.timeout))
 
         return missing
+
+    def _settles(self, probe: object, expected: object, timeout: float) -> Callable[[object], float | None]:
+        """Return what tells of an answer how long a better one may take still; None: it is what was waited for.
+
+        What is returned raises a WireTimeout where no time is left.
+        """
+        if not callable(probe):
+            raise TypeError(f"probe is called until it answers as expected; got {probe!r:.80}, which cannot be called")
+        deadline = Deadline(timeout)
+
+        def rest_of(answer: object) -> float | None:
+            if is_settled(answer, expected):
+                return None
+            return deadline.rest(lambda: self._not_settled(probe, answer, expected, deadline.timeout))
+
+        return rest_of
 
     def _wait(self, dp_rank: int, rest: float) -> None:
         """Wait for a subscription at a rank, a few ms at most, so that other threads can publish in between."""
@@ -384,6 +413,7 @@ class KvPublisher(Batcher):
             shutil.rmtree(self._made, ignore_errors=True)
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(

@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from time import monotonic
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
-from pytest_kvmock.checks import check_integer, check_number
+from pytest_kvmock.checks import check_integer, check_number, is_utf8
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.wire.batch import Decoded
 from pytest_kvmock.wire.decoding import decode
-from pytest_kvmock.wire.endpoints import EndpointError, allow_ipv6, load_zmq, rank_endpoints
+from pytest_kvmock.wire.endpoints import EndpointError, allow_ipv6, check_context, load_zmq, rank_endpoints
 from pytest_kvmock.wire.replay_server import END
 from pytest_kvmock.wire.table import Dialect, find_dialect
-from pytest_kvmock.wire.waiting import WireTimeout, readable
+from pytest_kvmock.wire.waiting import Deadline, WireTimeout, milliseconds, readable
 
 MOST_REMEMBERED: Final = 10_000
 """For so many batches of a rank it is known what they were, to tell a repeat from a restart."""
@@ -121,8 +120,8 @@ class KvSubscriber:
 
     Raises:
         EndpointError: endpoints that cannot be connected to, or not one a rank.
-        ValueError: an unknown dialect, or a number out of range.
-        TypeError: the sink or `on_loss` cannot be called, or the topic is no string.
+        ValueError: an unknown dialect, a number out of range, or a context that is closed.
+        TypeError: the sink or `on_loss` cannot be called, the topic is no string, `from_start` no bool, or the context none.
         ImportError: pyzmq or msgspec is not installed.
 
     Attributes:
@@ -155,6 +154,8 @@ class KvSubscriber:
             raise TypeError(f"on_loss is called with each loss; got {on_loss!r:.80}, which cannot be called")
         if not isinstance(topic, str):
             raise TypeError(f"topic must be a string, got {topic!r:.80}")
+        if not is_utf8(topic):
+            raise ValueError(f"topic must be text that UTF-8 can write, got {topic!r:.80}")
         self.dialect = find_dialect(dialect)
         self.worker_id = check_integer("worker_id", worker_id, 0)
         self.endpoints = rank_endpoints(endpoint, ranks)
@@ -170,7 +171,10 @@ class KvSubscriber:
             self._on_loss = getattr(getattr(sink, "__self__", sink), "lost_batches", None)
         self._from_start = from_start
         self._replay_timeout = check_number("replay_timeout", replay_timeout, unit=" seconds")
+        if not isinstance(from_start, bool):
+            raise TypeError(f"from_start must be True or False, got {from_start!r:.80}")
         zmq = self._zmq = load_zmq()
+        check_context(context)
         self._owns_context = context is None
         self.context = zmq.Context() if context is None else context
         self._ranks: list[_Rank] = []
@@ -197,23 +201,16 @@ class KvSubscriber:
             WireTimeout: they did not come in time; it says what did.
             Exception: what the sink raises; the rest of the events of that batch is not given to it.
         """
-        wanted = self._done() + check_integer("batches", batches, 1)
-        until = monotonic() + check_number("timeout", timeout, unit=" seconds")
+        wanted, deadline = self._done() + check_integer("batches", batches, 1), Deadline(timeout)
         while self._done() < wanted:
-            rest = until - monotonic()
-            if rest <= 0:
-                raise self._too_late(batches, wanted, timeout)
-            self.poll(rest)
+            self.poll(deadline.rest(lambda: self._too_late(batches, wanted, timeout)))
 
     async def areceive(self, batches: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
         """As `receive`, while the loop of asyncio goes on; a replay is waited for without it."""
-        wanted = self._done() + check_integer("batches", batches, 1)
-        until = monotonic() + check_number("timeout", timeout, unit=" seconds")
+        wanted, deadline = self._done() + check_integer("batches", batches, 1), Deadline(timeout)
         while self._done() < wanted:
             if not self.poll():
-                rest = until - monotonic()
-                if rest <= 0:
-                    raise self._too_late(batches, wanted, timeout)
+                rest = deadline.rest(lambda: self._too_late(batches, wanted, timeout))
                 await readable(rest, *(rank.sub for rank in self._ranks))
 
     def poll(self, timeout: float = 0.0) -> int:
@@ -223,14 +220,15 @@ class KvSubscriber:
             How many messages there were.
 
         Raises:
-            ValueError: the subscriber is closed.
+            ValueError: the subscriber is closed, or the timeout is no finite number of at least 0.
         """
         self._check_open()
+        check_number("timeout", timeout, unit=" seconds")
         zmq = self._zmq
         poller = zmq.Poller()
         for rank in self._ranks:
             poller.register(rank.sub, zmq.POLLIN)
-        ready = dict(poller.poll(int(timeout * 1000 + 0.999)))
+        ready = dict(poller.poll(milliseconds(timeout)))
         messages = 0
         for dp_rank, rank in enumerate(self._ranks):
             while rank.sub in ready:
@@ -370,7 +368,7 @@ class KvSubscriber:
         rank.dealer.send_multipart((b"", start.to_bytes(8, "big")))
         is_whole = False
         try:
-            while rank.dealer.poll(int(self._replay_timeout * 1000)):
+            while rank.dealer.poll(milliseconds(self._replay_timeout)):
                 frames = rank.dealer.recv_multipart()
                 if len(frames) not in (3, 4) or len(frames[-2]) != 8:  # the second has the topic (vLLM from 0.28)
                     text = f"expected a reply of an empty frame, perhaps the topic, {_NUMBER}, payload; got {len(frames)} frames"
@@ -453,6 +451,7 @@ class KvSubscriber:
             self.context.destroy(linger=0)
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(

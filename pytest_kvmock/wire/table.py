@@ -15,7 +15,7 @@ from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
-from pytest_kvmock.checks import did_you_mean, unknown_text
+from pytest_kvmock.checks import did_you_mean, is_integer, unknown_text
 from pytest_kvmock.events import StorageTier
 
 # Theory of operation
@@ -66,6 +66,26 @@ _OWN: Final = ("hashes", "parent", "tokens", "block_size", "medium")
 
 HashForm: TypeAlias = Literal["unsigned", "signed", "bytes"]
 
+
+def _is_of_type(kind: FieldType, value: object) -> bool:
+    """Whether a field of this type can have the value, as far as that can be told without a dialect."""
+    if isinstance(value, Mark):
+        return False
+    if kind == "any" or value is None:
+        return kind not in ("hashes", "tokens", "block_size")
+    if kind in ("text", "medium"):
+        return isinstance(value, str)
+    if kind in ("integer", "block_size"):
+        return is_integer(value, 1 if kind == "block_size" else None)
+    if kind == "parent":
+        return is_integer(value) or isinstance(value, bytes)
+    if not isinstance(value, list | tuple):
+        return False
+    if kind == "hashes":
+        return all(is_integer(each) or isinstance(each, bytes) for each in value)
+    return kind == "keys" or all(is_integer(each, 0 if kind == "tokens" else None) for each in value)
+
+
 DIGEST_SIZES: Final = (16, 32)
 """Bytes of a whole digest: xxh3-128, or SHA-256."""
 
@@ -81,7 +101,7 @@ class WireField:
         ordinary: what an engine writes where the event has nothing special; `NONE_PER_BLOCK`: a None a block.
 
     Raises:
-        ValueError: the name is empty, or the type is none.
+        ValueError: the name is empty, the type is none, or a value is not of the type.
     """
 
     name: str
@@ -92,8 +112,22 @@ class WireField:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier() or iskeyword(self.name):
             raise ValueError(f"a field's name is an identifier and no keyword, got {self.name!r:.80}")
-        if self.type not in FIELD_TYPES:
+        if not isinstance(self.type, str) or self.type not in FIELD_TYPES:
             raise ValueError(f"field {self.name!r}: {unknown_text('type', self.type, FIELD_TYPES)}")
+        wanted = FIELD_TYPES[self.type]
+        if self.default is not REQUIRED and not _is_of_type(self.type, self.default):
+            raise ValueError(f"field {self.name!r}: default must be {wanted}, or REQUIRED, got {self.default!r:.80}")
+        if self.is_own and self.ordinary is not None:
+            raise ValueError(
+                f"field {self.name!r}: ordinary is of what travels beside an event, and {self.type!r} is the event's own; "
+                f"got {self.ordinary!r:.80}"
+            )
+        of_blocks = self.type in ("keys", "any")
+        if self.ordinary is NONE_PER_BLOCK and of_blocks:
+            return
+        if not self.is_own and not _is_of_type(self.type, self.ordinary):
+            mark = ", or NONE_PER_BLOCK" if of_blocks else ""
+            raise ValueError(f"field {self.name!r}: ordinary must be {wanted}{mark}, got {self.ordinary!r:.80}")
 
     @property
     def is_own(self) -> bool:
@@ -133,7 +167,8 @@ class Dialect:
         rank: whether the publisher fills the batch's rank in ("filled"), or leaves the slot "nil".
         replay: frames of a replayed batch after the identity: "plain" (empty, sequence, payload), or with the "topic"
             before the sequence; None where the dialect is not spoken over ZMQ.
-        metadata: keys of a map that follows the last field of a `BlockStored` in array form, where one of them is set.
+        metadata: keys of a map that follows the last field of a `BlockStored` in array form, where one of them is set; their
+            values are strings.
         backend: the built-in backend whose engine writes it.
         in_matrix: whether tests run over it by default; otherwise, where they name it.
 
@@ -206,7 +241,7 @@ class Dialect:
         if not isinstance(self.media, Mapping):
             raise ValueError(f"dialect {self.name!r}: media must map tiers to names, got {self.media!r:.80}")  # noqa: TRY004 - one error
         media = {StorageTier.of(tier): name for tier, name in self.media.items()}
-        if len({*media.values()}) != len(media) or not all(isinstance(name, str) for name in media.values()):
+        if not all(isinstance(name, str) for name in media.values()) or len({*media.values()}) != len(media):
             raise ValueError(
                 f"dialect {self.name!r}: media must be strings, each for one tier; got {dict(media)!r:.80}"
             )
@@ -249,7 +284,14 @@ class Dialect:
         for change in changes:
             if change not in attributes:
                 raise ValueError(f"{unknown_text('attribute of a dialect', change, attributes)}")
-        names = {field.name: None for field in (*self.stored, *self.removed)}
+        for what, added in (("stored", add_stored), ("removed", add_removed)):
+            if not isinstance(added, tuple) or not all(isinstance(field, WireField) for field in added):
+                raise ValueError(f"dialect {name!r:.80}: add_{what} must be a tuple of WireFields, got {added!r:.80}")
+            if what in changes and (added or without):
+                raise ValueError(f"dialect {name!r:.80}: {what} are all its fields; leave out add_{what} and without")
+        if isinstance(without, str) or not isinstance(without, Collection):
+            raise ValueError(f"dialect {name!r:.80}: without must be names of fields, got {without!r:.80}")  # noqa: TRY004 - one error
+        names = [*dict.fromkeys(field.name for field in (*self.stored, *self.removed))]
         for gone in without:
             if gone not in names:
                 raise ValueError(f"dialect {self.name!r} has no field {gone!r}{did_you_mean(gone, names)}")
@@ -352,6 +394,8 @@ def registered_dialects(dialects: Mapping[str, Dialect]) -> Iterator[None]:
 
     The plugin does this for a run of pytest, as with backends.
     """
+    if not isinstance(dialects, Mapping) or not all(isinstance(each, Dialect) for each in dialects.values()):
+        raise TypeError(f"dialects must map names to Dialects, got {dialects!r:.80}")
     before = dict(_registered)
     _registered.clear()
     _registered.update(dialects)
@@ -360,6 +404,30 @@ def registered_dialects(dialects: Mapping[str, Dialect]) -> Iterator[None]:
     finally:
         _registered.clear()
         _registered.update(before)
+
+
+def spoken_dialects() -> dict[str, Dialect]:
+    """Those of `known_dialects()` that are spoken over ZMQ."""
+    return {name: dialect for name, dialect in known_dialects().items() if dialect.replay is not None}
+
+
+def not_spoken_text(name: object) -> str:
+    """The words of a refusal: of a dialect that is known and not spoken over ZMQ, or of one that there is not."""
+    spoken = spoken_dialects()
+    given = name.name if isinstance(name, Dialect) else name
+    if isinstance(name, Dialect) or (isinstance(given, str) and given in known_dialects()):
+        return f"dialect {given!r} is not spoken over ZMQ; these are: {', '.join(spoken)}"
+    return unknown_text("dialect", name, spoken)
+
+
+def field_names(dialect: Dialect) -> list[str]:
+    """Names of the fields of a dialect, and of all that are known, in order; of keys of their metadata, too."""
+    names = {
+        name: None
+        for row in (dialect, *known_dialects().values())
+        for name in (*(field.name for field in (*row.stored, *row.removed)), *row.metadata)
+    }
+    return [*names]
 
 
 def find_dialect(name: str | Dialect) -> Dialect:

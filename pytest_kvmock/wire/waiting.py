@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from time import monotonic
 from typing import Any, Final
 
+from pytest_kvmock.checks import check_number
 from pytest_kvmock.wire.replay_server import Replay
 from pytest_kvmock.wire.wire_faults import WireInjection
 
@@ -17,6 +19,45 @@ _MOST_SHOWN: Final = 5
 
 class WireTimeout(TimeoutError):  # noqa: N818 - named for what it is, as TimeoutExpired is
     """Raised when what was waited for did not come in time. The message says what was there instead."""
+
+
+def milliseconds(seconds: float) -> int:
+    """Return how long ZMQ shall poll, which takes 32 bits of whole milliseconds: rounded up, 24 days at most."""
+    return int(min(seconds * 1000 + 0.999, 2**31 - 1))
+
+
+class Deadline:
+    """The time until which something is waited for.
+
+    Args:
+        timeout: seconds from now.
+
+    Raises:
+        ValueError: it is no finite number of at least 0.
+
+    Attributes:
+        timeout: as above.
+    """
+
+    __slots__ = ("_until", "timeout")
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = check_number("timeout", timeout, unit=" seconds")
+        self._until = monotonic() + self.timeout
+
+    def rest(self, too_late: Callable[[], WireTimeout]) -> float:
+        """Return how many seconds are left.
+
+        Args:
+            too_late: makes the error.
+
+        Raises:
+            WireTimeout: none.
+        """
+        rest = self._until - monotonic()
+        if rest <= 0:
+            raise too_late()
+        return rest
 
 
 def is_settled(answer: object, expected: object) -> bool:
@@ -58,6 +99,21 @@ def not_settled(
     error = WireTimeout("\n".join(lines))
     error.__cause__ = answer if isinstance(answer, BaseException) else None
     return error
+
+
+def at_once(answer: object) -> object:
+    """Return the answer of a probe, which must be no coroutine: any coroutine is true."""
+    if isinstance(answer, Coroutine):
+        answer.close()
+        raise TypeError("settle takes a probe that answers at once, and got a coroutine; asettle awaits it")
+    return answer
+
+
+def awaited(answer: Awaitable[object]) -> Awaitable[object]:
+    """Return what a probe has returned, which must be to be awaited."""
+    if not isinstance(answer, Awaitable):
+        raise TypeError(f"asettle takes a probe that is awaited, and it returned {answer!r:.80}; settle takes such")
+    return answer
 
 
 async def readable(rest: float, *sockets: Any) -> None:

@@ -180,6 +180,8 @@ class WireFaults:
             after: so many batches are sent.
             end_marker: whether the marker follows by which a client knows that the answer is over.
         """
+        if not isinstance(end_marker, bool):
+            raise ValueError(f"end_marker must be True or False, got {end_marker!r:.80}")  # noqa: TRY004 - as the others
         self._truncated.append((check_integer("after", after, 0), end_marker))
 
     # ------------------------------------------------------------------------------------------------ to publish

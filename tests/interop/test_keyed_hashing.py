@@ -2,6 +2,7 @@
 
 import inspect
 import random
+from itertools import pairwise
 
 import pytest
 from peer import dynamo_core
@@ -38,8 +39,10 @@ def drawn(rnd):
     if TAKES_NAMESPACE and rnd.random() < 0.5:
         keys["cache_salt"] = rnd.choice(["a", "tenant-a", "テナント"])
     if rnd.random() < 0.5:
+        offsets = sorted(rnd.sample(range(13), rnd.randint(2, 4)))
         keys["multimodal"] = [
-            (f"{rnd.getrandbits(256):064x}", rnd.randrange(12), rnd.randint(1, 6)) for _ in range(rnd.randint(1, 3))
+            (f"{rnd.getrandbits(256):064x}", offset, rnd.randint(1, min(6, end - offset)))
+            for offset, end in pairwise(offsets)
         ]
     return keys
 

@@ -83,7 +83,8 @@ def test_a_marker_that_came_later_takes_tests_away(nested):
 WRONG = {
     "name": ("@pytest.mark.kv_dialects('vllm-0.34')\n", "kv_dialects('vllm-0.34'): unknown dialect 'vllm-0.34'; did you mean 'vllm-0.33'"),
     "key": ("@pytest.mark.kv_dialects(exclud='x')\n", "kv_dialects(exclud='x'): unknown key 'exclud'; did you mean 'exclude'"),
-    "of no socket": ("@pytest.mark.kv_dialects('dynamo-router-event')\n", "unknown dialect 'dynamo-router-event'; known: vllm-0.9, "),
+    "of no socket": ("@pytest.mark.kv_dialects('dynamo-router-event')\n", "kv_dialects('dynamo-router-event'): dialect 'dynamo-router-event' is not spoken over ZMQ; these are: vllm-0.9, "),
+    "of no socket, left out": ("@pytest.mark.kv_dialects(exclude='dynamo-kv-cache-event')\n", "dialect 'dynamo-kv-cache-event' is not spoken over ZMQ; these are: vllm-0.9, "),
 }  # fmt: skip
 
 
@@ -98,6 +99,24 @@ def test_a_wrong_marker_is_an_error_of_collection(nested, case):
 def test_an_unknown_dialect_on_the_command_line_is_a_usage_error(nested):
     result = nested("def test(): pass", "--kv-dialect=vlm-0.33")
     assert "--kv-dialect: unknown dialect 'vlm-0.33'; did you mean 'vllm-0.33'" in result.stderr.str()
+
+
+def test_a_dialect_of_no_socket_on_the_command_line_is_a_usage_error(nested):
+    result = nested("def test(): pass", "--kv-dialect=dynamo-router-event")
+    assert "--kv-dialect: dialect 'dynamo-router-event' is not spoken over ZMQ; these are: " in result.stderr.str()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dynamo-router-event", "dialect 'dynamo-router-event' is not spoken over ZMQ; these are: vllm-0.9, *"),
+        ("dynamo-kv-cache-event", "dialect 'dynamo-kv-cache-event' is not spoken over ZMQ; these are: vllm-0.9, *"),
+    ],
+)
+def test_a_parameter_that_names_no_dialect_of_zmq_is_an_error_in_one_line(nested, name, message):
+    result = nested(f"@pytest.mark.parametrize('kv_dialect', [{name!r}])\ndef test(kv_wire): pass")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"kvmock: kv_dialect: {message}"])
 
 
 def test_a_test_case_names_its_dialect(nested):

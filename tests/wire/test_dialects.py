@@ -9,6 +9,7 @@ from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.wire import (
     DIALECTS,
     NONE_PER_BLOCK,
+    REQUIRED,
     Batch,
     Dialect,
     WireField,
@@ -300,6 +301,20 @@ REFUSED = [
     ({"metadata": (5,)}, "dialect 'mine': metadata must be a tuple of strings, got (5,)"),
     ({"metadata": ("cache_salt",)}, "dialect 'mine': metadata follows an array; a map has fields"),
     ({"without": ("medum",)}, "dialect 'vllm-0.33' has no field 'medum'; did you mean 'medium'?"),
+    ({"media": {"device": []}}, "dialect 'mine': media must be strings, each for one tier; got *"),
+    ({"add_stored": [OF["medium"]]}, "dialect 'mine': add_stored must be a tuple of WireFields, got [WireField(*"),
+    ({"add_removed": None}, "dialect 'mine': add_removed must be a tuple of WireFields, got None"),
+    (
+        {"stored": DIALECTS["vllm-0.9"].stored, "add_stored": (OF["medium"],)},
+        "dialect 'mine': stored are all its fields; leave out add_stored and without",
+    ),
+    (
+        {"removed": DIALECTS["vllm-0.9"].removed, "without": ["medium"]},
+        "dialect 'mine': removed are all its fields; leave out add_removed and without",
+    ),
+    ({"without": "medium"}, "dialect 'mine': without must be names of fields, got 'medium'"),
+    ({"without": 5}, "dialect 'mine': without must be names of fields, got 5"),
+    ({"without": [[]]}, "dialect 'vllm-0.33' has no field []"),
     ({"hash": "bytes"}, "unknown attribute of a dialect 'hash'; did you mean 'hashes'? known: *"),
 ]
 
@@ -318,6 +333,24 @@ def test_a_dialect_that_would_be_none_is_refused_in_one_line(changes, message):
         (("a b", "text"), "a field's name is an identifier and no keyword, got 'a b'"),
         (("from", "text"), "a field's name is an identifier and no keyword, got 'from'"),
         (("a", "str"), "field 'a': unknown type 'str'; known: hashes, parent, *"),
+        (("a", ["text"]), "field 'a': unknown type ['text']; known: hashes, parent, *"),
+        (("a", "text", 5), "field 'a': default must be a string, or nil, or REQUIRED, got 5"),
+        (("a", "any", NONE_PER_BLOCK), "field 'a': default must be anything, or REQUIRED, got NONE_PER_BLOCK"),
+        (("a", "integer", None, "0"), "field 'a': ordinary must be an integer, or nil, got '0'"),
+        (("a", "integer", None, True), "field 'a': ordinary must be an integer, or nil, got True"),
+        (("a", "integers", None, [1, "2"]), "field 'a': ordinary must be an array of integers, or nil, got [1, '2']"),
+        (("a", "text", None, NONE_PER_BLOCK), "field 'a': ordinary must be a string, or nil, got NONE_PER_BLOCK"),
+        (("a", "keys", None, "x"), "field 'a': ordinary must be an array, or nil, or NONE_PER_BLOCK, got 'x'"),
+        (("a", "any", None, REQUIRED), "field 'a': ordinary must be anything, or NONE_PER_BLOCK, got REQUIRED"),
+        (("a", "hashes", None), "field 'a': default must be an array of block hashes, or REQUIRED, got None"),
+        (("a", "hashes", [1.5]), "field 'a': default must be an array of block hashes, or REQUIRED, got [1.5]"),
+        (("a", "tokens", [-1]), "field 'a': default must be an array of integers from 0 to 4294967295, or REQUIRED, *"),
+        (("a", "block_size", 0), "field 'a': default must be an integer of at least 1, or REQUIRED, got 0"),
+        (("a", "parent", "root"), "field 'a': default must be a block hash, or nil, or REQUIRED, got 'root'"),
+        (
+            ("a", "medium", None, "GPU"),
+            "field 'a': ordinary is of what travels beside an event, and 'medium' is the event's own; got 'GPU'",
+        ),
     ],
 )
 def test_a_field_that_would_be_none_is_refused(arguments, message):
@@ -325,6 +358,36 @@ def test_a_field_that_would_be_none_is_refused(arguments, message):
         WireField(*arguments)
 
     assert str(error.value).startswith(message.removesuffix("*"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "default", "ordinary"),
+    [
+        ("hashes", (), None),
+        ("hashes", [b"x" * 32], None),
+        ("parent", None, None),
+        ("parent", b"x" * 16, None),
+        ("tokens", [], None),
+        ("block_size", 16, None),
+        ("medium", "GPU", None),
+        ("integer", 0, 5),
+        ("text", "", "blue"),
+        ("integers", [1], (2, -3)),
+        ("keys", [], NONE_PER_BLOCK),
+        ("any", {"a": 1}, NONE_PER_BLOCK),
+    ],
+)
+def test_a_field_has_values_of_its_type(kind, default, ordinary):
+    field = WireField("a", kind, default, ordinary)
+    assert (default, ordinary) == (field.default, field.ordinary)
+
+
+@pytest.mark.parametrize("dialects", [5, {"mine": 5}, ["mine"]])
+def test_what_is_no_mapping_to_dialects_is_not_registered(dialects):
+    known = [*known_dialects()]
+    with pytest.raises(TypeError, match=r"^dialects must map names to Dialects, got "), registered_dialects(dialects):
+        pass
+    assert known == [*known_dialects()]
 
 
 def test_a_mark_is_shown_by_its_name():

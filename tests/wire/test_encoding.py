@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from payloads import EXTRAS, MSGPACK, cleared, examples, extras_of, removed, stored, with_digests
 
-from pytest_kvmock import KvCacheEvent, Prompt, RouterEvent, RouterHarness, StorageTier, Stored, create_manager
+from pytest_kvmock import (
+    Cleared,
+    KvCacheEvent,
+    Prompt,
+    Removed,
+    RouterEvent,
+    RouterHarness,
+    StorageTier,
+    Stored,
+    create_manager,
+)
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache.vllm.hashes import VllmHasher
 from pytest_kvmock.wire import DIALECTS, Batch, EncodeError, StreamDigests, decode, encode
@@ -45,6 +55,8 @@ hashes = st.lists(st.integers(-(2**63), 2**64 - 1), min_size=1, max_size=5)
 def test_a_stored_comes_back_as_it_was(hashes, parent, *, size, first, tier, name, extras):
     possible = extras_of(DIALECTS[name])
     extra = {key: possible[key] for key in sorted(extras & {*possible}) if key != "medium"}
+    if "extra_keys" in extra:
+        extra["extra_keys"] = (3 * extra["extra_keys"])[: len(hashes)]
     event = stored(hashes, parent, size=size, first=first, tier=tier, extra=extra or None)
     (seen,) = decode(encode(Batch([event]), name), name).events
 
@@ -146,7 +158,24 @@ REFUSED = [
         stored(),
         DIGESTS,
     ),
-]
+    (
+        "vllm-0.33",
+        stored(extra={"extra_keys": [None]}),
+        "extra['extra_keys']: expected an entry for each of 2 blocks, got an array of 1",
+    ),
+    (
+        "vllm-0.19",
+        stored(extra={"extra_keys": []}),
+        "extra['extra_keys']: expected an entry for each of 2 blocks, got an array of 0",
+    ),
+    ("sglang-0.5.18", stored(extra={"cache_salt": 5}), "extra['cache_salt']: expected a string, or nil, got 5"),
+    ("sglang-0.5.20", stored(extra={"cache_salt": 5}), "extra['cache_salt']: expected a string, or nil, got 5"),
+    *(
+        ("vllm-0.33", stored(extra={name: value}), f"extra['{name}']: the event itself says it, and extra is for what it does not")
+        for name, value in {"block_hashes": [1, 2], "block_size": 4, "medium": "GPU", "token_ids": None, "parent_block_hash": 3}.items()
+    ),
+    ("vllm-0.33", removed(extra={"block_hashes": [5]}), "extra['block_hashes']: the event itself says it, and extra is for what it does not"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "event", "message"), REFUSED)
@@ -332,3 +361,79 @@ def test_what_is_no_batch_of_events_is_refused_in_one_line(dialect):
         encode([], dialect)
     with pytest.raises(TypeError, match=r"^event 0 of the batch must be a RouterEvent, got 5$"):
         encode(Batch([5]), dialect)
+
+
+BIG = Stored(None, (2**40, 2**40 + 1), (7, 8))
+PLAIN = [[1], [2]]
+FLAWED = {
+    "hash": (RouterEvent(0, KvCacheEvent(0, Stored(None, ("x",), (7,))), token_ids=[[1]]), "block_hashes must be integers, got 'x' at 0"),
+    "parent": (RouterEvent(0, KvCacheEvent(0, Stored("x", (1,), (7,))), token_ids=[[1]]), "parent_hash must be an integer, or None, got 'x'"),
+    "removed": (RouterEvent(0, KvCacheEvent(0, Removed(("x",)))), "block_hashes must be integers, got 'x' at 0"),
+    "no data": (RouterEvent(0, KvCacheEvent(0, None)), "its data must be Stored, Removed or Cleared, got None"),
+    "no event": (RouterEvent(0, Cleared()), "its event must be a KvCacheEvent, got Cleared()"),
+    "tier": (RouterEvent(0, KvCacheEvent(0, BIG), [], PLAIN), "storage_tier must be a StorageTier (device, host_pinned, disk, external), got []"),
+}  # fmt: skip
+WITH_TOKENS = {
+    "tokens": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=5), "token_ids must have a sequence of token ids for each block, got 5"),
+    "flat tokens": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=[1, 2]), "token_ids must have a sequence of token ids for each block, got [1, 2]"),
+    "bool": (RouterEvent(0, KvCacheEvent(0, Removed((True,)))), "block_hashes must be integers, got True at 0"),
+    "float": (RouterEvent(0, KvCacheEvent(0, Removed((1, 1.5, 2)))), "block_hashes must be integers, got 1.5 at 1"),
+    "extra": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=PLAIN, extra=5), "extra must map names of fields to values, or be None, got 5"),
+    "extra names": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=PLAIN, extra=["x"]), "extra must map names of fields to values, or be None, got ['x']"),
+    "pairs": (RouterEvent(0, KvCacheEvent(0, BIG), extra={"token_pairs": 5}), "extra['token_pairs']: expected an array of pairs of token ids, got 5"),
+    "no pairs": (RouterEvent(0, KvCacheEvent(0, BIG), extra={"token_pairs": ["a", "b"]}), "extra['token_pairs']: expected an array of pairs of token ids, got ['a', 'b']"),
+    "size": (RouterEvent(0, KvCacheEvent(0, Stored(None, (), ())), extra={"block_size": True}), "a Stored without blocks has no block size; no engine publishes one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name in ("vllm-0.33", "vllm-0.9", "sglang-0.5.22") for case in (*FLAWED, *WITH_TOKENS)]
+    + [("dynamo-router-event", case) for case in FLAWED],  # it writes no more of an event
+)
+def test_what_an_event_is_made_of_is_refused_in_one_line(name, case):
+    event, message = {**FLAWED, **WITH_TOKENS}[case]
+    with pytest.raises(EncodeError) as error:
+        encode(Batch([cleared(), event], dp_rank=0 if case != "no event" else None), name)
+    assert f"event 1 of the batch: {message}" == str(error.value)
+
+
+@pytest.mark.parametrize(
+    "digests", [5, (None,), (None, [b"y" * 32]), (b"x", [b"y" * 32] * 2), (None, [b"y" * 31] * 2), (None, ["y"] * 2)]
+)
+def test_digests_that_are_not_of_the_blocks_are_refused(digests):
+    expected = r"extra\['digests'\]: expected the digest of the parent or None, and of each of 2 blocks, of 16 or 32 bytes, got "
+    with pytest.raises(EncodeError, match=f"^event 0 of the batch: {expected}"):
+        encode(Batch([stored(extra={"digests": digests})]), "vllm-0.33-bytes")
+
+
+@pytest.mark.parametrize("timestamp", [float("nan"), float("inf"), -float("inf"), "5", None, True])
+@pytest.mark.parametrize("name", ["vllm-0.33", "sglang-0.5.9", "dynamo-router-event"])
+def test_a_timestamp_that_is_no_finite_number_is_refused(name, timestamp):
+    with pytest.raises(EncodeError) as error:
+        encode(Batch([cleared()], timestamp), name)
+    assert (
+        f"the batch cannot be written in {name!r}: its timestamp must be a finite number of seconds, got {timestamp!r}"
+        == str(error.value)
+    )
+
+
+@pytest.mark.parametrize("rank", [-1, 2**32, "0", None, True])
+def test_a_rank_of_the_events_that_is_none_is_refused(rank):
+    with pytest.raises(
+        EncodeError, match=f"^the rank of a batch is an integer from 0 to 4294967295, or None, got {rank!r}$"
+    ):
+        encode(Batch([cleared(rank=rank)]), "vllm-0.33")
+
+
+@pytest.mark.parametrize("events", [5, None, {1, 2}])
+def test_a_batch_of_no_sequence_is_refused(events):
+    with pytest.raises(TypeError, match=r"^the events of a batch are a sequence of RouterEvents, got "):
+        encode(Batch(events), "vllm-0.33")
+
+
+def test_digests_that_are_none_are_refused():
+    with pytest.raises(TypeError, match=r"^digests must be StreamDigests, or None, got 5$"):
+        encode(Batch([cleared()]), "vllm-0.33", digests=5)
+    with pytest.raises(TypeError, match=r"^hasher must be the hasher of a manager, as manager\.hasher; got 'vllm'$"):
+        StreamDigests("vllm")

@@ -10,12 +10,13 @@ import threading
 import msgspec
 import pytest
 import zmq
+import zmq.asyncio
 from sockets import BIG, number, plain_sub, publish_chain, removed, replayed, stored, tokens_of
 
 from pytest_kvmock import Cleared, KvCacheEvent, RouterEvent, RouterHarness, Stored
 from pytest_kvmock.wire import DIALECTS, EncodeError, decode
 from pytest_kvmock.wire.endpoints import rank_endpoint, rank_endpoints
-from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, WireTimeout, block_of, wire_hash
+from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, KvSubscriber, WireTimeout, block_of, wire_hash
 
 SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.in_matrix]
 
@@ -96,6 +97,13 @@ def test_block_ids_written_by_hand_go_out_in_full_width_one_to_one(dialect):
     assert all(abs(value) >= 2**32 for value in on_wire)  # eight bytes in msgpack, signed or not
     width = b"\xd3" if DIALECTS[dialect].hashes == "signed" else b"\xcf"
     assert all(width + wire_hash(block).to_bytes(8, "big") in payloads[0] for block in (0, 1))
+
+
+def test_a_block_hash_of_more_than_64_bits_is_refused_beside_a_small_one_too(publisher):
+    for block in (2**64, -(2**63) - 1):
+        with pytest.raises(EncodeError, match=r"block hash -?(0x)?\w+ has more than 64 bits$"):
+            publisher.publish(removed(5, block))
+    assert 0 == publisher.batches()
 
 
 def test_sequence_numbers_begin_at_0_after_a_restart_and_the_buffer_is_empty(publisher):
@@ -287,6 +295,14 @@ WRONG = {
     "ipc://here/sock": "'ipc://here/sock': an ipc path is absolute; 'ipc' alone is a path that is made and removed",
     "ipc:///" + "x" * 200: "ipc path of 201 bytes, at most 107; 'ipc' alone is a short path that is made",
     5: "an endpoint is a string such as 'tcp', 'ipc' or 'inproc', got 5",
+    "tcp://": "'tcp://' has no address: expected tcp://HOST:PORT",
+    "inproc://": "'inproc://' has no address: expected inproc://NAME",
+    "tcp://127.0.0.1:\u0663": "'tcp://127.0.0.1:\u0663': a port is from 1 to 65535, or * for one that the system picks",
+    "tcp://127.0.0.1:" + "9" * 5000: "'tcp://127.0.0.1:"
+    + "9" * 63
+    + ": a port is from 1 to 65535, or * for one that the system picks",
+    "ipc:///tmp/\0x": r"'ipc:///tmp/\x00x': an address is text that UTF-8 can write, without a zero",
+    "inproc://\ud800": r"'inproc://\ud800': an address is text that UTF-8 can write, without a zero",
 }
 
 
@@ -424,6 +440,73 @@ def test_a_dialect_that_is_not_spoken_over_zmq_is_refused():
 def test_numbers_out_of_range_are_refused(name):
     with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1, got 0$"):
         KvPublisher("vllm-0.24", **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"context": 5}, TypeError, "context must be a zmq.Context, or None for one of its own, got 5"),
+        ({"replay": 5}, TypeError, "replay must be True, False or an endpoint, got 5"),
+        ({"replay": ""}, EndpointError, "'': unknown transport ''; known: tcp, ipc, inproc"),
+        ({"topic": "\ud800"}, ValueError, r"topic must be text that UTF-8 can write, got '\ud800'"),
+        ({"hwm": 2**31}, ValueError, "hwm must be an integer from 1 to 1073741824, got 2147483648"),
+        ({"buffer_steps": 10**30}, ValueError, f"buffer_steps must be an integer from 1 to 1073741824, got {10**30}"),
+        ({"ranks": 5000}, EndpointError, "5000 ranks: ports in a row are looked for 1024 at most"),
+        ({"topic": b"kv"}, ValueError, "topic must be a string, got b'kv'"),
+    ],
+)
+def test_options_of_another_type_are_refused(option, error, message):
+    with pytest.raises(error) as caught:
+        KvPublisher("vllm-0.33", **option)
+    assert message == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make", [KvPublisher, lambda **options: KvSubscriber("tcp://127.0.0.1:1", print, dialect="vllm-0.33", **options)]
+)
+def test_a_context_that_is_closed_or_of_asyncio_is_refused(make):
+    context = zmq.Context()
+    context.term()
+    with pytest.raises(ValueError, match=r"^context is closed; it must be open, or None for one of its own$"):
+        make(context=context)
+    with zmq.asyncio.Context() as awaited:
+        with pytest.raises(
+            TypeError, match=r"^context must be a zmq\.Context, and not one of zmq\.asyncio; zmq\.Context\("
+        ):
+            make(context=awaited)
+        with make(context=zmq.Context(awaited)):
+            pass
+
+
+def test_a_probe_of_the_other_kind_is_refused(publisher):
+    async def probe():
+        return True
+
+    with pytest.raises(
+        TypeError, match=r"^settle takes a probe that answers at once, and got a coroutine; asettle awaits it$"
+    ):
+        publisher.settle(probe)
+    with pytest.raises(
+        TypeError, match=r"^asettle takes a probe that is awaited, and it returned True; settle takes such$"
+    ):
+        asyncio.run(publisher.asettle(lambda: True))
+    with pytest.raises(
+        TypeError, match=r"^probe is called until it answers as expected; got 5, which cannot be called$"
+    ):
+        publisher.settle(5)
+
+
+def test_an_end_marker_is_left_out_or_not(publisher):
+    with pytest.raises(ValueError, match=r"^end_marker must be True or False, got 5$"):
+        publisher.faults.truncate_replay(end_marker=5)
+    assert [] == publisher.faults.unused
+
+
+def test_a_closed_publisher_is_not_entered_nor_stepped(publisher):
+    publisher.close()
+    for context in (publisher, publisher.step()):
+        with pytest.raises(ValueError, match=r"^this KvPublisher is closed$"), context:
+            pass
 
 
 def test_a_closed_publisher_refuses_everything_but_to_be_closed(publisher):

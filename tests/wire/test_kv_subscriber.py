@@ -435,6 +435,8 @@ def test_a_sink_that_cannot_be_called_and_a_replay_of_too_few_ranks_are_refused(
 WRONG_ENDPOINTS = {
     "tcp://127.0.0.1:70000": "'tcp://127.0.0.1:70000': a port is from 1 to 65535",
     "tcp://127.0.0.1:0": "'tcp://127.0.0.1:0': a port is from 1 to 65535",
+    "ipc://": "'ipc://' has no address: expected ipc:///PATH",
+    "inproc://\ud800": r"'inproc://\ud800': an address is text that UTF-8 can write, without a zero",
     5: "endpoints are a string, or one a rank, such as 'tcp://HOST:PORT'; got 5",
     (): "endpoints are a string, or one a rank, such as 'tcp://HOST:PORT'; got ()",
     (5,): "endpoints are a string, or one a rank, such as 'tcp://HOST:PORT'; got (5,)",
@@ -452,6 +454,7 @@ def test_endpoints_that_cannot_be_connected_to_are_refused(endpoint):
     ("option", "message"),
     [
         ({"topic": 5}, "topic must be a string, got 5"),
+        ({"from_start": 1}, "from_start must be True or False, got 1"),
         ({"on_loss": 5}, "on_loss is called with each loss; got 5, which cannot be called"),
     ],
 )
@@ -461,6 +464,27 @@ def test_options_of_another_type_leave_no_socket_open(option, message):
         KvSubscriber("tcp://127.0.0.1:9", print, dialect="vllm-0.33", context=context, **option)
     assert message == str(caught.value)
     context.term()  # it would wait for a socket that is open
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "x", None, True])
+def test_a_timeout_that_is_none_is_refused(timeout):
+    with KvSubscriber("tcp://127.0.0.1:9", print, dialect="vllm-0.33") as subscriber:
+        for call in (subscriber.poll, lambda timeout: subscriber.receive(1, timeout)):
+            with pytest.raises(ValueError, match=r"^timeout must be a finite number of at least 0 seconds, got "):
+                call(timeout)
+
+
+def test_a_timeout_may_be_longer_than_zmq_can_count():
+    with KvPublisher("vllm-0.33") as publisher:
+        with KvSubscriber(
+            publisher.endpoint, print, dialect="vllm-0.33", replay=publisher.replay_endpoint, replay_timeout=1e300
+        ) as subscriber:
+            publisher.wait_subscribed(timeout=1e300)
+            publish_chain(publisher, 1)
+            subscriber.receive(1, timeout=1e300)
+            assert 0 == subscriber.catch_up()
+        with pytest.raises(ValueError, match=r"^this KvSubscriber is closed$"), subscriber:
+            pass
 
 
 def test_a_closed_subscriber_refuses_everything_but_to_be_closed():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_kvmock import CapturingSink, Cleared, KvCacheEvent, RouterEvent, RouterHarness, Stored
+from pytest_kvmock import CapturingSink, Cleared, KvCacheEvent, Removed, RouterEvent, RouterHarness, StorageTier, Stored
 from pytest_kvmock.wire import DIALECTS, EncodeError, KvWire, StreamDigests
 
 SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.in_matrix]
@@ -111,9 +111,104 @@ def test_an_event_that_cannot_be_written_is_a_sink_failure_of_the_harness():
     [
         ({"timestamp": 5}, "timestamp must be callable and return seconds, or None, got 5"),
         ({"digests": 5}, "digests must map ranks to StreamDigests, got 5"),
+        ({"digests": {0: 5}}, "digests must map ranks to StreamDigests, got 5 for 0"),
     ],
 )
 def test_options_of_another_type_are_refused(option, message):
     with pytest.raises(TypeError) as caught:
         KvWire("vllm-0.33", **option)
     assert message == str(caught.value)
+
+
+def test_digests_of_a_rank_that_there_is_not_are_refused():
+    with RouterHarness(backend="vllm") as harness:
+        digests = StreamDigests.of_manager(harness.worker(0).manager)
+    for rank in (1, -1, "0", True):
+        with pytest.raises(ValueError, match=f"^digests are of ranks 0 to 0, got rank {rank!r}$"):
+            KvWire("vllm-0.33-bytes", digests={rank: digests})
+
+
+EVENT = RouterEvent(0, KvCacheEvent(0, Stored(None, (1,), (7,))), token_ids=[[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"token_ids": [[3, 4]]}, "token_ids"),
+        ({"extra": {"lora_name": "sql"}}, "extra"),
+        ({"storage_tier": StorageTier.DISK}, "storage_tier"),
+        ({"storage_tier": StorageTier.DISK, "token_ids": [], "extra": {}}, "storage_tier and token_ids and extra"),
+    ],
+)
+def test_what_a_router_event_has_itself_is_refused_beside_it(options, names):
+    wire = KvWire("vllm-0.33")
+    with pytest.raises(
+        ValueError, match=f"^{names} beside a RouterEvent, which has its own: publish the event alone, or"
+    ):
+        wire.publish(EVENT, **options)
+    wire.publish(EVENT, StorageTier.DEVICE)
+    assert [[(1,)]] == [[each.event.data.block_hashes for each in wire.decode(one).events] for one in wire.payloads]
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "message"),
+    [
+        ({"lora_nmae": "sql"}, ValueError, "extra has 'lora_nmae', which is a field of no dialect; did you mean 'lora_name'?"),
+        ({"sesion_id": "s"}, ValueError, "extra has 'sesion_id', which is a field of no dialect; did you mean 'session_id'?"),
+        ({5: "s"}, TypeError, "extra must map names of fields to values, got the name 5"),
+        (["lora_name"], TypeError, "extra must map names of fields to values, or be None, got ['lora_name']"),
+        ({"block_hashes": [2]}, EncodeError, "event 0 of the batch: extra['block_hashes']: the event itself says it"),
+    ],
+)  # fmt: skip
+def test_a_field_beside_an_event_that_would_vanish_is_refused(extra, error, message):
+    wire = KvWire("vllm-0.33")
+    for _ in range(2):
+        with pytest.raises(error) as caught:
+            wire.publish(Stored(None, (1,), (7,)), token_ids=[[1, 2]], extra=extra)
+        assert str(caught.value).startswith(message)
+    assert [] == wire.batches
+
+
+@pytest.mark.parametrize(
+    ("data", "beside", "message"),
+    [
+        (Removed((1,)), {"token_ids": [[1]]}, "token_ids go with a Stored, and were given beside Removed("),
+        (Cleared(), {"token_ids": []}, "token_ids go with a Stored, and were given beside Cleared()"),
+        (
+            Cleared(),
+            {"extra": {"group_idx": 1}},
+            "extra goes with a Stored or a Removed, and was given beside Cleared()",
+        ),
+    ],
+)
+def test_what_an_event_cannot_carry_is_refused(data, beside, message):
+    wire = KvWire("vllm-0.33")
+    with pytest.raises(ValueError) as caught:
+        wire.publish(data, **beside)
+    assert str(caught.value).startswith(message)
+    assert [] == wire.batches
+
+
+@pytest.mark.parametrize(
+    "event", [KvCacheEvent(0, None), RouterEvent(0, KvCacheEvent(0, "stored")), RouterEvent(0, None)]
+)
+def test_an_event_of_nothing_is_refused_and_not_written_as_cleared(event):
+    wire = KvWire("vllm-0.33")
+    with pytest.raises(EncodeError, match=r"^event 0 of the batch: its (data|event) must be"):
+        wire.publish(event)
+    assert [] == wire.batches
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "lora_path", "field_17", "kvmock_field"])
+def test_what_the_dialect_has_no_field_for_is_left_out(name):
+    wire = KvWire("vllm-0.33")
+    wire.publish(Stored(None, (1,), (7,)), token_ids=[[1, 2]], extra={name: "x"})
+    assert [None] == wire.decode(wire.payloads[0]).extra
+
+
+@pytest.mark.parametrize("rank", [True, "0", None, 1, -1])
+def test_a_rank_that_is_none_is_refused(rank):
+    wire = KvWire("vllm-0.33")
+    with pytest.raises(ValueError, match=f"^the publisher has ranks 0 to 0, got rank {rank!r}$"):
+        wire.publish(KvCacheEvent(0, Cleared(), rank))
+    assert [] == wire.batches
