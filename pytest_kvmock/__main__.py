@@ -55,6 +55,12 @@ def parser() -> argparse.ArgumentParser:
         choices=("unique", "counted"),
         help="of a file that does not say it: whether a block is published once while it is held, or every copy is",
     )
+    check.add_argument(
+        "--injected",
+        choices=("ignore", "fail"),
+        default="ignore",
+        help="what a result of a fault does that the captured test injected: ignore (default; it is counted), fail",
+    )
     check.set_defaults(run=_check)
 
     record = commands.add_parser(
@@ -117,7 +123,12 @@ def _check(given: argparse.Namespace) -> int:
     progress = _bytes_read(Path(given.file))
     try:
         checked = check_file(
-            given.file, dialect=given.dialect, allow=given.allow, residency=given.residency, progress=progress
+            given.file,
+            dialect=given.dialect,
+            allow=given.allow,
+            residency=given.residency,
+            counts_injected=given.injected == "fail",
+            progress=progress,
         )
     finally:
         if progress is not None:

@@ -12,9 +12,11 @@ from typing import Any
 from pytest_kvmock.capture.capture_file import CaptureFile
 from pytest_kvmock.capture.lines import event_line
 from pytest_kvmock.events import RouterEvent, StreamKey
+from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import Stream
+from pytest_kvmock.wire.wire_faults import WireInjection
 
 
 def _who(key: StreamKey) -> dict[str, int]:
@@ -33,6 +35,8 @@ class CapturingLedger(Ledger):
         super().__init__()
         self.file = file
         self._backend_of = backend_of
+        self._injections: dict[Injection, int] = {}
+        self._faults = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         plain = memo[id(self)] = Ledger()
@@ -69,6 +73,8 @@ class CapturingLedger(Ledger):
         why = {"rule": cause.rule, "observed": cause.observed, "expected": cause.expected}
         event = None if cause.event is None else event_line(cause.event)
         self.file.write({"missed": {**_who(key), "event_id": event_id, **why, "event": event}})
+        if cause.fault is not None:
+            self.attributed(cause)
 
     def lost_batches(self, key: StreamKey, batches: range, position: int, observed: str = "") -> list[Problem]:
         """As `Ledger.lost_batches`."""
@@ -97,6 +103,34 @@ class CapturingLedger(Ledger):
         if found:
             self.file.write({"full": True})
         return found
+
+    def injected(self, injection: Injection) -> None:
+        """As `Ledger.injected`."""
+        self._injections[injection] = self._faults
+        self._faults += 1
+        what = {"fault": injection.kind, "event_id": injection.event_id, "survived": injection.survived}
+        self.file.write({"injected": {**_who((injection.worker_id, injection.dp_rank)), **what}})
+
+    def attributed(self, problem: Problem) -> None:
+        """As `Ledger.attributed`."""
+        number = None if problem.fault is None else self._injections.get(problem.fault)
+        if number is not None:  # else it changed what an index was given, and not the stream
+            what = {"rule": problem.rule, "position": problem.position, "blocks": problem.blocks}
+            self.file.write({"result": {**_who((problem.worker_id, problem.dp_rank)), "of": number, **what}})
+
+    def injected_on_wire(self, worker_id: int, injections: Iterable[WireInjection]) -> None:
+        """Write down the faults of the wire that struck: `KvPublisher.faults.injected`.
+
+        Batches that are lost by them are then no problem of the stream: of whoever subscribed in the test, under whatever
+        worker id, as a batch is known by its rank and number.
+
+        Args:
+            worker_id: the worker that publishes.
+            injections: what struck, in order.
+        """
+        for each in injections:
+            self._faults += 1
+            self.file.write({"injected": {**_who((worker_id, each.dp_rank)), "fault": each.fault, "batch": each.batch}})
 
     def was_replayed(self, event: RouterEvent) -> bool:
         """As `Ledger.was_replayed`."""

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from pytest_kvmock.backends import backend_spec, known_backends
+from pytest_kvmock.capture.injected import Injected
 from pytest_kvmock.capture.lines import HEADER, KINDS, VERSION, CaptureError, event_of
 from pytest_kvmock.capture.payload_file import split_payloads
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
@@ -49,6 +51,8 @@ class Checked:
         notes: what could not be judged, a line each.
         complete: whether the capture has its last line.
         allow: rules whose breaches are none.
+        counts_injected: whether results of faults that a test injected are problems as any other.
+        faults: the faults that the test injected, in order.
     """
 
     path: Path
@@ -58,10 +62,21 @@ class Checked:
     notes: list[str] = field(default_factory=list)
     complete: bool = True
     allow: frozenset[str] = frozenset()
+    counts_injected: bool = False
+    faults: list[Injection] = field(default_factory=list)
 
     @property
     def problems(self) -> list[Problem]:
-        """The errors and warnings that stand by themselves, but for those that are allowed."""
+        """The errors and warnings that stand by themselves, but for those that are allowed, or injected on purpose."""
+        return [each for each in self._standing if each.fault is None or self.counts_injected]
+
+    @property
+    def injected(self) -> list[Problem]:
+        """The errors and warnings that are results of faults that the test injected."""
+        return [each for each in self._standing if each.fault is not None]
+
+    @property
+    def _standing(self) -> list[Problem]:
         return [each for each in self.log.problems if each.cause is None and each.rule not in self.allow]
 
     @property
@@ -104,12 +119,21 @@ class Checked:
         if shown:
             lines.append(problems_text(shown))
         if self.warnings and not warnings:
-            counts = Counter(problem.rule for problem in self.warnings)
-            named = ", ".join(f"{counts[rule]:,} {rule}" for rule in RULES if rule in counts)
-            lines.append(f"warnings: {named}")
+            lines.append(f"warnings: {_counted(self.warnings)}")
+        expected = [] if self.counts_injected else self.injected
+        if expected:
+            kinds = Counter(fault.kind for fault in self.faults)
+            faults = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+            lines.append(f"injected by the test: {_counted(expected)}; faults: {faults}")
         if not shown and not self.unreadable:
-            lines.append("clean" if not self.warnings else "no errors")
+            lines.append("no errors" if self.warnings or expected else "clean")
         return "\n".join(lines)
+
+
+def _counted(problems: Collection[Problem]) -> str:
+    """How many problems there are of each rule, as text."""
+    counts = Counter(problem.rule for problem in problems)
+    return ", ".join(f"{counts[rule]:,} {rule}" for rule in RULES if rule in counts)
 
 
 def check_file(
@@ -118,6 +142,7 @@ def check_file(
     dialect: str | Dialect | None = None,
     allow: Collection[str] = (),
     residency: str | None = None,
+    counts_injected: bool = False,
     progress: Progress | None = None,
 ) -> Checked:
     """Judge the events of a file.
@@ -128,6 +153,7 @@ def check_file(
         allow: rules whose breaches are none.
         residency: of a file that does not say it: "unique" where a block is published once while it is held, "counted"
             where every copy is; None: as the engine of the dialect, "unique" for JSON lines.
+        counts_injected: whether results of faults that the captured test injected are problems as any other.
         progress: told now and then how far it is.
 
     Raises:
@@ -137,7 +163,7 @@ def check_file(
     """
     from pytest_kvmock.hygiene.rules import check_rule
 
-    checked = Checked(Path(path), allow=frozenset(map(check_rule, allow)))
+    checked = Checked(Path(path), allow=frozenset(map(check_rule, allow)), counts_injected=counts_injected)
     if residency is not None and residency not in RESIDENCIES:
         raise ValueError(unknown_text("residency", residency, RESIDENCIES))
     row = None if dialect is None else find_dialect(dialect)
@@ -185,6 +211,7 @@ class _Replay:
         self._progress = progress
         self._ledger = Ledger()
         self._unchained: set[StreamKey] = set()  # by what rule their hashes are chained is not known
+        self._injected = Injected(checked.log, checked.faults)
 
     def read(self, file: BinaryIO) -> None:
         """Read all lines.
@@ -211,6 +238,7 @@ class _Replay:
                 self._progress(done, self._log.total)
         if not number:
             raise CaptureError(f"{checked.path}: the file is empty; a capture has a header")
+        self._injected.attribute()
 
     def _begin(self, header: Mapping[str, Any]) -> None:
         if header[HEADER] != VERSION or isinstance(header[HEADER], bool):
@@ -284,7 +312,15 @@ class _Replay:
 
     def _take_lost(self, key: StreamKey, value: dict[str, Any]) -> None:
         batches = range(value["start"], value["stop"])
-        self._log.note(self._ledger.lost_batches(key, batches, self._log.total - 1, value["observed"]))
+        found = self._ledger.lost_batches(key, batches, self._log.total - 1, value["observed"])
+        self._log.note(found)
+        self._injected.lost(found[0], batches)
+
+    def _take_injected(self, key: StreamKey, value: dict[str, Any]) -> None:
+        self._injected.take_fault(key, value)
+
+    def _take_result(self, key: StreamKey, value: dict[str, Any]) -> None:
+        self._injected.take_result(key, value)
 
     def _take_skipped(self, key: StreamKey, value: dict[str, Any]) -> None:
         self._ledger.skipped(key, value["due"], value["got"])

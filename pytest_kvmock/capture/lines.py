@@ -16,6 +16,8 @@ A line has one key that says what it is, and perhaps others beside it:
 | `published` | ids below this were published, and some did not arrive |
 | `full` | the blocks held were counted, and were too many |
 | `recovered` | a router asked for what it missed |
+| `injected` | a fault that the test injected: by its `event_id`, or on a wire by its `batch` |
+| `result` | the problem of this rule, with the event at this place, is a result of the injected fault of this number |
 | `end` | the capture is whole |
 """
 
@@ -45,6 +47,8 @@ KINDS: Final = (
     "published",
     "full",
     "recovered",
+    "injected",
+    "result",
     "end",
 )
 """The keys of lines after the header."""

@@ -3,15 +3,19 @@
 A folder a dialect, with
 
 - `worker-0.msgpack`, `worker-1.msgpack` (`.jsonl` in Dynamo's dialects): the batches of an engine, one after the other;
-- `batches.jsonl`: in which order they arrive: worker, number, first byte, how many bytes, how many events;
+- `batches.jsonl`: in which order they arrive: worker, rank, number, file, first byte, how many bytes, how many events;
 - `queries.jsonl`: after how many of those batches a prompt is asked for, its token ids, and how many of its leading blocks
   each worker holds;
 - `capture.jsonl`: the same events as a capture, which `check` reads.
+
+In folders inside it two more sets, of the same files: `ranks`, of engines with two data-parallel ranks, and `keys`, of prompts
+with what the dialect can carry of an adapter, a salt and multimodal items.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +27,11 @@ from pytest_kvmock.capture.capture_file import CaptureFile
 from pytest_kvmock.capture.capturing_ledger import CapturingLedger
 from pytest_kvmock.capture.lines import CaptureError, header, version
 from pytest_kvmock.capture.payload_file import write_payloads
+from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.router_harness import RouterHarness
-from pytest_kvmock.prompt_keys import EventExtra
-from pytest_kvmock.tokens import Prompt, block_hashes
+from pytest_kvmock.prompt_keys import EventExtra, PromptKeys
+from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.wire.batcher import KvWire
 from pytest_kvmock.wire.digests import StreamDigests
 from pytest_kvmock.wire.table import Dialect, find_dialect, known_dialects
@@ -35,8 +40,13 @@ VERSION: Final = 1
 """The version of the format of vectors."""
 
 _PROFILE: Final = EngineProfile(block_size=4, num_blocks=12, workers=2)
+_RANKS: Final = 2
 _STEPS: Final = 24
 _VOCABULARY: Final = 30_000
+_ADAPTERS: Final = ("adapter-a", "adapter-b")
+_SALTS: Final = ("tenant-1", "tenant-2")
+_IMAGES: Final = ("1c" * 32, "2d" * 32)
+"""Identifiers as vLLM's: 64 hexadecimal digits."""
 
 README: Final = """\
 # Vectors of KV events
@@ -46,11 +56,21 @@ both. `index.json` lists the dialects. In the folder of each:
 
 - `worker-0{suffix}`, `worker-1{suffix}`: the batches of each engine, one after the other: msgpack says where each ends
   (in Dynamo's dialects: JSON, an event a line, in `.jsonl`).
-- `batches.jsonl`: the batches in the order in which they arrive: `worker`, `seq` (its number on the wire), `offset` and
-  `size` in the file of that worker, `events`.
+- `batches.jsonl`: the batches in the order in which they arrive: `worker`, `dp_rank`, `seq` (its number on the wire, from 0
+  for each rank), `file` with its `offset` and `size` there, `events`.
 - `queries.jsonl`: `after` so many lines of `batches.jsonl`, a prompt of these `tokens` has `overlap` leading blocks on each
   worker; a worker without any is absent. `local_hashes` are those of Dynamo (XXH3-64, seed 1337) for its whole blocks.
 - `capture.jsonl`: the same events as a capture.
+
+Folders in it have further sets of these files; `sets` of `index.json` lists them.
+
+- `ranks`: each engine has {ranks} data-parallel ranks with a cache of its own each. Rank 1 is in `worker-0-dp1{suffix}`, as it
+  has a socket of its own; some dialects leave the rank of a batch nil. `by_rank` of a query has the leading blocks of each
+  worker by rank, `overlap` the most of them.
+- `keys`: prompts carry what the dialect has a field for. `keys` of a query has `lora_name`, `cache_salt` and `multimodal`
+  (identifier, first token, tokens) where they are given, and `local_hashes` respects them. `extra_keys` has for each whole block
+  what vLLM hashes beside its tokens, as on the wire: the adapter, [identifier, offset] of each multimodal item, in the first
+  block the salt. Prompts of other keys share no block. Dialects without such a field have no such set.
 
 Copies count: where an engine stores a block twice and removes it once, the block is still there.
 """
@@ -62,19 +82,56 @@ class Query:
 
     Attributes:
         after: how many batches have arrived.
-        tokens: the token ids.
-        local_hashes: Dynamo's hash of each whole block.
-        overlap: leading blocks by worker.
+        prompt: what is asked for.
+        blocks: its leading blocks by worker and rank.
     """
 
     after: int
-    tokens: Sequence[int]
-    local_hashes: Sequence[int]
-    overlap: dict[Any, int]
+    prompt: Prompt
+    blocks: dict[tuple[int, int], int]
+
+    def line(self, block_size: int, *, ranks: bool, keyed: bool) -> dict[str, Any]:
+        """The query as its file has it.
+
+        Args:
+            block_size: tokens a block.
+            ranks: with the answer of each rank.
+            keyed: with what the prompt carries.
+        """
+        overlap: dict[str, int] = {}
+        by_rank: dict[str, dict[str, int]] = {}
+        for (worker, rank), blocks in sorted(self.blocks.items()):
+            overlap[str(worker)] = max(blocks, overlap.get(str(worker), 0))
+            by_rank.setdefault(str(worker), {})[str(rank)] = blocks
+        local = self.prompt.block_hashes(block_size)
+        line: dict[str, Any] = {"after": self.after, "tokens": list(self.prompt.tokens or ()), "local_hashes": local}
+        line["overlap"] = overlap
+        if ranks:
+            line["by_rank"] = by_rank
+        if keyed:
+            keys = self.prompt.keys or PromptKeys()
+            line["keys"] = keys.given
+            line["extra_keys"] = [keys.block_keys(position, block_size) for position in range(len(local))]
+        return line
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """One set of vectors of a dialect.
+
+    Attributes:
+        name: of its folder in that of the dialect; empty: the folder of the dialect itself.
+        ranks: data-parallel ranks of each engine.
+        keys: what prompts may carry.
+    """
+
+    name: str = ""
+    ranks: int = 1
+    keys: tuple[str, ...] = ()
 
 
 class _Collector:
-    """A sink that writes the events of one worker in a dialect, and notes when each batch came."""
+    """A sink that writes the events of one worker in a dialect, and notes when each batch of a rank came."""
 
     def __init__(self, worker: int, wire: KvWire, arrivals: list[tuple[int, int, int]]) -> None:
         self._worker, self._wire, self._arrivals = worker, wire, arrivals
@@ -91,14 +148,15 @@ class _Collector:
         self._pending.append(RouterEvent(self._worker, event, storage_tier, token_ids, extra))
 
     def flush(self) -> None:
-        """Make a batch of what was published since the last one, as an engine's step does."""
+        """Make a batch a rank of what was published since the last one, as an engine's step does."""
         pending, self._pending = self._pending, []
-        if not pending:
-            return
+        before = len(self._wire.batches)
         with self._wire.step():
             for event in pending:
                 self._wire.publish(event)
-        self._arrivals.append((self._worker, len(self._wire.batches) - 1, len(pending)))
+        events = Counter(event.event.dp_rank for event in pending)
+        for batch in self._wire.batches[before:]:
+            self._arrivals.append((self._worker, batch.dp_rank, events[batch.dp_rank]))
 
 
 def write_vectors(
@@ -134,7 +192,7 @@ def write_vectors(
     profile = {"block_size": _PROFILE.block_size, "num_blocks": _PROFILE.num_blocks, "workers": _PROFILE.workers}
     index = {"kvmock_vectors": VERSION, "made_by": f"pytest-kvmock {version()}", "seed": seed, **profile}
     _write_text(home / "index.json", json.dumps({**index, "dialects": about}, indent=2) + "\n")
-    sizes = {"version": version(), "blocks": _PROFILE.num_blocks, "size": _PROFILE.block_size}
+    sizes = {"version": version(), "blocks": _PROFILE.num_blocks, "size": _PROFILE.block_size, "ranks": _RANKS}
     _write_text(home / "README.md", README.format(**sizes, suffix=".msgpack"))
     return [row.name for row in rows]
 
@@ -142,85 +200,132 @@ def write_vectors(
 def _write_dialect(home: Path, dialect: Dialect, seed: int) -> dict[str, Any]:
     """Write the folder of a dialect; return what the index says of it."""
     spec = backend_spec(dialect.backend)
+    keys = _keys_carried(spec, dialect)
+    about = {"name": dialect.name, "models": dialect.models, "engine": spec.models, "hashes": dialect.hashes}
+    about |= _write_set(home, _Set(), spec, dialect, seed)
+    others = [_Set("ranks", ranks=_RANKS)] + [_Set("keys", keys=keys)] * bool(keys)
+    sets = []
+    for each in others:
+        found = _write_set(home / each.name, each, spec, dialect, seed)
+        sets.append({"name": each.name, **found, **({"keys": list(keys)} if each.keys else {})})
+    return {**about, "sets": sets}
+
+
+def _write_set(home: Path, which: _Set, spec: BackendSpec, dialect: Dialect, seed: int) -> dict[str, Any]:
+    """Write a set into its folder; return which files it has, and how much is in them."""
     engine = {"backend": spec.name, "models": spec.models, "dialect": dialect.name}
+    profile = _PROFILE.replace(seed=seed, dp_size=which.ranks)
     with CaptureFile(home / "capture.jsonl", header(engine, seed)) as file:
-        harness = RouterHarness(
-            _PROFILE.replace(seed=seed), None, name="vectors", ledger=CapturingLedger(file, lambda _: spec.name)
-        )
+        harness = RouterHarness(profile, None, name="vectors", ledger=CapturingLedger(file, lambda _: spec.name))
         wires: dict[int, KvWire] = {}
         arrivals: list[tuple[int, int, int]] = []
         collectors = []
-        for worker in range(_PROFILE.workers):
-            wires[worker] = KvWire(dialect, digests=_digests(spec, dialect))
+        for worker in range(profile.workers):
+            wires[worker] = KvWire(dialect, ranks=which.ranks, digests=_digests(spec, dialect, which.ranks))
             collectors.append(_Collector(worker, wires[worker], arrivals))
             harness.add_sink(collectors[-1], worker_id=worker)
         harness.use_backend(spec)
-        queries = _traffic(harness, collectors, arrivals, Random(f"vectors:{seed}"))  # noqa: S311 - mock data
+        name = f"vectors:{seed}:{which.name}" if which.name else f"vectors:{seed}"
+        queries = _traffic(harness, collectors, arrivals, Random(name), which)  # noqa: S311 - mock data
         harness.assert_no_event_errors()
     suffix = ".msgpack" if dialect.is_msgpack else ".jsonl"
-    places = {
-        worker: write_payloads(home / f"worker-{worker}{suffix}", wire.payloads) for worker, wire in wires.items()
-    }
-    batches = []
-    for worker, seq, events in arrivals:
-        offset, size = places[worker][seq]
-        batches.append({"worker": worker, "seq": seq, "offset": offset, "size": size, "events": events})
+    places = {}
+    for worker, wire in wires.items():
+        for rank in range(which.ranks):
+            path = home / f"worker-{worker}{f'-dp{rank}' if rank else ''}{suffix}"
+            payloads = [batch.payload for batch in wire.batches if batch.dp_rank == rank]
+            places[worker, rank] = path.name, write_payloads(path, payloads)
+    batches, numbers = [], Counter[tuple[int, int]]()
+    for worker, rank, events in arrivals:
+        seq = numbers[worker, rank]
+        numbers[worker, rank] += 1
+        name, of_file = places[worker, rank]
+        offset, size = of_file[seq]
+        line = {"worker": worker, "dp_rank": rank, "seq": seq, "file": name, "offset": offset, "size": size}
+        batches.append({**line, "events": events})
     _write_lines(home / "batches.jsonl", batches)
-    _write_lines(
-        home / "queries.jsonl",
-        [
-            {
-                "after": query.after,
-                "tokens": list(query.tokens),
-                "local_hashes": list(query.local_hashes),
-                "overlap": {str(worker): blocks for worker, blocks in query.overlap.items()},
-            }
-            for query in queries
-        ],
-    )
-    return {
-        "name": dialect.name,
-        "models": dialect.models,
-        "engine": spec.models,
-        "hashes": dialect.hashes,
-        "workers": [f"worker-{worker}{suffix}" for worker in wires],
-        "batches": len(batches),
-        "queries": len(queries),
+    size = profile.block_size
+    lines = [query.line(size, ranks=which.ranks > 1, keyed=bool(which.keys)) for query in queries]
+    _write_lines(home / "queries.jsonl", lines)
+    files = [name for name, _ in places.values()]
+    return {"workers": files, "batches": len(batches), "queries": len(queries)}
+
+
+def _keys_carried(spec: BackendSpec, dialect: Dialect) -> tuple[str, ...]:
+    """What prompts may carry so that the engine names blocks by it and a router can read it in the dialect."""
+    fields = {*(field.name for field in dialect.stored), *dialect.metadata}
+    on_wire = {
+        "lora_name": "lora_name" in fields,
+        "cache_salt": not fields.isdisjoint(("cache_salt", "extra_keys")),
+        "multimodal": "extra_keys" in fields,
     }
+    driver: object = MoveDriver
+    if spec.driver is not None:
+        driver = spec.driver(_manager(spec, 0), True, Random(0))  # noqa: S311 - nothing is drawn
+    able = getattr(driver, "prompt_keys", ())
+    return tuple(key for key, has in on_wire.items() if key in able and (has or not dialect.is_msgpack))
 
 
-def _digests(spec: BackendSpec, dialect: Dialect) -> dict[int, StreamDigests]:
+def _digests(spec: BackendSpec, dialect: Dialect, ranks: int) -> dict[int, StreamDigests]:
     """What a dialect of whole digests needs; they follow from the engine's options alone."""
     if dialect.hashes != "bytes":
         return {}
-    return {0: StreamDigests.of_manager(spec.make(num_blocks=1, block_size=_PROFILE.block_size, dp_rank=0, sink=None))}
+    return {rank: StreamDigests.of_manager(_manager(spec, rank)) for rank in range(ranks)}
+
+
+def _manager(spec: BackendSpec, dp_rank: int) -> Any:
+    """A manager of one block, which is asked what its engine does."""
+    return spec.make(num_blocks=1, block_size=_PROFILE.block_size, dp_rank=dp_rank, sink=None)
 
 
 def _traffic(
-    harness: RouterHarness, collectors: Sequence[_Collector], arrivals: Sequence[Any], rng: Random
+    harness: RouterHarness, collectors: Sequence[_Collector], arrivals: Sequence[Any], rng: Random, which: _Set
 ) -> list[Query]:
     """Have the engines serve prompts that share prefixes, and evict; ask for some of them after each step."""
     size = harness.profile.block_size
     queries: list[Query] = []
-    prompts: list[list[int]] = []
+    prompts: list[Prompt] = []
     for collector in collectors:  # some engines publish as they begin
         collector.flush()
     for step in range(_STEPS):
-        before = rng.choice(prompts) if prompts and rng.random() < 0.6 else []
-        kept = before[: size * rng.randrange(len(before) // size + 1)] if before else []
+        before = rng.choice(prompts) if prompts and rng.random() < 0.6 else Prompt([])
+        shared = before.tokens or ()
+        kept = list(shared[: size * rng.randrange(len(shared) // size + 1)]) if shared else []
         fresh = [rng.randrange(_VOCABULARY) for _ in range(size * rng.randint(1, 4) + rng.randrange(size))]
         tokens = [*kept, *fresh][: size * (harness.profile.num_blocks - 2)]
-        prompts.append(tokens)
-        worker = harness.worker(step % len(collectors) if step % 3 else 0)
+        prompt = _with_keys(tokens, before, which.keys, rng)
+        prompts.append(prompt)
+        dp_rank = rng.randrange(which.ranks) if which.ranks > 1 else 0
+        worker = harness.worker(step % len(collectors) if step % 3 else 0, dp_rank)
         if step == _STEPS * 2 // 3:
             worker.clear()
-        worker.serve(Prompt(tokens))
+        worker.serve(prompt)
         for collector in collectors:
             collector.flush()
-        for asked in (tokens, rng.choice(prompts)):
-            overlap = {worker: blocks for worker, blocks in harness.overlap(asked).items() if blocks}
-            queries.append(Query(len(arrivals), asked, block_hashes(asked, size), dict(sorted(overlap.items()))))
+        asked = [prompt, rng.choice(prompts)]
+        if which.keys:  # the same tokens for another tenant
+            asked.append(_with_keys(tokens, Prompt([]), which.keys, rng))
+        for each in asked:
+            scores = harness.reference.find_matches(each.block_hashes(size)).scores
+            queries.append(Query(len(arrivals), each, {key: blocks for key, blocks in scores.items() if blocks}))
     return queries
+
+
+def _with_keys(tokens: list[int], before: Prompt, able: Collection[str], rng: Random) -> Prompt:
+    """A prompt with some of what it may carry; as often as not, with what the one carries whose tokens it shares."""
+    if not able:
+        return Prompt(tokens)
+    given: dict[str, Any] = {} if before.keys is None else before.keys.given
+    if not given or rng.random() < 0.5:
+        item = (rng.choice(_IMAGES), rng.randrange(2, 7), rng.randint(1, 6))
+        drawn = {
+            "lora_name": rng.choice((None, *_ADAPTERS)),
+            "cache_salt": rng.choice((None, *_SALTS)),
+            "multimodal": (item,) * rng.randrange(2),
+        }
+        given = {name: value for name, value in drawn.items() if name in able}
+    items = [item for item in given.get("multimodal", ()) if item[1] + item[2] <= len(tokens)]
+    return Prompt(tokens, **{**given, "multimodal": items})
 
 
 def _write_lines(path: Path, lines: Sequence[Any]) -> None:

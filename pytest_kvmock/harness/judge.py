@@ -128,6 +128,9 @@ class Judge:
         """
         if self.book is not None:
             self.book.attribution.classify(found, real, delivery)
+            for problem in found:
+                if problem.fault is not None:
+                    self.ledger.attributed(problem)
         self.log.note(found)
 
     # ----------------------------------------------------------------------------------------------- events
@@ -148,6 +151,7 @@ class Judge:
             streams = [self.ledger.streams[key] for key in injection.keys if key in self.ledger.streams]
             emptied.update(block for stream in streams for held in stream.tiers.values() for block in held)
         self.keep_book().injected(injection, event, emptied)
+        self.ledger.injected(injection)
         if injection.fails_sink and event is not None:
             key = (injection.worker_id, injection.dp_rank)
             observed = "a sink raised on purpose; the router never got the event"
@@ -157,6 +161,7 @@ class Judge:
     def mismatched(self, key: StreamKey, injection: Injection) -> None:
         """Attribute all that is wrong with the events of a worker to the fault that it is."""
         self.keep_book().attribution.mismatched[key] = injection
+        self.ledger.injected(injection)
 
     def received(self, delivery: Delivery) -> None:
         """Receive an event that arrives: judge it, and apply it to the indexes."""

@@ -26,6 +26,7 @@ from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Sto
 from pytest_kvmock.hygiene.content import Chain, own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.drift import confirm, differences, over_capacity
 from pytest_kvmock.hygiene.folding import fold, parts_of, problem_of
+from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import LAST, Desync, Residency, Stream
 from pytest_kvmock.hygiene.text import blocks_text, ids_text
@@ -565,6 +566,12 @@ class Ledger:
         """The problem for blocks in which stream and engine differ in a tier."""
         observed = f"{had} {blocks_text(blocks)}{stream.where_text(tier)}; {stream.history(blocks[0], tier)}"
         return problem_of("engine_drift", stream, observed, expected, blocks, tier=tier)
+
+    def injected(self, injection: Injection) -> None:
+        """Take note of a fault that was injected into a stream; a `CapturingLedger` writes it down."""
+
+    def attributed(self, problem: Problem) -> None:
+        """Take note of a problem that was found to be a result of an injected fault; likewise."""
 
     # ---------------------------------------------------------------------------------------------- desyncs
 

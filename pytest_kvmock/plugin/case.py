@@ -6,14 +6,14 @@ It is loaded with the first test that uses a fixture of this plugin.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
-from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, Placeholder, resolve_placeholder
+from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, Placeholder, placeholder, resolve_placeholder
 from pytest_kvmock.plugin.options import BACKENDS, DIALECTS, SCHEDULER_MATRIX, Axis, unknown_name
 from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_engine, resolve_profile
 from pytest_kvmock.plugin.settings import SETTINGS
@@ -34,6 +34,12 @@ class Case:
 
     Kept in the item's stash from set-up to the end of teardown, where the hooks find it (`verdict.py`).
 
+    Args:
+        item: the test.
+        harness: its world.
+        policy: what broken rules do.
+        ask: returns the value of a fixture of the test, by its name.
+
     Attributes:
         item: the test.
         harness: its world.
@@ -48,6 +54,7 @@ class Case:
     """
 
     __slots__ = (
+        "_ask",
         "backend",
         "capture",
         "engine_warnings",
@@ -60,8 +67,11 @@ class Case:
         "warnings",
     )
 
-    def __init__(self, item: pytest.Item, harness: RouterHarness, policy: Policy) -> None:
+    def __init__(
+        self, item: pytest.Item, harness: RouterHarness, policy: Policy, ask: Callable[[str], Any] | None = None
+    ) -> None:
         self.item = item
+        self._ask = ask
         self.harness = harness
         self.policy = policy
         harness.events.warnings_fail = policy.event_warnings == "fail"
@@ -92,7 +102,7 @@ class Case:
     def with_backend(self, value: object) -> RouterHarness:
         """Return the harness, with engines of this backend."""
         if self.backend is None:
-            name = backend_name(self.item, value)
+            name = backend_name(self.item, value, ask=self._ask)
             try:
                 self.harness.use_backend(name)  # it checks, too, that its managers are of this name
             except ValueError as error:
@@ -107,9 +117,21 @@ class Case:
         return self.harness
 
 
-def backend_name(item: pytest.Item, value: object, axis: Axis = BACKENDS) -> str:
-    """The backend that `kv_backend` names in a test; or, with its axis, the dialect that `kv_dialect` names."""
-    name = resolve_placeholder(item, axis) if isinstance(value, Placeholder) else value
+def backend_name(
+    item: pytest.Item, value: object, axis: Axis = BACKENDS, ask: Callable[[str], Any] | None = None
+) -> str:
+    """The backend that `kv_backend` names in a test; or, with its axis, the dialect that `kv_dialect` names.
+
+    Args:
+        item: the test.
+        value: what the fixture returned.
+        axis: which of the two it is.
+        ask: `getfixturevalue` of a request of the test: a fixture of the user's may stand in place of `kv_dialect`.
+    """
+    name: object = value
+    if isinstance(value, Placeholder):
+        name = _speaker(item, ask) if axis is BACKENDS else None
+        name = name or resolve_placeholder(item, axis)
     known = axis.known()
     if not isinstance(name, str) or name not in known:
         from pytest_kvmock.checks import did_you_mean
@@ -119,6 +141,20 @@ def backend_name(item: pytest.Item, value: object, axis: Axis = BACKENDS) -> str
         hint = did_you_mean(name, known, f"known: {', '.join(known)}")
         pytest.fail(f"kvmock: {axis.fixture} is {name!r}{hint}", pytrace=False)
     return name
+
+
+def _speaker(item: pytest.Item, ask: Callable[[str], Any] | None) -> str | None:
+    """The backend that speaks the dialect of a test; None: it has no dialect, or asks for backends by a marker."""
+    dialect = DIALECTS.fixture
+    if dialect not in getattr(item, "fixturenames", ()) or item.get_closest_marker(BACKENDS.marker) is not None:
+        return None
+    callspec = getattr(item, "callspec", None)
+    value = placeholder(DIALECTS) if callspec is None else callspec.params.get(dialect, placeholder(DIALECTS))
+    if ask is not None:
+        value = ask(dialect)
+    from pytest_kvmock.wire.table import find_dialect
+
+    return find_dialect(backend_name(item, value, DIALECTS)).backend
 
 
 def scheduler_case(item: pytest.Item) -> SchedulerCase | None:

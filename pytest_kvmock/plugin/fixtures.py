@@ -105,7 +105,7 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
             capture.close()
         fail_in_one_line(item, str(error))
     let_waive(item, harness)
-    case = item.stash[CASE] = Case(item, harness, policy)
+    case = item.stash[CASE] = Case(item, harness, policy, request.getfixturevalue)
     if capture is not None:
         case.capture = capture.of(harness)
     return case
@@ -159,7 +159,8 @@ def kv_dialect(request: pytest.FixtureRequest, _kvmock_dialects: None) -> str:
     """Name of the dialect of the wire that the test runs on: an axis as `kv_backend` is.
 
     It chooses the engine that speaks it, unless the test asks for `kv_backend` too. Narrow it with
-    `@pytest.mark.kv_dialects(...)`, `@pytest.mark.parametrize("kv_dialect", ...)`, or `--kv-dialect`.
+    `@pytest.mark.kv_dialects(...)`, `@pytest.mark.parametrize("kv_dialect", ...)`, `--kv-dialect`, or a fixture of this
+    name that returns what you want.
     """
     name: str = _of_matrix(request, DIALECTS)
     return name
@@ -234,7 +235,9 @@ def kv_traits(request: pytest.FixtureRequest) -> Traits:
         from pytest_kvmock.backends import backend_spec
         from pytest_kvmock.plugin.case import backend_name
 
-        return backend_spec(backend_name(request.node, request.getfixturevalue(AXIS))).traits
+        return backend_spec(
+            backend_name(request.node, request.getfixturevalue(AXIS), ask=request.getfixturevalue)
+        ).traits
     from pytest_kvmock.engine.driver import Traits
 
     return Traits()  # a sink takes each block for published once, unless the test sets it otherwise

@@ -71,11 +71,11 @@ def generate(metafunc: pytest.Metafunc) -> None:
         check_markers(definition)
     except ValueError:
         raise pytest.Collector.CollectError(wrong_markers(definition)) from None
-    if DIALECTS.detector in metafunc.fixturenames or is_parametrised_by_mark(definition, DIALECT_AXIS):
+    if DIALECT_AXIS in metafunc.fixturenames:  # ours, a parametrisation, or a fixture of the user's in its place
         spoken = not _asks_for_backend(metafunc)
         _parametrise(metafunc, DIALECTS)
         if spoken:
-            return  # `resolve_placeholder` returns the backend that speaks it
+            return  # `backend_name` returns the one that speaks it
     _parametrise(metafunc, BACKENDS)
 
 
@@ -173,13 +173,10 @@ def _excluded_later(item: pytest.Item, name: MatrixName, axis: Axis) -> bool:
 
 
 def resolve_placeholder(item: pytest.Item, axis: Axis = BACKENDS) -> str:
-    """The backend, or dialect, of a test that is not parametrised over it.
+    """The backend, or dialect, of a test that is not parametrised over it: the only one of its matrix.
 
-    The backend is the one that speaks the dialect of the test, if it has one. Else it is the only one of its matrix:
     TestCase methods and doctests are never parametrised; other tests are not where they ask by `getfixturevalue` only.
     """
-    if axis is BACKENDS and (speaker := _speaker(item)) is not None:
-        return speaker
     matrix = matrix_of(item.config, tuple(item.iter_markers(axis.marker)), axis)
     if len(matrix) == 1:
         return matrix[0]
@@ -198,16 +195,3 @@ def resolve_placeholder(item: pytest.Item, axis: Axis = BACKENDS) -> str:
         f'@pytest.mark.{axis.marker}("{matrix[0]}") names one',
         pytrace=False,
     )
-
-
-def _speaker(item: pytest.Item) -> str | None:
-    """The backend that speaks the dialect of a test; None: it has no dialect, or asks for backends by a marker."""
-    callspec = getattr(item, "callspec", None)
-    name = None if callspec is None else callspec.params.get(DIALECT_AXIS)
-    if name is None and DIALECT_AXIS in getattr(item, "fixturenames", ()):
-        name = resolve_placeholder(item, DIALECTS)
-    if name is None or item.get_closest_marker(BACKENDS.marker) is not None:
-        return None
-    from pytest_kvmock.wire.table import find_dialect
-
-    return find_dialect(name).backend

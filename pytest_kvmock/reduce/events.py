@@ -20,6 +20,7 @@ from pytest_kvmock.reduce.search import Spent, minimal
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
+    from pytest_kvmock.prompt_keys import EventExtra
     from pytest_kvmock.reduce.replay import Replayer
 
 # Theory of operation
@@ -42,7 +43,7 @@ _ROOMS: Final = (16, 64, 256, 1024)
 class _Look:
     """How the pieces are written down: with what of the original, and what of it is made plain.
 
-    A bare event has neither a tier nor what stands beside it.
+    A bare event has neither a tier nor what stands beside it; of what stands beside it, `without` names what is left out.
     """
 
     with_ids: bool
@@ -51,6 +52,7 @@ class _Look:
     renamed: bool = False
     profile: EngineProfile | None = None
     made: bool = True
+    without: frozenset[str] = frozenset()
 
 
 class EventCutter:
@@ -199,6 +201,8 @@ class EventCutter:
         self._try_look(pieces, bare=True, tokens=False)
         if not self._look.bare:
             self._try_look(pieces, tokens=False)
+            for name in dict.fromkeys(name for piece in pieces for name in (piece.event and piece.event.extra) or ()):
+                self._try_look(pieces, without=self._look.without | {name})
         self._try_look(pieces, made=False)
         self._try_look(pieces, profile=EngineProfile(block_size=size))
         if not self._look.tokens:  # tokens come in blocks of that size
@@ -320,7 +324,7 @@ class EventCutter:
                 continue
             number = counts[piece.key] = counts.get(piece.key, -1) + 1
             event_id = max(0, number + piece.jumps) if look.with_ids else number
-            extra = None if look.bare else event.extra
+            extra = None if look.bare else _part(event.extra, look.without)
             if not look.tokens:
                 tokens = None
                 if isinstance(data, Stored):
@@ -350,3 +354,10 @@ class EventCutter:
             sinks=tuple(sinks),
             with_ids=look.with_ids,
         )
+
+
+def _part(extra: EventExtra | None, without: Collection[str]) -> EventExtra | None:
+    """What stands beside an event, without some of it; None where nothing is left."""
+    if not extra or not without:
+        return extra
+    return {name: value for name, value in extra.items() if name not in without} or None

@@ -25,6 +25,7 @@ from pytest_kvmock.programs.operations import (
     RunPasses,
     Submit,
 )
+from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.reduce.program import NotReduced, Reproduction
 from pytest_kvmock.reduce.search import Spent, minimal
 
@@ -287,6 +288,25 @@ class RequestCutter:
             step = self._steps[i]
             if getattr(step, name, None) is not None:
                 self._attempt(self._changed(i, replace(step, **{name: None})))  # type: ignore[type-var]  # a dataclass
+        self._fewer_keys(i)
+
+    def _fewer_keys(self, i: int) -> None:
+        """Leave out single keys of what a prompt carries, then single multimodal items."""
+        step = self._steps[i]
+        if not isinstance(step, Asked) or step.keys is None:
+            return
+        keys = step.keys
+        for name in keys.given:
+            keys = self._with_keys(i, keys, **{name: getattr(PromptKeys(), name)})
+        for item in keys.multimodal:
+            keys = self._with_keys(i, keys, multimodal=tuple(each for each in keys.multimodal if each != item))
+
+    def _with_keys(self, i: int, keys: PromptKeys, **fewer: Any) -> PromptKeys:
+        """The keys of an operation with less in them, if it breaks the rule so too; else as they were."""
+        less = replace(keys, **fewer)
+        step = self._steps[i]
+        assert isinstance(step, Asked)
+        return less if self._attempt(self._changed(i, replace(step, keys=less))) else keys
 
     def _earlier(self) -> None:
         """Have the first request of engines arrive at once, and the others as long after it as they did."""

@@ -10,10 +10,10 @@ incomplete from there on. There is no thread: `receive` and `poll` do the work.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, cast
 
 from pytest_kvmock.checks import check_integer, check_number, is_utf8
 from pytest_kvmock.events import RouterEvent
@@ -22,7 +22,11 @@ from pytest_kvmock.wire.decoding import decode
 from pytest_kvmock.wire.endpoints import EndpointError, allow_ipv6, check_context, load_zmq, rank_endpoints
 from pytest_kvmock.wire.replay_server import END
 from pytest_kvmock.wire.table import Dialect, find_dialect
-from pytest_kvmock.wire.waiting import Deadline, WireTimeout, milliseconds, readable
+from pytest_kvmock.wire.waiting import Deadline, WireTimeout, milliseconds, polled, readable
+
+_T = TypeVar("_T")
+_Waits: TypeAlias = Generator[Any, bool, _T]
+"""What yields a socket where it waits for a reply, and is sent whether there is one; by that it blocks, or is awaited."""
 
 MOST_REMEMBERED: Final = 10_000
 """For so many batches of a rank it is known what they were, to tell a repeat from a restart."""
@@ -165,7 +169,7 @@ class KvSubscriber:
         self.lost: list[BatchLoss] = []
         self.problems: list[BatchProblem] = []
         self._sink = sink
-        self._closed = False
+        self._closed = self._is_awaiting = False
         self._on_loss: LostBatches | None = on_loss
         if on_loss is None:
             self._on_loss = getattr(getattr(sink, "__self__", sink), "lost_batches", None)
@@ -206,10 +210,10 @@ class KvSubscriber:
             self.poll(deadline.rest(lambda: self._too_late(batches, wanted, timeout)))
 
     async def areceive(self, batches: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
-        """As `receive`, while the loop of asyncio goes on; a replay is waited for without it."""
+        """As `receive`, while the loop of asyncio goes on, in a replay too; several tasks take turns."""
         wanted, deadline = self._done() + check_integer("batches", batches, 1), Deadline(timeout)
         while self._done() < wanted:
-            if not self.poll():
+            if self._is_awaiting or not await self._ado(self._taken(0.0)):
                 rest = deadline.rest(lambda: self._too_late(batches, wanted, timeout))
                 await readable(rest, *(rank.sub for rank in self._ranks))
 
@@ -220,8 +224,13 @@ class KvSubscriber:
             How many messages there were.
 
         Raises:
-            ValueError: the subscriber is closed, or the timeout is no finite number of at least 0.
+            ValueError: the subscriber is closed, a task awaits a replay, or the timeout is no finite number of at least 0.
         """
+        self._check_free()
+        return self._do(self._taken(timeout))
+
+    def _taken(self, timeout: float) -> _Waits[int]:
+        """Take what is there, or comes in so many seconds; return how many messages there were."""
         self._check_open()
         check_number("timeout", timeout, unit=" seconds")
         zmq = self._zmq
@@ -237,7 +246,9 @@ class KvSubscriber:
                 except zmq.Again:
                     break
                 messages += 1
-                self._message(dp_rank, rank, frames)
+                waits = self._message(dp_rank, rank, frames)
+                if waits is not None:
+                    yield from waits
         return messages
 
     def catch_up(self) -> int:
@@ -247,16 +258,29 @@ class KvSubscriber:
             How many were applied.
 
         Raises:
-            ValueError: the subscriber was made without `replay`, or is closed.
+            ValueError: the subscriber was made without `replay`, or is closed, or a task awaits a replay.
         """
-        self._check_open()
+        self._check_free()
+        return self._do(self._caught_up())
+
+    async def acatch_up(self) -> int:
+        """As `catch_up`, while the loop of asyncio goes on."""
+        self._check_free()
+        return await self._ado(self._caught_up())
+
+    def _caught_up(self) -> _Waits[int]:
         if not self.replay_endpoints:
             raise ValueError("catch_up needs the replay endpoint: KvSubscriber(..., replay=...)")
         before = self.batches
         for dp_rank, rank in enumerate(self._ranks):
             rank.due = rank.due or 0
-            self._heal(dp_rank, rank, rank.due)
+            yield from self._heal(dp_rank, rank, rank.due)
         return self.batches - before
+
+    def _check_free(self) -> None:
+        self._check_open()
+        if self._is_awaiting:
+            raise ValueError("a replay is awaited by another task; one at a time takes batches")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -276,26 +300,22 @@ class KvSubscriber:
 
     # ------------------------------------------------------------------------------------------------ batches
 
-    def _message(self, dp_rank: int, rank: _Rank, frames: list[bytes]) -> None:
-        """Take one message: topic, number, payload."""
+    def _message(self, dp_rank: int, rank: _Rank, frames: list[bytes]) -> _Waits[None] | None:
+        """Take one message: topic, number, payload. Return what is to be done yet, by a replay; None: nothing."""
         if len(frames) != 3 or len(frames[1]) != 8:
             got = f"{len(frames)} frames" if len(frames) != 3 else f"{len(frames[1])} bytes for a number"
             self.problems.append(BatchProblem(dp_rank, None, f"expected topic, {_NUMBER}, payload; got {got}"))
-            return
+            return None
         number, payload = int.from_bytes(frames[1], "big"), frames[2]
         if rank.due is None:
             rank.due = 0 if self._from_start else number
         if number < rank.due and not self._begins_anew(dp_rank, rank, number, payload):
-            return
+            return None
         if number > rank.due:
-            self._gap(dp_rank, rank, number)
-        if number == rank.due:  # else a replay has brought it
-            decoded = self._decoded(dp_rank, rank, payload)
-            if _is_unreadable(decoded) and self.replay_endpoints:
-                self._note(dp_rank, number, decoded)
-                self._heal(dp_rank, rank, number + 1)
-            else:
-                self._apply(dp_rank, rank, number, payload, decoded)
+            if self.replay_endpoints:
+                return self._after_gap(dp_rank, rank, number, payload)
+            self._lose(dp_rank, rank, number, "did not arrive")
+        return self._in_turn(dp_rank, rank, number, payload)
 
     def _begins_anew(self, dp_rank: int, rank: _Rank, number: int, payload: bytes) -> bool:
         """Take a batch whose number is not above the last one. Return whether it is the first of a publisher that began anew."""
@@ -324,51 +344,39 @@ class KvSubscriber:
         self._report(dp_rank, range(due, due), observed)
         return True
 
-    def _gap(self, dp_rank: int, rank: _Rank, number: int) -> None:
-        """Close the gap before a batch: by a replay, where there is one, and by counting as lost what is missing still."""
-        if self.replay_endpoints:
-            self._heal(dp_rank, rank, number)
-        else:
-            self._lose(dp_rank, rank, number, "did not arrive")
+    def _after_gap(self, dp_rank: int, rank: _Rank, number: int, payload: bytes) -> _Waits[None]:
+        """Close the gap before a batch by a replay, and take the batch."""
+        yield from self._heal(dp_rank, rank, number)
+        waits = self._in_turn(dp_rank, rank, number, payload)
+        if waits is not None:
+            yield from waits
 
-    def _heal(self, dp_rank: int, rank: _Rank, stop: int) -> None:
+    def _in_turn(self, dp_rank: int, rank: _Rank, number: int, payload: bytes) -> _Waits[None] | None:
+        """Apply a batch, unless a replay has brought it. Return what heals one that cannot be read; None: nothing is to be done."""
+        if number == rank.due:
+            decoded = self._decoded(dp_rank, rank, payload)
+            if _is_unreadable(decoded) and self.replay_endpoints:
+                self._note(dp_rank, number, decoded)
+                return self._heal(dp_rank, rank, number + 1)
+            self._apply(dp_rank, rank, number, payload, decoded)
+        return None
+
+    def _heal(self, dp_rank: int, rank: _Rank, stop: int) -> _Waits[None]:
         """Ask for batches from the next one on, and apply what comes; what is missing then below `stop` is lost."""
         due = rank.due or 0
         first = due
         why = "did not arrive, and a replay had no such batches any more"
-        for number, payload in self._replayed(dp_rank, rank, due):
-            if number is None:
-                nothing = f"nothing more came in {self._replay_timeout:g} s"
-                why = f"did not arrive, and the replay broke off: {nothing}"
-                self.problems.append(BatchProblem(dp_rank, due, f"the replay broke off before it: {nothing}"))
-                break
-            if number < due:
-                continue
-            if number > due:
-                self._brought(dp_rank, first, due)
-                self._lose(dp_rank, rank, number, why)
-                first = number
-            rank.brought.add(number)
-            if not self._apply(dp_rank, rank, number, payload, self._decoded(dp_rank, rank, payload)):
-                self._brought(dp_rank, first, number)
-                first = number + 1
-            due = number + 1
-        self._brought(dp_rank, first, due)
-        if due < stop:
-            self._lose(dp_rank, rank, stop, why)
-
-    def _brought(self, dp_rank: int, first: int, due: int) -> None:
-        if due > first:
-            self.healed.append((dp_rank, range(first, due)))
-
-    def _replayed(self, dp_rank: int, rank: _Rank, start: int) -> Iterator[tuple[int | None, bytes]]:
-        """Yield what a replay brings, batch by batch; a None at the end where it broke off."""
         if rank.dealer is None:
             rank.dealer = self._socket(self._zmq.DEALER, self.replay_endpoints[dp_rank])
-        rank.dealer.send_multipart((b"", start.to_bytes(8, "big")))
+        rank.dealer.send_multipart((b"", due.to_bytes(8, "big")))
         is_whole = False
         try:
-            while rank.dealer.poll(milliseconds(self._replay_timeout)):
+            while True:
+                if not (yield rank.dealer):
+                    nothing = f"nothing more came in {self._replay_timeout:g} s"
+                    why = f"did not arrive, and the replay broke off: {nothing}"
+                    self.problems.append(BatchProblem(dp_rank, due, f"the replay broke off before it: {nothing}"))
+                    break
                 frames = rank.dealer.recv_multipart()
                 if len(frames) not in (3, 4) or len(frames[-2]) != 8:  # the second has the topic (vLLM from 0.28)
                     text = f"expected a reply of an empty frame, perhaps the topic, {_NUMBER}, payload; got {len(frames)} frames"
@@ -376,13 +384,55 @@ class KvSubscriber:
                     continue
                 if frames[-2] == END:
                     is_whole = True
-                    return
-                yield int.from_bytes(frames[-2], "big"), frames[-1]
-            yield None, b""
+                    break
+                number, payload = int.from_bytes(frames[-2], "big"), frames[-1]
+                if number < due:
+                    continue
+                if number > due:
+                    self._brought(dp_rank, first, due)
+                    self._lose(dp_rank, rank, number, why)
+                    first = number
+                rank.brought.add(number)
+                if not self._apply(dp_rank, rank, number, payload, self._decoded(dp_rank, rank, payload)):
+                    self._brought(dp_rank, first, number)
+                    first = number + 1
+                due = number + 1
         finally:
             if not is_whole:  # what comes late, or was not taken, would be part of the answer to the next request
                 rank.dealer.close(linger=0)
                 rank.dealer = None
+        self._brought(dp_rank, first, due)
+        if due < stop:
+            self._lose(dp_rank, rank, stop, why)
+
+    def _do(self, waits: _Waits[_T]) -> _T:
+        """Do what waits for replies, and block while it does."""
+        try:
+            socket = next(waits)
+            while True:
+                socket = waits.send(bool(socket.poll(milliseconds(self._replay_timeout))))
+        except StopIteration as done:
+            return cast("_T", done.value)
+        finally:
+            waits.close()
+
+    async def _ado(self, waits: _Waits[_T]) -> _T:
+        """Likewise, while the loop of asyncio goes on."""
+        self._is_awaiting = True
+        try:
+            socket = next(waits)
+            while True:
+                is_ready = await polled(socket, self._replay_timeout, self._check_open)
+                socket = waits.send(is_ready)
+        except StopIteration as done:
+            return cast("_T", done.value)
+        finally:
+            waits.close()
+            self._is_awaiting = False
+
+    def _brought(self, dp_rank: int, first: int, due: int) -> None:
+        if due > first:
+            self.healed.append((dp_rank, range(first, due)))
 
     def _decoded(self, dp_rank: int, rank: _Rank, payload: bytes) -> Decoded:
         first = rank.next_event_id

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from time import monotonic
 from typing import Any, Final
 
@@ -131,3 +132,32 @@ async def readable(rest: float, *sockets: Any) -> None:
     finally:
         for descriptor in descriptors:
             loop.remove_reader(descriptor)
+
+
+@types.coroutine
+def _turn() -> Generator[None, None, None]:
+    """Let the loop's other tasks go on once: many replies that are there already would keep them waiting."""
+    yield
+
+
+async def polled(socket: Any, timeout: float, check_open: Callable[[], None]) -> bool:  # noqa: ASYNC109 - as poll has it
+    """Wait until a socket has something to read, and return whether it has; the loop goes on where it has already, too.
+
+    Args:
+        socket: which.
+        timeout: seconds.
+        check_open: raises where the socket was closed meanwhile.
+
+    Raises:
+        ValueError: whatever `check_open` raises.
+    """
+    until = monotonic() + timeout
+    await _turn()
+    while True:
+        check_open()
+        if socket.poll(0):
+            return True
+        rest = until - monotonic()
+        if rest <= 0:
+            return False
+        await readable(rest, socket)

@@ -68,4 +68,5 @@ def shown(problem):
         problem.blocks,
         problem.restarts,
         None if cause is None else (cause.rule, cause.position),
+        None if problem.fault is None else str(problem.fault),
     )

@@ -10,6 +10,7 @@ from pytest_kvmock.capture import CaptureFile, CapturingLedger, check_file
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.router.recovery import WorkerQuery
+from pytest_kvmock.wire.wire_faults import WireInjection
 
 RANDOM = [name for name, kind in FAULTS.items() if kind.has_rate]
 OWN_WARNINGS = {
@@ -49,6 +50,11 @@ def test_faults_are_found_again(captured, backend, fault):
 
     assert found
     assert found == world.again()
+    checked = check_file(world.path)
+    assert [] == checked.errors
+    assert checked.is_clean
+    assert [] != checked.injected
+    assert {fault} == {injection.kind for injection in checked.faults}
 
 
 @given(
@@ -63,6 +69,7 @@ def test_any_faults_are_found_again(tmp_path_factory, seed, backend, rates):
     world.serve(25, seed=seed)
 
     assert world.found() == world.again()
+    assert [] == check_file(world.path).errors
 
 
 # ---------------------------------------------------------------------------------------------------- by hand
@@ -172,6 +179,96 @@ def test_what_a_test_does_by_hand_is_found_again(captured, what):
 
     assert found
     assert found == world.again()
+
+
+LOSES_ONE = "event_id_gap"
+
+
+def loses_one_beside_a_real_problem(kv):
+    kv.faults.lose(1)
+    kv.worker(0).serve(kv.prompt(2))
+    kv.worker(0).serve(kv.prompt(2))  # shows the gap
+    kv.apply(Removed((7,)), worker_id=1)
+
+
+def a_real_problem_of_the_same_stream(kv):
+    loses_one_beside_a_real_problem(kv)
+    kv.apply(Stored(99, (5,), (15,)))  # found in what was published too, though the stream is out of sync
+
+
+def a_restart_and_another_block_size(kv):
+    kv.worker(0).serve(kv.prompt(2))
+    kv.faults.restart(0)
+    kv.worker(0).serve(kv.prompt(2))
+    kv.faults.block_size(8).serve(kv.prompt(4))
+
+
+@pytest.mark.parametrize(
+    ("what", "real", "injected"),
+    [
+        (loses_one_beside_a_real_problem, ["block_not_found"], {LOSES_ONE}),
+        (a_real_problem_of_the_same_stream, ["block_not_found", "parent_block_not_found"], {LOSES_ONE}),
+        (a_restart_and_another_block_size, [], {LOSES_ONE, "sparse_tokens"}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_real_problems_are_told_from_those_of_faults(captured, what, real, injected):
+    world = captured("lineage")
+    what(world.kv)
+    found = world.found()
+
+    checked = check_file(world.path)
+
+    assert found == world.again()
+    assert real == [problem.rule for problem in checked.errors]
+    assert injected == {problem.rule for problem in checked.injected}
+    assert (real == []) is checked.is_clean
+    counted = check_file(world.path, counts_injected=True)
+    assert sorted([*real, *injected]) == sorted({problem.rule for problem in counted.errors})
+
+
+def test_a_capture_of_before_faults_were_written_down_is_read(captured):
+    world = captured("lineage")
+    loses_one_beside_a_real_problem(world.kv)
+    world.found()
+    lines = [
+        line
+        for line in world.path.read_text().splitlines(keepends=True)
+        if '"injected"' not in line[:12] and '"result"' not in line[:12]
+    ]
+    world.path.write_text("".join(lines))
+
+    assert [LOSES_ONE, "block_not_found"] == [problem.rule for problem in check_file(world.path).errors]
+
+
+@pytest.mark.parametrize(
+    ("lost", "injections", "real"),
+    [
+        (range(4, 6), [("lose", 4), ("corrupt", 5)], 0),
+        (range(4, 7), [("lose", 4), ("corrupt", 5)], 1),
+        (range(4, 5), [("double", 4)], 1),
+        (range(4, 9), [("lose", 4), ("truncate_replay", 5)], 0),
+        (range(4, 9), [("truncate_replay", 5)], 1),
+        (range(9, 9), [("restart", 0)], 0),
+        (range(9, 9), [("lose", 9)], 1),
+    ],
+    ids=str,
+)
+def test_batches_that_a_wire_lost_on_purpose_are_no_problem(captured, lost, injections, real):
+    world = captured()
+    sink = world.kv.make_sink()
+    sink(ROOT)
+    sink.lost_batches(sink.worker_id, 0, lost)
+    sink(Removed((8,)))  # follows from the loss
+    other = [WireInjection(fault, 1, batch) for fault, batch in injections]
+    world.kv._judge.ledger.injected_on_wire(0, other[: 0 if lost == range(9, 9) else None])
+    world.kv._judge.ledger.injected_on_wire(0, [WireInjection(fault, 0, batch) for fault, batch in injections])
+    world.found()
+
+    checked = check_file(world.path)
+
+    assert [LOSES_ONE] * real == [problem.rule for problem in checked.errors]
+    assert [LOSES_ONE] * (1 - real) == [problem.rule for problem in checked.injected]
 
 
 def test_a_signed_hash_comes_back_signed(captured):

@@ -70,6 +70,23 @@ def test_what_is_allowed_is_no_problem_and_warnings_can_be(broken, capsys):
     assert 0 == main([*allowed, "--allow", "duplicate_store", "--event-warnings", "fail"])
 
 
+def test_what_the_test_injected_is_counted_and_no_problem(tmp_path, capsys):
+    world = Captured(tmp_path / "faults.jsonl", "lineage")
+    world.kv.faults.lose(1)
+    world.kv.worker(0).serve(world.kv.prompt(2))
+    world.kv.worker(0).serve(world.kv.prompt(2))
+    world.found()
+    assert 0 == main(["check", str(world.path)])
+    assert (
+        f"{world.path}: 1 event, 1 stream\ninjected by the test: 1 event_id_gap; faults: 1 lose\nno errors\n"
+        == capsys.readouterr().out
+    )
+    assert 1 == main(["check", str(world.path), "--injected", "fail"])
+    out = capsys.readouterr().out
+    assert "1 KV event error: event_id_gap" in out
+    assert "fault:     injected: lose, event 0 of worker 0" in out
+
+
 UNUSABLE = {
     "no such file": (["check", "no/such.jsonl"], "check: no/such.jsonl: cannot be read: No such file or directory"),
     "a directory": (["check", "."], "check: .: cannot be read: Is a directory"),

@@ -1,6 +1,7 @@
 """Dynamo's SelectionService, a router within the process, subscribes to our publishers: its overlaps, and whom it selects."""
 
 import pytest
+from client_table import TABLE, does
 from clients import PATIENCE, SetIndex
 from peer import dynamo_core, release
 
@@ -8,11 +9,12 @@ core = dynamo_core("1.3", "1.6")
 RELEASE = release()
 MODEL = "model"
 
-pytestmark = [
-    pytest.mark.asyncio,
-    pytest.mark.kvmock(workers=2, num_blocks=16),
-    pytest.mark.kv_dialects("vllm-0.19", "vllm-0.24", "vllm-0.33", "sglang-0.5.18", "sglang-0.5.22"),
-]
+pytestmark = [pytest.mark.asyncio, pytest.mark.kvmock(workers=2, num_blocks=16)]
+
+
+def those_that(*what):
+    """Run a test over the dialects of which the table says so; the indexer and this service read alike."""
+    return pytest.mark.kv_dialects(*(name for name in TABLE if does(name, RELEASE) in what))
 
 
 class Service:
@@ -60,6 +62,7 @@ def publishers(make_kv_publisher):
     return [make_kv_publisher(worker) for worker in (0, 1)]
 
 
+@those_that("decodes", "heals")
 async def test_it_answers_as_an_index_of_sets_and_selects_who_has_the_prefix(publishers, kv_harness, kv_prompt):
     index, prompts = SetIndex(kv_harness), [kv_prompt(blocks=1 + number % 4) for number in range(18)]
     async with Service() as service:
@@ -79,6 +82,7 @@ async def test_it_answers_as_an_index_of_sets_and_selects_who_has_the_prefix(pub
     assert [] != kv_harness.events.removed
 
 
+@those_that("decodes", "heals")
 async def test_it_asks_for_what_was_lost(publishers, kv_harness, kv_prompt):
     prompts = [kv_prompt(blocks=2) for _ in range(3)]
     async with Service() as service:
@@ -92,7 +96,23 @@ async def test_it_asks_for_what_was_lost(publishers, kv_harness, kv_prompt):
         async def answers():
             return [await service.answer(prompt) for prompt in prompts]
 
-        heals = RELEASE == "1.6" or publishers[0].dialect.replay == "plain"
+        heals = does(publishers[0].dialect.name, RELEASE) == "heals"
         expected = [{(0, 0): 2}, {(0, 0): 2} if heals else {}, {(0, 0): 2}]
         await publishers[0].asettle(answers, expected, PATIENCE)
     assert [1] == [replay.start for replay in publishers[0].replays]
+
+
+@those_that("-")
+async def test_of_batches_with_bytes_as_hashes_it_reads_none_and_asks_for_them_again(publishers, kv_harness, kv_prompt):
+    prompts = [kv_prompt(blocks=2) for _ in range(3)]
+    async with Service() as service:
+        await service.add(0, publishers[0], kv_harness.profile.block_size)
+        for prompt in prompts:
+            with publishers[0].step():
+                kv_harness.worker(0).serve(prompt)
+
+        async def asked():
+            return [replay.start for replay in publishers[0].replays]
+
+        await publishers[0].asettle(asked, [0, 0], PATIENCE)
+        assert [{}] * 3 == [await service.answer(prompt) for prompt in prompts]

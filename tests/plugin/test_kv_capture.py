@@ -86,7 +86,37 @@ def test_what_faults_did_is_in_it(nested, pytester):
     nested(TESTS, "-o", "kvmock_backends=vllm", "--kv-capture=out", "-k", "test_loses")
 
     (path,) = (pytester.path / "out").iterdir()
-    assert {"event_id_gap"} == {problem.rule for problem in check_file(path).errors}
+    checked = check_file(path)
+    assert {"event_id_gap"} == {problem.rule for problem in checked.injected}
+    assert checked.is_clean
+
+
+ON_A_WIRE = """
+import pytest
+from pytest_kvmock.wire.zmq import KvSubscriber
+
+@pytest.mark.kv_dialects("vllm-0.33")
+def test_loses_on_the_wire(kv_publisher, kv_harness, kv_sink, kv_worker, kv_prompt, kv_events):
+    with KvSubscriber(kv_publisher.endpoint, kv_sink, dialect=kv_publisher.dialect, worker_id=kv_sink.worker_id) as router:
+        kv_publisher.wait_subscribed()
+        for step in range(3):
+            if step == 1:
+                kv_publisher.faults.lose()
+            with kv_publisher.step():
+                kv_worker.serve(kv_prompt(blocks=2))
+        kv_events.expect_error("event_id_gap")
+        router.receive(3)
+"""
+
+
+def test_what_faults_of_the_wire_did_is_in_it(nested, pytester):
+    nested(ON_A_WIRE, "--kv-capture=out").assert_outcomes(passed=1)
+
+    (path,) = (pytester.path / "out").iterdir()
+    checked = check_file(path)
+    assert ["event_id_gap"] == [problem.rule for problem in checked.injected]
+    assert ["lose of batch 1 of worker 0"] == [*map(str, checked.faults)]
+    assert checked.is_clean
 
 
 def test_a_scenario_file_has_one_too(nested, pytester):

@@ -242,3 +242,56 @@ def test_wrong_options_of_a_publisher_are_refused_in_one_line(nested, options):
     result = nested(f"@pytest.mark.kv_dialects('vllm-0.33')\ndef test(make_kv_publisher): make_kv_publisher({options})")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"*kvmock: kv_publisher: {WRONG_OPTIONS[options]}"])
+
+
+# ------------------------------------------------------------------------------------------------- overridden
+
+OVERRIDES = {
+    "for a session": ("@pytest.fixture(scope='session')\ndef kv_dialect(): return 'sglang-0.5.20'", ["sglang"]),
+    "for a test": ("@pytest.fixture\ndef kv_dialect(): return 'vllm-0.19'", ["vllm_0_19"]),
+    "with params": (
+        "@pytest.fixture(params=['0.5.22', '0.5.9'])\ndef kv_dialect(request): return f'sglang-{request.param}'",
+        ["sglang", "sglang"],
+    ),
+    "by the original": (
+        "@pytest.fixture\ndef kv_dialect(kv_dialect): return kv_dialect.replace('sglang-0.5.20', 'vllm-0.33')",
+        ["vllm", "sglang"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fixtures", ["kv_harness", "kv_worker, kv_publisher, kv_harness", "kv_wire, kv_harness"])
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_a_dialect_of_a_conftest_chooses_the_engine_too(nested, case, fixtures):
+    override, engines = OVERRIDES[case]
+    source = f"def test(kv_dialect, {fixtures}): print('ran on', kv_harness.backend)"
+    options = ("-o", "kvmock_dialects=sglang-0.5.20 sglang-0.5.22")
+    result = nested(source, "-s", *options, files={"conftest.py": f"import pytest\n{override}"})
+    assert engines == ran(result)
+
+
+def test_the_traits_of_an_index_are_those_of_the_engine_of_an_overridden_dialect(nested):
+    source = """
+        @pytest.fixture
+        def kv_dialect(): return "vllm-0.33"
+        @pytest.fixture
+        def kv_index(kv_traits): print("ran on", kv_traits.copies)
+        def test(kv_wire): pass
+    """
+    assert ["True"] == ran(nested(source, "-s"))
+
+
+def test_an_overridden_dialect_beside_backends_that_are_asked_for_runs_over_these(ids):
+    override = "@pytest.fixture\ndef kv_dialect(): return 'vllm-0.33'\n"
+    assert ["test[lru]", "test[vllm]"] == ids(
+        f"{override}@pytest.mark.kv_backends('vllm', 'lru')\ndef test(kv_wire): pass"
+    )
+
+
+@pytest.mark.parametrize("value", ["'vllm-0.34'", "None", "7"])
+def test_an_overridden_dialect_that_is_none_is_one_clear_error(nested, value):
+    source = f"@pytest.fixture\ndef kv_dialect(): return {value}\ndef test(kv_worker, kv_wire): pass"
+    result = nested(source)
+    result.assert_outcomes(errors=1)
+    hint = "; did you mean 'vllm-0.33'" if "34" in value else "; known: vllm-0.9, "
+    assert f"kvmock: kv_dialect is {value}{hint}" in result.stdout.str()

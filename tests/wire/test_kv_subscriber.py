@@ -10,6 +10,7 @@ from sockets import BIG, publish_chain, tokens_of
 
 from pytest_kvmock import Cleared, EngineProfile, KvCacheEvent, KvEventsError, RouterHarness
 from pytest_kvmock.wire import DIALECTS
+from pytest_kvmock.wire.waiting import readable
 from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, KvSubscriber, WireTimeout
 
 SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.in_matrix]
@@ -408,6 +409,157 @@ def test_an_async_test_receives_without_stopping_its_loop():
         assert [0, 1, 2, 3] == asyncio.run(receive(world))
         with pytest.raises(WireTimeout, match=r"0 of 1 batches arrived in 0\.1 s"):
             asyncio.run(world.subscriber.areceive(1, timeout=0.1))
+
+
+class Engine:
+    """A publisher whose replays are answered by tasks of the test's own loop: who blocks the loop gets no answer."""
+
+    def __init__(self, context):
+        with KvPublisher("vllm-0.33", replay=False) as publisher:
+            self.payloads = []
+            publisher._write = lambda _, payload: self.payloads.append(payload)
+            publish_chain(publisher, 4)
+        self.events, self.asked = [], []
+        self.wanted, self.reached = 0, asyncio.Event()
+        self.pub, self.router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        self.pub.bind("inproc://live")
+        self.router.bind("inproc://replay")
+        self.subscriber = KvSubscriber(
+            "inproc://live", self.take, dialect="vllm-0.33", replay="inproc://replay", context=context
+        )
+        assert b"\1" == self.pub.recv()
+
+    def take(self, event):
+        self.events.append(event)
+        if len(self.events) == self.wanted:
+            self.reached.set()
+
+    async def applied(self, events):
+        """Wait until so many events have arrived; there were fewer before."""
+        assert len(self.events) < events
+        self.wanted = events
+        await self.reached.wait()
+
+    def publish(self, number):
+        self.pub.send_multipart([b"", number.to_bytes(8, "big"), self.payloads[number]])
+
+    async def asks(self):
+        """Wait for a replay to be asked for."""
+        while not self.router.poll(0):
+            await readable(1, self.router)
+        identity, _, start = self.router.recv_multipart()
+        self.asked.append(int.from_bytes(start, "big"))
+        return identity
+
+    def answer(self, identity, *numbers, end=True):
+        for number in numbers:
+            self.router.send_multipart([identity, b"", b"", number.to_bytes(8, "big"), self.payloads[number]])
+        if end:
+            self.router.send_multipart([identity, b"", b"", b"\xff" * 8, b""])
+
+    @property
+    def blocks(self):
+        return [event.event.data.block_hashes[0] - BIG for event in self.events]
+
+
+@pytest.fixture
+def engine():
+    with zmq.Context() as context:
+        made = Engine(context)
+        yield made
+        made.subscriber.close()
+        made.pub.close(linger=0)
+        made.router.close(linger=0)
+
+
+def test_the_loop_goes_on_while_a_replay_is_awaited(engine):
+    async def test():
+        waiting = asyncio.create_task(engine.subscriber.areceive(4))
+        engine.publish(3)
+        identity = await engine.asks()  # in the same loop
+        engine.answer(identity, 0, 1, end=False)
+        await engine.applied(2)
+        assert not waiting.done()
+        engine.answer(identity, 2)
+        await waiting
+
+    asyncio.run(test())
+    assert [0, 1, 2, 3] == engine.blocks
+    assert [0] == engine.asked
+    assert [(0, range(3))] == engine.subscriber.healed
+    assert [] == engine.subscriber.lost
+
+
+def test_a_catch_up_can_be_awaited(engine):
+    async def test():
+        waiting = asyncio.create_task(engine.subscriber.acatch_up())
+        engine.answer(await engine.asks(), 0, 1)
+        return await waiting
+
+    assert 2 == asyncio.run(test())
+    assert [0, 1] == engine.blocks
+
+
+def test_while_a_replay_is_awaited_nobody_else_takes_batches(engine):
+    async def test():
+        first = asyncio.create_task(engine.subscriber.areceive(2))
+        engine.publish(1)
+        identity = await engine.asks()
+        for call in (engine.subscriber.poll, engine.subscriber.receive, engine.subscriber.catch_up):
+            with pytest.raises(ValueError, match=r"^a replay is awaited by another task; one at a time takes batches$"):
+                call()
+        second = asyncio.create_task(engine.subscriber.areceive(3))  # waits for its turn
+        engine.publish(2)
+        engine.answer(identity, 0)
+        await asyncio.gather(first, second)
+
+    asyncio.run(test())
+    assert [0, 1, 2] == engine.blocks
+    assert [0] == engine.asked
+
+
+def test_a_task_that_is_cancelled_in_a_replay_leaves_the_rest_to_the_next(engine):
+    async def test():
+        waiting = asyncio.create_task(engine.subscriber.areceive(3))
+        engine.publish(2)
+        engine.answer(await engine.asks(), 0, end=False)
+        await engine.applied(1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        again = asyncio.create_task(engine.subscriber.areceive(3))
+        engine.publish(3)
+        engine.answer(await engine.asks(), 1, 2)
+        await again
+
+    asyncio.run(test())
+    assert [0, 1, 2, 3] == engine.blocks
+    assert [0, 1] == engine.asked
+
+
+def test_a_subscriber_that_is_closed_in_a_replay_ends_the_wait(engine):
+    async def test():
+        waiting = asyncio.create_task(engine.subscriber.areceive(2))
+        engine.publish(1)
+        await engine.asks()
+        engine.subscriber.close()
+        with pytest.raises(ValueError, match=r"^this KvSubscriber is closed$"):
+            await waiting
+
+    asyncio.run(test())
+
+
+def test_a_replay_that_nobody_answers_is_given_up_in_the_loop_too():
+    async def receive(world):
+        world.publisher.faults.lose(2)
+        world.publisher.faults.truncate_replay(1, end_marker=False)
+        world.publish(3)
+        await world.subscriber.areceive(3)
+
+    with World(replay=True, replay_timeout=0.1) as world:
+        asyncio.run(receive(world))
+        assert ["batch 1 did not arrive, and the replay broke off: nothing more came in 0.1 s"] == world.lost
+        assert [0, 2] == world.blocks
 
 
 def test_what_did_not_arrive_in_time_is_explained():
