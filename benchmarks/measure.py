@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 
 
 @dataclass
@@ -101,6 +102,13 @@ def dynamo(*releases: str):
     if releases and version.rpartition(".")[0] not in releases:
         raise NotHere(f"needs ai-dynamo-runtime {' or '.join(releases)}, {version} is installed")
     return _core, f"ai-dynamo-runtime {version}"
+
+
+def needs(*modules: str) -> None:
+    """Raise NotHere for the first of these modules that is not installed."""
+    for module in modules:
+        if find_spec(module) is None:
+            raise NotHere(f"{module} is not installed")
 
 
 def rate(count: float, seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from benchmarks.measure import Figure, NotHere, cpu_seconds, profile_of, rate
+from benchmarks.measure import Figure, cpu_seconds, needs, profile_of, rate
 from pytest_kvmock import KvCacheEvent, RouterEvent, Stored, block_hashes
 
 BLOCK_SIZE, BLOCKS, EVENTS, ROUNDS, CALLS = 16, 8, 32, 41, 12
@@ -27,10 +27,9 @@ def stored_events(count: int = EVENTS) -> list[RouterEvent]:
 
 
 def codec():
-    try:
-        import msgspec
-    except ImportError:
-        raise NotHere("msgspec is not installed") from None
+    needs("msgspec")
+    import msgspec
+
     from pytest_kvmock.wire import Batch, decode, decode_metadata, encode
 
     batch = Batch(stored_events(), 1700000000.5)

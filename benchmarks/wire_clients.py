@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from benchmarks.measure import Figure, NotHere, alternating, dynamo, profile_of, rate
+from benchmarks.measure import Figure, alternating, dynamo, needs, profile_of, rate
 from benchmarks.wire import BLOCK_SIZE, stored_events
 from pytest_kvmock import KvCacheEvent, RouterEvent, Stored
 
@@ -28,11 +28,7 @@ Ask = Callable[[str, dict[str, Any]], Any]
 
 def publish_to_applied() -> Iterator[Figure]:
     _, version = dynamo("1.3", "1.6")
-    try:
-        import msgspec  # noqa: F401 - the publisher's
-        import zmq  # noqa: F401 - the publisher's
-    except ImportError as error:
-        raise NotHere(f"{error.name} is not installed") from None
+    needs("msgspec", "zmq")  # the publisher's
     from pytest_kvmock.wire import Batch, encode
 
     mark = RouterEvent(0, KvCacheEvent(EVENTS, Stored(None, (2**62,), (1,))), token_ids=[MARK])

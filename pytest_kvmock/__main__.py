@@ -10,7 +10,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -205,20 +205,20 @@ def _vectors(given: argparse.Namespace) -> int:
 def _backends(_: argparse.Namespace) -> int:
     from pytest_kvmock.backends import known_backends
 
-    specs = known_backends()
-    width = max(map(len, specs))
-    for name, spec in specs.items():
-        _say(f"{name:<{width}}  {spec.models}")
-    return CLEAN
+    return _list({name: spec.models for name, spec in known_backends().items()})
 
 
 def _dialects(_: argparse.Namespace) -> int:
     from pytest_kvmock.wire.table import known_dialects
 
-    rows = known_dialects()
-    width = max(map(len, rows))
-    for name, row in rows.items():
-        _say(f"{name:<{width}}  {row.models}; engine: {row.backend}")
+    return _list({name: f"{row.models}; engine: {row.backend}" for name, row in known_dialects().items()})
+
+
+def _list(texts: Mapping[str, str]) -> int:
+    """Write names, each with a text, in two columns."""
+    width = max(map(len, texts))
+    for name, text in texts.items():
+        _say(f"{name:<{width}}  {text}")
     return CLEAN
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from enum import Enum
 from functools import lru_cache
 from os.path import commonprefix
 from sys import float_info
@@ -19,6 +20,7 @@ MOST_FLOAT: Final = float_info.max
 """The largest finite float. An integer above it is none, and `math.isfinite` raises for it."""
 
 ValueT = TypeVar("ValueT")
+MemberT = TypeVar("MemberT", bound=Enum)
 
 MOST_U64: Final = 2**64 - 1
 """The largest integer of 64 bits without a sign."""
@@ -64,6 +66,18 @@ def check_u64(name: str, value: object) -> int:
     if is_integer(value, 0) and value <= MOST_U64:
         return value
     raise ValueError(f"{name} must be an integer from 0 to {MOST_U64} (u64), got {value!r:.80}")
+
+
+def check_member(name: str, value: object, kind: type[MemberT]) -> MemberT:
+    """Return the member of an enumeration that `value` is, or is the value of.
+
+    Raises:
+        ValueError: it is none; the nearest and all are listed.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"{name}: {not_allowed_text(value, [each.value for each in kind])}") from None
 
 
 def check_iterable(what: str, values: Iterable[ValueT], of: str) -> Iterable[ValueT]:

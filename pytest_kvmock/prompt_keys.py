@@ -44,7 +44,7 @@ def mm_hash(identifier: str) -> int:
     """The u64 that stands for a multimodal item in Dynamo's local hashes.
 
     Of an identifier of 64 hexadecimal digits, as vLLM's are, the first 16 (Dynamo, `parse_mm_hash_from_extra_key`). Dynamo
-    leaves out any other; here it is the XXH3-64 of the text, so that short names of a test are told apart too.
+    leaves out any other; here it is the XXH3-64 of the text, so that short names of a test differ too.
     """
     return int(identifier[:16], 16) if _DIGEST.fullmatch(identifier) else xxh3_64_intdigest(identifier.encode())
 

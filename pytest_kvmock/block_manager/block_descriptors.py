@@ -14,7 +14,7 @@ from typing import Final, Self
 from pytest_kvmock.block_manager.block_handles import BlockHandle, ImmutableBlock, MutableBlock
 from pytest_kvmock.block_manager.frames import from_frame, to_frame
 from pytest_kvmock.block_manager.remote_errors import BlockDescriptorSetError, NixlSerializationError
-from pytest_kvmock.checks import check_integer, check_iterable, check_u64, is_integer, not_allowed_text
+from pytest_kvmock.checks import check_integer, check_iterable, check_member, check_u64, is_integer
 
 _KIND: Final = b"D"
 _FIELDS: Final = ("worker_id", "block_set_idx", "mutability", "block_indices", "generations")
@@ -56,11 +56,8 @@ class BlockDescriptorList:
     def __post_init__(self) -> None:
         check_u64("BlockDescriptorList.worker_id", self.worker_id)
         check_integer("BlockDescriptorList.block_set_idx", self.block_set_idx, 0)
-        try:
-            object.__setattr__(self, "mutability", BlockMutability(self.mutability))
-        except ValueError:
-            allowed = [each.value for each in BlockMutability]
-            raise ValueError(f"BlockDescriptorList.mutability: {not_allowed_text(self.mutability, allowed)}") from None
+        mutability = check_member("BlockDescriptorList.mutability", self.mutability, BlockMutability)
+        object.__setattr__(self, "mutability", mutability)
         for name in ("block_indices", "generations"):
             given = getattr(self, name)
             numbers = tuple(given) if isinstance(given, Iterable) else ()

@@ -104,7 +104,8 @@ class BlockHandle:
         )
 
     def __enter__(self) -> Self:
-        self.held  # noqa: B018 - raises where it is closed
+        if self._block is None:
+            self._raise_closed()
         return self
 
     def __exit__(

@@ -14,8 +14,8 @@ from typing import Final, Self
 
 from pytest_kvmock.block_manager.frames import FrameFields, from_frame, to_frame
 from pytest_kvmock.block_manager.remote_errors import NixlSerializationError
-from pytest_kvmock.block_manager.storage import DType
-from pytest_kvmock.checks import check_integer, check_u64, not_allowed_text
+from pytest_kvmock.block_manager.storage import DType, block_bytes
+from pytest_kvmock.checks import check_integer, check_member, check_u64
 
 _KIND: Final = b"S"
 _FIELDS: Final = ("worker_id", "agent_id", "incarnation", "block_sets")
@@ -68,18 +68,13 @@ class BlockSetLayout:
         for name in _NUMBERS:
             check_integer(f"BlockSetLayout.{name}", getattr(self, name), 1)
         check_integer("BlockSetLayout.device_id", self.device_id, 0)
-        for name, kind in (("mem_type", MemType), ("dtype", DType)):
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, kind(value))
-            except ValueError:
-                allowed = [each.value for each in kind]
-                raise ValueError(f"BlockSetLayout.{name}: {not_allowed_text(value, allowed)}") from None
+        object.__setattr__(self, "mem_type", check_member("BlockSetLayout.mem_type", self.mem_type, MemType))
+        object.__setattr__(self, "dtype", check_member("BlockSetLayout.dtype", self.dtype, DType))
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        return self.num_layers * self.page_size * self.inner_dim * self.dtype.size_in_bytes
+        return block_bytes(self.num_layers, self.page_size, self.inner_dim, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import struct
-from enum import Enum
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from zlib import crc32
 
 from pytest_kvmock.block_manager.remote_errors import NixlSerializationError
-from pytest_kvmock.checks import MOST_U64, integer_text, is_integer, not_allowed_text
+from pytest_kvmock.checks import MOST_U64, MemberT, check_member, integer_text, is_integer
 
 MAGIC: Final = b"KVBM"
 VERSION: Final = 1
@@ -24,8 +23,6 @@ _TAIL: Final = struct.Struct("<I")
 
 KINDS: Final = {b"S": "block set", b"D": "descriptor list"}
 """What a frame holds, by its kind."""
-
-MemberT = TypeVar("MemberT", bound=Enum)
 
 
 def to_frame(kind: bytes, fields: dict[str, Any]) -> bytes:
@@ -113,12 +110,10 @@ class FrameFields:
 
     def member(self, name: str, kind: type[MemberT]) -> MemberT:
         """Return the member of an enumeration that a field names."""
-        value = self._fields[name]
         try:
-            return kind(value)
-        except ValueError:
-            allowed = [each.value for each in kind]
-            raise self._wrong(f"{name}: {not_allowed_text(value, allowed)}") from None
+            return check_member(name, self._fields[name], kind)
+        except ValueError as error:
+            raise self._wrong(str(error)) from None
 
     def objects(self, name: str, names: tuple[str, ...]) -> list[FrameFields]:
         """Return a field that is a list of objects, each with the fields `names`."""

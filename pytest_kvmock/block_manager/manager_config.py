@@ -12,8 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from pytest_kvmock.block_manager.block_errors import LayoutError
-from pytest_kvmock.block_manager.storage import DType, LayoutType, Storage, StorageAllocator, StorageType
-from pytest_kvmock.checks import check_integer, check_u64, not_allowed_text
+from pytest_kvmock.block_manager.storage import DType, LayoutType, Storage, StorageAllocator, StorageType, block_bytes
+from pytest_kvmock.checks import check_integer, check_member, check_u64
 
 
 class CancellationToken:
@@ -90,7 +90,7 @@ class KvManagerRuntimeConfig:
     def __post_init__(self) -> None:
         check_u64("KvManagerRuntimeConfig.worker_id", self.worker_id)
         _check_type("KvManagerRuntimeConfig.cancellation_token", self.cancellation_token, CancellationToken)
-        _set_member(self, "nixl", NixlOptions)
+        object.__setattr__(self, "nixl", check_member("KvManagerRuntimeConfig.nixl", self.nixl, NixlOptions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,12 @@ class KvManagerModelConfig:
         check_integer("KvManagerModelConfig.num_layers", self.num_layers, 1)
         check_integer("KvManagerModelConfig.page_size", self.page_size, 1, " (tokens a block)")
         check_integer("KvManagerModelConfig.inner_dim", self.inner_dim, 1)
-        _set_member(self, "dtype", DType)
+        object.__setattr__(self, "dtype", check_member("KvManagerModelConfig.dtype", self.dtype, DType))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: layers x page size x inner dimension x bytes of a number."""
-        return self.num_layers * self.page_size * self.inner_dim * self.dtype.size_in_bytes
+        """Bytes of one block."""
+        return block_bytes(self.num_layers, self.page_size, self.inner_dim, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,8 @@ class KvManagerLayoutConfig:
 
     def __post_init__(self) -> None:
         check_integer("KvManagerLayoutConfig.num_blocks", self.num_blocks, 1)
-        _set_member(self, "layout_type", LayoutType)
+        layout_type = check_member("KvManagerLayoutConfig.layout_type", self.layout_type, LayoutType)
+        object.__setattr__(self, "layout_type", layout_type)
         if self.storage is not None and self.allocator is not None:
             raise ValueError("KvManagerLayoutConfig: cannot provide both storage and allocator; give exactly one")
         if self.allocator is not None:
@@ -215,17 +216,3 @@ def _check_type(where: str, value: object, wanted: Any) -> None:
     if not isinstance(value, wanted):
         name = getattr(wanted, "__name__", None) or " or ".join(each.__name__ for each in wanted.__args__)
         raise TypeError(f"{where} must be a {name}, got {value!r:.80}")
-
-
-def _set_member(config: object, name: str, kind: Any) -> None:
-    """Turn a field's value into the member of an enumeration that it names.
-
-    Raises:
-        ValueError: it names none.
-    """
-    value = getattr(config, name)
-    try:
-        object.__setattr__(config, name, kind(value))
-    except ValueError:
-        allowed = [each.value for each in kind]
-        raise ValueError(f"{type(config).__name__}.{name}: {not_allowed_text(value, allowed)}") from None

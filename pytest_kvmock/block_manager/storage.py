@@ -49,6 +49,11 @@ class DType(Enum):
         return int(self.value.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
 
 
+def block_bytes(num_layers: int, page_size: int, inner_dim: int, dtype: DType) -> int:
+    """Bytes of one block: layers x page size x inner dimension x bytes of a number."""
+    return num_layers * page_size * inner_dim * dtype.size_in_bytes
+
+
 class LayoutType(StrEnum):
     """How blocks lie in the memory."""
 

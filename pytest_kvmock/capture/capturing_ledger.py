@@ -1,4 +1,4 @@
-"""A ledger that writes what it is told into a capture, so that another ledger finds the same problems from it.
+"""A ledger that writes what it is given into a capture, so that another ledger finds the same problems from it.
 
 What it is asked, and does not change what it finds later, is not written.
 """

@@ -26,7 +26,7 @@ from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.report import problems_text
 from pytest_kvmock.hygiene.rules import RULES
-from pytest_kvmock.hygiene.stream import RESIDENCIES, Stream
+from pytest_kvmock.hygiene.stream import Residency, Stream, check_residency
 from pytest_kvmock.wire.decoding import decode
 from pytest_kvmock.wire.table import Dialect, find_dialect
 
@@ -34,7 +34,7 @@ MOST_UNREADABLE: Final = 10
 """How many messages that could not be read a report lists."""
 
 Progress = Callable[[int, int], object]
-"""Told now and then how many bytes were read, and how many events."""
+"""Called now and then with how many bytes were read, and how many events."""
 
 _EVERY: Final = 20_000  # lines or batches
 
@@ -154,7 +154,7 @@ def check_file(
         residency: of a file that does not say it: "unique" where a block is published once while it is held, "counted"
             where every copy is; None: as the engine of the dialect, "unique" for JSON lines.
         counts_injected: whether results of faults that the captured test injected are problems as any other.
-        progress: told now and then how far it is.
+        progress: called now and then with how far it is.
 
     Raises:
         CaptureError: the file cannot be read, or is none of these. The message is one line.
@@ -164,22 +164,21 @@ def check_file(
     from pytest_kvmock.hygiene.rules import check_rule
 
     checked = Checked(Path(path), allow=frozenset(map(check_rule, allow)), counts_injected=counts_injected)
-    if residency is not None and residency not in RESIDENCIES:
-        raise ValueError(unknown_text("residency", residency, RESIDENCIES))
+    stated = None if residency is None else check_residency(residency)
     row = None if dialect is None else find_dialect(dialect)
     try:
         with checked.path.open("rb") as file:
             if row is None:
-                _Replay(checked, residency, progress).read(file)
+                _Replay(checked, stated or "unique", progress).read(file)
             else:
-                _judge_payloads(checked, file.read(), row, residency, progress)
+                _judge_payloads(checked, file.read(), row, stated, progress)
     except OSError as error:
         raise CaptureError(f"{path}: cannot be read: {error.strerror or error}") from None
     return checked
 
 
 def _judge_payloads(
-    checked: Checked, data: bytes, dialect: Dialect, residency: str | None, progress: Progress | None
+    checked: Checked, data: bytes, dialect: Dialect, residency: Residency | None, progress: Progress | None
 ) -> None:
     spec = backend_spec(dialect.backend)
     ledger, next_ids = Ledger(), Counter[int]()
@@ -203,11 +202,11 @@ def _judge_payloads(
 
 
 class _Replay:
-    """Gives a ledger what a capture says that one was told."""
+    """Gives a ledger what a capture says that another was given."""
 
-    def __init__(self, checked: Checked, residency: str | None, progress: Progress | None) -> None:
+    def __init__(self, checked: Checked, residency: Residency, progress: Progress | None) -> None:
         self._checked, self._log = checked, checked.log
-        self._residency = residency or "unique"
+        self._residency = residency
         self._progress = progress
         self._ledger = Ledger()
         self._unchained: set[StreamKey] = set()  # by what rule their hashes are chained is not known
@@ -271,7 +270,7 @@ class _Replay:
         key = (event.worker_id, event.event.dp_rank)
         entry = self._log.append(event)
         if key not in self._ledger.streams:
-            self._ledger.open(key, first_id=None, residency=self._residency)  # type: ignore[arg-type]  # checked before
+            self._ledger.open(key, first_id=None, residency=self._residency)
         if not (line.get("replayed") and self._ledger.was_replayed(event)):
             chained = line.get("chained") is True and key not in self._unchained
             self._log.note(self._ledger.observe(event, entry.position, chained=chained))
@@ -280,8 +279,7 @@ class _Replay:
         about = {name: value[name] for name in _ABOUT if name in value}
         if about.get("tier_blocks"):
             about["tier_blocks"] = {StorageTier.of(tier): blocks for tier, blocks in about["tier_blocks"].items()}
-        if about.get("residency", "unique") not in RESIDENCIES:
-            raise ValueError(unknown_text("residency", about["residency"], RESIDENCIES))
+        check_residency(about.get("residency", "unique"))
         self._ledger.open(key, **about)
         backend = value.get("backend")
         if backend is None:

@@ -24,11 +24,11 @@ A line has one key that says what it is, and perhaps others beside it:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any, Final
 
-from pytest_kvmock.checks import is_integer
+from pytest_kvmock.checks import MOST_U64, is_integer
 from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, Stored
 
 HEADER: Final = "kvmock_capture"
@@ -52,8 +52,6 @@ KINDS: Final = (
     "end",
 )
 """The keys of lines after the header."""
-
-_U64: Final = 2**64 - 1
 
 
 class CaptureError(ValueError):
@@ -88,10 +86,7 @@ def _plain(value: object) -> object:
     """What JSON has no form for: bytes as `{"hex": ...}`, any sequence as a list, the rest as its text."""
     if isinstance(value, bytes):
         return {"hex": value.hex()}
-    try:
-        return list(value)  # type: ignore[call-overload]  # what is none has its text
-    except TypeError:
-        return repr(value)
+    return list(value) if isinstance(value, Iterable) else repr(value)
 
 
 def event_line(event: RouterEvent, *, chained: bool = False, replayed: bool = False) -> dict[str, Any]:
@@ -157,7 +152,7 @@ def _with_hashes(data: EventData, published: Any) -> EventData:
 
 
 def _u64(hashes: list[Any]) -> list[Any]:
-    return [block & _U64 if is_integer(block) else block for block in hashes]
+    return [block & MOST_U64 if is_integer(block) else block for block in hashes]
 
 
 def _extra(key: str, value: Any) -> Any:

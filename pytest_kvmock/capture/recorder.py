@@ -70,7 +70,7 @@ def record(
         topic: what the topic of a batch must begin with.
         batches: how many batches are enough; None: any number.
         seconds: how long; None: until it is interrupted.
-        progress: told after each look.
+        progress: called after each look.
 
     Raises:
         CaptureError: the file cannot be written.

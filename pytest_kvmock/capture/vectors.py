@@ -172,7 +172,7 @@ def write_vectors(
         directory: where; it is made if there is none.
         dialects: names of dialects; None: all.
         seed: of the traffic. The same seed gives the same bytes.
-        progress: told the name of each dialect before it is written.
+        progress: called with the name of each dialect before it is written.
 
     Returns:
         The names of the dialects.

@@ -337,7 +337,8 @@ class MockEngineArgs:
         """Make the host tier of one manager; None where there is none."""
         if self.num_g2_blocks is None or self.kv_bytes_per_token is None:
             return None
-        from pytest_kvmock.tiers.offload import DEFAULT_BATCH, DEFAULT_GBPS, HostOffload
+        from pytest_kvmock.tiers.bandwidth import DEFAULT_GBPS
+        from pytest_kvmock.tiers.offload import DEFAULT_BATCH, HostOffload
 
         to_host, to_device = self.bandwidth_g1_to_g2_gbps, self.bandwidth_g2_to_g1_gbps
         return HostOffload(

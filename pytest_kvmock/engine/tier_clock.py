@@ -32,7 +32,7 @@ class TierClock:
     def __init__(self, driver: MoveDriver, now: float = 0.0) -> None:
         assert isinstance(driver.manager, LogicalManager)
         self._driver = driver
-        self.manager = self._manager = driver.manager
+        self.manager = driver.manager
         self._parked: list[Parked] = []
         # Blocks on the device that came back, and were not counted as onboarded yet, by the blocks that were asked for.
         self._came: dict[tuple[int, ...], set[int]] = {}
@@ -41,7 +41,7 @@ class TierClock:
     @property
     def now(self) -> float:
         """The time, in ms: that of its last tick, or the manager's where somebody moved that alone further."""
-        return max(self._now, self._manager.offload_now)
+        return max(self._now, self.manager.offload_now)
 
     @classmethod
     def of(cls, driver: Driver, now: float) -> TierClock | None:
@@ -59,12 +59,12 @@ class TierClock:
         if check_time(now) < self.now:
             raise ValueError(f"tick: time does not go backwards; it is {self.now} ms, got {now}")
         self._now = float(now)
-        self._manager.tick(self._now)
+        self.manager.tick(self._now)
         self._parked = [each for each in self._parked if each.is_open]  # without what the manager cancelled
         for parked in [each for each in self._parked if each.is_complete]:
             self._parked.remove(parked)
             cached = {
-                plh for blocks in self._came.values() for plh, here in self._manager.check_presence(blocks) if here
+                plh for blocks in self._came.values() for plh, here in self.manager.check_presence(blocks) if here
             }
             self._came = {plhs: here for plhs, blocks in self._came.items() if (here := blocks & cached)}
             self._came.setdefault(parked.plhs, set()).update(parked.plhs[parked.skip :])
@@ -72,10 +72,10 @@ class TierClock:
 
     def pass_to(self, now: float) -> None:
         """Move the time forward from the end of one transfer to the next, so that each that was queued starts in its turn."""
-        deadline = self._manager.offload_deadline()
+        deadline = self.manager.offload_deadline()
         while deadline is not None and deadline <= now:
             self.tick(max(deadline, self.now))
-            deadline = self._manager.offload_deadline()
+            deadline = self.manager.offload_deadline()
         self.tick(now)
 
     def forget(self) -> None:
@@ -85,17 +85,17 @@ class TierClock:
 
     def cancel(self) -> None:
         """Cancel all transfers, and empty the further tier."""
-        self._manager.cancel_offload()
+        self.manager.cancel_offload()
         self.forget()
 
     def unpublished(self, tier: StorageTier) -> Container[int]:
         """Return the blocks of a further tier that events do not show; see `OffloadEngine`."""
-        return self._manager.unpublished(tier)
+        return self.manager.unpublished(tier)
 
     @property
     def lost_text(self) -> str | None:
         """Which slots of the device are lost, and why; None while something is under way, or none are."""
-        manager = self._manager
+        manager = self.manager
         engine, lost = manager.offload, manager.num_outside - manager.num_reserved
         if engine is None or not lost or engine.deadline() is not None:
             return None
@@ -114,7 +114,7 @@ class TierClock:
         What is reserved or pinned for blocks that come back is free when they are there; but if another than this clock
         brings them, a scheduler for its requests, only when that says so.
         """
-        manager = self._manager
+        manager = self.manager
         parked = [each for each in self._parked if each.is_open]
         elsewhere = manager.num_reserved - sum(each.num_blocks for each in parked)
         pinned = manager.num_held_by(each.pin for each in parked)
@@ -122,10 +122,10 @@ class TierClock:
 
     def cached(self, prompt: Prompt, tier: StorageTier) -> int:
         """Count the tokens of a prompt that a further tier has, beyond those that the device has. Changes nothing."""
-        engine = self._manager.offload
+        engine = self.manager.offload
         if engine is None or engine.tier != tier:
             return 0
-        size = self._manager.block_size
+        size = self.manager.block_size
         plhs = self._driver.lineage(prompt)
         return engine.lookup(plhs[self._driver.lookup(prompt) // size :]) * size
 
@@ -142,9 +142,9 @@ class TierClock:
         plhs = tuple(state.sequence.positional_lineage_hashes)
         while True:
             parked = next((each for each in self._parked if each.is_open and each.plhs == plhs[: len(each.plhs)]), None)
-            outcome = parked or park(self._manager, state.sequence, self._driver.cached(state), self.now)
+            outcome = parked or park(self.manager, state.sequence, self._driver.cached(state), self.now)
             if isinstance(outcome, NoHits):
-                size = self._manager.block_size
+                size = self.manager.block_size
                 came = set().union(*(self._came[asked] for asked in self._asked(plhs)))
                 return sum(plh in came for plh in plhs[: self._driver.cached(state) // size]) * size
             if not isinstance(outcome, Parked):
@@ -189,7 +189,7 @@ class TierClock:
 
     def _wait(self, wait: bool, why: str) -> None:
         """Let the time pass until the next transfer is done."""
-        manager = self._manager
+        manager = self.manager
         deadline = manager.offload_deadline()
         if deadline is None and any(each.is_complete for each in self._parked):  # by a tick of the manager
             self.tick(self.now)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
-from pytest_kvmock.checks import check_integer, check_u64, integer_text, is_integer, unknown_text
+from pytest_kvmock.checks import check_integer, check_u64, integer_text, is_integer
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import StorageTier, StreamKey
 from pytest_kvmock.harness.engine_comparison import EngineComparison
@@ -19,7 +19,7 @@ from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
-from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
+from pytest_kvmock.hygiene.stream import Residency, check_residency
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.args import MockEngineArgs
@@ -269,8 +269,7 @@ class Workers:
         if num_blocks is not None:
             check_integer("make_kv_sink: num_blocks", num_blocks, 1, ", or None")
         below = _tier_blocks(tier_blocks)
-        if residency not in RESIDENCIES:
-            raise ValueError(f"make_kv_sink: {unknown_text('residency', residency, RESIDENCIES)}")
+        check_residency(residency, "make_kv_sink: ")
         if worker_id is None:
             taken = {*self.sink_ids, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
             worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)

@@ -225,9 +225,8 @@ class Ledger:
             problems += self._repeated(stream, hashes, again, tier, alone=not problems)
         elif stream.restored:
             stream.restored = {}
-        if (
-            on_device and stream.removed_but_resident
-        ):  # such a block is held, so this event may store it again like any that is
+        if on_device and stream.removed_but_resident:
+            # Such a block is held, so this event may store it again like any that is.
             resident = stream.removed_but_resident
             stream.restored = {**stream.restored, **{b: resident[b] for b in hashes if b in resident}}
         if not on_device:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import pairwise, repeat
 from typing import Final, Literal, TypeAlias
 
+from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
 from pytest_kvmock.hygiene.content import Chain, DynamoChain
 from pytest_kvmock.hygiene.history import Below, History, Links
@@ -19,6 +20,23 @@ from pytest_kvmock.hygiene.text import event_name, worker_text
 Residency: TypeAlias = Literal["unique", "counted"]
 """Whether a block is published once while it is held, or every copy of it."""
 RESIDENCIES: Final[tuple[Residency, ...]] = ("unique", "counted")
+
+
+def check_residency(value: object, where: str = "") -> Residency:
+    """Return `value` if it is a residency.
+
+    Args:
+        value: what was passed in.
+        where: what the message begins with: "make_kv_sink: ".
+
+    Raises:
+        ValueError: it is none; the nearest and both are listed.
+    """
+    for residency in RESIDENCIES:
+        if residency == value:
+            return residency
+    raise ValueError(f"{where}{unknown_text('residency', value, RESIDENCIES)}")
+
 
 LAST: Final = 2**64
 """Stands for the block after another where there is none."""
@@ -438,8 +456,8 @@ class Stream(History):
         stored, removed = self.stored_at.get(block), self.removed_at.get(block)
         if stored is None:
             return f"{name} was {'never stored' if removed is None else f'removed by {self._called(removed)}'}"
-        if self.has_tiers and (told := self._told_by_tier(block, tier)):
-            return f"{name} was {told}"
+        if self.has_tiers and (by_tier := self._history_by_tier(block, tier)):
+            return f"{name} was {by_tier}"
         if block in self.device:
             return f"{name} was stored{self._held(block, stored, -1 if removed is None else removed)}"
         if removed is not None and removed > stored:
@@ -456,8 +474,8 @@ class Stream(History):
         """The tier that a message is about, to be put after its blocks; empty where there is but the device."""
         return f" in {tier}" if self.has_tiers or tier is not StorageTier.DEVICE else ""
 
-    def _told_by_tier(self, block: int, tier: StorageTier) -> str:
-        """The state of a block that was stored, each tier by its own events; empty where they do not tell.
+    def _history_by_tier(self, block: int, tier: StorageTier) -> str:
+        """The state of a block that was stored, each tier by its own events; empty where they do not show it.
 
         Args:
             block: which block.
@@ -467,13 +485,13 @@ class Stream(History):
         if moved := self._moved(block, tier, tiers):
             return moved
         if tiers:
-            told = [(each, *self._last(block, each, range(self._begun(), len(self.events)))) for each in tiers]
-            if any(stored < 0 for _, stored, _ in told):
+            found = [(each, *self._last(block, each, range(self._begun(), len(self.events)))) for each in tiers]
+            if any(stored < 0 for _, stored, _ in found):
                 return ""
-            if len(tiers) > 1 and not self.copies and all(removed < stored for _, stored, removed in told):
-                where = ", ".join(f"in {each} by {self._called(stored)}" for each, stored, _ in told)
+            if len(tiers) > 1 and not self.copies and all(removed < stored for _, stored, removed in found):
+                where = ", ".join(f"in {each} by {self._called(stored)}" for each, stored, _ in found)
                 return f"stored {where}, and never removed"
-            held = [f" in {each}{self._held(block, stored, removed, each)}" for each, stored, removed in told]
+            held = [f" in {each}{self._held(block, stored, removed, each)}" for each, stored, removed in found]
             return f"stored{';'.join(held)}"
         if block in self.removed_but_resident:
             return ""
@@ -481,9 +499,9 @@ class Stream(History):
         last = max(self.stored_at[block], self.removed_at.get(block, 0))
         ends = [*self.cleared_at, *(when for when, why in self.anew if why != "backwards")]
         places = range(max((end for end in ends if end <= last), default=0), last + 1)
-        told = [(each, *self._last(block, each, places)) for each in StorageTier]
-        dropped = [(each, stored) for each, stored, removed in told if removed < stored]
-        gone = {each: removed for each, stored, removed in told if removed > stored}
+        found = [(each, *self._last(block, each, places)) for each in StorageTier]
+        dropped = [(each, stored) for each, stored, removed in found if removed < stored]
+        gone = {each: removed for each, stored, removed in found if removed > stored}
         if not dropped:
             place, where = max((removed, where) for where, removed in gone.items())
             return f"removed from {where} by {self._called(place)}"
@@ -494,11 +512,10 @@ class Stream(History):
 
     def _last(self, block: int, tier: StorageTier, places: range) -> tuple[int, int]:
         """The places in `events` of the last Stored and the last Removed of a block in a tier, among some; -1: none."""
+        return self._last_of(Stored, block, tier, places), self._last_of(Removed, block, tier, places)
 
-        def last(kind: type[Stored | Removed]) -> int:
-            return next((place for place in reversed(places) if _names(self.events[place], block, kind) is tier), -1)
-
-        return last(Stored), last(Removed)
+    def _last_of(self, kind: type[Stored | Removed], block: int, tier: StorageTier, places: range) -> int:
+        return next((place for place in reversed(places) if _names(self.events[place], block, kind) is tier), -1)
 
     def _moved(self, block: int, tier: StorageTier, tiers: list[StorageTier]) -> str:
         """Where a block went that the tier does not hold: what removed it there, and where it is since.
@@ -513,19 +530,13 @@ class Stream(History):
         """
         if tier in tiers or block in self.removed_but_resident:
             return ""
-        places = range(len(self.events) - 1, self._begun() - 1, -1)
-        removed = next((place for place in places if _names(self.events[place], block, Removed) is tier), None)
-        if removed is None:  # it was never there; say what became of it elsewhere
-            gone = ((place, _names(self.events[place], block, Removed)) for place in places)
-            removed, last = next(((place, where) for place, where in gone if where is not None), (None, None))
-            return (
-                "" if removed is None or tiers else f"removed from {last} by {self._called(removed)}; in no tier since"
-            )
-        since = []
-        for where in tiers:
-            stored = next((place for place in places if _names(self.events[place], block, Stored) is where), None)
-            if stored is not None:
-                since.append(f"in {where} since {self._called(stored)}")
+        places = range(self._begun(), len(self.events))
+        removed = self._last_of(Removed, block, tier, places)
+        if removed < 0:  # it was never there; say what became of it elsewhere
+            removed, last = max((self._last_of(Removed, block, each, places), each) for each in StorageTier)
+            return "" if removed < 0 or tiers else f"removed from {last} by {self._called(removed)}; in no tier since"
+        found = [(each, self._last_of(Stored, block, each, places)) for each in tiers]
+        since = [f"in {each} since {self._called(stored)}" for each, stored in found if stored >= 0]
         return f"removed from {tier} by {self._called(removed)}; {', '.join(since) or 'in no tier since'}"
 
     def _begun(self) -> int:

@@ -32,7 +32,7 @@ def make_wire(case: Case, harness: RouterHarness, kv_dialect: str) -> KvWire:
 def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[Callable[..., KvPublisher]]:
     """What makes publishers of workers; they are closed when the context is left.
 
-    A fault that was asked for and has not struck fails a test that passed so far.
+    A fault that was asked for and not injected fails a test that passed so far.
     """
     made: list[tuple[int, KvPublisher]] = []
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
             case.capture.ledger.injected_on_wire(worker, publisher.faults.injected)
     unused = [fault for _, publisher in made for fault in publisher.faults.unused]
     if unused and case.passed:
-        pytest.fail(f"kvmock: faults of the wire were asked for and did not strike: {', '.join(unused)}", pytrace=False)
+        pytest.fail(f"kvmock: faults of the wire were asked for and not injected: {', '.join(unused)}", pytrace=False)
 
 
 def _digests(harness: RouterHarness, worker_id: int, dialect: Dialect) -> dict[int, StreamDigests]:

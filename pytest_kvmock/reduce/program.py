@@ -28,8 +28,16 @@ Step: TypeAlias = RouterEvent | WorkerRemoved | Operation
 Level: TypeAlias = Literal["events", "requests"]
 
 _PUBLIC: Final = (
-    *("Cleared", "EngineProfile", "KvCacheEvent", "Prompt", "Removed", "RouterEvent", "RouterHarness", "StorageTier"),
-    *("Stored", "WouldWait"),
+    "Cleared",
+    "EngineProfile",
+    "KvCacheEvent",
+    "Prompt",
+    "Removed",
+    "RouterEvent",
+    "RouterHarness",
+    "StorageTier",
+    "Stored",
+    "WouldWait",
 )
 """What a test imports of what it names."""
 

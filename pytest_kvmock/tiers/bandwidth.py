@@ -16,6 +16,9 @@ from pytest_kvmock.checks import check_integer, check_number, check_time
 _EARLY: Final = 1e-9
 """So many ms before its time a transfer is done; on the time, not on the bytes (the original's rule)."""
 
+DEFAULT_GBPS: Final = 14.0
+"""Bandwidth of each direction, in GB/s."""
+
 BYTES_PER_MS: Final = 1e6
 """Bytes that one GB/s moves in a millisecond."""
 

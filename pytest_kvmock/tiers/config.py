@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import check_integer, check_number, unknown_text
+from pytest_kvmock.tiers.bandwidth import DEFAULT_GBPS
+from pytest_kvmock.tiers.offload import HostOffload
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.offload import OffloadEngine
@@ -37,7 +39,7 @@ class Tiers:
     """
 
     host: int
-    gbps: float = 14.0
+    gbps: float = DEFAULT_GBPS
     bytes_per_token: int = DEFAULT_BYTES_PER_TOKEN
     batch: int | None = None
 
@@ -81,24 +83,22 @@ class Tiers:
                 )
             if key not in _KNOWN:
                 raise ValueError(unknown_text("key of tiers", key, _KNOWN))
-        fields: dict[str, Any] = dict(value)
-        if _SAME_AS_HOST in fields:
-            if "host" in fields:
+        given: dict[str, Any] = dict(value)
+        if _SAME_AS_HOST in given:
+            if "host" in given:
                 raise ValueError("tiers: 'host' and 'g2' are the same; give one of them")
-            fields["host"] = fields.pop(_SAME_AS_HOST)
-        if "host" not in fields:
+            given["host"] = given.pop(_SAME_AS_HOST)
+        if "host" not in given:
             raise ValueError("tiers: 'host' is missing, the blocks that host memory has room for")
-        return cls(**fields)
+        return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `of` reads, without defaults."""
-        defaults = {"gbps": 14.0, "bytes_per_token": DEFAULT_BYTES_PER_TOKEN, "batch": None}
-        return {name: value for name, value in asdict(self).items() if name == "host" or value != defaults[name]}
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def make(self, block_size: int) -> OffloadEngine:
         """Make the engine of one manager whose blocks have so many tokens."""
-        from pytest_kvmock.tiers.offload import HostOffload
-
         return HostOffload(
             self.host,
             block_bytes=self.bytes_per_token * block_size,

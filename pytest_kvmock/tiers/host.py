@@ -115,7 +115,7 @@ class HostPool:
         for slot in found:
             self._pin(slot)
         for plh in plhs[len(found) :]:
-            slot = self._find_inactive(plh)
+            slot = self._policy._find(plh)
             if slot is None:
                 break
             self._pin(slot)
@@ -129,9 +129,6 @@ class HostPool:
             if not slot.refs:
                 self._policy.insert((slot,))
                 self._num_inactive += 1
-
-    def _find_inactive(self, plh: int) -> Slot | None:
-        return self._policy._find(plh)
 
     def _pin(self, slot: Slot) -> None:
         if not slot.refs:

@@ -16,7 +16,7 @@ from pytest_kvmock.cache.dynamo.eviction.policy import Slot
 from pytest_kvmock.cache.offload import BlockDetails, OffloadResult, PinnedPrefix, TierEvent
 from pytest_kvmock.checks import check_integer, check_number, check_time
 from pytest_kvmock.events import Removed, StorageTier, Stored
-from pytest_kvmock.tiers.bandwidth import Link
+from pytest_kvmock.tiers.bandwidth import DEFAULT_GBPS, Link
 from pytest_kvmock.tiers.host import HostPool
 
 # Theory of operation
@@ -33,9 +33,6 @@ from pytest_kvmock.tiers.host import HostPool
 # while its first copy was under way), arrived, was evicted from the host, and arrives the second time has no Stored. If
 # the device evicts it once more while the host has it so, its Removed is published all the same. `unpublished` names
 # such blocks: who compares the host with its events leaves them out, and no others.
-
-DEFAULT_GBPS: Final = 14.0
-"""Bandwidth of each direction, in GB/s."""
 
 DEFAULT_BATCH: Final = 32
 """Blocks of one transfer to the host, and transfers under way at once."""

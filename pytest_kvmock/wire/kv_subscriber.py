@@ -3,7 +3,7 @@
 One subject: the batches of one engine, as they arrive. Theory of operation. Batches of a rank are numbered from 0. The next
 one is decoded, and its events go to the sink. One further on is a gap: what is missing is asked for (`replay`), and what
 comes back is applied first. A number that was there before is a repeat where the bytes are the same; else the engine has
-begun anew. What could not be had is lost: it is in `lost`, and the sink's owner is told, as its view of the engine is
+begun anew. What could not be had is lost: it is in `lost`, and is reported to the sink's owner, as its view of the engine is
 incomplete from there on. There is no thread: `receive` and `poll` do the work.
 """
 
@@ -29,13 +29,13 @@ _Waits: TypeAlias = Generator[Any, bool, _T]
 """What yields a socket where it waits for a reply, and is sent whether there is one; by that it blocks, or is awaited."""
 
 MOST_REMEMBERED: Final = 10_000
-"""For so many batches of a rank it is known what they were, to tell a repeat from a restart."""
+"""For so many batches of a rank it is known what they were, to tell a repeat from a restart; of older ones, by their timestamps."""
 
 _NUMBER: Final = "8 bytes with the number of the batch"
 
 
 class LostBatches(Protocol):
-    """What is told of batches that could not be had: `RouterHarness.lost_batches`, or `KvSink.lost_batches`."""
+    """What is called for batches that could not be had: `RouterHarness.lost_batches`, or `KvSink.lost_batches`."""
 
     def __call__(self, worker_id: int, dp_rank: int, batches: range, observed: str) -> object:
         """Take note.
@@ -88,7 +88,7 @@ class BatchProblem:
 class _Rank:
     """What is known of one rank."""
 
-    __slots__ = ("brought", "dealer", "due", "next_event_id", "seen", "sub")
+    __slots__ = ("brought", "dealer", "due", "latest", "next_event_id", "seen", "sub")
 
     def __init__(self, sub: Any) -> None:
         self.sub = sub
@@ -101,6 +101,7 @@ class _Rank:
         self.next_event_id = 0
         self.seen: OrderedDict[int, int] = OrderedDict()
         self.brought: set[int] = set()  # by replays; each may come live, too
+        self.latest: float | None = None  # timestamp of the last batch that was applied
 
 
 class KvSubscriber:
@@ -118,7 +119,7 @@ class KvSubscriber:
         ranks: how many ranks; None: one for each endpoint that is given.
         topic: what the topic of a batch must begin with.
         from_start: whether batches before the first that arrives are missing. If not, the stream begins with that one.
-        on_loss: told of what could not be had; None: the `lost_batches` of the object of which `sink` is, or is a method.
+        on_loss: called for what could not be had; None: the `lost_batches` of the object of which `sink` is, or is a method.
         replay_timeout: so many seconds an answer may take, from one message to the next.
         context: a `zmq.Context`; None: one of its own. Over inproc it is the publisher's.
 
@@ -132,7 +133,7 @@ class KvSubscriber:
         batches: how many batches were applied.
         events: how many events the sink was given.
         duplicates: how many batches came again.
-        healed: ranges of batches that replays brought, each with its rank.
+        recovered: ranges of batches that replays brought, each with its rank.
         lost: what could not be had.
         problems: what was wrong with messages.
     """
@@ -165,7 +166,7 @@ class KvSubscriber:
         self.endpoints = rank_endpoints(endpoint, ranks)
         self.replay_endpoints = () if replay is None else rank_endpoints(replay, len(self.endpoints))
         self.batches = self.events = self.duplicates = 0
-        self.healed: list[tuple[int, range]] = []
+        self.recovered: list[tuple[int, range]] = []
         self.lost: list[BatchLoss] = []
         self.problems: list[BatchProblem] = []
         self._sink = sink
@@ -274,7 +275,7 @@ class KvSubscriber:
         before = self.batches
         for dp_rank, rank in enumerate(self._ranks):
             rank.due = rank.due or 0
-            yield from self._heal(dp_rank, rank, rank.due)
+            yield from self._recover(dp_rank, rank, rank.due)
         return self.batches - before
 
     def _check_free(self) -> None:
@@ -321,22 +322,23 @@ class KvSubscriber:
         """Take a batch whose number is not above the last one. Return whether it is the first of a publisher that began anew."""
         due = rank.due or 0
         was = rank.seen.get(number)
-        if number in rank.brought:
-            rank.brought.discard(number)
-            return False
-        if was == hash(payload):
-            self.duplicates += 1
+        is_repeat, was_brought = was == hash(payload), number in rank.brought
+        rank.brought.discard(number)
+        if is_repeat:
+            self.duplicates += not was_brought
             return False
         if _is_unreadable(decoded := self._decoded(dp_rank, rank, payload)):
-            self._note(dp_rank, number, decoded)
+            if not was_brought:
+                self._note(dp_rank, number, decoded)
             return False
         if was is None and any(number in loss.batches for loss in self.lost if loss.dp_rank == dp_rank):
             self.problems.append(
                 BatchProblem(dp_rank, number, f"arrived after batch {due - 1}, when it counted as lost")
             )
             return False
-        if was is None and rank.seen and number < next(iter(rank.seen)) and len(rank.seen) == MOST_REMEMBERED:
-            self.duplicates += 1  # nothing is known of so old a batch; a new beginning has low numbers only
+        is_forgotten = was is None and len(rank.seen) == MOST_REMEMBERED and number < next(iter(rank.seen))
+        if is_forgotten and not _is_later(decoded.timestamp, rank.latest):
+            self.duplicates += 1
             return False
         observed = f"batch {number} came after batch {due - 1}: numbers went backwards, as after an unannounced restart"
         rank.begin_anew()
@@ -346,22 +348,22 @@ class KvSubscriber:
 
     def _after_gap(self, dp_rank: int, rank: _Rank, number: int, payload: bytes) -> _Waits[None]:
         """Close the gap before a batch by a replay, and take the batch."""
-        yield from self._heal(dp_rank, rank, number)
+        yield from self._recover(dp_rank, rank, number)
         waits = self._in_turn(dp_rank, rank, number, payload)
         if waits is not None:
             yield from waits
 
     def _in_turn(self, dp_rank: int, rank: _Rank, number: int, payload: bytes) -> _Waits[None] | None:
-        """Apply a batch, unless a replay has brought it. Return what heals one that cannot be read; None: nothing is to be done."""
+        """Apply a batch, unless a replay has brought it. Return what recovers one that cannot be read; None: nothing is to be done."""
         if number == rank.due:
             decoded = self._decoded(dp_rank, rank, payload)
             if _is_unreadable(decoded) and self.replay_endpoints:
                 self._note(dp_rank, number, decoded)
-                return self._heal(dp_rank, rank, number + 1)
+                return self._recover(dp_rank, rank, number + 1)
             self._apply(dp_rank, rank, number, payload, decoded)
         return None
 
-    def _heal(self, dp_rank: int, rank: _Rank, stop: int) -> _Waits[None]:
+    def _recover(self, dp_rank: int, rank: _Rank, stop: int) -> _Waits[None]:
         """Ask for batches from the next one on, and apply what comes; what is missing then below `stop` is lost."""
         due = rank.due or 0
         first = due
@@ -432,7 +434,7 @@ class KvSubscriber:
 
     def _brought(self, dp_rank: int, first: int, due: int) -> None:
         if due > first:
-            self.healed.append((dp_rank, range(first, due)))
+            self.recovered.append((dp_rank, range(first, due)))
 
     def _decoded(self, dp_rank: int, rank: _Rank, payload: bytes) -> Decoded:
         first = rank.next_event_id
@@ -448,6 +450,7 @@ class KvSubscriber:
             self._lose(dp_rank, rank, number + 1, f"cannot be read ({decoded.problems[0]})")
             return False
         rank.due = number + 1
+        rank.latest = decoded.timestamp
         rank.next_event_id += decoded.num_events
         self.batches += 1
         for event in decoded.events:
@@ -508,6 +511,11 @@ class KvSubscriber:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_later(timestamp: float | None, latest: float | None) -> bool:
+    """Whether a batch was written after the last one that was applied; where one has no timestamp, that is not known."""
+    return timestamp is not None and latest is not None and timestamp > latest
 
 
 def _is_unreadable(decoded: Decoded) -> bool:

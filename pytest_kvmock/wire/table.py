@@ -248,11 +248,6 @@ class Dialect:
         return media
 
     @property
-    def has_media(self) -> bool:
-        """Whether its events say where blocks are."""
-        return any(field.type == "medium" for field in self.stored)
-
-    @property
     def is_msgpack(self) -> bool:
         """Whether it is written in msgpack, which takes the extra `wire`."""
         return self.form in ("array", "map")

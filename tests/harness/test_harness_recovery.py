@@ -643,12 +643,14 @@ def test_whatever_is_lost_of_a_workers_traffic_the_verdict_is_clean_but_for_the_
 
 
 class AsyncRecovering(Recovering):
+    async def answer(self, *query):
+        return self.ask(*query)
+
     async def apply(self, event):
         step = self.cursor.observe(event)
         self.take(event, step)
         while step.ask is not None:
-            await asyncio.sleep(0)
-            step = self.cursor.answered(step.ask, self.ask(*step.ask))
+            step = self.cursor.answered(step.ask, await asyncio.create_task(self.answer(*step.ask)))
             self.take(event, step)
 
 

@@ -1,8 +1,8 @@
-"""What Dynamo's standalone indexer does with each dialect: "heals" what it missed, only "decodes", or "-", neither."""
+"""What Dynamo's standalone indexer does with each dialect: it "recovers" what it missed, only "decodes", or neither ("-")."""
 
 RELEASES = ("1.3.1", "1.6.1")
 
-_BOTH, _LATER, _NEITHER = ("heals", "heals"), ("decodes", "heals"), ("-", "-")
+_BOTH, _LATER, _NEITHER = ("recovers", "recovers"), ("decodes", "recovers"), ("-", "-")
 TABLE = {
     "vllm-0.9": _BOTH,
     "vllm-0.10.2": _BOTH,
@@ -34,9 +34,11 @@ def does(dialect, release):
 
 def markdown():
     """The table as docs/fidelity.md has it."""
-    heads = " | ".join(f"{release} decodes | {release} heals" for release in RELEASES)
+    heads = " | ".join(f"{release} decodes | {release} recovers" for release in RELEASES)
     lines = [f"| dialect | {heads} |", "|---|" + "---|" * 2 * len(RELEASES)]
     for dialect, row in TABLE.items():
-        cells = " | ".join(f"{'yes' if what != '-' else 'no'} | {'yes' if what == 'heals' else 'no'}" for what in row)
+        cells = " | ".join(
+            f"{'yes' if what != '-' else 'no'} | {'yes' if what == 'recovers' else 'no'}" for what in row
+        )
         lines.append(f"| `{dialect}` | {cells} |")
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """Dynamo's standalone indexer subscribes to our publishers, in every dialect, with batches lost, late, and after a restart.
 
-What it decodes and what it heals is a table. Beside that its answers must be those of an index of sets that was fed the raw
+What it decodes and what it recovers is a table. Beside that its answers must be those of an index of sets that was fed the raw
 stream: it does not count copies.
 """
 
@@ -105,7 +105,7 @@ class Fleet:
         return expected
 
 
-@those_that("decodes", "heals")
+@those_that("decodes", "recovers")
 def test_it_answers_as_an_index_of_sets_that_is_fed_the_stream(fleet, model):
     fleet.register(model)
     fleet.serve(6)
@@ -114,7 +114,7 @@ def test_it_answers_as_an_index_of_sets_that_is_fed_the_stream(fleet, model):
     assert [] != fleet.harness.events.removed
 
 
-@those_that("heals")
+@those_that("recovers")
 def test_it_asks_for_what_was_lost_and_is_right_again(fleet, model):
     fleet.register(model)
     fleet.serve(2)
@@ -145,7 +145,7 @@ def test_of_batches_with_bytes_as_hashes_it_reads_none_and_asks_for_them_again(f
     assert [{}] * 8 == [model.answer(prompt) for prompt in fleet.prompts]
 
 
-@those_that("heals")
+@those_that("recovers")
 def test_one_that_comes_late_asks_at_the_first_live_batch(fleet, model):
     fleet.serve(3)
     fleet.register(model)
@@ -155,7 +155,7 @@ def test_one_that_comes_late_asks_at_the_first_live_batch(fleet, model):
     assert [[(0, 0), (1, 0)]] * 2 == [*map(asked, fleet.publishers)]
 
 
-@those_that("decodes", "heals")
+@those_that("decodes", "recovers")
 def test_after_a_restart_it_drops_batches_until_their_old_number_and_keeps_the_old_blocks(fleet, model):
     fleet.register(model)
     fleet.serve(3)
@@ -175,9 +175,9 @@ def test_after_a_restart_it_drops_batches_until_their_old_number_and_keeps_the_o
     assert [[], []] == [*map(asked, fleet.publishers)]
 
 
-@those_that("heals")
+@those_that("recovers")
 @pytest.mark.kvmock(dp_size=1)  # of several ranks, 1.3.1 applies the Cleared of one in a replay to all
-def test_to_unregister_and_register_heals_it_of_a_restart(fleet, model):
+def test_to_unregister_and_register_recovers_it_of_a_restart(fleet, model):
     fleet.register(model)
     fleet.serve(3)
     fleet.settle(model, fleet.index)

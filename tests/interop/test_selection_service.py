@@ -62,7 +62,7 @@ def publishers(make_kv_publisher):
     return [make_kv_publisher(worker) for worker in (0, 1)]
 
 
-@those_that("decodes", "heals")
+@those_that("decodes", "recovers")
 async def test_it_answers_as_an_index_of_sets_and_selects_who_has_the_prefix(publishers, kv_harness, kv_prompt):
     index, prompts = SetIndex(kv_harness), [kv_prompt(blocks=1 + number % 4) for number in range(18)]
     async with Service() as service:
@@ -82,7 +82,7 @@ async def test_it_answers_as_an_index_of_sets_and_selects_who_has_the_prefix(pub
     assert [] != kv_harness.events.removed
 
 
-@those_that("decodes", "heals")
+@those_that("decodes", "recovers")
 async def test_it_asks_for_what_was_lost(publishers, kv_harness, kv_prompt):
     prompts = [kv_prompt(blocks=2) for _ in range(3)]
     async with Service() as service:
@@ -96,8 +96,8 @@ async def test_it_asks_for_what_was_lost(publishers, kv_harness, kv_prompt):
         async def answers():
             return [await service.answer(prompt) for prompt in prompts]
 
-        heals = does(publishers[0].dialect.name, RELEASE) == "heals"
-        expected = [{(0, 0): 2}, {(0, 0): 2} if heals else {}, {(0, 0): 2}]
+        recovers = does(publishers[0].dialect.name, RELEASE) == "recovers"
+        expected = [{(0, 0): 2}, {(0, 0): 2} if recovers else {}, {(0, 0): 2}]
         await publishers[0].asettle(answers, expected, PATIENCE)
     assert [1] == [replay.start for replay in publishers[0].replays]
 

@@ -8,7 +8,7 @@ from functools import partial
 from importlib import metadata
 
 import pytest
-import zmq  # noqa: F401 - so that all runs in this process have one: its errors are told apart by their classes
+import zmq  # noqa: F401 - so that all runs in this process share its error classes
 
 # pytester unloads what a nested run loads; what is loaded here stays, so that a class is the same one in every run.
 import pytest_kvmock.harness

@@ -205,19 +205,19 @@ def test_what_a_teardown_publishes_when_the_publisher_is_closed_is_no_failure(ne
 
 
 UNUSED = {
-    "struck": ("kv_publisher.faults.lose(); kv_worker.serve([1] * 16)", {"passed": 1}),
-    "did not strike": ("kv_publisher.faults.lose()", {"passed": 1, "errors": 1}),
+    "injected": ("kv_publisher.faults.lose(); kv_worker.serve([1] * 16)", {"passed": 1}),
+    "not injected": ("kv_publisher.faults.lose()", {"passed": 1, "errors": 1}),
     "in a test that failed anyway": ("kv_publisher.faults.lose(); assert False", {"failed": 1}),
 }
 
 
 @pytest.mark.parametrize("case", UNUSED)
-def test_a_fault_that_did_not_strike_fails_the_test(nested, case):
+def test_a_fault_that_was_not_injected_fails_the_test(nested, case):
     body, outcomes = UNUSED[case]
     result = nested(f"@pytest.mark.kv_dialects('vllm-0.33')\ndef test(kv_publisher, kv_worker): {body}")
     result.assert_outcomes(**outcomes)
     if "errors" in outcomes:
-        result.stdout.fnmatch_lines(["*faults of the wire were asked for and did not strike: lose (1 batch left)"])
+        result.stdout.fnmatch_lines(["*faults of the wire were asked for and not injected: lose (1 batch left)"])
 
 
 def test_digests_of_an_engine_that_has_none_are_refused_in_one_line(nested):

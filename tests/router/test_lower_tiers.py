@@ -19,14 +19,14 @@ TIERS = [DEVICE, HOST, DISK, EXTERNAL]
 def stored(first, last=None, tier=DEVICE, *, worker=0, rank=0):
     numbers = range(first, (last or first) + 1)
     parent = None if first == 1 else 100 + first - 1
-    return told(Stored(parent, tuple(100 + n for n in numbers), tuple(numbers)), tier, worker=worker, rank=rank)
+    return router_event(Stored(parent, tuple(100 + n for n in numbers), tuple(numbers)), tier, worker=worker, rank=rank)
 
 
 def removed(*numbers, tier=DEVICE, worker=0, rank=0):
-    return told(Removed(tuple(100 + n for n in numbers)), tier, worker=worker, rank=rank)
+    return router_event(Removed(tuple(100 + n for n in numbers)), tier, worker=worker, rank=rank)
 
 
-def told(data, tier=DEVICE, *, worker=0, rank=0):
+def router_event(data, tier=DEVICE, *, worker=0, rank=0):
     return RouterEvent(worker, KvCacheEvent(0, data, rank), tier)
 
 
@@ -121,7 +121,7 @@ def test_a_query_that_ends_with_the_device_asks_no_further():
 def test_workers_that_name_the_same_blocks_otherwise_both_go_on():
     """One table of edges for all workers would give the host's block to the first alone, as Dynamo 1.2.1 does."""
     events = [
-        told(Stored(parent, (base + local,), (local,)), tier, worker=worker)
+        router_event(Stored(parent, (base + local,), (local,)), tier, worker=worker)
         for worker, base in enumerate((100, 200))
         for parent, local, tier in ((None, 1, DEVICE), (base + 1, 2, HOST))
     ]
@@ -137,14 +137,14 @@ def test_below_the_device_no_parent_is_needed_and_on_it_one_there():
 
 def test_the_first_edge_of_a_place_wins_and_a_stored_ends_at_another():
     index = index_of(stored(1, 3, HOST))
-    index.apply(told(Stored(101, (902, 903), (2, 3)), HOST))  # another name for the place of 102
-    index.apply(told(Stored(103, (102, 104), (9, 4)), HOST))  # another place for the block 102
+    index.apply(router_event(Stored(101, (902, 903), (2, 3)), HOST))  # another name for the place of 102
+    index.apply(router_event(Stored(103, (102, 104), (9, 4)), HOST))  # another place for the block 102
     assert {"host_pinned": 3} == found(index, 1, 2, 3, 4)
     assert 3 == index.num_blocks(0, tier=HOST)
 
 
 def test_a_block_under_itself_is_no_error_and_a_query_of_it_ends():
-    index = index_of(told(Stored(7, (7,), (1,)), HOST), stored(1))
+    index = index_of(router_event(Stored(7, (7,), (1,)), HOST), stored(1))
     assert {"device": 1} == found(index, 1, 1, 1)
 
 
@@ -156,7 +156,7 @@ def test_a_removed_takes_what_is_held_and_names_the_first_that_is_not():
     for worker, rank in ((1, 0), (0, 1)):
         with pytest.raises(BlockNotFound):
             index.apply(removed(1, tier=HOST, worker=worker, rank=rank))
-    index.apply(told(Removed(()), HOST, worker=9))
+    index.apply(router_event(Removed(()), HOST, worker=9))
 
 
 def test_copies_are_counted_by_tier():
@@ -173,7 +173,7 @@ def test_a_cleared_empties_all_tiers(semantics, left):
     index = RadixIndex(semantics=semantics)
     for worker, rank in ((0, 0), (0, 1), (1, 0)):
         index.apply(stored(1, 2, HOST, worker=worker, rank=rank))
-    index.apply(told(Cleared()))
+    index.apply(router_event(Cleared()))
     assert {HOST: left} == index.find_tiered([1, 2])
     assert [(0, 0), (0, 1), (1, 0)] == index.workers
 
@@ -203,7 +203,9 @@ def test_a_dump_keeps_what_other_tiers_hold_orphans_of_the_host_too():
 
 
 def test_a_tier_may_be_given_by_its_name():
-    index = index_of(told(Stored(None, (1,), (1,)), "host_pinned"), told(Stored(None, (1,), (1,)), "device"))
+    index = index_of(
+        router_event(Stored(None, (1,), (1,)), "host_pinned"), router_event(Stored(None, (1,), (1,)), "device")
+    )
     assert (1, 1, 0) == tuple(index.num_blocks(0, tier=tier) for tier in ("device", "host_pinned", "disk"))
 
 
@@ -230,7 +232,9 @@ EVENTS = st.one_of(
     st.just(Cleared()),
 )
 STREAMS = st.lists(
-    st.builds(lambda data, tier, rank: told(data, tier, rank=rank), EVENTS, st.sampled_from(TIERS), st.integers(0, 1)),
+    st.builds(
+        lambda data, tier, rank: router_event(data, tier, rank=rank), EVENTS, st.sampled_from(TIERS), st.integers(0, 1)
+    ),
     max_size=30,
 )
 QUERIES = [[int(digit) for digit in f"{number:05b}".replace("1", "2").replace("0", "1")] for number in range(32)]

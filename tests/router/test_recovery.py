@@ -36,8 +36,8 @@ def ids(events):
 
 def local(*events, ring=4096, semantics=None):
     index = LocalIndex(ring, semantics=semantics)
-    for told in events:
-        index.apply(told)
+    for event in events:
+        index.apply(event)
     return index
 
 
@@ -115,8 +115,8 @@ def test_a_dump_builds_an_index_with_the_same_answers():
         said(3, Stored(None, (1, 2, 3), (11, 12, 13))), said(4, Stored(2, (4,), (14,))), said(5, Removed((3,)))
     )
     built = RadixIndex()
-    for told in index.get_events_in_id_range().events:
-        built.apply(told)
+    for event in index.get_events_in_id_range().events:
+        built.apply(event)
     assert {(0, 0): 3} == built.find_matches([11, 12, 14]).scores
     assert {(0, 0): 2} == built.find_matches([11, 12, 13]).scores
 
@@ -401,14 +401,14 @@ class Router:
     def take(self, worker, rank, step):
         if step.replace:
             self.tree.remove_worker_dp_rank(worker, rank)
-        for told in step.apply:
-            self.applied.append(told)
+        for event in step.apply:
+            self.applied.append(event)
             with suppress(KvEventError):
-                self.tree.apply(told)
+                self.tree.apply(event)
 
-    def apply(self, told):
-        step = self.cursor.observe(told)
-        self.take(told.worker_id, told.event.dp_rank, step)
+    def apply(self, event):
+        step = self.cursor.observe(event)
+        self.take(event.worker_id, event.event.dp_rank, step)
         while step.ask is not None:
             query = step.ask
             step = self.cursor.answered(query, self.ask(*query))
@@ -455,14 +455,14 @@ def test_whatever_is_lost_doubled_or_late_a_router_that_asks_ends_with_the_truth
 
     router = Router(ask)
     late, arrived = [], 0
-    for position, told in enumerate(stream):
-        worker.apply(told)
-        truth.apply(told)
+    for position, event in enumerate(stream):
+        worker.apply(event)
+        truth.apply(event)
         last = position == len(stream) - 1
         fate = "arrives" if last else data.draw(st.sampled_from(["arrives", "arrives", "lost", "twice", "late"]))
-        coming = {"arrives": [told], "lost": [], "twice": [told, told], "late": []}[fate]
+        coming = {"arrives": [event], "lost": [], "twice": [event, event], "late": []}[fate]
         if fate == "late":
-            late.append(told)
+            late.append(event)
         elif late and data.draw(st.booleans()):
             coming = [*coming, late.pop()]
         for each in coming:
@@ -490,12 +490,12 @@ def test_answers_may_come_late_and_events_meanwhile(stream, ring, data):
             assert [] == waiting
             waiting.append((step.ask, worker.get_events_in_id_range(step.ask.start, step.ask.end)))
 
-    for position, told in enumerate(stream):
-        worker.apply(told)
-        truth.apply(told)
+    for position, event in enumerate(stream):
+        worker.apply(event)
+        truth.apply(event)
         if position == len(stream) - 1 or data.draw(st.booleans()):
             arrived += 1
-            take(router.cursor.observe(told))
+            take(router.cursor.observe(event))
         if waiting and data.draw(st.booleans()):
             take(router.cursor.answered(*waiting.pop()))
     while waiting:
@@ -511,10 +511,10 @@ def test_with_a_long_ring_every_event_is_applied_once_and_in_order(stream, lost)
     router = Router(lambda *query: worker.get_events_in_id_range(query[1]))
     router.apply(said(0, Cleared()))
     router.applied.clear()
-    for told in stream:
-        shifted = said(told.event.event_id + 1, told.event.data)
+    for event in stream:
+        shifted = said(event.event.event_id + 1, event.event.data)
         worker.apply(shifted)
-        if told.event.event_id not in lost:
+        if event.event.event_id not in lost:
             router.apply(shifted)
 
     applied = ids(router.applied)
@@ -526,19 +526,18 @@ def test_a_cursor_is_as_good_for_a_question_that_is_awaited():
     tree, cursor = RadixIndex(), RouterCursor()
 
     async def ask(worker_id, start, end, dp_rank):
-        await asyncio.sleep(0)
         return worker.get_events_in_id_range(start, end)
 
-    async def apply(told):
-        step = cursor.observe(told)
+    async def apply(event):
+        step = cursor.observe(event)
         while True:
             if step.replace:
-                tree.remove_worker_dp_rank(told.worker_id, told.event.dp_rank)
+                tree.remove_worker_dp_rank(event.worker_id, event.event.dp_rank)
             for each in step.apply:
                 tree.apply(each)
             if step.ask is None:
                 return
-            step = cursor.answered(step.ask, await ask(*step.ask))
+            step = cursor.answered(step.ask, await asyncio.create_task(ask(*step.ask)))
 
     async def both():
         await asyncio.gather(apply(said(3)), apply(said(5)))

@@ -1,5 +1,6 @@
 """What tests of sockets share: events of a block or two, a plain SUB and DEALER as a router of any language has them."""
 
+import asyncio
 import contextlib
 
 import zmq
@@ -26,6 +27,13 @@ def publish_chain(publisher, count, first=BIG):
 
 def removed(*blocks):
     return Removed(blocks)
+
+
+async def tasks_wait():
+    """Wait until the tasks that are ready have run, each to where it waits."""
+    turned = asyncio.Event()
+    asyncio.get_running_loop().call_soon(turned.set)
+    await turned.wait()
 
 
 def number(frames):

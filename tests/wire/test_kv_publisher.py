@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from sockets import BIG, number, plain_sub, publish_chain, removed, replayed, stored, tokens_of
+from sockets import BIG, number, plain_sub, publish_chain, removed, replayed, stored, tasks_wait, tokens_of
 
 from pytest_kvmock import Cleared, KvCacheEvent, RouterEvent, RouterHarness, Stored
 from pytest_kvmock.wire import DIALECTS, EncodeError, decode
@@ -201,6 +201,15 @@ def test_each_rank_must_be_subscribed_to():
         assert str(caught.value).startswith(f"rank 1 at {publisher.endpoints[1]} has 0 of 1 subscriptions")
 
 
+def answers(value):
+    """A probe that is awaited, and answers this."""
+
+    async def probe():
+        return value
+
+    return probe
+
+
 def test_an_async_test_waits_without_stopping_its_loop(publisher):
     async def consumer(endpoint):
         turns = 0
@@ -220,7 +229,7 @@ def test_an_async_test_waits_without_stopping_its_loop(publisher):
     with pytest.raises(WireTimeout, match="0 of 2 subscriptions"):
         asyncio.run(publisher.await_subscribed(2, timeout=0.1))
     with pytest.raises(WireTimeout, match="expected 5, got 4"):
-        asyncio.run(publisher.asettle(lambda: asyncio.sleep(0, 4), 5, timeout=0))
+        asyncio.run(publisher.asettle(answers(4), 5, timeout=0))
 
 
 def test_settle_waits_for_the_answer_of_a_consumer_in_another_thread(publisher):
@@ -518,7 +527,7 @@ def test_a_closed_publisher_refuses_everything_but_to_be_closed(publisher):
         publisher.restart,
         publisher.wait_subscribed,
         lambda: publisher.settle(lambda: False),
-        lambda: asyncio.run(publisher.asettle(lambda: asyncio.sleep(0, False))),
+        lambda: asyncio.run(publisher.asettle(answers(False))),
     ):
         with pytest.raises(ValueError, match=re.escape("this KvPublisher is closed")):
             call()
@@ -527,7 +536,7 @@ def test_a_closed_publisher_refuses_everything_but_to_be_closed(publisher):
 def test_a_publisher_that_is_closed_while_a_task_waits_ends_the_wait(publisher):
     async def closed_meanwhile():
         waiting = asyncio.create_task(publisher.await_subscribed())
-        await asyncio.sleep(0)  # the task waits
+        await tasks_wait()
         publisher.close()
         await waiting
 

@@ -6,10 +6,10 @@ import socket
 
 import pytest
 import zmq
-from sockets import BIG, publish_chain, tokens_of
+from sockets import BIG, publish_chain, replayed, tasks_wait, tokens_of
 
 from pytest_kvmock import Cleared, EngineProfile, KvCacheEvent, KvEventsError, RouterHarness
-from pytest_kvmock.wire import DIALECTS
+from pytest_kvmock.wire import DIALECTS, kv_subscriber
 from pytest_kvmock.wire.waiting import readable
 from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, KvSubscriber, WireTimeout
 
@@ -123,7 +123,7 @@ FAULTS = {
 @pytest.mark.parametrize("replay", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dialect", ["vllm-0.19", "vllm-0.33", "sglang-0.5.22"])
-def test_a_replay_heals_what_can_be_healed_and_the_rest_is_reported(dialect, fault, replay):
+def test_a_replay_recovers_what_it_can_and_the_rest_is_reported(dialect, fault, replay):
     ask, with_replay, without, lost_with, lost_without = FAULTS[fault]
     with World(replay=replay, dialect=dialect) as world:
         world.publish(1)
@@ -138,12 +138,12 @@ def test_a_replay_heals_what_can_be_healed_and_the_rest_is_reported(dialect, fau
         assert bool(ask(world.publisher.faults)) is False  # it can be asked for again
 
 
-def test_a_late_join_is_healed_from_the_first_batch():
+def test_a_late_join_is_recovered_from_the_first_batch():
     with World(replay=True) as world:
         world.publisher.faults.late_join(3)
         world.publish(4)
         assert [0, 1, 2, 3] == world.receive(4)
-        assert [(0, range(4))] == world.subscriber.healed
+        assert [(0, range(4))] == world.subscriber.recovered
         with pytest.raises(ValueError, match="late_join is about the first batches"):
             world.publisher.faults.late_join()
 
@@ -193,7 +193,44 @@ def test_a_restart_is_reported_and_the_new_beginning_is_applied(replay):
         assert [0, 1, 2, 0, 1] == [event.event.event_id for event in world.events]
 
 
-def test_after_a_restart_what_was_lost_of_the_new_beginning_is_healed():
+def test_a_restart_shows_though_a_replay_has_brought_batches_of_the_same_numbers():
+    with World(replay=True) as world:
+        world.publisher.faults.late_join(3)
+        world.publish(3)
+        assert 3 == world.subscriber.catch_up()
+        world.publisher.restart()
+        world.next = 100
+        world.publish(2)
+        assert [0, 1, 2, 100, 101] == world.receive(2)
+        assert ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"] == world.lost
+        assert 0 == world.subscriber.duplicates
+
+
+def test_a_restart_shows_after_more_batches_than_are_remembered(monkeypatch):
+    monkeypatch.setattr(kv_subscriber, "MOST_REMEMBERED", 2)
+    with World(replay=False) as world:
+        world.publish(4)
+        world.receive(4)
+        world.publisher.restart()
+        world.next = 100
+        world.publish(2)
+        assert [0, 1, 2, 3, 100, 101] == world.receive(2)
+        assert ["batch 0 came after batch 3: numbers went backwards, as after an unannounced restart"] == world.lost
+
+
+def test_a_repeat_of_a_batch_that_is_not_remembered_is_no_restart(monkeypatch):
+    monkeypatch.setattr(kv_subscriber, "MOST_REMEMBERED", 2)
+    with World(replay=True) as world:
+        world.publish(4)
+        world.receive(4)
+        (first, *_) = replayed(world.publisher.replay_endpoint, 0)
+        world.publisher.restart()
+        world.publisher.publish_payload(first[-1])  # the number and the bytes of batch 0
+        assert 1 == world.subscriber.poll(5.0)
+        assert (1, [0, 1, 2, 3], []) == (world.subscriber.duplicates, world.blocks, world.lost)
+
+
+def test_after_a_restart_what_was_lost_of_the_new_beginning_is_recovered():
     with World(replay=True) as world:
         world.publish(5)
         world.receive(5)
@@ -218,7 +255,7 @@ def test_a_truncated_replay_leaves_a_gap_that_is_reported(end_marker):
             else "the replay broke off: nothing more came in 0.1 s"
         )
         assert [f"batches 3 to 4 did not arrive, and {why}"] == world.lost
-        assert [(0, range(1, 3))] == world.subscriber.healed
+        assert [(0, range(1, 3))] == world.subscriber.recovered
         world.publisher.faults.lose()
         world.publish(2)  # the next replay is whole again
         assert [0, 1, 2, 5, 6, 7] == world.receive(2)
@@ -244,14 +281,14 @@ def test_a_replay_that_breaks_off_is_a_problem_where_no_gap_shows_it():
         ]
 
 
-def test_a_batch_that_cannot_be_read_is_not_healed_by_a_replay_of_the_same_bytes():
+def test_a_batch_that_cannot_be_read_is_not_recovered_by_a_replay_of_the_same_bytes():
     with World(replay=True) as world:
         world.publish(1)
         world.publisher.publish_payload(b"\xc1")
         world.publish(1)
         assert [0, 1] == world.receive(3)
         assert [range(1, 2)] == [loss.batches for loss in world.subscriber.lost]
-        assert not any(1 in batches for _, batches in world.subscriber.healed)
+        assert not any(1 in batches for _, batches in world.subscriber.recovered)
 
 
 def test_after_an_error_of_the_sink_in_a_replay_the_next_one_is_whole():
@@ -269,7 +306,7 @@ def test_after_an_error_of_the_sink_in_a_replay_the_next_one_is_whole():
         assert [] == world.lost
 
 
-def test_ranks_are_healed_each_by_itself():
+def test_ranks_are_recovered_each_by_itself():
     with World(replay=True, ranks=2) as world:
         world.publisher.faults.lose(2, dp_rank=1)
         for event_id in range(4):
@@ -384,13 +421,13 @@ def test_a_block_size_that_is_not_the_indexes_is_named():
         assert ("sparse_tokens", "each block has its 16 tokens") == (error.rule, error.expected)
 
 
-def test_a_loss_can_be_told_to_anyone():
-    told = []
-    with World(replay=False, on_loss=lambda *loss: told.append(loss)) as world:
+def test_a_loss_can_be_reported_to_anyone():
+    losses = []
+    with World(replay=False, on_loss=lambda *loss: losses.append(loss)) as world:
         world.publisher.faults.lose()
         world.publish(2)
         world.receive(2)
-    assert [(0, 0, range(1), "batch 0 did not arrive")] == told
+    assert [(0, 0, range(1), "batch 0 did not arrive")] == losses
 
 
 # ------------------------------------------------------------------------------------------------ waiting
@@ -399,7 +436,7 @@ def test_a_loss_can_be_told_to_anyone():
 def test_an_async_test_receives_without_stopping_its_loop():
     async def receive(world):
         waiting = asyncio.create_task(world.subscriber.areceive(4))
-        await asyncio.sleep(0)  # the task waits; the loop goes on
+        await tasks_wait()  # the loop goes on
         world.publisher.faults.lose()
         world.publish(4)
         await waiting
@@ -486,7 +523,7 @@ def test_the_loop_goes_on_while_a_replay_is_awaited(engine):
     asyncio.run(test())
     assert [0, 1, 2, 3] == engine.blocks
     assert [0] == engine.asked
-    assert [(0, range(3))] == engine.subscriber.healed
+    assert [(0, range(3))] == engine.subscriber.recovered
     assert [] == engine.subscriber.lost
 
 

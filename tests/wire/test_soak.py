@@ -37,7 +37,7 @@ def open_now():
 
 
 def round_of_sockets():
-    """Three publishers and three subscribers: a gap in each stream, a replay that heals it, an end."""
+    """Three publishers and three subscribers: a gap in each stream, a replay that brings it, an end."""
     blocks = [[], [], []]
     with contextlib.ExitStack() as stack:
         publishers = [stack.enter_context(KvPublisher("vllm-0.33", hwm=100)) for _ in blocks]
