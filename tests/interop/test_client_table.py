@@ -1,16 +1,22 @@
-"""The table of Dynamo's clients has every dialect that is spoken over ZMQ, and the page on fidelity has the table."""
+"""The tables of Dynamo's and llm-d's clients have every dialect that is spoken over ZMQ, and the page on fidelity has them."""
 
 from pathlib import Path
 
-from client_table import TABLE, markdown
+import client_table
+import llmd_table
+import pytest
 
 from pytest_kvmock.wire import DIALECTS
 
-
-def test_every_dialect_of_zmq_is_in_the_table():
-    assert [name for name, dialect in DIALECTS.items() if dialect.replay] == [*TABLE]
+TABLES = [client_table, llmd_table]
 
 
-def test_the_page_has_the_table():
+@pytest.mark.parametrize("table", TABLES)
+def test_every_dialect_of_zmq_is_in_the_table(table):
+    assert [name for name, dialect in DIALECTS.items() if dialect.replay] == [*table.TABLE]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_page_has_the_table(table):
     page = Path(__file__).parents[2] / "docs/fidelity.md"
-    assert markdown() in page.read_text(encoding="utf-8")
+    assert table.markdown() in page.read_text(encoding="utf-8")
