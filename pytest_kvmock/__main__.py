@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         description="Judge the events of a capture, of Dynamo's JSON lines, or of payloads in a dialect. "
         "Exits with 0 if there is no error, 1 if there is one, 2 if the file cannot be read.",
     )
-    check.add_argument("file", metavar="FILE")
+    check.add_argument("file", metavar="FILE", type=_path)
     check.add_argument("--dialect", metavar="NAME", help="the file has payloads in this dialect, one after the other")
     check.add_argument(
         "--allow", metavar="RULE", action="append", default=[], help="a rule whose breaches are none; repeatable"
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         description="Record what an engine publishes over ZMQ, until there is enough or Ctrl-C.",
     )
     record.add_argument("endpoint", metavar="ENDPOINT", help="where the engine is bound: tcp://host:5557")
-    record.add_argument("file", metavar="FILE")
+    record.add_argument("file", metavar="FILE", type=_path)
     record.add_argument("--dialect", metavar="NAME", default="vllm-0.33", help="what it speaks (default: vllm-0.33)")
     record.add_argument("--replay", metavar="ENDPOINT", help="where it answers for batches that it published before")
     record.add_argument("--ranks", metavar="N", type=int, help="data-parallel ranks, on the ports from there on")
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         help="write events in every dialect, with the answers of an index, for tests in other languages",
         description="Write what two engines publish in every dialect, and which overlap a router must answer after it.",
     )
-    vectors.add_argument("directory", metavar="DIR")
+    vectors.add_argument("directory", metavar="DIR", type=_path)
     vectors.add_argument(
         "--dialect", metavar="NAME", action="append", help="only this dialect; repeatable (default: all)"
     )
@@ -93,6 +93,13 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("backends", help="list the backends, with what each models").set_defaults(run=_backends)
     commands.add_parser("dialects", help="list the dialects, with what speaks each").set_defaults(run=_dialects)
     return out
+
+
+def _path(text: str) -> str:
+    """Return a path that was given; an empty one would be that of the directory where one is."""
+    if not text:
+        raise argparse.ArgumentTypeError("a path is expected, got ''")
+    return text
 
 
 def main(args: Sequence[str] | None = None) -> int:

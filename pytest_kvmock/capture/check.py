@@ -18,7 +18,7 @@ from pytest_kvmock.backends import backend_spec, known_backends
 from pytest_kvmock.capture.injected import Injected
 from pytest_kvmock.capture.lines import HEADER, KINDS, VERSION, CaptureError, event_of
 from pytest_kvmock.capture.payload_file import split_payloads
-from pytest_kvmock.checks import unknown_text
+from pytest_kvmock.checks import check_integer, unknown_text
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.ledger import Ledger
@@ -253,7 +253,7 @@ class _Replay:
         if kind == "event":
             self._take_event(event_of(line), line)
         elif kind == "hashes_of":
-            entry = log[value]
+            entry = log[check_integer(kind, value, 0)]
             log.note(ledger.wrong_hash(entry.event, entry.position, entry.problems))
         elif kind == "full":
             log.note(ledger.over_capacity(log.total - 1))
@@ -264,7 +264,8 @@ class _Replay:
         elif kind == "unreadable":
             self._checked.unreadable.append(str(value["text"]))
         else:
-            getattr(self, f"_take_{kind}")((value["worker_id"], value["dp_rank"]), value)
+            key = (check_integer("worker_id", value["worker_id"], 0), check_integer("dp_rank", value["dp_rank"], 0))
+            getattr(self, f"_take_{kind}")(key, value)
 
     def _take_event(self, event: RouterEvent, line: Mapping[str, Any]) -> None:
         key = (event.worker_id, event.event.dp_rank)
@@ -277,6 +278,7 @@ class _Replay:
 
     def _take_stream(self, key: StreamKey, value: dict[str, Any]) -> None:
         about = {name: value[name] for name in _ABOUT if name in value}
+        _check_about(about)
         if about.get("tier_blocks"):
             about["tier_blocks"] = {StorageTier.of(tier): blocks for tier, blocks in about["tier_blocks"].items()}
         check_residency(about.get("residency", "unique"))
@@ -343,6 +345,20 @@ class _Replay:
 
 _ABOUT: Final = ("first_id", "block_size", "num_blocks", "tier_blocks", "residency", "prefix_closed")
 """What a line says of a stream; the arguments of `Ledger.open`."""
+
+
+def _check_about(about: Mapping[Any, Any]) -> None:
+    """Raise a ValueError for what is said of a stream and is not of its type."""
+    tier_blocks = about.get("tier_blocks")
+    if tier_blocks is not None and not isinstance(tier_blocks, dict):
+        raise ValueError(f"tier_blocks must map tiers to blocks, or be null, got {tier_blocks!r:.80}")
+    for tier, blocks in (tier_blocks or {}).items():
+        check_integer(f"tier_blocks of {tier!r:.80}", blocks, 0)
+    for name, least in (("first_id", 0), ("block_size", 1), ("num_blocks", 1)):
+        if about.get(name) is not None:
+            check_integer(name, about[name], least, ", or null")
+    if not isinstance(about.get("prefix_closed", True), bool):
+        raise ValueError(f"prefix_closed must be true or false, got {about['prefix_closed']!r:.80}")  # noqa: TRY004 - as the others
 
 
 def _loaded(line: bytes, where: str) -> dict[str, Any]:

@@ -78,9 +78,13 @@ def record(
         ValueError: an unknown dialect, or a number out of range.
         ImportError: pyzmq or msgspec is not installed.
     """
+    from pytest_kvmock.wire.endpoints import EndpointError
     from pytest_kvmock.wire.kv_subscriber import KvSubscriber
 
     row = find_dialect(dialect)
+    for each in (endpoint, replay):
+        if isinstance(each, str) and each.startswith("inproc://"):
+            raise EndpointError(f"{each!r:.80} is within one process; an engine is recorded over tcp or ipc")
     if batches is not None:
         check_integer("batches", batches, 1)
     until = None if seconds is None else monotonic() + check_number("seconds", seconds, unit=" seconds")

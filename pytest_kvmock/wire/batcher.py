@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pytest_kvmock.checks import check_integer, did_you_mean, is_integer
 from pytest_kvmock.events import (
@@ -27,6 +27,8 @@ from pytest_kvmock.wire.digests import StreamDigests
 from pytest_kvmock.wire.encoding import BatchWriter
 from pytest_kvmock.wire.event_flaws import check_events
 from pytest_kvmock.wire.table import Dialect, field_names, find_dialect
+
+_DEVICE: Final = StorageTier.DEVICE  # looked up once: an attribute of an enum is dear
 
 
 class _Step(AbstractContextManager[None]):
@@ -91,8 +93,8 @@ class Batcher(ABC):
         self._lock = threading.RLock()
         self._depth = self._sent = self._next_event_id = 0
         self._closed = False
-        self._step = _Step(self._begin_step, self._end_step)
         self._extra_names: set[object] = {DIGESTS, PAIRS, SIZE, "lora_path"}  # and those that were looked at
+        self._step = _Step(self._begin_step, self._end_step)
         self._pending: list[list[RouterEvent]] = [[] for _ in range(ranks)]
 
     @abstractmethod
@@ -124,13 +126,10 @@ class Batcher(ABC):
         with self._lock:  # a step of events that engines have made is what this is fast for
             if self._closed:
                 self._check_open()
-            if (
-                type(event) is not RouterEvent
-                or token_ids is not None
-                or extra is not None
-                or storage_tier is not StorageTier.DEVICE
-            ):
+            if type(event) is not RouterEvent:
                 event = self._addressed(event, storage_tier, token_ids, extra)
+            elif token_ids is not None or extra is not None or storage_tier is not _DEVICE:
+                self._check_alone(event, storage_tier=storage_tier, token_ids=token_ids, extra=extra)
             try:
                 dp_rank = event.event.dp_rank
             except AttributeError:
@@ -187,21 +186,16 @@ class Batcher(ABC):
     ) -> RouterEvent:
         if extra is not None:
             self._check_extra(extra)
-        if type(event) is RouterEvent:
-            if token_ids is not None or extra is not None or storage_tier is not StorageTier.DEVICE:
-                self._check_alone(event, storage_tier=storage_tier, token_ids=token_ids, extra=extra)
-        else:
-            if isinstance(event, (Stored, Removed, Cleared)):
-                self._check_carries(event, token_ids, extra)
-                event = KvCacheEvent(self._next_event_id, event)
-                self._next_event_id += 1
-            if not isinstance(event, KvCacheEvent):
-                raise TypeError(
-                    f"a {type(self).__name__} takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
-                    f"got {event!r:.80} ({type(event).__name__})"
-                )
-            event = RouterEvent(0, event, storage_tier, token_ids, extra)
-        return event
+        if isinstance(event, (Stored, Removed, Cleared)):
+            self._check_carries(event, token_ids, extra)
+            event = KvCacheEvent(self._next_event_id, event)
+            self._next_event_id += 1
+        if not isinstance(event, KvCacheEvent):
+            raise TypeError(
+                f"a {type(self).__name__} takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
+                f"got {event!r:.80} ({type(event).__name__})"
+            )
+        return RouterEvent(0, event, storage_tier, token_ids, extra)
 
     @staticmethod
     def _check_alone(event: RouterEvent, **beside: object) -> None:

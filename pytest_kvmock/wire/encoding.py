@@ -104,6 +104,8 @@ class BatchWriter:
         """
         if type(timestamp) is not float or not -math.inf < timestamp < math.inf:
             check_timestamp(timestamp, self._dialect.name)
+        if type(events) is not list and not isinstance(events, Sequence):
+            check_events(events)
         try:
             if self._structs is None:
                 check_events(events, with_tokens=False)

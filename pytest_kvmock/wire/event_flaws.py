@@ -37,6 +37,8 @@ def check_events(events: Sequence[RouterEvent], *, with_tokens: bool = True) -> 
 
 def check_timestamp(timestamp: object, dialect: str) -> None:
     """Raise an EncodeError for a timestamp that is no finite number; with the name of the dialect."""
+    if type(timestamp) is float and -math.inf < timestamp < math.inf:
+        return
     is_number = isinstance(timestamp, int | float) and not isinstance(timestamp, bool)
     if not is_number or not (is_integer(timestamp) or math.isfinite(timestamp)):  # type: ignore[arg-type]  # a number by now
         raise EncodeError(

@@ -114,8 +114,8 @@ class KvPublisher(Batcher):
         if not isinstance(replay, bool | str | None):
             raise TypeError(f"replay must be True, False or an endpoint, got {replay!r:.80}")
         zmq = self._zmq = load_zmq()
-        self._more = zmq.SNDMORE
         check_context(context)
+        self._more = zmq.SNDMORE
         self.topic = topic
         self._topic = topic.encode()
         self.faults = WireFaults(self.dialect, self.restart, self.check_rank)

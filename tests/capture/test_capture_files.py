@@ -147,6 +147,27 @@ REFUSED = {
         HEADER + '{"stream":{"worker_id":0,"dp_rank":0,"first_id":0,"residency":"any"}}\n',
         "line 2: unknown residency 'any'",
     ),
+    **{
+        f"a stream with {name} {value}": (
+            HEADER + '{"stream":{"worker_id":0,"dp_rank":0,"first_id":0}}\n'.replace("}}", f',"{name}":{value}}}}}', 1),
+            f"line 2: {message}",
+        )
+        for name, value, message in (
+            ("num_blocks", "NaN", "num_blocks must be an integer of at least 1, or null, got nan"),
+            ("num_blocks", "0", "num_blocks must be an integer of at least 1, or null, got 0"),
+            ("block_size", "true", "block_size must be an integer of at least 1, or null, got True"),
+            ("first_id", '"a"', "first_id must be an integer of at least 0, or null, got 'a'"),
+            ("prefix_closed", '"no"', "prefix_closed must be true or false, got 'no'"),
+            ("tier_blocks", "[1]", "tier_blocks must map tiers to blocks, or be null, got [1]"),
+            ("tier_blocks", '{"disk":1.5}', "tier_blocks of 'disk' must be an integer of at least 0, got 1.5"),
+            ("worker_id", "true", "worker_id must be an integer of at least 0, got True"),
+            ("dp_rank", "-1", "dp_rank must be an integer of at least 0, got -1"),
+        )
+    },
+    "an event before the first": (
+        HEADER + '{"hashes_of":-1}\n',
+        "line 2: hashes_of must be an integer of at least 0, got -1",
+    ),
     "no such event": (HEADER + '{"hashes_of":3}\n', "line 2: list index out of range"),
     "an event of none": (
         json_lines(GOOD[:1], "RouterEvent") + '{"worker_id":0}\n',

@@ -100,6 +100,10 @@ UNUSABLE = {
         "record: unknown dialect 'vllm'",
     ),
     "no endpoint": (["record", "here", "a"], "record: "),
+    "an endpoint within a process": (
+        ["record", "inproc://x", "a"],
+        "record: 'inproc://x' is within one process; an engine is",
+    ),
     "no batches": (["record", "tcp://127.0.0.1:1", "a", "--batches", "0"], "record: batches must be an integer of at"),
     "a file to record where none can be": (["record", "tcp://127.0.0.1:1", "."], "record: .: cannot be written: "),
     "unknown dialect of vectors": (["vectors", "v", "--dialect", "x"], "vectors: unknown dialect 'x'"),
@@ -118,7 +122,16 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(args, message, capsys, 
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["chek"], ["check"], ["record", "tcp://127.0.0.1:1"], ["record", "a", "b", "--ranks", "x"]]
+    "args",
+    [
+        [],
+        ["chek"],
+        ["check"],
+        ["record", "tcp://127.0.0.1:1"],
+        ["record", "a", "b", "--ranks", "x"],
+        ["check", ""],
+        ["vectors", ""],
+    ],
 )
 def test_wrong_arguments_exit_with_2(args, capsys):
     with pytest.raises(SystemExit) as exit_:

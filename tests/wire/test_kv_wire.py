@@ -212,3 +212,15 @@ def test_a_rank_that_is_none_is_refused(rank):
     with pytest.raises(ValueError, match=f"^the publisher has ranks 0 to 0, got rank {rank!r}$"):
         wire.publish(KvCacheEvent(0, Cleared(), rank))
     assert [] == wire.batches
+
+
+@pytest.mark.parametrize("timestamp", [float("nan"), "5", None])
+def test_a_timestamp_that_is_no_number_is_refused_and_no_batch_is_counted(timestamp):
+    stamps = iter([timestamp, 2.0])
+    wire = KvWire("vllm-0.33", timestamp=lambda: next(stamps))
+    with pytest.raises(
+        EncodeError, match=r"^the batch cannot be written in 'vllm-0\.33': its timestamp must be a finite"
+    ):
+        wire.publish(Cleared())
+    wire.publish(Cleared())
+    assert [2.0] == [wire.decode(payload).timestamp for payload in wire.payloads]
