@@ -1,5 +1,6 @@
 """The registry of backends, and the profile that sizes mock engines.
 
+One subject: which engine is meant, and how large it is.
 This module imports no engine: a spec loads its manager when one is made (`makers.py`). Wherever a backend is asked
 for, a `BackendSpec` does as well as a name; names are those of the built-in backends and of those that are registered now.
 """
@@ -11,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import Sink
     from pytest_kvmock.tiers.config import Tiers
+    from pytest_kvmock.wire.table import Dialect
 
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
@@ -295,6 +298,43 @@ def backend_spec(name: str | BackendSpec) -> BackendSpec:
     if spec is None:
         raise ValueError(unknown_text("backend", name, known_backends()))
     return spec
+
+
+def speaker_of(dialect: Dialect) -> BackendSpec:
+    """Return the backend whose engine writes a dialect, with the names of blocks of the release that it is of.
+
+    Raises:
+        ValueError: there is no such backend, or not of that release.
+    """
+    spec = backend_spec(dialect.backend)
+    return spec if dialect.version is None else _of_release(spec, dialect.version)
+
+
+def recorded_backend(name: str, models: object) -> BackendSpec:
+    """Return the backend of this name as a capture has it: of the release that it models there, where that is known.
+
+    Args:
+        name: as `backend_spec`.
+        models: as `BackendSpec.models`, of the engine that was recorded.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    spec = backend_spec(name)
+    program, _, version = models.partition(" ") if isinstance(models, str) else ("", "", "")
+    if models == spec.models or program != spec.models.partition(" ")[0]:
+        return spec
+    try:
+        return _of_release(spec, version)
+    except ValueError:
+        return spec
+
+
+@lru_cache(maxsize=64)
+def _of_release(spec: BackendSpec, version: str) -> BackendSpec:
+    """The same backend of another release, under its own name: one for all who ask."""
+    general = BACKENDS["vllm"] if spec is BACKENDS["vllm_0_19"] else spec  # which is `vllm` at a release
+    return general.variant(spec.name, in_matrix=spec.in_matrix, version=version)
 
 
 def create_manager(

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from pytest_kvmock.backends import backend_spec, known_backends
+from pytest_kvmock.backends import backend_spec, known_backends, recorded_backend
 from pytest_kvmock.capture.injected import Injected
 from pytest_kvmock.capture.lines import HEADER, KINDS, VERSION, CaptureError, event_of
 from pytest_kvmock.capture.payload_file import split_payloads
@@ -292,7 +292,8 @@ class _Replay:
             note = f"backend {backend!r} is not known here, so its hashes are not judged"
             self._checked.notes += [note] * (note not in self._checked.notes)
             return
-        spec = backend_spec(backend)
+        engine = self._checked.header.get("engine") or {}
+        spec = recorded_backend(backend, engine.get("models") if engine.get("backend") == backend else None)
         if spec.chain is not None:
             size = value.get("block_size") or 16
             manager = spec.make(num_blocks=1, block_size=size, dp_rank=0, sink=None)

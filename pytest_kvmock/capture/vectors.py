@@ -22,7 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
+from pytest_kvmock.backends import BackendSpec, EngineProfile, speaker_of
 from pytest_kvmock.capture.capture_file import CaptureFile
 from pytest_kvmock.capture.capturing_ledger import CapturingLedger
 from pytest_kvmock.capture.lines import CaptureError, header, version
@@ -199,7 +199,7 @@ def write_vectors(
 
 def _write_dialect(home: Path, dialect: Dialect, seed: int) -> dict[str, Any]:
     """Write the folder of a dialect; return what the index says of it."""
-    spec = backend_spec(dialect.backend)
+    spec = speaker_of(dialect)
     keys = _keys_carried(spec, dialect)
     about = {"name": dialect.name, "models": dialect.models, "engine": spec.models, "hashes": dialect.hashes}
     about |= _write_set(home, _Set(), spec, dialect, seed)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pytest_kvmock.events import RouterEvent, StreamKey
 from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import IndexComparison, QueuedEvent, Sync
-from pytest_kvmock.harness.recording import Recording, WorkerRemoved
+from pytest_kvmock.harness.recording import BatchesLost, Recording, WorkerRemoved
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, TierScores, WorkerScores, arun, run
 from pytest_kvmock.hygiene.delivery import Delivery, Published
 from pytest_kvmock.hygiene.drift import oldest_first
@@ -226,6 +226,7 @@ class Judge:
 
     def lost_batches(self, key: StreamKey, batches: range, observed: str) -> None:
         """Record batches of a wire that did not arrive; see `Ledger.lost_batches`."""
+        self._recording.arrive(BatchesLost(*key, batches, observed))
         found = self.ledger.lost_batches(key, batches, self.log.total - 1, observed)
         self.note(found, found)
 

@@ -50,8 +50,20 @@ class WorkerRemoved(NamedTuple):
     first_id: int | None
 
 
-Arrival: TypeAlias = "tuple[RouterEvent, bool] | WorkerRemoved"
-"""An event as it arrived, and whether its hashes must be Dynamo's chain; or the removal of a worker."""
+class BatchesLost(NamedTuple):
+    """Among the events: batches of a wire did not arrive; the fields are the arguments of `RouterHarness.lost_batches`."""
+
+    worker_id: int
+    dp_rank: int
+    batches: range
+    observed: str
+
+
+NoEvent: TypeAlias = WorkerRemoved | BatchesLost
+"""What stands among the events, and is none."""
+
+Arrival: TypeAlias = "tuple[RouterEvent, bool] | NoEvent"
+"""An event as it arrived, and whether its hashes must be Dynamo's chain; or what stands among them."""
 
 
 class Recording:
@@ -90,7 +102,7 @@ class Recording:
         """Mark events, by their positions in the log, as those whose hashes must be Dynamo's chain."""
         position = 0
         for i, arrival in enumerate(self.arrivals):
-            if not isinstance(arrival, WorkerRemoved):
+            if not isinstance(arrival, NoEvent):
                 if position in positions:
                     self.arrivals[i] = arrival[0], True
                 position += 1

@@ -109,7 +109,7 @@ class Workers:
         """
         spec = backend_spec(backend)
         if self.spec is not None:
-            if spec is not self.spec:
+            if spec is not self.spec and backend != self.spec.name:
                 raise ValueError(f"the harness has backend {self.spec.name!r} already; it cannot become {spec.name!r}")
             return
         spec.check_options(options_of(self._profile))

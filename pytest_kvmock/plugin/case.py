@@ -19,11 +19,12 @@ from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_engin
 from pytest_kvmock.plugin.settings import SETTINGS
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.backends import BackendSpec, EngineProfile
     from pytest_kvmock.fleet.scheduler_cases import SchedulerCase
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.plugin.captures import TestCapture
+    from pytest_kvmock.wire.table import Dialect
 
 _HARNESS_KEYS: Final = ("sync", "index_semantics", "faults", "survive")
 """Keys of the `kvmock` marker that are arguments of `RouterHarness` as they are; the innermost marker that has one wins."""
@@ -104,7 +105,8 @@ class Case:
         if self.backend is None:
             name = backend_name(self.item, value, ask=self._ask)
             try:
-                self.harness.use_backend(name)  # it checks, too, that its managers are of this name
+                # It checks, too, that its managers are of this name.
+                self.harness.use_backend(_spec(self.item, name, value, self._ask))
             except ValueError as error:
                 why = str(error)
                 # What begins so is about the backend; the rest is its own refusal, nearly always of a block size.
@@ -115,6 +117,16 @@ class Case:
                 fail_in_one_line(self.item, f"backend {name}: {why}")
             self.backend = name
         return self.harness
+
+
+def _spec(item: pytest.Item, name: str, value: object, ask: Callable[[str], Any] | None) -> str | BackendSpec:
+    """The backend of this name; of the release that the test's dialect is of, where that has chosen it."""
+    dialect = _spoken_dialect(item, ask) if isinstance(value, Placeholder) else None
+    if dialect is None:
+        return name
+    from pytest_kvmock.backends import speaker_of  # for those who have a dialect
+
+    return speaker_of(dialect)
 
 
 def backend_name(
@@ -130,8 +142,8 @@ def backend_name(
     """
     name: object = value
     if isinstance(value, Placeholder):
-        name = _speaker(item, ask) if axis is BACKENDS else None
-        name = name or resolve_placeholder(item, axis)
+        dialect = _spoken_dialect(item, ask) if axis is BACKENDS else None
+        name = resolve_placeholder(item, axis) if dialect is None else dialect.backend
     known = axis.known()
     if not isinstance(name, str) or name not in known:
         from pytest_kvmock.checks import did_you_mean
@@ -143,8 +155,8 @@ def backend_name(
     return name
 
 
-def _speaker(item: pytest.Item, ask: Callable[[str], Any] | None) -> str | None:
-    """The backend that speaks the dialect of a test; None: it has no dialect, or asks for backends by a marker."""
+def _spoken_dialect(item: pytest.Item, ask: Callable[[str], Any] | None) -> Dialect | None:
+    """The dialect of a test, which chooses its engine; None: it has none, or asks for backends by a marker."""
     dialect = DIALECTS.fixture
     if dialect not in getattr(item, "fixturenames", ()) or item.get_closest_marker(BACKENDS.marker) is not None:
         return None
@@ -154,7 +166,7 @@ def _speaker(item: pytest.Item, ask: Callable[[str], Any] | None) -> str | None:
         value = ask(dialect)
     from pytest_kvmock.wire.table import find_dialect
 
-    return find_dialect(backend_name(item, value, DIALECTS)).backend
+    return find_dialect(backend_name(item, value, DIALECTS))
 
 
 def scheduler_case(item: pytest.Item) -> SchedulerCase | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import MOST, Recorded, WorkerRemoved
+from pytest_kvmock.harness.recording import MOST, BatchesLost, NoEvent, Recorded, WorkerRemoved
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.programs.operations import Decode, DropNext, Prefill, Submit
 from pytest_kvmock.reduce.breach import Breach as Breach
@@ -186,13 +186,16 @@ def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
     if problem.rule in _OF_AN_INDEX:
         return ("requests", "events") if hasattr(kv.index, "match_tokens") else ("events", "requests")
     if problem.event is None:
-        return ("requests", "events")
+        lost = any(isinstance(arrival, BatchesLost) for arrival in kv.recording.arrivals)
+        return ("events", "requests") if lost else ("requests", "events")
     lost = any(operation is DropNext for operation, *_ in operations)
     return ("events", "requests") if lost or any(map(_by_hand, kv.recording.arrivals)) else ("requests", "events")
 
 
 def _by_hand(arrival: Arrival) -> bool:
     """Whether it was not published for a request."""
+    if isinstance(arrival, BatchesLost):
+        return True
     return not isinstance(arrival, WorkerRemoved) and not arrival[1] and not isinstance(arrival[0].event.data, Cleared)
 
 
@@ -219,9 +222,7 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     whole = whole.replace(cut_from=kv.events.total)
     # What is published must be the engine's chain only where that is what is wrong: else blocks get other names. And a
     # capacity only makes a test longer that is about something else.
-    chained = {
-        a[0].worker_id for a in arrivals if not isinstance(a, WorkerRemoved) and a[1] and problem.rule == "wrong_hash"
-    }
+    chained = {a[0].worker_id for a in arrivals if not isinstance(a, NoEvent) and a[1] and problem.rule == "wrong_hash"}
     with_capacity = problem.rule == "over_capacity"
     tier = problem.storage_tier
     kinds = {
@@ -275,10 +276,10 @@ def _upto(arrivals: list[Arrival], position: int) -> list[Arrival]:
     """What arrived up to an event, by its number in the log."""
     count = -1
     for i, arrival in enumerate(arrivals):
-        if not isinstance(arrival, WorkerRemoved):
+        if not isinstance(arrival, NoEvent):
             count += 1
-            if count == position:
-                return arrivals[: i + 1]
+            if count > position:  # what was lost after the event shows before the next
+                return arrivals[:i]
     if len(arrivals) >= MOST:
         raise NotReduced(f"it shows after more than {MOST:,} events")
     return arrivals
@@ -292,6 +293,8 @@ def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Ar
         if isinstance(arrival, WorkerRemoved):
             if arrival.worker_id == worker_id and arrival.dp_rank in (None, rank):
                 held.clear()
+            continue
+        if isinstance(arrival, BatchesLost):
             continue
         event, data = arrival[0], arrival[0].event.data
         if (event.worker_id, event.event.dp_rank) != key:
@@ -321,7 +324,7 @@ def _around(kv: RouterHarness, problem: Problem) -> list[int]:
     position = -1
     named = None
     for arrival in kv.recording.arrivals:
-        if isinstance(arrival, WorkerRemoved):
+        if isinstance(arrival, NoEvent):
             continue
         position += 1
         event: RouterEvent = arrival[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import Arrival, WorkerRemoved
+from pytest_kvmock.harness.recording import Arrival, BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.text import NOBODY
 from pytest_kvmock.prompt_keys import part_of
@@ -287,7 +287,7 @@ class EventCutter:
 
     def _program(self, pieces: Sequence[Piece], look: _Look) -> Reproduction | None:
         """The program of some pieces; None where they cannot be put together."""
-        steps: list[RouterEvent | WorkerRemoved] = []
+        steps: list[RouterEvent | NoEvent] = []
         names: dict[int, int] = {}  # worker ids in the program
         sinks: list[SinkKind] = []
         counts: dict[StreamKey, int] = {}
@@ -314,6 +314,9 @@ class EventCutter:
                 steps.append(arrival._replace(worker_id=names[worker_id]))
                 mender.forget(piece.key)
                 counts.pop(piece.key, None)
+                continue
+            if isinstance(arrival, BatchesLost):
+                steps.append(arrival._replace(worker_id=names[worker_id]))
                 continue
             event = arrival[0]
             tier, tokens = StorageTier.DEVICE if look.bare else event.storage_tier, event.token_ids

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.events import Removed, RouterEvent, Stored
-from pytest_kvmock.harness.recording import WorkerRemoved
+from pytest_kvmock.harness.recording import NoEvent
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import EventData, StreamKey
@@ -113,9 +113,9 @@ class Renamer:
         self.blocks: dict[int, int] = {}
         self._local: dict[int, int] = {}
 
-    def renamed(self, step: RouterEvent | WorkerRemoved) -> RouterEvent | WorkerRemoved:
+    def renamed(self, step: RouterEvent | NoEvent) -> RouterEvent | NoEvent:
         """The same step with other numbers."""
-        if isinstance(step, WorkerRemoved):
+        if isinstance(step, NoEvent):
             return step
         data: EventData = step.event.data
         if isinstance(data, Stored):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.events import Removed, RouterEvent, Stored
-from pytest_kvmock.harness.recording import Arrival, WorkerRemoved
+from pytest_kvmock.harness.recording import Arrival, BatchesLost, NoEvent, WorkerRemoved
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
@@ -29,8 +29,8 @@ class Piece:
 
     @property
     def event(self) -> RouterEvent | None:
-        """The whole event; None where a worker is removed."""
-        return None if isinstance(self.arrival, WorkerRemoved) else self.arrival[0]
+        """The whole event; None where it is none."""
+        return None if isinstance(self.arrival, NoEvent) else self.arrival[0]
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Piece:
     def key(self) -> StreamKey:
         """Its stream: (worker_id, dp_rank)."""
         if self.event is None:
-            assert isinstance(self.arrival, WorkerRemoved)
+            assert isinstance(self.arrival, NoEvent)
             return self.arrival.worker_id, self.arrival.dp_rank or 0
         return self.event.worker_id, self.event.event.dp_rank
 
@@ -76,6 +76,9 @@ def pieces_of(arrivals: Iterable[Arrival]) -> Iterator[Piece]:
             counts = {key: n for key, n in counts.items() if key[0] != arrival.worker_id}
             yield Piece(arrival, 0)
             continue
+        if isinstance(arrival, BatchesLost):
+            yield Piece(arrival, 0)
+            continue
         inner = arrival[0].event
         key = (arrival[0].worker_id, inner.dp_rank)
         number = counts[key] = counts.get(key, -1) + 1
@@ -100,7 +103,7 @@ def parents_of(arrivals: Iterable[Arrival]) -> dict[StreamKey, dict[int, int | N
     """The parent of each block of each stream, as last stored."""
     out: dict[StreamKey, dict[int, int | None]] = {}
     for arrival in arrivals:
-        if not isinstance(arrival, WorkerRemoved) and isinstance(data := arrival[0].event.data, Stored):
+        if not isinstance(arrival, NoEvent) and isinstance(data := arrival[0].event.data, Stored):
             parents = out.setdefault((arrival[0].worker_id, arrival[0].event.dp_rank), {})
             parents.update(zip(data.block_hashes, (data.parent_hash, *data.block_hashes), strict=False))
     return out

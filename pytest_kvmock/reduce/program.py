@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile, known_backends
 from pytest_kvmock.events import RouterEvent, Stored
-from pytest_kvmock.harness.recording import WorkerRemoved
+from pytest_kvmock.harness.recording import NoEvent
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.content import is_chained
 from pytest_kvmock.hygiene.stream import Residency
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
     from pytest_kvmock.harness.index_comparison import Sync
 
-Step: TypeAlias = RouterEvent | WorkerRemoved | Operation
-"""An event as it arrives, the removal of a worker, or an operation on a worker."""
+Step: TypeAlias = RouterEvent | NoEvent | Operation
+"""An event as it arrives, the removal of a worker, lost batches of one, or an operation on a worker."""
 
 Level: TypeAlias = Literal["events", "requests"]
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
-from pytest_kvmock.harness.recording import WorkerRemoved
+from pytest_kvmock.harness.recording import BatchesLost, WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.programs.python import literal, number_parts, token_list
 
@@ -20,10 +20,10 @@ _ALIKE: Final = 6
 
 
 def event_lines(steps: Iterable[object], *, sinks: int, with_ids: bool, after_each: str | None = None) -> Iterator[str]:
-    """The lines that deliver events and remove workers.
+    """The lines that deliver events, remove workers and lose batches.
 
     Args:
-        steps: the events, `WorkerRemoved` among them.
+        steps: the events, `NoEvent` among them.
         sinks: how many sinks there are; the first is worker 2**16.
         with_ids: whether the ids of the events are written; if not, they count from 0.
         after_each: a line that comes after each of them; each is then a line by itself.
@@ -36,7 +36,11 @@ def event_lines(steps: Iterable[object], *, sinks: int, with_ids: bool, after_ea
     for (kind, where), group in groupby(steps, _place):
         alike = [*group]
         if kind == "remove":
-            yield from (_worker_removed(step) for step in alike if isinstance(step, WorkerRemoved))
+            for step in alike:
+                if isinstance(step, BatchesLost):
+                    yield _batches_lost(step, sinks)
+                elif isinstance(step, WorkerRemoved):
+                    yield _worker_removed(step)
             continue
         events = [step for step in alike if isinstance(step, RouterEvent)]
         if kind == "sink":
@@ -110,6 +114,13 @@ def _worker_removed(step: WorkerRemoved) -> str:
         return f"kv.remove_worker({step.worker_id})"
     rank = f", {step.dp_rank}" if step.dp_rank else ""
     return f"kv.worker({step.worker_id}{rank}).restart(announced=True)"
+
+
+def _batches_lost(step: BatchesLost, sinks: int) -> str:
+    is_sink = step.worker_id >= FIRST_SINK_WORKER
+    whose = f"{sink_name(step.worker_id, sinks)}.worker_id" if is_sink else str(step.worker_id)
+    observed = f", {literal(step.observed)}" if step.observed else ""
+    return f"kv.lost_batches({whose}, {step.dp_rank}, {step.batches!r}{observed})"
 
 
 def _call(step: RouterEvent, *, with_ids: bool) -> str:

@@ -361,14 +361,24 @@ class _Player:
             data = Stored(given.get("parent"), blocks, tuple(given.get("local_hashes", (b % 2**64 for b in blocks))))
         elif "removed" in given:
             data = Removed(tuple(given["removed"]))
-        while worker[0] - FIRST_SINK_WORKER >= self._sinks:
-            self._harness.make_sink(**{key: given[key] for key in _OF_A_SINK if key in given})
-            self._sinks += 1
+        self._make_sinks(worker, given)
         event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]
         event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, tokens, extra)
         self._harness.by_hand.add(worker)
         self._harness.publisher.publish(event, chained=given.get("chained", False))
+
+    def _do_lost_batches(
+        self, first: int, count: int, worker: WorkerName = FIRST, observed: str = "", **given: Any
+    ) -> None:
+        self._make_sinks(worker, given)
+        self._harness.lost_batches(*worker, range(first, first + count), observed)
+
+    def _make_sinks(self, worker: WorkerName, given: Mapping[str, Any]) -> None:
+        """Make the sink that a step is about, if it is its first."""
+        while worker[0] - FIRST_SINK_WORKER >= self._sinks:
+            self._harness.make_sink(**{key: given[key] for key in _OF_A_SINK if key in given})
+            self._sinks += 1
 
     def _do_fault(self, fault: str, arguments: Mapping[str, Any] | tuple[Any, ...]) -> None:
         inject = getattr(self._harness.faults, fault)

@@ -149,6 +149,15 @@ def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Re
     return read
 
 
+_OF_A_SINK: Final = {
+    "num_blocks": read_capacity,
+    "tier_blocks": read_tier_blocks,
+    "residency": read_residency,
+    "prefix_closed": boolean,
+}
+"""How a sink is made, of the step that is its first."""
+
+
 def _event(node: Node) -> dict[str, Any]:
     readers = {
         "stored": list_of(read_published),
@@ -162,11 +171,7 @@ def _event(node: Node) -> dict[str, Any]:
         "token_ids": list_of(read_numbers),
         "extra": read_extra,
         "chained": boolean,
-        # How the sink is made, of the event that is its first.
-        "num_blocks": read_capacity,
-        "tier_blocks": read_tier_blocks,
-        "residency": read_residency,
-        "prefix_closed": boolean,
+        **_OF_A_SINK,
     }
     given = node.fields(readers)
     check_one_of(node, "stored", "removed", "cleared")
@@ -264,6 +269,10 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
     "worker": _mapping({"id": read_worker, "backend": string}, ("id",), "id"),
     "remove_worker": _mapping({"worker": integer}, ("worker",), "worker"),
     "event": _event,
+    "lost_batches": _mapping(
+        {"first": read_natural, "count": read_natural, "observed": string, "worker": read_worker, **_OF_A_SINK},
+        ("first", "count"),
+    ),
     "fault": _fault,
 }
 """What a step can do, and what reads its arguments."""

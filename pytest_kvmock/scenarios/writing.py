@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import WorkerRemoved
+from pytest_kvmock.harness.recording import BatchesLost, WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.programs.operations import (
     Clear,
@@ -93,6 +93,11 @@ def _events(program: Reproduction) -> Iterator[dict[str, Any]]:
                 yield {"remove_worker": step.worker_id}
             else:
                 yield {"restart": {"worker": _worker(key), "announced": True}}
+        elif isinstance(step, BatchesLost):
+            observed = {"observed": step.observed} if step.observed else {}
+            lost = {"first": step.batches.start, "count": len(step.batches), **observed}
+            of = _of((step.worker_id, step.dp_rank))
+            yield {"lost_batches": {**lost, **of, **_of_a_sink(step.worker_id, program, chained=False)}}
         elif isinstance(step, RouterEvent):
             yield {"event": _event(step, program)}
 
@@ -119,9 +124,15 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
         written["token_ids"] = [_numbers(ids) for ids in event.token_ids]
     if event.extra is not None:
         written["extra"] = _as_lists(event.extra)
-    if event.worker_id >= FIRST_SINK_WORKER:
-        sink = program.sinks[event.worker_id - FIRST_SINK_WORKER]
-        written |= {"chained": True} if sink.chained else {}
+    return written | _of_a_sink(event.worker_id, program, chained=True)
+
+
+def _of_a_sink(worker_id: int, program: Reproduction, *, chained: bool) -> dict[str, Any]:
+    """What a step says of the sink whose it is, as its first one may make it."""
+    written: dict[str, Any] = {}
+    if worker_id >= FIRST_SINK_WORKER:
+        sink = program.sinks[worker_id - FIRST_SINK_WORKER]
+        written |= {"chained": True} if sink.chained and chained else {}
         written |= {} if sink.num_blocks is None else {"num_blocks": sink.num_blocks}
         written |= {} if sink.tier_blocks is None else {"tier_blocks": dict(sink.tier_blocks)}
         written |= {"residency": sink.residency} if sink.residency != "unique" else {}

@@ -71,7 +71,8 @@ class Batch:
     Attributes:
         events: in order; of one worker and rank.
         timestamp: seconds since the epoch. It is a number that the caller passes: nothing here has a clock.
-        dp_rank: the rank; None: that of the events, or 0 where there is none.
+        dp_rank: the rank, as a publisher fills it in; None: that of the events, or 0 where there is none, or nil where the
+            structs of the dialect have it so (`Dialect.rank`).
     """
 
     events: Sequence[RouterEvent]

@@ -87,8 +87,8 @@ class BatchWriter:
                 self._structs.types[STORED],
                 plans.on_device.get,
                 plans.rest,
-                SMALL if self._widens else 0 if dialect.hashes == "unsigned" else None,
-                dialect.hashes == "unsigned",
+                SMALL if self._widens else {"unsigned": 0, "either": -(2**63)}.get(dialect.hashes),
+                dialect.hashes != "signed",
             )
 
     def payload(
@@ -99,7 +99,7 @@ class BatchWriter:
         Args:
             events: as of a `Batch`, like the next two.
             timestamp: seconds.
-            dp_rank: of the batch; None: that of its events.
+            dp_rank: of the batch; None: as of a `Batch`.
             digests: as of `encode`, which says what is raised, too.
         """
         if type(timestamp) is not float or not -math.inf < timestamp < math.inf:
@@ -127,11 +127,12 @@ class BatchWriter:
         digests: StreamDigests | None,
     ) -> bytes:
         # The loop that figures are about: one flat body for a Stored as nearly all are.
+        fills = rank is not None or self._dialect.rank == "filled"
         if rank is None and len(events):
             check_rank(rank := events[0].event.dp_rank)
         elif rank is not None and (type(rank) is not int or not 0 <= rank <= _U32):
             check_rank(rank)
-        short, device, kind, on_device, rest_of, least, unsigned = self._plan
+        short, device, kind, on_device, rest_of, least, all_64_bits = self._plan
         out: list[Any] = []
         append = out.append
         writer = self._checking if digests is None else _Writer(self._dialect, structs, digests)
@@ -158,13 +159,13 @@ class BatchWriter:
                     and size
                     and len(flat) == blocks * size
                     and (least is None or (min(hashes) >= least and (parent is None or parent >= least)))
-                    and (unsigned or (max(hashes) < 2**63 and (parent is None or parent < 2**63)))
+                    and (all_64_bits or (max(hashes) < 2**63 and (parent is None or parent < 2**63)))
                 ):
                     append(kind(hashes, parent, flat, size, *rest))
                     continue
             append(writer.checked(len(out), widened(event) if self._widens else event))
         try:
-            return structs.encode((float(timestamp), out, (rank or 0) if self._dialect.rank == "filled" else None))
+            return structs.encode((float(timestamp), out, (rank or 0) if fills else None))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             if digests is None:  # the loop has looked at no more than it must; the writer looks at all
                 for index, event in enumerate(events):
@@ -288,7 +289,7 @@ class _Writer:
 
     def _hashes(self, hashes: tuple[int, ...]) -> tuple[int, ...]:
         """Block hashes in the form of the dialect: the same 64 bits, signed or not."""
-        signed = self._dialect.hashes == "signed"
+        signed, either = self._dialect.hashes == "signed", self._dialect.hashes == "either"
         if not hashes:
             return hashes
         low, high = min(hashes), max(hashes)
@@ -298,7 +299,7 @@ class _Writer:
             or (len(hashes) > 2 and not {int}.issuperset(map(type, hashes)))
         ) and not all(map(is_integer, hashes)):
             raise EncodeError(odd_hash("block_hashes", hashes))
-        if (low < 0) if not signed else (high >= 2**63):
+        if not either and ((low < 0) if not signed else (high >= 2**63)):
             wrong = next((each for each in hashes if not -(2**63) <= each <= _U64), None)
             if wrong is None:
                 if signed:

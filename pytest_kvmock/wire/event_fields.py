@@ -1,4 +1,7 @@
-"""The fields of one event, checked one by one: what it is, what it has beside its own, and what is wrong with it."""
+"""The fields of one event, checked one by one: what it is, what it has beside its own, and what is wrong with it.
+
+One subject: what a field of each type may hold.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,12 @@ CLEARED: Final = "AllBlocksCleared"
 TAGS: Final[tuple[Tag, ...]] = (STORED, REMOVED, CLEARED)
 
 _U32: Final = 2**32 - 1
+_RANGES: Final = {
+    "unsigned": ("0", "2**64 - 1"),
+    "signed": ("-2**63", "2**63 - 1"),
+    "either": ("-2**63", "2**64 - 1"),
+}
+"""The hashes of a dialect that are integers, in words."""
 
 
 class Flaw(NamedTuple):
@@ -65,7 +74,8 @@ def hash_text(dialect: Dialect) -> str:
     """The block hashes of a dialect, in a message."""
     if dialect.hashes == "bytes":
         return f"a digest of {' or '.join(map(str, DIGEST_SIZES))} bytes"
-    return "an integer from 0 to 2**64 - 1" if dialect.hashes == "unsigned" else "an integer from -2**63 to 2**63 - 1"
+    low, high = _RANGES[dialect.hashes]
+    return f"an integer from {low} to {high}"
 
 
 def read_event(dialect: Dialect, value: object, index: int, problems: list[WireProblem]) -> EventFields | None:
@@ -251,11 +261,13 @@ def value_flaw(dialect: Dialect, one: WireField, value: Any) -> Flaw | None:
         return None
     if kind == "parent":
         return _hash_flaw(dialect, value)
-    if kind in ("hashes", "tokens", "integers", "keys"):
+    if kind in ("hashes", "tokens", "integers", "integer_lists", "keys"):
         if not isinstance(value, list | tuple) or isinstance(value, Pairs):
             return Flaw(WireDefect.WRONG_TYPE, shown(value), FIELD_TYPES[kind])
         if kind == "hashes":
             return next((flaw for each in value if (flaw := _hash_flaw(dialect, each)) is not None), None)
+        if kind == "integer_lists":
+            return _lists_flaw(value)
         return None if kind == "keys" else _integers_flaw(kind, value)
     if kind in ("text", "medium"):
         if not isinstance(value, str):
@@ -280,6 +292,16 @@ def _integers_flaw(kind: FieldType, value: Sequence[Any]) -> Flaw | None:
     return Flaw(WireDefect.WRONG_TYPE, f"{shown(wrong)} at {place}", FIELD_TYPES[kind])
 
 
+def _lists_flaw(value: Sequence[Any]) -> Flaw | None:
+    expected = FIELD_TYPES["integer_lists"]
+    for place, each in enumerate(value):
+        if not isinstance(each, list | tuple) or isinstance(each, Pairs):
+            return Flaw(WireDefect.WRONG_TYPE, f"{shown(each)} at {place}", expected)
+        if (flaw := _integers_flaw("integers", each)) is not None:
+            return Flaw(flaw.defect, f"{flaw.observed} of {place}", expected)
+    return None
+
+
 def _hash_flaw(dialect: Dialect, value: object) -> Flaw | None:
     form, expected = dialect.hashes, hash_text(dialect)
     if isinstance(value, bytes):
@@ -292,7 +314,7 @@ def _hash_flaw(dialect: Dialect, value: object) -> Flaw | None:
         return Flaw(WireDefect.WRONG_TYPE, shown(value), expected)
     if form == "bytes":
         return Flaw(WireDefect.WRONG_HASH_FORM, shown_hash(value), expected)
-    low, high = (0, 2**64) if form == "unsigned" else (-(2**63), 2**63)
+    low, high = (-(2**63) if form != "unsigned" else 0), (2**63 if form == "signed" else 2**64)
     return None if low <= value < high else Flaw(WireDefect.HASH_OUT_OF_RANGE, shown_hash(value), expected)
 
 

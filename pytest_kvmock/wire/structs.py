@@ -288,6 +288,8 @@ def _type(msgspec: Any, dialect: Dialect, one: WireField) -> Any:
     meta = msgspec.Meta
     if dialect.hashes == "bytes":
         block: Any = Annotated[bytes, meta(min_length=min(DIGEST_SIZES), max_length=max(DIGEST_SIZES))]
+    elif dialect.hashes == "either":
+        block = int
     else:
         block = Annotated[int, meta(ge=0) if dialect.hashes == "unsigned" else meta(le=2**63 - 1)]
     return {
@@ -299,6 +301,7 @@ def _type(msgspec: Any, dialect: Dialect, one: WireField) -> Any:
         "integer": int | None,
         "text": str | None,
         "integers": list[int] | None,
+        "integer_lists": list[list[int]] | None,
         "keys": list[Any] | None,
         "any": Any,
     }[one.type]

@@ -44,7 +44,7 @@ NONE_PER_BLOCK: Final = Mark.NONE_PER_BLOCK
 """As an ordinary value: a list with one None a block."""
 
 FieldType: TypeAlias = Literal[
-    "hashes", "parent", "tokens", "block_size", "medium", "integer", "text", "integers", "keys", "any"
+    "hashes", "parent", "tokens", "block_size", "medium", "integer", "text", "integers", "integer_lists", "keys", "any"
 ]
 FIELD_TYPES: Final = MappingProxyType(
     {
@@ -56,6 +56,7 @@ FIELD_TYPES: Final = MappingProxyType(
         "integer": "an integer, or nil",
         "text": "a string, or nil",
         "integers": "an array of integers, or nil",
+        "integer_lists": "an array of arrays of integers, or nil",
         "keys": "an array, or nil",
         "any": "anything",
     }
@@ -64,7 +65,7 @@ FIELD_TYPES: Final = MappingProxyType(
 
 _OWN: Final = ("hashes", "parent", "tokens", "block_size", "medium")
 
-HashForm: TypeAlias = Literal["unsigned", "signed", "bytes"]
+HashForm: TypeAlias = Literal["unsigned", "signed", "either", "bytes"]
 
 
 def _is_of_type(kind: FieldType, value: object) -> bool:
@@ -83,6 +84,8 @@ def _is_of_type(kind: FieldType, value: object) -> bool:
         return False
     if kind == "hashes":
         return all(is_integer(each) or isinstance(each, bytes) for each in value)
+    if kind == "integer_lists":
+        return all(isinstance(each, list | tuple) and all(map(is_integer, each)) for each in value)
     return kind == "keys" or all(is_integer(each, 0 if kind == "tokens" else None) for each in value)
 
 
@@ -144,7 +147,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 _WORDS: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
     {
         "form": ("array", "map", "json", "router_json"),
-        "hashes": ("unsigned", "signed", "bytes"),
+        "hashes": ("unsigned", "signed", "either", "bytes"),
         "rank": ("filled", "nil"),
         "replay": ("plain", "topic", None),
     }
@@ -162,14 +165,17 @@ class Dialect:
             msgpack; or in Dynamo's JSON, one a line: "json" a `KvCacheEvent`, "router_json" a `RouterEvent`.
         stored: fields of `BlockStored` in order; none in JSON.
         removed: fields of `BlockRemoved` in order.
-        hashes: how a block hash is written: "unsigned" or "signed" 64 bits of the digest, or the whole digest as "bytes".
+        hashes: how a block hash is written: "unsigned" or "signed" 64 bits of the digest, "either" as the engine has it
+            (a number below 0 as signed, one from 2**63 on as unsigned), or the whole digest as "bytes".
         media: the name of each tier in the field `medium`; tiers without one are refused.
-        rank: whether the publisher fills the batch's rank in ("filled"), or leaves the slot "nil".
+        rank: what a batch has in the slot of the rank where its `Batch.dp_rank` is None: that of its events ("filled"), or
+            "nil", as the structs of SGLang have it when they are made. Publishers fill it in, in every release of both.
         replay: frames of a replayed batch after the identity: "plain" (empty, sequence, payload), or with the "topic"
             before the sequence; None where the dialect is not spoken over ZMQ.
         metadata: keys of a map that follows the last field of a `BlockStored` in array form, where one of them is set; their
             values are strings.
-        backend: the built-in backend whose engine writes it.
+        backend: the backend whose engine writes it.
+        version: the release of that backend (its option `version`) whose names of blocks it carries; None: the backend's own.
         in_matrix: whether tests run over it by default; otherwise, where they name it.
 
     Raises:
@@ -187,6 +193,7 @@ class Dialect:
     replay: Literal["plain", "topic"] | None = "plain"
     metadata: tuple[str, ...] = ()
     backend: str = "vllm"
+    version: str | None = None
     in_matrix: bool = True
 
     def __post_init__(self) -> None:
@@ -197,6 +204,8 @@ class Dialect:
         for field in ("models", "backend"):
             if not isinstance(getattr(self, field), str):
                 raise ValueError(f"dialect {self.name!r}: {field} must be a string, got {getattr(self, field)!r:.80}")  # noqa: TRY004 - one error
+        if self.version is not None and not isinstance(self.version, str):
+            raise ValueError(f"dialect {self.name!r}: version must be a string, or None, got {self.version!r:.80}")
         for field, words in _WORDS.items():
             value = getattr(self, field)
             if value not in words:
@@ -308,8 +317,8 @@ def _built_in() -> Iterator[Dialect]:
     size, lora_id, medium = field("block_size", "block_size"), field("lora_id", "integer"), field("medium", "medium")
     optional_medium = field("medium", "medium", default=None)
     group = field("group_idx", "integer", default=None, ordinary=0)
-    locality = field("locality", "any", default=None)
-    ownership = field("ownership", "any", default=None)
+    locality = field("locality", "text", default=None)
+    ownership = field("ownership", "text", default=None)
     salt, session = field("cache_salt", "text", default=None), field("session_id", "text", default=None)
 
     vllm = Dialect(
@@ -318,24 +327,29 @@ def _built_in() -> Iterator[Dialect]:
         "array",
         stored=(hashes, parent, tokens, size, lora_id),
         removed=(hashes,),
+        hashes="either",  # Python's own hash(): 64 bits, signed
         backend="vllm_0_19",
+        version="0.9.2",
     )
     rows = [vllm]
 
-    def release(number: str, version: str, **changes: Any) -> None:
-        rows.append(rows[-1].variant(f"vllm-{number}", models=f"vLLM {version}", **changes))
+    def release(number: str, newest: str, **changes: Any) -> None:
+        rows.append(rows[-1].variant(f"vllm-{number}", models=f"vLLM {newest}", **changes))
 
     media = {tier.DEVICE: "GPU", tier.HOST_PINNED: "CPU", tier.DISK: "STORAGE"}
-    release("0.10.2", "0.10.2", media=media, add_stored=(medium,), add_removed=(medium,))
-    release("0.14", "0.14.1", add_stored=(field("lora_name", "text"),))
-    release("0.19", "0.19.1", add_stored=(field("extra_keys", "keys", default=None, ordinary=NONE_PER_BLOCK),))
+    unsigned = {"hashes": "unsigned", "media": media, "version": "0.10.2"}
+    release("0.10.2", "0.10.2", add_stored=(medium,), add_removed=(medium,), **unsigned)
+    release("0.14", "0.14.1", add_stored=(field("lora_name", "text"),), version="0.14.1")
+    extra_keys = field("extra_keys", "keys", default=None, ordinary=NONE_PER_BLOCK)
+    release("0.19", "0.19.1", add_stored=(extra_keys,), version=None)
     kind = field("kv_cache_spec_kind", "text", default=None, ordinary="full_attention")
     window = field("kv_cache_spec_sliding_window", "integer", default=None)
     release("0.23", "0.23.0", add_stored=(group, kind, window), add_removed=(group,))
-    release("0.24", "0.24.0", form="map", backend="vllm")  # vllm#42892
-    release("0.28", "0.28.0", replay="topic", add_stored=(locality,), add_removed=(locality,))  # vllm#45177
-    lookahead = field("lookahead_token_ids", "integers", default=None)
-    release("0.33", "0.33.0", add_stored=(ownership, session, lookahead), add_removed=(ownership,))
+    release("0.24", "0.24.0", form="map", backend="vllm", version="0.24.0")  # vllm#42892
+    with_locality = {"add_stored": (locality,), "add_removed": (locality,), "version": "0.28.0"}
+    release("0.28", "0.28.0", replay="topic", **with_locality)  # vllm#45177
+    lookahead = field("lookahead_token_ids", "integer_lists", default=None)  # of each block, those after it
+    release("0.33", "0.33.0", add_stored=(ownership, session, lookahead), add_removed=(ownership,), version=None)
     yield from rows
 
     media = {tier.DEVICE: "GPU", tier.HOST_PINNED: "CPU_PINNED", tier.DISK: "DISK", tier.EXTERNAL: "EXTERNAL"}

@@ -131,7 +131,9 @@ def test_each_rank_counts_its_batches_and_has_a_file_as_it_has_a_socket(vectors)
             of_rank = [batch for batch in batches if (batch["worker"], batch["dp_rank"]) == (worker, rank)]
             assert {name} == {batch["file"] for batch in of_rank}
             assert [*range(len(of_rank))] == [batch["seq"] for batch in of_rank]
-    assert all(msgspec.msgpack.decode(payload)[2] is None for _, payload in batches_in(folder))
+    assert [batch["dp_rank"] for batch in batches] == [
+        msgspec.msgpack.decode(each)[2] for _, each in batches_in(folder)
+    ]
     about = {each["name"]: each for each in about_of(vectors, "sglang-0.5.9")["sets"]}["ranks"]
     files = ["worker-0.msgpack", "worker-0-dp1.msgpack", "worker-1.msgpack", "worker-1-dp1.msgpack"]
     queries = len(lines(folder / "queries.jsonl"))

@@ -85,7 +85,7 @@ NONSENSE = [
     ("1 / 0", "raised ZeroDivisionError: division by zero (conftest.py:*; --full-trace shows the way there)"),
     (
         "{'mine': dialect(hashes='digests')}",
-        "raised ValueError: dialect 'mine': hashes must be 'unsigned' or 'signed' or 'bytes', got 'digests' (table.py:*",
+        "raised ValueError: dialect 'mine': hashes must be 'unsigned' or 'signed' or 'either' or 'bytes', got 'digests' (table.py:*",
     ),
 ]
 

@@ -25,6 +25,45 @@ def test_the_dialect_chooses_the_engine_that_speaks_it(nested):
     assert [f"{name}={engine}" for name, engine in zip(SPOKEN, engines, strict=True)] == ran(result)
 
 
+def test_the_engine_is_of_the_release_that_the_dialect_is_of(nested):
+    """Names of salted blocks, of adapters and of multimodal items differ from one to another."""
+    result = nested(
+        "def test(kv_dialect, kv_manager): print('ran on', f'{kv_dialect}={kv_manager.version.name}')",
+        "-s",
+        *(f"--kv-dialect={name}" for name in SPOKEN[:8]),
+    )
+    releases = ["0.9.2", "0.10.2", "0.14.1", "0.19.1", "0.19.1", "0.24.0", "0.28.0", "0.33.0"]
+    assert [f"{name}={release}" for name, release in zip(SPOKEN, releases, strict=False)] == ran(result)
+
+
+def test_a_backend_that_the_test_asks_for_is_as_it_is(nested):
+    result = nested(
+        """
+        import pytest
+
+        @pytest.mark.kv_backends("vllm")
+        def test(kv_wire, kv_manager): print("ran on", kv_manager.version.name)
+        """,
+        "-s",
+        "--kv-dialect=vllm-0.14",
+    )
+    assert ["0.33.0"] == ran(result)
+
+
+def test_publishers_fill_the_rank_in_as_those_of_the_releases_do(nested):
+    result = nested(
+        """
+        import msgspec
+
+        def test(kv_dialect, kv_wire, kv_worker, kv_prompt):
+            kv_worker.serve(kv_prompt())
+            print("ran on", msgspec.msgpack.decode(kv_wire.payloads[-1])[2])
+        """,
+        "-s",
+    )
+    assert ["0"] * len(SPOKEN) == ran(result)
+
+
 ASKED = {
     "an argument": "def test(kv_dialect, kv_backend): pass",
     "a marker": "@pytest.mark.kv_backends('lineage', 'lru', 'multi_lru')\ndef test(kv_wire): pass",
@@ -293,5 +332,9 @@ def test_an_overridden_dialect_that_is_none_is_one_clear_error(nested, value):
     source = f"@pytest.fixture\ndef kv_dialect(): return {value}\ndef test(kv_worker, kv_wire): pass"
     result = nested(source)
     result.assert_outcomes(errors=1)
-    hint = "; did you mean 'vllm-0.33'" if "34" in value else "; known: vllm-0.9, "
-    assert f"kvmock: kv_dialect is {value}{hint}" in result.stdout.str()
+    message = (
+        ": unknown dialect 'vllm-0.34'; did you mean 'vllm-0.33'"
+        if "34" in value
+        else f" is {value}; known: vllm-0.9, "
+    )
+    assert f"kvmock: kv_dialect{message}" in result.stdout.str()

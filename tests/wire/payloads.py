@@ -27,9 +27,9 @@ EXTRAS = {
     "kv_cache_spec_kind": "mamba",
     "kv_cache_spec_sliding_window": 128,
     "extra_keys": [["adapter"], [["image", -3], "salt"]],
-    "lookahead_token_ids": [1, 2],
-    "locality": "local",
-    "ownership": ["a", 1],
+    "lookahead_token_ids": [[1, 2], [3]],
+    "locality": "LOCAL",
+    "ownership": "tier-1",
     "medium": None,
 }
 

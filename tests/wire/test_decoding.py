@@ -22,6 +22,7 @@ pack = msgspec.msgpack.encode
 ARRAY, MAP, SIGNED, BYTES = "vllm-0.19", "vllm-0.33", "sglang-0.5.9", "vllm-0.24-bytes"
 TAGS = "BlockStored, BlockRemoved, AllBlocksCleared"
 DIGEST = "a digest of 16 or 32 bytes"
+LISTS = "an array of arrays of integers, or nil"
 
 
 def array(place=None, value=None, *, hashes=(11, 12)):
@@ -137,7 +138,10 @@ BAD = [
     (ARRAY, array(7, 5), "wrong_type", "lora_name", "a string, or nil", "5"),
     (ARRAY, array(8, "salt"), "wrong_type", "extra_keys", "an array, or nil", "'salt'"),
     (MAP, as_map(group_idx="0"), "wrong_type", "group_idx", "an integer, or nil", "'0'"),
-    (MAP, as_map(lookahead_token_ids=[1, "2"]), "wrong_type", "lookahead_token_ids", "an array of integers, or nil", "'2' at 1"),
+    (MAP, as_map(lookahead_token_ids=[[1], "2"]), "wrong_type", "lookahead_token_ids", LISTS, "'2' at 1"),
+    (MAP, as_map(lookahead_token_ids=[[1], [2, "3"]]), "wrong_type", "lookahead_token_ids", LISTS, "'3' at 1 of 1"),
+    (MAP, as_map(locality=1), "wrong_type", "locality", "a string, or nil", "1"),
+    (MAP, as_map(ownership=["a"]), "wrong_type", "ownership", "a string, or nil", "['a']"),
     (MAP, as_map(locality={(1,): 2}), "wrong_type", "locality", "a scalar as a key", "[1]"),
     (
         MAP,

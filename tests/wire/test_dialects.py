@@ -125,7 +125,7 @@ LATER = [  # a release, the one before it, values of the fields that it added
     (
         "vllm-0.33",
         "vllm-0.28",
-        {"ownership": "own", "session_id": "s", "lookahead_token_ids": [9, 10]},
+        {"ownership": "own", "session_id": "s", "lookahead_token_ids": [[9], [10]]},
         {"ownership": "own"},
     ),
     ("sglang-0.5.22", "sglang-0.5.20", {"lora_name": "adapter"}, {}),
@@ -157,9 +157,10 @@ def test_sglang_0_5_18_appends_a_map_to_salted_events_only():
     assert [None, {"cache_salt": "s"}] == decode(encode(batch, "sglang-0.5.18"), "sglang-0.5.18").extra
 
 
-def test_the_publisher_of_sglang_0_5_23_fills_the_rank_in():
+def test_the_slot_of_the_rank_is_nil_in_sglangs_structs_until_a_publisher_fills_it_in():
     batch = Batch([stored(rank=3)])
 
+    assert (plain("sglang-0.5.22", batch)[0], 3) == plain("sglang-0.5.22", Batch(batch.events, 0.0, 3))
     assert (plain("sglang-0.5.22", batch)[0], None) == plain("sglang-0.5.22", batch)
     assert (plain("sglang-0.5.22", batch)[0], 3) == plain("sglang-0.5.23", batch)
     assert 3 == plain("vllm-0.33", batch)[1]
@@ -273,12 +274,16 @@ REFUSED = [
         {"form": "mapp"},
         "dialect 'mine': form must be 'array' or 'map' or 'json' or 'router_json', got 'mapp'; did you mean 'map'?",
     ),
-    ({"hashes": "digest"}, "dialect 'mine': hashes must be 'unsigned' or 'signed' or 'bytes', got 'digest'"),
+    (
+        {"hashes": "digest"},
+        "dialect 'mine': hashes must be 'unsigned' or 'signed' or 'either' or 'bytes', got 'digest'",
+    ),
     ({"rank": None}, "dialect 'mine': rank must be 'filled' or 'nil', got None"),
     (
         {"replay": "topics"},
         "dialect 'mine': replay must be 'plain' or 'topic' or None, got 'topics'; did you mean 'topic'?",
     ),
+    ({"version": 33}, "dialect 'mine': version must be a string, or None, got 33"),
     ({"in_matrix": 1}, "dialect 'mine': in_matrix must be True or False, got 1"),
     ({"stored": ("block_hashes",)}, "dialect 'mine': stored must be a tuple of WireFields, got ('block_hashes',)"),
     ({"stored": (OF["block_hashes"],)}, "dialect 'mine': stored must have 1 field of type 'parent', got 0"),

@@ -150,6 +150,8 @@ REFUSED = [
     ("vllm-0.33", stored((2**64, 1)), "block hash 18446744073709551616 has more than 64 bits"),
     ("vllm-0.33", stored((-(2**63) - 1, 1)), "block hash -0x8000000000000001 has more than 64 bits"),
     ("sglang-0.5.9", stored((1, 2), 2**64), "block hash 18446744073709551616 has more than 64 bits"),
+    ("vllm-0.9", stored((-1, 2**64)), "block hash 18446744073709551616 has more than 64 bits"),
+    ("vllm-0.9", stored((-(2**63) - 1, 1)), "block hash -0x8000000000000001 has more than 64 bits"),
     ("vllm-0.33", removed((2**64,)), "block hash 18446744073709551616 has more than 64 bits"),
     ("vllm-0.33", stored(extra={"lora_name": 5}), "extra['lora_name']: expected a string, or nil, got 5"),
     ("vllm-0.33", stored(extra={"group_idx": "0"}), "extra['group_idx']: expected an integer, or nil, got '0'"),
@@ -195,7 +197,7 @@ def test_a_batch_of_two_ranks_is_refused():
 
 def test_what_msgpack_cannot_write_is_refused():
     with pytest.raises(EncodeError, match=r"the batch cannot be written in 'vllm-0.33': "):
-        encode(Batch([stored(extra={"ownership": object()})]), "vllm-0.33")
+        encode(Batch([stored(extra={"extra_keys": [object(), None]})]), "vllm-0.33")
     with pytest.raises(EncodeError, match=r"the batch cannot be written in 'vllm-0.33': "):
         encode(Batch([stored()], timestamp="now"), "vllm-0.33")
 

@@ -26,8 +26,9 @@ class SglangHasher:
 
     Attributes:
         cache_salt: what the chain begins with, so that tenants share nothing; None for nothing.
-        extra_key: namespace of the request (a LoRA adapter, say). It is part of a name in Dynamo's event format only:
-            in the plain one two namespaces publish the same name.
+        extra_key: namespace of the request. It is part of a name in Dynamo's event format, and where it is an adapter: else
+            two namespaces publish the same name.
+        is_lora: the namespace is a LoRA adapter.
         dynamo_kv_event_format: publish names that tell namespaces apart.
         is_eagle: pages are of bigrams, unit i of the tokens i and i + 1: n tokens have n - 1 units.
     """
@@ -38,6 +39,7 @@ class SglangHasher:
     extra_key: str | None = None
     dynamo_kv_event_format: bool = False
     is_eagle: bool = False
+    is_lora: bool = False
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
         """Chained digest of each complete page.
@@ -77,15 +79,18 @@ class SglangHasher:
         head = digest[:8]
         if self.dynamo_kv_event_format and (self.extra_key is not None or self.cache_salt is not None):
             head = sha256(_namespace_seed(self.extra_key, self.cache_salt) + head).digest()[:8]
+        elif self.is_lora:  # the salt is in the digest already
+            head = sha256(_namespace_seed(self.extra_key, None) + head).digest()[:8]
         return int.from_bytes(head, "big", signed=True)
 
-    def keyed(self, extra_key: str | None, cache_salt: str | None) -> SglangHasher:
-        """The hasher of the same engine for a request with this namespace and salt."""
-        return replace(self, extra_key=extra_key, cache_salt=cache_salt)
+    def keyed(self, extra_key: str | None, cache_salt: str | None, *, is_lora: bool = False) -> SglangHasher:
+        """The hasher of the same engine for a request with this namespace, which may be an adapter, and salt."""
+        return replace(self, extra_key=extra_key, cache_salt=cache_salt, is_lora=is_lora)
 
     def of_event(self, extra: EventExtra, position: int) -> SglangHasher:  # noqa: ARG002 - as BlockHasher has it
         """As `BlockHasher.of_event`."""
-        return self.keyed(extra.get("lora_name"), extra.get("cache_salt"))
+        lora_name = extra.get("lora_name")
+        return self.keyed(lora_name, extra.get("cache_salt"), is_lora=lora_name is not None)
 
     def _root(self) -> bytes:
         return b"" if self.cache_salt is None else sha256(_SALT + self.cache_salt.encode()).digest()

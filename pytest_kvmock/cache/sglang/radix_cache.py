@@ -406,7 +406,7 @@ class RadixCacheManager(RequestLevel):
         keys = prompt.keys
         if keys is None or not keys.naming:
             return RadixRequest(HashedTokens(prompt, self.block_size, self.hasher, rng), rng)
-        hasher = self.hasher.keyed(keys.lora_name, keys.cache_salt)
+        hasher = self.hasher.keyed(keys.lora_name, keys.cache_salt, is_lora=keys.lora_name is not None)
         namespace = _namespace(keys.lora_name, keys.cache_salt)
         return RadixRequest(HashedTokens(prompt, self.block_size, hasher, rng), rng, namespace)
 
@@ -424,7 +424,9 @@ class RadixCacheManager(RequestLevel):
             extra_key = lora_name if extra_key is None else extra_key
             cache_salt = keys.cache_salt if cache_salt is None else cache_salt
         namespace = _namespace(extra_key, cache_salt)
-        hasher = self.hasher if namespace is None else self.hasher.keyed(extra_key, cache_salt)
+        hasher = self.hasher
+        if namespace is not None:
+            hasher = hasher.keyed(extra_key, cache_salt, is_lora=lora_name is not None)
         return RadixKey(tokens, self.block_size, hasher, lora_name=lora_name, session_id=session_id), namespace
 
     def _insert(

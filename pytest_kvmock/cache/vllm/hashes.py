@@ -7,12 +7,12 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from xxhash import xxh3_128_digest
 
 from pytest_kvmock.checks import did_you_mean
-from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys, block_keys
+from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys, block_keys, lora_id
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -34,12 +34,33 @@ class VllmVersion:
             to its end, before the hashed ones of the same request.
         tagged_keys: what is hashed beside tokens is tagged with its kind: `("cache_salt", salt)`, and not `salt`.
         fixed_seed: seed of the SHA-256 hashes where none is set; None: it is another in each process.
+        item_offsets: a multimodal item is hashed with where it begins in the block, and not by its identifier alone.
+        lora_by_id: an adapter is hashed by its number, and not by its name.
+        signed_names: names are signed: 0.9 hashed with Python's own `hash`, whose numbers are not the same in two
+            processes, so that ours are the SHA-256 of the same triple.
     """
 
     name: str
-    prepends_unhashed: bool
-    tagged_keys: bool
-    fixed_seed: str | None
+    prepends_unhashed: bool = False
+    tagged_keys: bool = False
+    fixed_seed: str | None = None
+    item_offsets: bool = True
+    lora_by_id: bool = False
+    signed_names: bool = False
+
+    def untagged(self, keys: tuple[Any, ...] | None, lora_name: str | None) -> tuple[Any, ...] | None:
+        """The keys of a block as this release hashes them, from those that are not tagged.
+
+        Args:
+            keys: of one block, as they are on the wire; None where it has none.
+            lora_name: the adapter; None for none.
+        """
+        if keys is None or self.item_offsets:
+            return keys
+        plain = [key[0] if isinstance(key, (tuple, list)) else key for key in keys]
+        if self.lora_by_id and lora_name is not None:
+            plain[0] = lora_id(lora_name)
+        return tuple(plain)
 
 
 VERSIONS: Final = MappingProxyType(
@@ -47,14 +68,17 @@ VERSIONS: Final = MappingProxyType(
         version.name: version
         for version in (
             VllmVersion("0.33.0", prepends_unhashed=True, tagged_keys=True, fixed_seed="vllm-none-hash"),
-            VllmVersion("0.28.0", prepends_unhashed=True, tagged_keys=False, fixed_seed=None),
-            VllmVersion("0.24.0", prepends_unhashed=True, tagged_keys=False, fixed_seed=None),
-            VllmVersion("0.23.0", prepends_unhashed=False, tagged_keys=False, fixed_seed=None),
-            VllmVersion("0.19.1", prepends_unhashed=False, tagged_keys=False, fixed_seed=None),
+            VllmVersion("0.28.0", prepends_unhashed=True),
+            VllmVersion("0.24.0", prepends_unhashed=True),
+            VllmVersion("0.23.0"),
+            VllmVersion("0.19.1"),
+            VllmVersion("0.14.1", item_offsets=False),
+            VllmVersion("0.10.2", item_offsets=False, lora_by_id=True),
+            VllmVersion("0.9.2", item_offsets=False, lora_by_id=True, signed_names=True),
         )
     }
 )
-"""The releases that are known, newest first. 0.33.0 and 0.19.1 were recorded; the others were read."""
+"""The releases that are known, newest first. Pools of 0.33.0 and 0.19.1 were recorded, and names of all; the rest was read."""
 
 
 def vllm_version(name: str) -> VllmVersion:
@@ -162,11 +186,21 @@ class VllmHasher:
 
     Attributes:
         none_hash: what stands before a root.
+        signed: names are signed.
     """
 
-    __slots__ = ("_begins", "_digest", "_dump", "_given", "_hash", "_keys", "_naming", "_tagged", "none_hash")
-
-    signed: ClassVar[bool] = False
+    __slots__ = (
+        "_begins",
+        "_digest",
+        "_dump",
+        "_given",
+        "_hash",
+        "_keys",
+        "_naming",
+        "_release",
+        "none_hash",
+        "signed",
+    )
 
     def __init__(
         self,
@@ -193,7 +227,8 @@ class VllmHasher:
         elif not isinstance(seed, str) or not seed:
             raise ValueError(f"hash_seed must be a string, as PYTHONHASHSEED is, or None; got {seed!r}")
         self._digest: Callable[[bytes], bytes] = _FUNCTIONS[function]
-        self._tagged = release.tagged_keys
+        self._release = release
+        self.signed = release.signed_names
         self._keys = keys
         # How a triple is written; None for the plain one in CBOR.
         self._dump: Callable[[object], bytes] | None = _pickled
@@ -205,7 +240,8 @@ class VllmHasher:
             self.none_hash = self._digest(_pickled(seed))
         # The head of the triple, and that of the digest in it: a digest is as long as NONE_HASH.
         self._begins = _head(_ARRAY, 3) + _head(_BYTES, len(self.none_hash))
-        self._given = (algorithm, self.none_hash, self._tagged and keys is not None, keys)
+        hashed_keys = release.tagged_keys, release.item_offsets, release.lora_by_id
+        self._given = (algorithm, self.none_hash, self.signed, None if keys is None else hashed_keys, keys)
         self._hash = hash(self._given)
 
     def keyed(self, keys: ExtraKeys | EventKeys | None) -> VllmHasher:
@@ -226,11 +262,14 @@ class VllmHasher:
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:
         """Digest complete blocks; see `BlockHasher.digests`."""
         before = self.none_hash if parent is None else parent
-        digest, out = self._digest, []
+        digest, out, release = self._digest, [], self._release
         ends = range(block_size, len(tokens) + 1, block_size)
         if self._dump is not None:
             for place, end in enumerate(ends, position):
-                keys = None if self._keys is None else self._keys.of_block(place, block_size, tagged=self._tagged)
+                keys = None
+                if self._keys is not None:
+                    keys = self._keys.of_block(place, block_size, tagged=release.tagged_keys)
+                    keys = release.untagged(keys, self._keys.lora_name)
                 before = digest(self._dump((before, tuple(tokens[end - block_size : end]), keys)))
                 out.append(before)
             return out
@@ -241,10 +280,9 @@ class VllmHasher:
             out.append(before)
         return out
 
-    @staticmethod
-    def name(digest: bytes) -> int:
-        """The last 64 bits of a digest, unsigned."""
-        return int.from_bytes(digest[-8:], "big")
+    def name(self, digest: bytes) -> int:
+        """The last 64 bits of a digest; unsigned, but in 0.9."""
+        return int.from_bytes(digest[-8:], "big", signed=self.signed)
 
 
 def _pickled(value: object) -> bytes:

@@ -227,7 +227,8 @@ def test_a_freed_block_without_a_hash_is_next_since_0_24_and_last_of_all_but_its
         pool.free(request)
         queues[version] = pool.free_queue
     newer, older = [4, 5, 6, 1, 3, 2], [5, 6, 1, 4, 3, 2]
-    assert {"0.33.0": newer, "0.28.0": newer, "0.24.0": newer, "0.23.0": older, "0.19.1": older} == queues
+    since = {"0.33.0": newer, "0.28.0": newer, "0.24.0": newer, "0.23.0": older, "0.19.1": older}
+    assert {**since, "0.14.1": older, "0.10.2": older, "0.9.2": older} == queues
 
 
 def test_without_caching_nothing_is_hashed_found_or_said(make_pool):
