@@ -23,7 +23,9 @@ class Sink(Protocol):
     """The protocol of sinks.
 
     Where a prompt carried more than tokens, a `publish` that has a parameter `extra` is given what travels beside the event
-    (`prompt_keys.EventExtra`); one that has none gets the event all the same.
+    (`prompt_keys.EventExtra`); one that has none gets the event all the same. Where a harness gives a sink the events of one
+    worker (`add_sink(sink, worker_id=0)`), and the sink has a method `worker_restarted(dp_rank)`, that is called when a rank
+    of the worker restarts.
     """
 
     def publish(

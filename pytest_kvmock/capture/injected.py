@@ -15,8 +15,8 @@ from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
 
-_LOSE: Final = ("lose", "reorder", "gap_beyond_buffer", "late_join", "slow_subscriber", "corrupt")
-"""Faults of the wire by which a subscriber may lose the batch that they strike."""
+_LOSE: Final = ("lose", "reorder", "gap_beyond_buffer", "late_join", "slow_subscriber", "corrupt", "unknown_tag")
+"""Faults of the wire by which a subscriber may lose the batch that they strike, or an event of it."""
 
 
 class Injected:

@@ -119,16 +119,16 @@ def record(
             try:
                 if replay is not None:
                     subscriber.catch_up()
-                while (batches is None or subscriber.batches < batches) and (until is None or monotonic() < until):
+                while (batches is None or recorded.batches < batches) and (until is None or monotonic() < until):
                     subscriber.poll(_LOOK)
                     _write_unreadable(recorded, file, subscriber.problems)
-                    recorded.batches = subscriber.batches
+                    recorded.batches = subscriber.batches + subscriber.unreadable
                     if progress is not None:
                         progress(recorded)
             except KeyboardInterrupt:
                 pass
             _write_unreadable(recorded, file, subscriber.problems)
-            recorded.batches = subscriber.batches
+            recorded.batches = subscriber.batches + subscriber.unreadable
     return recorded
 
 

@@ -448,6 +448,8 @@ class KvWorker:
     def restart(self, *, announced: bool = False) -> None:  # noqa: ARG002 - a worker alone has no router
         """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
 
+        A `KvPublisher` that has the events of this worker alone, as the fixture `kv_publisher` has, begins anew with it.
+
         Args:
             announced: whether the router is notified, as by a discovery service: it then drops what it has of the worker.
                 A worker by itself has no router; one of a `RouterHarness` has.

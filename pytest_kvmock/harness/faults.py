@@ -218,7 +218,7 @@ class Faults:
     # ----------------------------------------------------------------------------------------- of the workers
 
     def restart(self, worker: WorkerKey = 0) -> None:
-        """Restart a worker unannounced, as after a crash: it is empty, and its event ids begin with 0.
+        """Restart a worker unannounced, as after a crash: it is empty, and its event ids begin with 0; see `KvWorker.restart`.
 
         Args:
             worker: which, all its ranks; or which (worker, rank).

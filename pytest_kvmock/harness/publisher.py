@@ -63,6 +63,10 @@ class Publisher:
             self._before = [each for each in self._before if each[0] is not sink]
             self._after = [each for each in self._after if each[0] is not sink]
 
+    def sinks_of(self, worker_id: int) -> list[_SinkOf]:
+        """The sinks that are given the events of a worker."""
+        return [each for each in (*self._before, *self._after) if each[1] in (None, worker_id)]
+
     def use_injector(self, injector: FaultInjector) -> None:
         """Inject faults from here on, and keep a book of what would have arrived without them."""
         self._injector = injector
@@ -157,7 +161,7 @@ class Publisher:
             self._recovery.restarted(key)
 
     def restarted(self, key: StreamKey, *, announced: bool) -> None:
-        """Restart a worker and rank, which begins anew with event id 0.
+        """Restart a worker and rank, which begins anew with event id 0; each sink of that worker alone is notified.
 
         Raises:
             ValueError: it is announced, and the index under test cannot remove it; nothing has changed.
@@ -167,6 +171,10 @@ class Publisher:
                 self._judge.removed(*key, first_id=0)
             self.next_ids[key] = 0
             self.begun(key)
+            for sink, worker_id in (*self._before, *self._after):
+                notify = getattr(sink, "worker_restarted", None) if worker_id == key[0] else None
+                if notify is not None:
+                    notify(key[1])
 
     def removed(self, worker_id: int) -> list[StreamKey]:
         """Remove a worker from the router, all ranks; return them.

@@ -297,6 +297,10 @@ class RouterHarness:
         """
         self.publisher.add_sink(sink, before=before, worker_id=worker_id)
 
+    def sinks_of(self, worker_id: int) -> list[tuple[Sink, int | None]]:
+        """The sinks of `add_sink` that are given the events of a worker, each with its worker; None: it has those of all."""
+        return self.publisher.sinks_of(worker_id)
+
     def prompt(self, blocks: int = 4, after: Prompt | TokenIds | None = None, *, tail: int = 0, **keys: Any) -> Prompt:
         """Make a prompt of fresh tokens.
 
@@ -322,12 +326,7 @@ class RouterHarness:
 
     # ----------------------------------------------------------------------------------------------- events
 
-    def apply(
-        self,
-        events: Publishable | Iterable[Publishable],
-        worker_id: int = 0,
-        dp_rank: int = 0,
-    ) -> None:
+    def apply(self, events: Publishable | Iterable[Publishable], worker_id: int = 0, dp_rank: int = 0) -> None:
         """Publish events made by hand to the router.
 
         Args:

@@ -25,6 +25,7 @@ from pytest_kvmock.hygiene.content import FoundChain
 if TYPE_CHECKING:
     from pytest_kvmock.harness.publisher import Publisher
     from pytest_kvmock.prompt_keys import EventExtra
+    from pytest_kvmock.sinks import Sink
 
 MOST_UNJUDGED: Final = 10_000
 """How many Stored are kept until their hashes are found to be a chain; those of other engines never are."""
@@ -149,6 +150,10 @@ class KvSink:
     def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:  # noqa: ARG002 - the sink is a worker of its own
         """Record batches of a wire that did not arrive; see `RouterHarness.lost_batches`."""
         self._publisher.lost_batches((self.worker_id, dp_rank), batches, observed)
+
+    def sinks_of(self, worker_id: int) -> list[tuple[Sink, int | None]]:  # noqa: ARG002 - as of `lost_batches`
+        """The sinks that are given what this one publishes; see `RouterHarness.sinks_of`."""
+        return self._publisher.sinks_of(self.worker_id)
 
     def _must_chain(self, addressed: RouterEvent) -> bool:
         """Whether the hashes of an event must be Dynamo's chain; where `chained` is None, only of one that breaks it."""

@@ -441,7 +441,7 @@ class Ledger:
         names = f"batch {batches.start}" if len(batches) == 1 else f"batches {batches.start} to {batches.stop - 1}"
         expected = f"batch {batches.start}"
         problem = problem_of("event_id_gap", stream, observed or f"{names} did not arrive", expected, ())
-        problem.position = position
+        problem.position, problem.of_batches = position, True
         stream.restored = {}
         self._desync(stream, problem)
         return [problem]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from pytest_kvmock.checks import check_integer, unknown_text
 from pytest_kvmock.events import KINDS, Cleared, KvCacheEvent, Removed, Stored, kind_of
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.events import RouterEvent, StreamKey
+
+
+_LIKEWISE: Final = "; likewise "
 
 
 class Expectation:
@@ -73,7 +76,8 @@ class EventLog:
         warnings_fail: a warning fails the test, too, so `check` raises for it.
         waive: returns whether a problem that would fail the test is waived; None: none is.
         total: how many events arrived, those that were taken or cleared too.
-        notes: workers that were removed or began anew, in order; they count as no events.
+        notes: workers that were removed or began anew, and batches of a wire that are missing, in order; they count as no
+            events.
     """
 
     def __init__(self, flush: Callable[[], None] | None = None, *, allow: Collection[str] = ()) -> None:
@@ -88,6 +92,9 @@ class EventLog:
         self.total = 0
         self.notes: list[WorkerNote] = []
         self._anew: dict[StreamKey, list[tuple[int, str]]] = {}  # the first positions after ids began anew, and why
+        self._missing: tuple[WorkerNote, int] | None = (
+            None  # the last note of missing batches, and of how many gaps it is
+        )
         self._counts: Counter[tuple[int, int, str]] = Counter()  # events by worker, rank and kind
 
     def __len__(self) -> int:
@@ -137,6 +144,8 @@ class EventLog:
         self.problems += problems
         for problem in problems:
             self._count_restarts(problem)
+            if problem.of_batches:
+                self._note_batches(problem)
         first = self._entries[0].position if self._entries else self.total
         for problem in problems:
             if problem.event is not None and problem.position >= first:
@@ -154,6 +163,26 @@ class EventLog:
             self._anew[key] = [*anew, (problem.position, problem.restarts[-1])]
             what = "event ids go backwards, as after an unannounced restart"
             self.notes.append(WorkerNote(problem.position, *key, f"{worker_text(*key)}: {what}"))
+
+    def _note_batches(self, problem: Problem) -> None:
+        """Add a note where batches of a wire are missing; of several in a row the first, and how many more."""
+        key = (problem.worker_id, problem.dp_rank)
+        last = self.notes[-1] if self.notes else None
+        if (
+            last is not None
+            and self._missing is not None
+            and last is self._missing[0]
+            and last[:3] == (self.total, *key)
+        ):
+            gaps = self._missing[1] + 1
+            again = "once" if gaps == 2 else f"{gaps - 1} times"
+            note = self.notes[-1] = last._replace(text=f"{last.text.partition(_LIKEWISE)[0]}{_LIKEWISE}{again} more")
+        else:
+            observed, gaps = problem.observed, 1
+            shown = observed if len(observed) <= 100 else f"{observed[:91]}..."
+            note = WorkerNote(self.total, *key, f"{worker_text(*key)}: {shown}")
+            self.notes.append(note)
+        self._missing = (note, gaps)
 
     def worker_removed(self, worker_id: int, dp_rank: int | None, keys: Iterable[StreamKey]) -> None:
         """Record that the router removes a worker, or a rank that restarts, announced.

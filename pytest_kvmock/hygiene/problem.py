@@ -47,6 +47,7 @@ class Problem:
         waived: whether a hook outside of the test waives it; None: it was not asked (see `EventLog.waive`).
         fault: the injected fault that it is a result of; None: it is real.
         storage_tier: the tier of its blocks.
+        of_batches: whether it is that batches of a wire are missing, in whole or in part.
     """
 
     rule: str
@@ -66,6 +67,7 @@ class Problem:
     named: tuple[int, ...] = ()
     restarts: tuple[str, ...] = ()
     storage_tier: StorageTier = StorageTier.DEVICE
+    of_batches: bool = False
 
     def __post_init__(self) -> None:
         if RULES[self.rule].kind == "warning":

@@ -36,7 +36,8 @@ def problem_text(problem: Problem) -> str:
         lines.append(f"  {event_text(problem.event, problem.named_blocks, problem.restarts if own else ())}")
     else:
         after = "before any event" if problem.position < 0 else f"after entry {problem.position} of the log"
-        lines.append(f"  {worker_text(problem.worker_id, problem.dp_rank)}, compared {after}")
+        compared = "" if problem.of_batches else "compared "
+        lines.append(f"  {worker_text(problem.worker_id, problem.dp_rank)}, {compared}{after}")
     lines += [
         f"    rule:      {problem.rule}: {RULES[problem.rule].broken_when}",
         f"    observed:  {problem.observed}",

@@ -232,6 +232,12 @@ class Batcher(ABC):
                     raise ValueError(f"extra has {name!r:.80}, which is a field of no dialect{near}")
                 self._extra_names.add(name)
 
+    def worker_restarted(self, dp_rank: int) -> None:
+        """Begin anew with a rank whose worker restarts: what was not sent yet is lost. A harness calls it."""
+        with self._lock:
+            if not self._closed and dp_rank < self.ranks:
+                self._begin_anew(dp_rank)
+
     def _publish_batch(self, dp_rank: int, events: list[RouterEvent]) -> None:
         timestamp = float(self._sent) if self._timestamp is None else self._timestamp()
         self._write(dp_rank, self._writer.payload(events, timestamp, dp_rank, self._digests.get(dp_rank)))

@@ -19,6 +19,7 @@ from pytest_kvmock.checks import check_integer, is_utf8
 from pytest_kvmock.wire.batcher import Batcher
 from pytest_kvmock.wire.decoding import as_bytes
 from pytest_kvmock.wire.endpoints import bind_ranks, check_bound, check_context, load_zmq, release
+from pytest_kvmock.wire.explained import PublishedRank, inproc_lines, not_settled
 from pytest_kvmock.wire.replay_server import Replay, ReplayServer
 from pytest_kvmock.wire.table import Dialect, not_spoken_text
 from pytest_kvmock.wire.waiting import (
@@ -28,7 +29,7 @@ from pytest_kvmock.wire.waiting import (
     at_once,
     awaited,
     is_settled,
-    not_settled,
+    loop_lines,
     readable,
 )
 from pytest_kvmock.wire.wire_faults import Numbered, WireFaults
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.wire.digests import StreamDigests
 
 
+_LOOKS: Final = 100
+"""Before so many batches of a rank it is looked whether somebody has subscribed, while nobody is known to have."""
+
 MOST_QUEUED: Final = 2**30
 """The longest queue of a socket: ZMQ counts in 31 bits, and a replay has an end marker."""
 
@@ -44,13 +48,21 @@ MOST_QUEUED: Final = 2**30
 class _Rank:
     """What one rank has: a socket, the next number, the batches that a replay can have, subscriptions."""
 
-    __slots__ = ("buffer", "number", "subscriptions", "xpub")
+    __slots__ = ("buffer", "looks_until", "number", "restarted_alone", "subscriptions", "unheard", "xpub")
 
     def __init__(self, xpub: Any, buffer_steps: int) -> None:
         self.xpub = xpub
-        self.number = 0
+        self.restarted_alone = False  # and not with a worker
         self.buffer: deque[Numbered] = deque(maxlen=buffer_steps)
-        self.subscriptions: list[bytes] = []
+        self.subscriptions: list[tuple[bytes, int]] = []  # the topic, and the number that was next when it was seen
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Number batches from 0, with nothing for a replay."""
+        self.number = self.unheard = 0
+        self.looks_until = _LOOKS
+        self.buffer.clear()
+        self.subscriptions = [(topic, 0) for topic, _ in self.subscriptions]
 
 
 class KvPublisher(Batcher):
@@ -181,14 +193,29 @@ class KvPublisher(Batcher):
     def restart(self, dp_rank: int | None = None) -> None:
         """Begin anew, as after a crash of the engine: batches are numbered from 0, and a replay has none of those before.
 
+        The engine is not touched: it goes on with what it has cached. A worker's `restart()` empties it, and restarts its
+        publisher.
+
         Args:
             dp_rank: which rank; None for all.
         """
         with self._lock:
             self._check_open()
             for rank in self._begin_anew(dp_rank):
-                self._ranks[rank].number = 0
-                self._ranks[rank].buffer.clear()
+                self._ranks[rank].restarted_alone = True
+
+    def worker_restarted(self, dp_rank: int) -> None:
+        """As `restart`, of a rank whose worker restarts; of one that there is not, or when closed, nothing. A harness calls it."""
+        with self._lock:
+            super().worker_restarted(dp_rank)
+            if dp_rank < self.ranks:
+                self._ranks[dp_rank].restarted_alone = False
+
+    def _begin_anew(self, dp_rank: int | None) -> list[int]:
+        begun = super()._begin_anew(dp_rank)
+        for rank in begun:
+            self._ranks[rank].begin_anew()
+        return begun
 
     def batches(self, dp_rank: int = 0) -> int:
         """How many batches of a rank have a number: the number of its next one."""
@@ -197,6 +224,8 @@ class KvPublisher(Batcher):
     def _write(self, dp_rank: int, payload: bytes) -> None:
         """Number a payload, let a fault strike it, and send what is left of it."""
         rank = self._ranks[dp_rank]
+        if rank.number < rank.looks_until:
+            self._look(dp_rank, rank)
         batch = Numbered(rank.number, payload)
         outcome = self.faults.strike(dp_rank, batch)
         rank.number += 1
@@ -210,6 +239,13 @@ class KvPublisher(Batcher):
             rank.buffer.append(outcome.kept)
         for each in outcome.sent:
             self._send(rank, each)
+
+    def _look(self, dp_rank: int, rank: _Rank) -> None:
+        """Look whether anybody has subscribed before a batch goes out, to name it if nobody has."""
+        if any(map(self._topic.startswith, self.subscriptions(dp_rank))):
+            rank.looks_until = 0
+        else:
+            rank.unheard = rank.number + 1
 
     def _send(self, rank: _Rank, batch: Numbered) -> None:
         send, more = rank.xpub.send, self._more
@@ -225,11 +261,12 @@ class KvPublisher(Batcher):
             rank = self._rank(dp_rank)
             while not self._closed and rank.xpub.poll(0):
                 message = rank.xpub.recv()
+                topics = [topic for topic, _ in rank.subscriptions]
                 if message[:1] == b"\x01":
-                    rank.subscriptions.append(message[1:])
-                elif message[:1] == b"\x00" and message[1:] in rank.subscriptions:
-                    rank.subscriptions.remove(message[1:])
-            return tuple(rank.subscriptions)
+                    rank.subscriptions.append((message[1:], rank.number))
+                elif message[:1] == b"\x00" and message[1:] in topics:
+                    del rank.subscriptions[topics.index(message[1:])]
+            return tuple(topic for topic, _ in rank.subscriptions)
 
     def wait_subscribed(self, subscribers: int = 1, timeout: float = 5.0) -> None:
         """Wait until so many have subscribed to the topic, at each rank. What is published then reaches them.
@@ -242,7 +279,7 @@ class KvPublisher(Batcher):
             WireTimeout: there were not so many in time; it says which there are.
             ValueError: a number out of range, or the publisher is closed.
         """
-        missing = self._waits_for(subscribers, timeout)
+        missing = self._waits_for(subscribers, timeout, blocks=True)
         while (waits := missing()) is not None:
             self._wait(*waits)
 
@@ -269,7 +306,7 @@ class KvPublisher(Batcher):
             TypeError: the probe cannot be called, or is one that is awaited: `asettle` takes it.
             Exception: whatever else the probe raises.
         """
-        rest_of = self._settles(probe, expected, timeout)
+        rest_of = self._settles(probe, expected, timeout, blocks=True)
         while True:
             try:
                 answer = at_once(probe())
@@ -298,7 +335,9 @@ class KvPublisher(Batcher):
             self._check_open()
             await readable(min(rest, POLL_MS / 1000), self._ranks[0].xpub)
 
-    def _waits_for(self, subscribers: int, timeout: float) -> Callable[[], tuple[int, float] | None]:
+    def _waits_for(
+        self, subscribers: int, timeout: float, *, blocks: bool = False
+    ) -> Callable[[], tuple[int, float] | None]:
         """Return what tells the first rank that has not so many subscriptions to its topic yet, and how long it may take still.
 
         What is returned raises a WireTimeout where no time is left.
@@ -315,11 +354,15 @@ class KvPublisher(Batcher):
                         break
                 else:
                     return None
-            return dp_rank, deadline.rest(lambda: self._not_subscribed(dp_rank, subscribers, deadline.timeout))
+            return dp_rank, deadline.rest(
+                lambda: self._not_subscribed(dp_rank, subscribers, deadline.timeout, blocks=blocks)
+            )
 
         return missing
 
-    def _settles(self, probe: object, expected: object, timeout: float) -> Callable[[object], float | None]:
+    def _settles(
+        self, probe: object, expected: object, timeout: float, *, blocks: bool = False
+    ) -> Callable[[object], float | None]:
         """Return what tells of an answer how long a better one may take still; None: it is what was waited for.
 
         What is returned raises a WireTimeout where no time is left.
@@ -331,7 +374,7 @@ class KvPublisher(Batcher):
         def rest_of(answer: object) -> float | None:
             if is_settled(answer, expected):
                 return None
-            return deadline.rest(lambda: self._not_settled(probe, answer, expected, deadline.timeout))
+            return deadline.rest(lambda: self._not_settled(probe, answer, expected, deadline.timeout, blocks=blocks))
 
         return rest_of
 
@@ -341,24 +384,49 @@ class KvPublisher(Batcher):
             self._check_open()
             self._ranks[dp_rank].xpub.poll(min(POLL_MS, max(1, int(rest * 1000))))
 
-    def _not_subscribed(self, dp_rank: int, subscribers: int, timeout: float) -> WireTimeout:
+    def _not_subscribed(self, dp_rank: int, subscribers: int, timeout: float, *, blocks: bool) -> WireTimeout:
         there = self.subscriptions(dp_rank)
         shown = ", ".join(repr(topic.decode(errors="replace")) for topic in there) or "nothing"
         found = sum(map(self._topic.startswith, there))
-        return WireTimeout(
+        text = (
             f"rank {dp_rank} at {self.endpoints[dp_rank]} has {found} of {subscribers} subscriptions to its topic "
             f"{self.topic!r} after {timeout:g} s; subscribed to: {shown}"
         )
+        lines = [text]
+        if not there:
+            lines += inproc_lines(self.endpoints[dp_rank])
+        if blocks:
+            lines += loop_lines("wait_subscribed", "await_subscribed")
+        return WireTimeout("\n".join(lines))
 
-    def _not_settled(self, probe: object, answer: object, expected: object, timeout: float) -> WireTimeout:
+    def _not_settled(
+        self, probe: object, answer: object, expected: object, timeout: float, *, blocks: bool
+    ) -> WireTimeout:
         published = []
         for dp_rank, rank in enumerate(self._ranks):
-            sent = f"batches 0 to {rank.number - 1}" if rank.number else "no batch"
+            self.subscriptions(dp_rank)
+            since = [first for topic, first in rank.subscriptions if self._topic.startswith(topic)]
             published.append(
-                f"rank {dp_rank} has published {sent}, to {len(self.subscriptions(dp_rank))} subscriptions"
+                PublishedRank(
+                    dp_rank,
+                    self.endpoints[dp_rank],
+                    batches=rank.number,
+                    since=since,
+                    unheard=rank.unheard,
+                    restarted_alone=rank.restarted_alone,
+                    replays=bool(self.replay_endpoints),
+                )
             )
-        asked, injected = self.replays, self.faults.injected
-        return not_settled(probe, answer, expected, timeout, published=published, replays=asked, injected=injected)
+        return not_settled(
+            probe,
+            answer,
+            expected,
+            timeout,
+            published=published,
+            replays=self.replays,
+            injected=self.faults.injected,
+            more=loop_lines("settle", "asettle") if blocks else (),
+        )
 
     def _batches_from(self, dp_rank: int, start: int) -> tuple[list[Numbered], bool]:
         """What an answer to a replay sends; called in the thread that answers."""

@@ -3,8 +3,8 @@
 One subject: the batches of one engine, as they arrive. Theory of operation. Batches of a rank are numbered from 0. The next
 one is decoded, and its events go to the sink. One further on is a gap: what is missing is asked for (`replay`), and what
 comes back is applied first. A number that was there before is a repeat where the bytes are the same; else the engine has
-begun anew. What could not be had is lost: it is in `lost`, and is reported to the sink's owner, as its view of the engine is
-incomplete from there on. There is no thread: `receive` and `poll` do the work.
+begun anew. What could not be had, or not be read, is lost: it is in `lost`, and is reported to the sink's owner, as its view of
+the engine is incomplete from there on; single events that could not be read are reported in their place among the others. There is no thread: `receive` and `poll` do the work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pytest_kvmock.wire.decoding import decode
 from pytest_kvmock.wire.endpoints import EndpointError, allow_ipv6, check_context, load_zmq, rank_endpoints
 from pytest_kvmock.wire.replay_server import END
 from pytest_kvmock.wire.table import Dialect, find_dialect
-from pytest_kvmock.wire.waiting import Deadline, WireTimeout, milliseconds, polled, readable
+from pytest_kvmock.wire.unread import OtherDialects, events_and_gaps, has_no_events, is_unreadable
+from pytest_kvmock.wire.waiting import Deadline, WireTimeout, loop_lines, milliseconds, polled, readable
 
 _T = TypeVar("_T")
 _Waits: TypeAlias = Generator[Any, bool, _T]
@@ -35,7 +36,7 @@ _NUMBER: Final = "8 bytes with the number of the batch"
 
 
 class LostBatches(Protocol):
-    """What is called for batches that could not be had: `RouterHarness.lost_batches`, or `KvSink.lost_batches`."""
+    """What is called for batches that could not be had or read, in part too: the `lost_batches` of a harness or a `KvSink`."""
 
     def __call__(self, worker_id: int, dp_rank: int, batches: range, observed: str) -> object:
         """Take note.
@@ -43,7 +44,8 @@ class LostBatches(Protocol):
         Args:
             worker_id: which worker.
             dp_rank: which rank.
-            batches: their numbers; after a restart none, and `start` is the number that was due.
+            batches: their numbers; after a restart none, and `start` is the number that was due. Where single events could
+                not be read, that of their batch, once for each run of such events: between the events around it.
             observed: what happened, in words.
         """
 
@@ -107,25 +109,28 @@ class _Rank:
 class KvSubscriber:
     """Subscribes to the batches of one engine, and gives their events to a sink, in order. A context manager.
 
-    Events get ids from 0 on for each rank, as a wire counts batches only; one that cannot be read leaves a gap. Over Dynamo's
-    dialects events have ids of their own.
+    Events get ids from 0 on for each rank, as a wire counts batches only. What cannot be read is reported by `on_loss`; where
+    nothing is called for losses, an event that cannot be read leaves a gap of ids. Over Dynamo's dialects events have ids
+    of their own.
 
     Args:
         endpoint: where the publisher is bound: that of rank 0, or one a rank.
-        sink: called with each `RouterEvent`: `harness.apply`, a `KvSink`, the `apply` of an index, `list.append`.
+        sink: called with each `RouterEvent`: a `KvSink` of `make_kv_sink`, the `apply` of an index, `list.append`; or
+            `harness.apply` for a `worker_id` that is no mock engine of this harness.
         dialect: name of the publisher's dialect, or a `Dialect`.
         replay: where what was missed is asked for: that of rank 0, or one a rank; None: nowhere.
         worker_id: whose events they are.
         ranks: how many ranks; None: one for each endpoint that is given.
         topic: what the topic of a batch must begin with.
         from_start: whether batches before the first that arrives are missing. If not, the stream begins with that one.
-        on_loss: called for what could not be had; None: the `lost_batches` of the object of which `sink` is, or is a method.
+        on_loss: called for what could not be had or read; None: the `lost_batches` of the object of which `sink` is, or is a method.
         replay_timeout: so many seconds an answer may take, from one message to the next.
         context: a `zmq.Context`; None: one of its own. Over inproc it is the publisher's.
 
     Raises:
         EndpointError: endpoints that cannot be connected to, or not one a rank.
-        ValueError: an unknown dialect, a number out of range, or a context that is closed.
+        ValueError: an unknown dialect, a number out of range, or a context that is closed; or a sink that publishes at one of
+            the endpoints what it is given.
         TypeError: the sink or `on_loss` cannot be called, the topic is no string, `from_start` no bool, or the context none.
         ImportError: pyzmq or msgspec is not installed.
 
@@ -133,8 +138,9 @@ class KvSubscriber:
         batches: how many batches were applied.
         events: how many events the sink was given.
         duplicates: how many batches came again.
+        unreadable: how many batches came of which nothing could be read; they are in `lost`.
         recovered: ranges of batches that replays brought, each with its rank.
-        lost: what could not be had.
+        lost: what could not be had, or of which nothing could be read.
         problems: what was wrong with messages.
     """
 
@@ -164,11 +170,13 @@ class KvSubscriber:
         self.dialect = find_dialect(dialect)
         self.worker_id = check_integer("worker_id", worker_id, 0)
         self.endpoints = rank_endpoints(endpoint, ranks)
+        self._check_no_loop(sink)
         self.replay_endpoints = () if replay is None else rank_endpoints(replay, len(self.endpoints))
-        self.batches = self.events = self.duplicates = 0
+        self.batches = self.events = self.duplicates = self.unreadable = 0
         self.recovered: list[tuple[int, range]] = []
         self.lost: list[BatchLoss] = []
         self.problems: list[BatchProblem] = []
+        self._others = OtherDialects(self.dialect)
         self._sink = sink
         self._closed = self._is_awaiting = False
         self._on_loss: LostBatches | None = on_loss
@@ -190,6 +198,23 @@ class KvSubscriber:
             self.close()
             raise
 
+    def _check_no_loop(self, sink: object) -> None:
+        """Refuse a sink whose harness publishes at one of the endpoints what it is given: each event would come again."""
+        sinks_of = getattr(getattr(sink, "__self__", sink), "sinks_of", None)
+        for publisher, worker_id in () if sinks_of is None else sinks_of(self.worker_id):
+            shared = [each for each in self.endpoints if each in getattr(publisher, "endpoints", ())]
+            if shared and worker_id is None:
+                raise ValueError(
+                    f"the sink is of the harness that publishes at {shared[0]}: what it is given would be published again, as "
+                    "this publisher has the events of all workers: add_sink(publisher, worker_id=0)"
+                )
+            if shared:
+                raise ValueError(
+                    f"the sink is of the harness that publishes at {shared[0]}: what it is given for worker {worker_id}, a mock "
+                    "engine of that harness, would be published again; give worker_id=, a worker that the harness has not, "
+                    "or a sink of make_kv_sink"
+                )
+
     def __repr__(self) -> str:
         return f"<KvSubscriber to {self.endpoints[0]}: {self.batches} batches, {len(self.lost)} losses>"
 
@@ -208,7 +233,9 @@ class KvSubscriber:
         """
         wanted, deadline = self._done() + check_integer("batches", batches, 1), Deadline(timeout)
         while self._done() < wanted:
-            self.poll(deadline.rest(lambda: self._too_late(batches, wanted, timeout)))
+            self.poll(
+                deadline.rest(lambda: self._too_late(batches, wanted, timeout, loop_lines("receive", "areceive")))
+            )
 
     async def areceive(self, batches: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
         """As `receive`, while the loop of asyncio goes on, in a replay too; several tasks take turns."""
@@ -290,13 +317,13 @@ class KvSubscriber:
     def _done(self) -> int:
         return self.batches + sum(len(loss.batches) for loss in self.lost)
 
-    def _too_late(self, batches: int, wanted: int, timeout: float) -> WireTimeout:
+    def _too_late(self, batches: int, wanted: int, timeout: float, more: Sequence[str] = ()) -> WireTimeout:
         arrived = batches - wanted + self._done()
         lines = [f"{arrived} of {batches} batches arrived in {timeout:g} s"]
         for dp_rank, rank in enumerate(self._ranks):
             last = "no batch yet" if rank.due is None else f"next is batch {rank.due}"
             lines.append(f"rank {dp_rank} at {self.endpoints[dp_rank]}: {last}")
-        lines += map(str, [*self.lost[-3:], *self.problems[-3:]])
+        lines += map(str, [*self.lost[-3:], *self.problems[-3:], *more])
         return WireTimeout("\n".join(lines))
 
     # ------------------------------------------------------------------------------------------------ batches
@@ -327,7 +354,7 @@ class KvSubscriber:
         if is_repeat:
             self.duplicates += not was_brought
             return False
-        if _is_unreadable(decoded := self._decoded(dp_rank, rank, payload)):
+        if has_no_events(decoded := self._decoded(dp_rank, rank, payload)):
             if not was_brought:
                 self._note(dp_rank, number, decoded)
             return False
@@ -357,7 +384,7 @@ class KvSubscriber:
         """Apply a batch, unless a replay has brought it. Return what recovers one that cannot be read; None: nothing is to be done."""
         if number == rank.due:
             decoded = self._decoded(dp_rank, rank, payload)
-            if _is_unreadable(decoded) and self.replay_endpoints:
+            if is_unreadable(decoded) and self.replay_endpoints:
                 self._note(dp_rank, number, decoded)
                 return self._recover(dp_rank, rank, number + 1)
             self._apply(dp_rank, rank, number, payload, decoded)
@@ -441,22 +468,42 @@ class KvSubscriber:
         return decode(payload, self.dialect, worker_id=self.worker_id, dp_rank=dp_rank, first_event_id=first)
 
     def _apply(self, dp_rank: int, rank: _Rank, number: int, payload: bytes, decoded: Decoded) -> bool:
-        """Give the events of a batch to the sink. Return whether it could be read; one that cannot be at all is lost."""
+        """Give the events of a batch to the sink. Return whether any could be read; a batch of which none can is lost."""
         self._note(dp_rank, number, decoded)
         rank.seen[number] = hash(payload)
         if len(rank.seen) > MOST_REMEMBERED:
             rank.seen.popitem(last=False)
-        if _is_unreadable(decoded):
-            self._lose(dp_rank, rank, number + 1, f"cannot be read ({decoded.problems[0]})")
+        if is_unreadable(decoded):
+            self.unreadable += 1
+            if self._on_loss is None:
+                rank.next_event_id += decoded.num_events
+            others = self._others.text(payload, decoded)
+            self._lose(dp_rank, rank, number + 1, f"cannot be read ({decoded.problems[0]}{others})")
             return False
         rank.due = number + 1
         rank.latest = decoded.timestamp
-        rank.next_event_id += decoded.num_events
         self.batches += 1
+        if decoded.problems and self._on_loss is not None:
+            self._give_in_part(dp_rank, rank, number, decoded, self._on_loss)
+            return True
+        rank.next_event_id += decoded.num_events
         for event in decoded.events:
             self.events += 1
             self._sink(event)
         return True
+
+    def _give_in_part(self, dp_rank: int, rank: _Rank, number: int, decoded: Decoded, on_loss: LostBatches) -> None:
+        """Give the events that could be read to the sink, and report those that could not where they are missing."""
+        if self.dialect.is_msgpack:  # that they are missing is reported once: their ids are no gap on top of that
+            for event_id, event in enumerate(decoded.events, rank.next_event_id):
+                event.event.event_id = event_id
+            rank.next_event_id += len(decoded.events)
+        for given in events_and_gaps(decoded, number):
+            if isinstance(given, str):
+                on_loss(self.worker_id, dp_rank, range(number, number + 1), given)
+            else:
+                self.events += 1
+                self._sink(given)
 
     def _note(self, dp_rank: int, number: int, decoded: Decoded) -> None:
         self.problems += (BatchProblem(dp_rank, number, str(problem)) for problem in decoded.problems)
@@ -516,8 +563,3 @@ class KvSubscriber:
 def _is_later(timestamp: float | None, latest: float | None) -> bool:
     """Whether a batch was written after the last one that was applied; where one has no timestamp, that is not known."""
     return timestamp is not None and latest is not None and timestamp > latest
-
-
-def _is_unreadable(decoded: Decoded) -> bool:
-    """Whether nothing could be read of a batch."""
-    return not decoded.num_events and any(problem.event is None for problem in decoded.problems)

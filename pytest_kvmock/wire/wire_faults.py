@@ -168,7 +168,7 @@ class WireFaults:
     def restart(self, *, dp_rank: int | None = None) -> None:
         """Restart the publisher now: batches are numbered from 0 again, and a replay has none of those before.
 
-        What the engine holds is not touched: `KvWorker.restart()` empties it.
+        What the engine holds is not touched: `KvWorker.restart()` empties it, and restarts its publisher.
         """
         self._restart(dp_rank)
         self.injected.append(WireInjection("restart", dp_rank or 0, 0))

@@ -96,6 +96,19 @@ def test_what_is_lost_and_what_cannot_be_read_is_in_the_capture(tmp_path):
     assert [problem.observed for problem in recorded.log.problems] == [each.observed for each in checked.log.problems]
 
 
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_stream_in_another_dialect_ends_too_and_is_not_clean(tmp_path, replay):
+    with KvPublisher("vllm-0.33") as publisher, Engine(publisher):
+        endpoint = publisher.replay_endpoint if replay else None
+        recorded = record(
+            publisher.endpoint, tmp_path / "a.jsonl", dialect="vllm-0.23", replay=endpoint, batches=5, seconds=30
+        )
+
+    assert 5 <= recorded.batches <= 8
+    assert "it reads as vllm-0.24, vllm-0.28, vllm-0.33" in recorded.lost[0]
+    assert not check_file(tmp_path / "a.jsonl").is_clean
+
+
 def test_ranks_are_on_the_ports_after_the_first(tmp_path):
     with KvPublisher("vllm-0.33", ranks=2) as publisher:
 

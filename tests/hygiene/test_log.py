@@ -5,7 +5,7 @@ import pytest
 from pytest_kvmock import KvEventsError, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
 from pytest_kvmock.hygiene.log_text import log_text
-from pytest_kvmock.hygiene.report import MOST_PROBLEMS, failure_text
+from pytest_kvmock.hygiene.report import MOST_PROBLEMS, failure_text, problems_text
 
 
 @pytest.fixture
@@ -226,6 +226,32 @@ def test_a_line_goes_with_the_events_of_the_log(removed, forget):
     assert "0 events" == log_text(removed.events)
     removed.remove_worker(4)
     assert ["0 events", GONE.replace("3", "4")] == log_text(removed.events).splitlines()
+
+
+def test_batches_of_a_wire_that_are_lost_are_a_line_where_they_are_missing():
+    kv = RouterHarness(backend=None)
+    kv.apply([one(1), one(2)])
+    kv.lost_batches(0, 0, range(4, 7), "batches 4 to 6 did not arrive")
+    kv.apply(one(3))
+    kv.lost_batches(0, 0, range(8, 9), f"batch 8 cannot be read ({'x' * 200})")
+    for batch in range(9, 12):
+        kv.lost_batches(0, 0, range(batch, batch + 1), f"batch {batch} cannot be read")
+    assert [
+        "3 events",
+        "    0  event 0  worker 0  Stored block 1 as a root",
+        "    1  event 1  worker 0  Stored block 2 as a root",
+        "       worker 0: batches 4 to 6 did not arrive",
+        "    2  event 2  worker 0  Stored block 3 as a root",
+        f"       worker 0: batch 8 cannot be read ({'x' * 67}...; likewise 3 times more",
+    ] == log_text(kv.events).splitlines()
+    assert "\n  worker 0, after entry 1 of the log\n" in problems_text(kv.events.errors)
+
+
+def test_batches_that_are_lost_before_any_event_are_the_first_line():
+    kv = RouterHarness(backend=None)
+    kv.lost_batches(0, 1, range(1), "batch 0 did not arrive")
+    assert ["0 events", "       worker 0 rank 1: batch 0 did not arrive"] == log_text(kv.events).splitlines()
+    assert "\n  worker 0 rank 1, before any event\n" in problems_text(kv.events.errors)
 
 
 def test_a_worker_that_is_removed_last_is_the_last_line(removed):

@@ -119,6 +119,27 @@ def test_what_faults_of_the_wire_did_is_in_it(nested, pytester):
     assert checked.is_clean
 
 
+@pytest.mark.parametrize("fault", ["corrupt", "unknown_tag"])
+def test_what_a_fault_made_unreadable_is_its_result(nested, pytester, fault):
+    nested(ON_A_WIRE.replace("lose()", f"{fault}()"), "--kv-capture=out").assert_outcomes(passed=1)
+
+    checked = check_file(*(pytester.path / "out").iterdir())
+    assert ["event_id_gap"] == [problem.rule for problem in checked.injected]
+    assert checked.is_clean
+
+
+def test_a_stream_in_another_dialect_fails_its_test_and_is_not_clean(nested, pytester):
+    code = ON_A_WIRE.replace("dialect=kv_publisher.dialect", "dialect='vllm-0.23'").replace(
+        "kv_publisher.faults.lose()", "pass"
+    )
+    result = nested(code.replace('kv_events.expect_error("event_id_gap")', "pass"), "--kv-capture=out")
+    result.stdout.fnmatch_lines(["*batch 0 cannot be read (wrong_form: *it reads as vllm-0.24, *"])
+
+    checked = check_file(*(pytester.path / "out").iterdir())
+    assert "it reads as vllm-0.24" in checked.problems[0].observed
+    assert not checked.is_clean
+
+
 def test_a_scenario_file_has_one_too(nested, pytester):
     scenario = """
 scenarios:

@@ -13,8 +13,8 @@ import zmq
 import zmq.asyncio
 from sockets import BIG, number, plain_sub, publish_chain, removed, replayed, stored, tasks_wait, tokens_of
 
-from pytest_kvmock import Cleared, KvCacheEvent, RouterEvent, RouterHarness, Stored
-from pytest_kvmock.wire import DIALECTS, EncodeError, decode
+from pytest_kvmock import Cleared, EngineProfile, KvCacheEvent, RouterEvent, RouterHarness, Stored
+from pytest_kvmock.wire import DIALECTS, EncodeError, KvWire, decode
 from pytest_kvmock.wire.endpoints import rank_endpoint, rank_endpoints
 from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, KvSubscriber, WireTimeout, block_of, wire_hash
 
@@ -82,6 +82,27 @@ def test_a_worker_of_a_harness_publishes_to_it():
         assert [tuple(prompt.tokens[:16]), tuple(prompt.tokens[16:32])] == [*map(tuple, decoded.events[0].token_ids)]
 
 
+BEHIND_THE_WIRE = ("lose", "double", "reorder", "delay", "wrong_parent", "unknown_removed", "self_parent", "late_join")
+
+
+@pytest.mark.parametrize("fault", BEHIND_THE_WIRE)
+def test_faults_of_a_harness_change_what_its_own_index_gets_and_not_the_wire(fault):
+    def sent(ask):
+        harness = RouterHarness(backend="vllm", allow=["event_id_gap"])
+        wire = KvWire("vllm-0.33")
+        harness.add_sink(wire, worker_id=0)
+        prompt = harness.prompt()
+        harness.worker(0).serve(prompt)
+        if ask:
+            getattr(harness.faults, fault)()
+        for _ in range(3):
+            harness.worker(0).serve(harness.prompt(after=prompt))
+        harness.worker(0).clear()
+        return wire.payloads
+
+    assert sent(ask=False) == sent(ask=True)
+
+
 @pytest.mark.parametrize("dialect", SPOKEN)
 def test_block_ids_written_by_hand_go_out_in_full_width_one_to_one(dialect):
     with KvPublisher(dialect) as publisher, plain_sub(publisher.endpoint) as sub:
@@ -111,6 +132,70 @@ def test_sequence_numbers_begin_at_0_after_a_restart_and_the_buffer_is_empty(pub
     publisher.restart()
     publish_chain(publisher, 1)
     assert [0] == [int.from_bytes(reply[1], "big") for reply in replayed(publisher.replay_endpoint, 0)[:-1]]
+
+
+RESTARTS = {
+    "of its own accord": lambda harness: harness.worker(0).restart(),
+    "announced": lambda harness: harness.worker(0).restart(announced=True),
+    "a fault": lambda harness: harness.faults.restart(worker=0),
+}
+
+
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_a_worker_that_restarts_restarts_its_publisher(restart):
+    harness = RouterHarness(backend="vllm")
+    with KvPublisher("vllm-0.33") as publisher, KvPublisher("vllm-0.33") as other:
+        for worker, of_worker in enumerate((publisher, other)):
+            harness.add_sink(of_worker, worker_id=worker)
+            harness.worker(worker).serve(harness.prompt())
+        with publisher.step():
+            harness.worker(0).serve(harness.prompt())
+            RESTARTS[restart](harness)  # what was not sent yet is lost in a crash
+        assert (0, 1) == (publisher.batches(), other.batches())
+        harness.worker(0).serve(harness.prompt())
+        assert [0] == [int.from_bytes(reply[1], "big") for reply in replayed(publisher.replay_endpoint, 0)[:-1]]
+
+
+def test_a_rank_that_restarts_restarts_its_rank_of_the_publisher():
+    harness = RouterHarness(EngineProfile(dp_size=2), backend="vllm")
+    with KvPublisher("vllm-0.33", ranks=2) as publisher:
+        harness.add_sink(publisher, worker_id=0)
+        for rank in (0, 1):
+            harness.worker(0, rank).serve(harness.prompt())
+        harness.worker(0, 1).restart()
+        assert (1, 0) == (publisher.batches(0), publisher.batches(1))
+
+
+def test_a_worker_may_restart_after_its_publisher_was_closed_and_without_the_rank():
+    harness = RouterHarness(EngineProfile(dp_size=2), backend="vllm")
+    with KvPublisher("vllm-0.33") as publisher:
+        harness.add_sink(publisher, worker_id=0)
+        harness.worker(0, 1).restart()
+    harness.worker(0, 0).restart()
+
+
+def test_bytes_of_a_worker_that_restarts_have_none_of_its_former_blocks():
+    harness = RouterHarness(backend="vllm")
+    wire = KvWire("vllm-0.33")
+    harness.add_sink(wire, worker_id=0)
+    with wire.step():
+        harness.worker(0).serve(harness.prompt())
+        harness.worker(0).restart()
+        harness.worker(0).serve(harness.prompt())
+    assert 1 == len(wire.decode(wire.payloads[0]).events)
+
+
+def test_what_is_not_seen_after_a_restart_of_the_publisher_alone_is_explained(publisher):
+    publish_chain(publisher, 2)
+    publisher.faults.restart()
+    publish_chain(publisher, 1)
+    line = "rank 0 was restarted, and no worker: worker.restart() empties the engine, and restarts its publisher"
+    with pytest.raises(WireTimeout, match=f"^{re.escape(line)}$".replace("^", "(?m)^")):
+        publisher.settle(lambda: False, timeout=0)
+    publisher.worker_restarted(0)
+    with pytest.raises(WireTimeout) as caught:
+        publisher.settle(lambda: False, timeout=0)
+    assert line not in str(caught.value)
 
 
 def test_what_cannot_be_said_is_named_and_takes_no_number(publisher):
@@ -269,9 +354,157 @@ def test_settle_explains_what_it_waited_for(publisher):
     assert [
         "test_settle_explains_what_it_waited_for.<locals>.overlap: expected {0: 4}, got {0: 3} after 0 s",
         "rank 0 has published batches 0 to 1, to 0 subscriptions",
+        "rank 0: batches 0 to 1 went out with 0 subscriptions: call wait_subscribed first",
         "rank 0 was asked for batches from 1 on, and sent 1",
         "injected: lose at rank 0, batch 0",
     ] == str(caught.value).splitlines()
+
+
+def why(publisher, answer=False, expected=None):
+    """The lines of the timeout of a consumer that does not answer as it should, but for the first."""
+    with pytest.raises(WireTimeout) as caught:
+        publisher.settle(lambda: answer, expected, timeout=0)
+    return str(caught.value).splitlines()[1:]
+
+
+def test_batches_that_went_out_before_anybody_subscribed_are_named(publisher):
+    publish_chain(publisher, 3)
+    with plain_sub(publisher.endpoint):
+        publisher.wait_subscribed()
+        publish_chain(publisher, 2)
+        assert [
+            "rank 0 has published batches 0 to 4, to 1 subscriptions, seen from batch 3 on",
+            "rank 0: batches 0 to 2 went out with 0 subscriptions: call wait_subscribed first",
+        ] == why(publisher)
+        replayed(publisher.replay_endpoint, 0)  # who asks for all has them
+        assert [
+            "rank 0 has published batches 0 to 4, to 1 subscriptions, seen from batch 3 on",
+            "rank 0 was asked for batches from 0 on, and sent 5",
+        ] == why(publisher)
+        publisher.restart()
+        publish_chain(publisher, 1)
+        assert "rank 0 has published batch 0, to 1 subscriptions" == why(publisher)[0]
+
+
+def test_what_is_published_to_a_subscriber_that_was_waited_for_went_out_to_it(publisher):
+    with plain_sub(publisher.endpoint):
+        publisher.wait_subscribed()
+        publish_chain(publisher, 2)
+        assert ["rank 0 has published batches 0 to 1, to 1 subscriptions"] == why(publisher)
+
+
+def test_a_subscription_that_is_there_unread_counts_from_the_batch_that_it_gets(publisher):
+    with plain_sub(publisher.endpoint):
+        assert publisher._ranks[0].xpub.poll(5000)
+        publish_chain(publisher, 2)
+        assert ["rank 0 has published batches 0 to 1, to 1 subscriptions"] == why(publisher)
+
+
+def test_a_number_with_its_low_byte_first_is_named(publisher):
+    publish_chain(publisher, 3)
+    replayed(publisher.replay_endpoint, int.from_bytes((2).to_bytes(8, "little"), "big"))
+    assert (
+        "rank 0 was asked for batches from 144115188075855872 on, and sent 0: that is 2 in little-endian, and a number has "
+        "its high byte first"
+    ) == why(publisher)[-1]
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_batch_that_was_lost_on_purpose_and_nobody_asked_for(replay):
+    with KvPublisher("vllm-0.33", replay=replay) as publisher:
+        publisher.faults.double()
+        publisher.faults.lose(2)
+        publish_chain(publisher, 3)
+        no_use = "" if replay else ", and it answers none: replay=False"
+        assert f"nobody asked rank 0 for a replay after lose of batch 1{no_use}" == why(publisher)[-1]
+        if replay:
+            replayed(publisher.replay_endpoint, 1)
+            assert "nobody" not in str(why(publisher))
+
+
+def test_a_wait_that_blocks_the_loop_names_what_does_not(publisher):
+    async def blocks():
+        return why(publisher)[-1]
+
+    async def waits():
+        with pytest.raises(WireTimeout) as caught:
+            publisher.wait_subscribed(timeout=0)
+        return str(caught.value).splitlines()[-1]
+
+    async def goes_on():
+        async def probe():
+            return False
+
+        with pytest.raises(WireTimeout) as caught:
+            await publisher.asettle(probe, timeout=0)
+        return str(caught.value)
+
+    line = "{} blocks the asyncio loop that runs here, and all that would answer in it: await {}"
+    assert line.format("settle", "asettle") == asyncio.run(blocks())
+    assert line.format("wait_subscribed", "await_subscribed") == asyncio.run(waits())
+    assert "asyncio" not in asyncio.run(goes_on()) + str(why(publisher))
+
+
+def test_over_inproc_the_context_is_named():
+    with KvPublisher("vllm-0.33", endpoint="inproc") as publisher:
+        line = "over inproc a subscriber uses the publisher's `context`"
+        assert line == why(publisher)[-1]
+        with pytest.raises(WireTimeout, match=f"{line}$"):
+            publisher.wait_subscribed(timeout=0)
+        with plain_sub(publisher.endpoint, context=publisher.context):
+            publisher.wait_subscribed()
+            assert line not in why(publisher)
+
+
+# An answer, what is expected, and what the first lines of the timeout say of that.
+LONG = {
+    "a list": (
+        [0] * 9 + [1],
+        [0] * 10,
+        ["the answer differs from what is expected in 1 place after 0 s", "  [9]: expected 0, got 1"],
+    ),
+    "a shorter list": (
+        [0] * 9,
+        [0] * 10,
+        ["the answer differs from what is expected in 1 place after 0 s", "  [9]: expected 0, got nothing"],
+    ),
+    "a map": (
+        {n: n for n in range(1, 11)},
+        {n: n % 9 for n in range(10)},
+        [
+            "the answer differs from what is expected in 3 places after 0 s",
+            "  [0]: expected 0, got nothing",
+            "  [9]: expected 0, got 9",
+            "  [10]: expected nothing, got 10",
+        ],
+    ),
+    "all": (
+        [1] * 20,
+        [0] * 20,
+        [
+            "the answer differs from what is expected in 20 places after 0 s",
+            *(f"  [{n}]: expected 0, got 1" for n in range(5)),
+            "  and 15 more",
+        ],
+    ),
+    "another type": ([0] * 3, (0,) * 3, ["expected (0, 0, 0), got [0, 0, 0] after 0 s"]),
+    "a short list": ([0] * 3, [1] * 3, ["expected [1, 1, 1], got [0, 0, 0] after 0 s"]),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_of_a_long_answer_only_what_differs_is_shown(publisher, case):
+    answer, expected, lines = LONG[case]
+
+    def probe():
+        return answer
+
+    probe.__qualname__ = "probe"
+    with pytest.raises(WireTimeout) as caught:
+        publisher.settle(probe, expected, timeout=0)
+    assert [f"probe: {lines[0]}", *lines[1:], "rank 0 has published no batch, to 0 subscriptions"] == str(
+        caught.value
+    ).splitlines()
 
 
 def test_an_assertion_of_the_probe_is_not_yet_and_any_other_error_is_raised(publisher):

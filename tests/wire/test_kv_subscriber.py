@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 
+import msgspec
 import pytest
 import zmq
 from sockets import BIG, publish_chain, replayed, tasks_wait, tokens_of
@@ -354,6 +355,96 @@ def test_one_bad_event_leaves_a_gap_of_ids():
         assert ["rank 0, batch 0: unknown_tag: event 0"] == [str(each)[:37] for each in world.subscriber.problems]
 
 
+def publish_some_unreadable(publisher, count, tags):
+    """Publish one batch of a chain of so many blocks, in which events have the tags that are given for their places."""
+    sent = []
+    write, publisher._write = publisher._write, lambda dp_rank, payload: sent.append((dp_rank, payload))
+    with publisher.step():
+        publish_chain(publisher, count)
+    publisher._write = write
+    timestamp, events, rank = msgspec.msgpack.decode(sent[0][1])
+    for place, tag in tags.items():
+        events[place]["type"] = tag
+    publisher.publish_payload(msgspec.msgpack.encode([timestamp, events, rank]))
+
+
+EXPECTED_TAG = "unknown_tag, type: expected BlockStored, BlockRemoved, AllBlocksCleared, got"
+
+# Tags by their places in a batch of four events; what is reported, and after how many events.
+UNREADABLE = {
+    "in the middle": ({1: "Pinned"}, [(1, f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'")]),
+    "at the end": ({3: "Pinned"}, [(3, f"event 3 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'")]),
+    "two that follow each other": (
+        {0: "Pinned", 1: "Moved"},
+        [(0, f"events 0 to 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'")],
+    ),
+    "two apart": (
+        {0: "Pinned", 2: "Moved"},
+        [
+            (0, f"event 0 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'"),
+            (1, f"event 2 of batch 0 could not be read: {EXPECTED_TAG} 'Moved'"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("where", UNREADABLE)
+def test_events_that_cannot_be_read_are_reported_where_they_are_missing(where):
+    tags, expected = UNREADABLE[where]
+    heard = []
+    with World(
+        replay=False, on_loss=lambda worker, rank, batches, text: heard.append((len(world.events), batches, text))
+    ) as world:
+        publish_some_unreadable(world.publisher, 4, tags)
+        world.receive(1)
+        assert [(place, range(1), text) for place, text in expected] == heard
+        assert [*range(4 - len(tags))] == [event.event.event_id for event in world.events]  # no gap on top of that
+        assert ([], len(tags)) == (world.subscriber.lost, len(world.subscriber.problems))
+
+
+@pytest.mark.parametrize("to_sink", [True, False])
+def test_an_event_that_cannot_be_read_fails_the_verdict_though_none_follows_it(to_sink):
+    with KvPublisher("vllm-0.33") as publisher:
+        harness = RouterHarness(EngineProfile(block_size=4), backend=None)
+        sink = harness.make_sink() if to_sink else harness.apply
+        fed(harness, sink, publisher, lambda: publish_some_unreadable(publisher, 2, {1: "Pinned"}), 1)
+        (error,) = harness.events.errors
+        assert ("event_id_gap", f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'") == (
+            error.rule,
+            error.observed,
+        )
+
+
+def test_what_follows_an_event_that_cannot_be_read_is_listed_under_it():
+    with KvPublisher("vllm-0.33") as publisher:
+        harness = RouterHarness(EngineProfile(block_size=4), backend=None)
+        fed(harness, harness.make_sink(), publisher, lambda: publish_some_unreadable(publisher, 4, {1: "Pinned"}), 1)
+        (error,) = harness.events.errors
+        assert ["parent_block_not_found"] == [problem.rule for problem in error.consequences()]
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_batch_that_only_other_dialects_read_is_lost_and_they_are_named(replay):
+    with KvPublisher("vllm-0.33") as publisher, RouterHarness(backend=None, allow=["event_id_gap"]) as harness:
+        endpoint = publisher.replay_endpoint if replay else None
+        with KvSubscriber(publisher.endpoint, harness.make_sink(), dialect="vllm-0.23", replay=endpoint) as subscriber:
+            publisher.wait_subscribed()
+            publish_chain(publisher, 2)
+            subscriber.receive(2)
+        wrong = "cannot be read (wrong_form: event 0: expected an array, got a map; it reads as vllm-0.24, "
+        named = "vllm-0.28, vllm-0.33)"
+        assert [f"batch {n} {wrong}{named}" for n in (0, 1)] == [loss.observed for loss in subscriber.lost]
+        assert [f"batch {n} {wrong}{named}" for n in (0, 1)] == [each.observed for each in harness.events.problems]
+        assert (0, 2) == (subscriber.batches, subscriber.unreadable)
+
+
+def test_of_what_no_dialect_reads_none_is_named():
+    with World(replay=False) as world:
+        publish_some_unreadable(world.publisher, 1, {0: "Pinned"})
+        world.receive(1)
+        assert [f"batch 0 cannot be read (unknown_tag: event 0{EXPECTED_TAG[11:]} 'Pinned')"] == world.lost
+
+
 def test_an_extra_field_is_named():
     with World(replay=False) as world:
         world.publisher.faults.extra_field()
@@ -413,6 +504,34 @@ def test_lost_batches_are_a_gap_of_the_ledger(to_sink):
             harness.assert_no_event_errors()
 
 
+@pytest.mark.parametrize("method", [True, False])
+def test_a_harness_is_not_fed_what_it_publishes_itself(method):
+    with KvPublisher("vllm-0.33", ranks=2) as publisher, RouterHarness(backend="vllm") as harness:
+        harness.add_sink(publisher, worker_id=0)
+        with pytest.raises(ValueError) as caught:
+            KvSubscriber(publisher.endpoints[1], harness.apply, dialect="vllm-0.33")
+        assert (
+            "the sink is of the harness that publishes at "
+            f"{publisher.endpoints[1]}: what it is given for worker 0, a mock engine of that harness, would be published again; "
+            "give worker_id=, a worker that the harness has not, or a sink of make_kv_sink"
+        ) == str(caught.value)
+        sink = harness.make_sink()
+        for other in ({"sink": sink.publish if method else sink}, {"sink": harness.apply, "worker_id": 7}):
+            KvSubscriber(publisher.endpoint, dialect="vllm-0.33", **other).close()
+        with KvPublisher("vllm-0.33") as real:
+            KvSubscriber(real.endpoint, harness.apply, dialect="vllm-0.33").close()
+
+
+@pytest.mark.parametrize("method", [True, False])
+def test_a_sink_is_not_fed_by_a_publisher_of_all_workers(method):
+    with KvPublisher("vllm-0.33") as publisher, RouterHarness(backend="vllm") as harness:
+        harness.add_sink(publisher)
+        sink = harness.make_sink()
+        for given in (harness.apply, sink.publish if method else sink):
+            with pytest.raises(ValueError, match=r"has the events of all workers: add_sink\(publisher, worker_id=0\)$"):
+                KvSubscriber(publisher.endpoint, given, dialect="vllm-0.33", worker_id=7)
+
+
 def test_a_block_size_that_is_not_the_indexes_is_named():
     with KvPublisher("vllm-0.33") as publisher:
         harness = RouterHarness(EngineProfile(block_size=16), backend=None)
@@ -446,6 +565,12 @@ def test_an_async_test_receives_without_stopping_its_loop():
         assert [0, 1, 2, 3] == asyncio.run(receive(world))
         with pytest.raises(WireTimeout, match=r"0 of 1 batches arrived in 0\.1 s"):
             asyncio.run(world.subscriber.areceive(1, timeout=0.1))
+
+        async def blocks():
+            world.subscriber.receive(1, timeout=0)
+
+        with pytest.raises(WireTimeout, match=r"receive blocks the asyncio loop .*: await areceive$"):
+            asyncio.run(blocks())
 
 
 class Engine:

@@ -1,0 +1,150 @@
+"""Why a consumer has not answered what it should: the lines of a `WireTimeout`, from what was published and asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pytest_kvmock.wire.replay_server import Replay
+from pytest_kvmock.wire.waiting import WireTimeout
+from pytest_kvmock.wire.wire_faults import WireInjection
+
+_MOST_SHOWN: Final = 5
+_MOST_ELEMENTS: Final = 8
+"""Of lists and maps with more, only what differs is shown."""
+
+_LOSE: Final = ("lose", "gap_beyond_buffer", "late_join", "slow_subscriber", "corrupt")
+"""The faults after which a consumer has to ask for a replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRank:
+    """What a rank has published, and to whom.
+
+    Attributes:
+        dp_rank: the rank.
+        endpoint: where it is bound.
+        batches: how many batches it has published.
+        since: for each subscription to its topic, the number of the first batch that was published to it.
+        unheard: how many of the first batches went out when nobody had subscribed.
+        restarted_alone: whether it was restarted, and its worker was not.
+        replays: whether it can be asked for replays.
+    """
+
+    dp_rank: int
+    endpoint: str
+    batches: int
+    since: Sequence[int]
+    unheard: int
+    restarted_alone: bool
+    replays: bool
+
+    def lines(self, asked: Sequence[Replay], injected: Sequence[WireInjection]) -> list[str]:
+        """What it has published, a line, and what follows from that.
+
+        Args:
+            asked: the replays that it was asked for.
+            injected: the faults that struck.
+        """
+        who = f"rank {self.dp_rank}"
+        late = sorted({first for first in self.since if first})
+        since = f", seen from batch {' and '.join(map(str, late))} on" if late else ""
+        lines = [
+            f"{who} has published {batches_text(self.batches) or 'no batch'}, to {len(self.since)} subscriptions{since}"
+        ]
+        if self.unheard and not any(each.start == 0 and each.sent for each in asked):
+            lines.append(
+                f"{who}: {batches_text(self.unheard)} went out with 0 subscriptions: call wait_subscribed first"
+            )
+        if not self.since:
+            lines += inproc_lines(self.endpoint)
+        if self.restarted_alone:
+            lines.append(
+                f"{who} was restarted, and no worker: worker.restart() empties the engine, and restarts its publisher"
+            )
+        lines += map(_asked_text, asked[-_MOST_SHOWN:])
+        lines += [f"injected: {each.fault} at {who}, batch {each.batch}" for each in injected[-_MOST_SHOWN:]]
+        lost = [each for each in injected if each.fault in _LOSE]
+        if lost and not asked:
+            why = "" if self.replays else ", and it answers none: replay=False"
+            lines.append(f"nobody asked {who} for a replay after {lost[0].fault} of batch {lost[0].batch}{why}")
+        return lines
+
+
+def batches_text(count: int) -> str:
+    """The first so many batches, in words; of none, nothing."""
+    return "" if not count else "batch 0" if count == 1 else f"batches 0 to {count - 1}"
+
+
+def inproc_lines(endpoint: str) -> list[str]:
+    """What is added where nobody has subscribed: over inproc, that there is one context for all."""
+    return ["over inproc a subscriber uses the publisher's `context`"] if endpoint.startswith("inproc://") else []
+
+
+def _asked_text(replay: Replay) -> str:
+    swapped = None if replay.start is None else int.from_bytes(replay.start.to_bytes(8, "big"), "little")
+    note = ""
+    if swapped is not None and replay.start is not None and swapped < 2**32 <= replay.start:
+        note = f": that is {swapped} in little-endian, and a number has its high byte first"
+    return f"rank {replay.dp_rank} was asked for batches from {replay.start} on, and sent {len(replay.sent)}{note}"
+
+
+def not_settled(
+    probe: object,
+    answer: object,
+    expected: object,
+    timeout: float,
+    *,
+    published: Sequence[PublishedRank],
+    replays: Sequence[Replay],
+    injected: Sequence[WireInjection],
+    more: Sequence[str] = (),
+) -> WireTimeout:
+    """The error for a consumer that did not answer in time what it should.
+
+    Args:
+        probe: what asked it.
+        answer: what it answered last; an AssertionError that the probe raised.
+        expected: what it should answer; None: anything true.
+        timeout: seconds.
+        published: of each rank.
+        replays: who asked for what.
+        injected: the faults that struck.
+        more: further lines.
+    """
+    name = getattr(probe, "__qualname__", repr(probe))
+    differing = _differences(answer, expected)
+    if differing:
+        places = "1 place" if len(differing) == 1 else f"{len(differing)} places"
+        lines = [f"{name}: the answer differs from what is expected in {places} after {timeout:g} s"]
+        lines += differing[:_MOST_SHOWN]
+        lines += [f"  and {len(differing) - _MOST_SHOWN} more"] * (len(differing) > _MOST_SHOWN)
+    else:
+        wanted = "something true" if expected is None else f"{expected!r:.200}"
+        lines = [f"{name}: expected {wanted}, got {answer!r:.200} after {timeout:g} s"]
+    for rank in published:
+        asked = [each for each in replays if each.dp_rank == rank.dp_rank]
+        lines += rank.lines(asked, [each for each in injected if each.dp_rank == rank.dp_rank])
+    error = WireTimeout("\n".join([*lines, *more]))
+    error.__cause__ = answer if isinstance(answer, BaseException) else None
+    return error
+
+
+def _differences(answer: Any, expected: Any) -> list[str]:
+    """The elements in which a long list or map differs from the expected one, a line each; none for what is no such."""
+    if type(answer) is not type(expected) or not isinstance(expected, list | tuple | Mapping):
+        return []
+    if max(len(answer), len(expected)) <= _MOST_ELEMENTS:
+        return []
+    if isinstance(expected, Mapping):
+        ours, theirs = dict(expected), dict(answer)
+    else:
+        ours, theirs = dict(enumerate(expected)), dict(enumerate(answer))
+    nothing = object()
+
+    def text(value: object) -> str:
+        return "nothing" if value is nothing else f"{value!r:.80}"
+
+    pairs = [(key, ours.get(key, nothing), theirs.get(key, nothing)) for key in {**ours, **theirs}]
+    return [f"  [{key!r:.80}]: expected {text(one)}, got {text(other)}" for key, one, other in pairs if one != other]
