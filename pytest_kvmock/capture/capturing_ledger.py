@@ -119,14 +119,14 @@ class CapturingLedger(Ledger):
             self.file.write({"result": {**_who((problem.worker_id, problem.dp_rank)), "of": number, **what}})
 
     def injected_on_wire(self, worker_id: int, injections: Iterable[WireInjection]) -> None:
-        """Write down the faults of the wire that struck: `KvPublisher.faults.injected`.
+        """Write down the faults of the wire that were injected: `KvPublisher.faults.injected`.
 
         Batches that are lost by them are then no problem of the stream: of whoever subscribed in the test, under whatever
         worker id, as a batch is known by its rank and number.
 
         Args:
             worker_id: the worker that publishes.
-            injections: what struck, in order.
+            injections: these, in order.
         """
         for each in injections:
             self._faults += 1

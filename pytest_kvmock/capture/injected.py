@@ -16,7 +16,7 @@ from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
 
 _LOSE: Final = ("lose", "reorder", "gap_beyond_buffer", "late_join", "slow_subscriber", "corrupt", "unknown_tag")
-"""Faults of the wire by which a subscriber may lose the batch that they strike, or an event of it."""
+"""Faults of the wire by which a subscriber may lose the batch that they change, or an event of it."""
 
 
 class Injected:
@@ -30,7 +30,7 @@ class Injected:
     def __init__(self, log: EventLog, faults: list[Injection]) -> None:
         self._log, self._faults = log, faults
         self._lost: list[tuple[Problem, range]] = []
-        self._struck: dict[tuple[int, int], Injection] = {}  # by rank and number of a batch
+        self._by_batch: dict[tuple[int, int], Injection] = {}  # by rank and number of a batch
         self._truncated: dict[tuple[int, int], Injection] = {}  # by rank and the first batch that was left out
         self._restarted: list[Injection] = []
 
@@ -50,7 +50,7 @@ class Injected:
         injection = Injection(f"{kind} of batch {batch}" if kind != "restart" else "restart on the wire", *key)
         self._faults.append(injection)
         if kind in _LOSE:
-            self._struck[key[1], batch] = injection
+            self._by_batch[key[1], batch] = injection
         elif kind == "truncate_replay":
             self._truncated[key[1], batch] = injection
         elif kind == "restart":
@@ -84,7 +84,7 @@ class Injected:
             return self._restarted.pop(0) if self._restarted else None
         found: Injection | None = None
         for batch in batches:
-            fault = self._struck.get((dp_rank, batch)) or self._truncated.get((dp_rank, batch))
+            fault = self._by_batch.get((dp_rank, batch)) or self._truncated.get((dp_rank, batch))
             if fault is None and not (found is not None and found in self._truncated.values()):
                 return None
             found = fault or found

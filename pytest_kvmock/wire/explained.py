@@ -45,7 +45,7 @@ class PublishedRank:
 
         Args:
             asked: the replays that it was asked for.
-            injected: the faults that struck.
+            injected: the faults that were injected.
         """
         who = f"rank {self.dp_rank}"
         late = sorted({first for first in self.since if first})
@@ -110,7 +110,7 @@ def not_settled(
         timeout: seconds.
         published: of each rank.
         replays: who asked for what.
-        injected: the faults that struck.
+        injected: the faults that were injected.
         more: further lines.
     """
     name = getattr(probe, "__qualname__", repr(probe))

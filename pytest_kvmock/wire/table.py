@@ -69,7 +69,7 @@ HashForm: TypeAlias = Literal["unsigned", "signed", "either", "bytes"]
 
 
 def _is_of_type(kind: FieldType, value: object) -> bool:
-    """Whether a field of this type can have the value, as far as that can be told without a dialect."""
+    """Whether a field of this type can have the value, as far as that can be said without a dialect."""
     if isinstance(value, Mark):
         return False
     if kind == "any" or value is None:

@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WireInjection:
-    """One fault that struck.
+    """One fault that was injected.
 
     Attributes:
         fault: its name.
@@ -65,7 +65,7 @@ class WireFaults:
         check_rank: raises a ValueError for a rank that the publisher has not.
 
     Attributes:
-        injected: what struck so far.
+        injected: what was injected so far.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class WireFaults:
 
     @property
     def unused(self) -> list[str]:
-        """The faults that were asked for and have not struck as often as they should, as text."""
+        """The faults that were asked for and were not injected as often as they should, as text."""
         planned = [
             f"{each.name} ({each.left} {'batch' if each.left == 1 else 'batches'} left)" for each in self._planned
         ]

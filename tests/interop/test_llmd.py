@@ -98,9 +98,9 @@ def test_a_cleared_cache_is_empty_to_it_from_0_9_on(fleet, client):
     marker = fleet.make_prompt(blocks=1)  # a pod's batches are applied in order
     fleet.harness.worker(0).serve(marker)
     fleet.publishers[0].settle(lambda: client.answer(marker), {0: 1}, PATIENCE)
-    told = [client.answer(prompt) for prompt in fleet.prompts]
+    answers = [client.answer(prompt) for prompt in fleet.prompts]
     assert before != fleet.expected()
-    assert (before if RELEASE == "0.5" else fleet.expected()) == told
+    assert (before if RELEASE == "0.5" else fleet.expected()) == answers
 
 
 @pytest.mark.kv_dialects(*READABLE)

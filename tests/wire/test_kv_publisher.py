@@ -543,7 +543,7 @@ WRONG = {
     "tcp://127.0.0.1:" + "9" * 5000: "'tcp://127.0.0.1:"
     + "9" * 63
     + ": a port is from 1 to 65535, or * for one that the system picks",
-    "ipc:///tmp/\0x": r"'ipc:///tmp/\x00x': an address is text that UTF-8 can write, without a zero",
+    "ipc:///run/\0x": r"'ipc:///run/\x00x': an address is text that UTF-8 can write, without a zero",
     "inproc://\ud800": r"'inproc://\ud800': an address is text that UTF-8 can write, without a zero",
 }
 

@@ -78,7 +78,7 @@ func serve(blockSize int, engine string) error {
 			return nil // the end of the input is the end
 		}
 		var asked request
-		told := answer{}
+		reply := answer{}
 		if err := json.Unmarshal(line, &asked); err != nil {
 			return err
 		}
@@ -88,14 +88,14 @@ func serve(blockSize int, engine string) error {
 		case "unsubscribe":
 			subscribers.RemoveSubscriber(ctx, asked.Pod)
 		case "lookup":
-			told.Blocks, err = client.lookup(ctx, asked.Model, asked.Tokens)
+			reply.Blocks, err = client.lookup(ctx, asked.Model, asked.Tokens)
 		default:
 			err = fmt.Errorf("unknown request %q", asked.Do)
 		}
 		if err != nil {
-			told.Error = err.Error()
+			reply.Error = err.Error()
 		}
-		if err := out.Encode(told); err != nil {
+		if err := out.Encode(reply); err != nil {
 			return err
 		}
 	}
