@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
-from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, Placeholder, placeholder, resolve_placeholder
+from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, Placeholder, resolve_placeholder
 from pytest_kvmock.plugin.options import BACKENDS, DIALECTS, SCHEDULER_MATRIX, Axis, unknown_name
 from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_engine, resolve_profile
 from pytest_kvmock.plugin.settings import SETTINGS
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.plugin.captures import TestCapture
-    from pytest_kvmock.wire.table import Dialect
 
 _HARNESS_KEYS: Final = ("sync", "index_semantics", "faults", "survive")
 """Keys of the `kvmock` marker that are arguments of `RouterHarness` as they are; the innermost marker that has one wins."""
@@ -106,7 +105,8 @@ class Case:
             name = backend_name(self.item, value, ask=self._ask)
             try:
                 # It checks, too, that its managers are of this name.
-                self.harness.use_backend(_spec(self.item, name, value, self._ask))
+                speaker = _speaker(self.item, self._ask) if isinstance(value, Placeholder) else None
+                self.harness.use_backend(name if speaker is None else speaker)
             except ValueError as error:
                 why = str(error)
                 # What begins so is about the backend; the rest is its own refusal, nearly always of a block size.
@@ -117,16 +117,6 @@ class Case:
                 fail_in_one_line(self.item, f"backend {name}: {why}")
             self.backend = name
         return self.harness
-
-
-def _spec(item: pytest.Item, name: str, value: object, ask: Callable[[str], Any] | None) -> str | BackendSpec:
-    """The backend of this name; of the release that the test's dialect is of, where that has chosen it."""
-    dialect = _spoken_dialect(item, ask) if isinstance(value, Placeholder) else None
-    if dialect is None:
-        return name
-    from pytest_kvmock.backends import speaker_of  # for those who have a dialect
-
-    return speaker_of(dialect)
 
 
 def backend_name(
@@ -142,8 +132,8 @@ def backend_name(
     """
     name: object = value
     if isinstance(value, Placeholder):
-        dialect = _spoken_dialect(item, ask) if axis is BACKENDS else None
-        name = resolve_placeholder(item, axis) if dialect is None else dialect.backend
+        speaker = _speaker(item, ask) if axis is BACKENDS else None
+        name = resolve_placeholder(item, axis) if speaker is None else speaker.name
     known = axis.known()
     if not isinstance(name, str) or name not in known:
         from pytest_kvmock.checks import did_you_mean
@@ -155,18 +145,23 @@ def backend_name(
     return name
 
 
-def _spoken_dialect(item: pytest.Item, ask: Callable[[str], Any] | None) -> Dialect | None:
-    """The dialect of a test, which chooses its engine; None: it has none, or asks for backends by a marker."""
-    dialect = DIALECTS.fixture
-    if dialect not in getattr(item, "fixturenames", ()) or item.get_closest_marker(BACKENDS.marker) is not None:
+def _speaker(item: pytest.Item, ask: Callable[[str], Any] | None) -> BackendSpec | None:
+    """The backend that speaks the dialect of a test, of its release; None: it has none, or asks for backends by a marker."""
+    fixture = DIALECTS.fixture
+    if ask is None or fixture not in getattr(item, "fixturenames", ()):
         return None
-    callspec = getattr(item, "callspec", None)
-    value = placeholder(DIALECTS) if callspec is None else callspec.params.get(dialect, placeholder(DIALECTS))
-    if ask is not None:
-        value = ask(dialect)
+    if item.get_closest_marker(BACKENDS.marker) is not None:
+        return None
+    from pytest_kvmock.backends import speaker_of  # for those who have a dialect
     from pytest_kvmock.wire.table import find_dialect
 
-    return find_dialect(backend_name(item, value, DIALECTS))
+    dialect = find_dialect(backend_name(item, ask(fixture), DIALECTS))
+    try:
+        return speaker_of(dialect)
+    except ValueError as error:
+        version = "" if dialect.version is None else f", version {dialect.version!r}"
+        why = f"{dialect.name!r} is spoken by backend {dialect.backend!r}{version}: {error}"
+        pytest.fail(f"kvmock: {fixture} {why}", pytrace=False)
 
 
 def scheduler_case(item: pytest.Item) -> SchedulerCase | None:

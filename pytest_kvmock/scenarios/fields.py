@@ -16,7 +16,7 @@ from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
 from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.scenarios.values import Numbers, WorkerName
-from pytest_kvmock.strict_yaml import Node, integer, list_of, nullable, number, plain, string
+from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, number, plain, string
 
 MOST_TOKENS: Final = 1_000_000
 """How many tokens a range or a count may have: a few characters must not fill the memory."""
@@ -215,6 +215,14 @@ def read_extra(node: Node) -> dict[str, Any]:
     """What travels beside an event, by the names of the wire."""
     return node.entries(plain)
 
+
+OF_A_SINK: Final[dict[str, Callable[[Node], Any]]] = {
+    "num_blocks": read_capacity,
+    "tier_blocks": read_tier_blocks,
+    "residency": read_residency,
+    "prefix_closed": boolean,
+}
+"""How a sink is made, of the step that is its first: arguments of `make_sink`."""
 
 PROMPT_KEYS: Final[dict[str, Callable[[Node], Any]]] = {
     "lora_name": string,

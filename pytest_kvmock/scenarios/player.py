@@ -37,7 +37,7 @@ from pytest_kvmock.programs.operations import (
     Tick,
 )
 from pytest_kvmock.prompt_keys import PromptKeys
-from pytest_kvmock.scenarios.fields import PROMPT_KEYS
+from pytest_kvmock.scenarios.fields import OF_A_SINK, PROMPT_KEYS
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -57,10 +57,6 @@ REFUSALS: Final = (OutOfBlocks, RequestError, EngineStalled, WouldWait, SlotsLos
 
 FIRST: Final = (0, 0)
 """The worker that a step is about by default."""
-
-
-_OF_A_SINK: Final = ("num_blocks", "tier_blocks", "residency", "prefix_closed")
-"""Keys of an event that are arguments of its sink."""
 
 
 class ScenarioFailure(AssertionError):  # noqa: N818 - the file is no error, what came of it is
@@ -377,7 +373,7 @@ class _Player:
     def _make_sinks(self, worker: WorkerName, given: Mapping[str, Any]) -> None:
         """Make the sink that a step is about, if it is its first."""
         while worker[0] - FIRST_SINK_WORKER >= self._sinks:
-            self._harness.make_sink(**{key: given[key] for key in _OF_A_SINK if key in given})
+            self._harness.make_sink(**{key: given[key] for key in OF_A_SINK if key in given})
             self._sinks += 1
 
     def _do_fault(self, fault: str, arguments: Mapping[str, Any] | tuple[Any, ...]) -> None:

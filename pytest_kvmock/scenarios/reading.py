@@ -12,6 +12,7 @@ from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.profiles import FIELDS
 from pytest_kvmock.scenarios.fields import (
+    OF_A_SINK,
     PROMPT_KEYS,
     check_keys,
     check_one_of,
@@ -27,9 +28,7 @@ from pytest_kvmock.scenarios.fields import (
     read_numbers,
     read_output,
     read_published,
-    read_residency,
     read_tier,
-    read_tier_blocks,
     read_true,
     read_worker,
 )
@@ -149,15 +148,6 @@ def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Re
     return read
 
 
-_OF_A_SINK: Final = {
-    "num_blocks": read_capacity,
-    "tier_blocks": read_tier_blocks,
-    "residency": read_residency,
-    "prefix_closed": boolean,
-}
-"""How a sink is made, of the step that is its first."""
-
-
 def _event(node: Node) -> dict[str, Any]:
     readers = {
         "stored": list_of(read_published),
@@ -171,7 +161,7 @@ def _event(node: Node) -> dict[str, Any]:
         "token_ids": list_of(read_numbers),
         "extra": read_extra,
         "chained": boolean,
-        **_OF_A_SINK,
+        **OF_A_SINK,
     }
     given = node.fields(readers)
     check_one_of(node, "stored", "removed", "cleared")
@@ -270,7 +260,7 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
     "remove_worker": _mapping({"worker": integer}, ("worker",), "worker"),
     "event": _event,
     "lost_batches": _mapping(
-        {"first": read_natural, "count": read_natural, "observed": string, "worker": read_worker, **_OF_A_SINK},
+        {"first": read_natural, "count": read_natural, "observed": string, "worker": read_worker, **OF_A_SINK},
         ("first", "count"),
     ),
     "fault": _fault,

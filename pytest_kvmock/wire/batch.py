@@ -116,7 +116,7 @@ class Metadata:
 
     Attributes:
         events: of each good event a struct with the fields of the dialect, by their names on the wire; `token_ids` is
-            a `msgspec.Raw`. Spans and digests are not looked at.
+            a `msgspec.Raw`. Not looked at are spans, digests, media, and what token ids are.
         problems: as `Decoded.problems`.
         num_events: as `Decoded.num_events`.
         timestamp: as `Decoded.timestamp`.

@@ -104,7 +104,7 @@ class Batcher(ABC):
     def publish(
         self,
         event: EventData | KvCacheEvent | RouterEvent,
-        storage_tier: StorageTier = StorageTier.DEVICE,
+        storage_tier: StorageTier | str = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
@@ -112,13 +112,13 @@ class Batcher(ABC):
 
         Args:
             event: the event, or its data.
-            storage_tier: the tier of the blocks, unless a RouterEvent has it.
+            storage_tier: the tier of the blocks, or its name, unless a RouterEvent has it.
             token_ids: for a Stored, the token ids of each block; every dialect over ZMQ carries them.
             extra: fields of the dialect beside the event's own, by their names; those of other dialects are left out.
 
         Raises:
             TypeError: something else.
-            ValueError: a rank that there is not; tier, token ids or `extra` beside a RouterEvent, which has its own, or beside
+            ValueError: a rank or a tier that there is not; tier, token ids or `extra` beside a RouterEvent, which has its own, or beside
                 what cannot carry them; a name in `extra` that no dialect has and that is much like one; or what publishes is
                 closed.
             EncodeError: the dialect cannot say it. Nothing was sent, and no number is used up.
@@ -182,8 +182,14 @@ class Batcher(ABC):
                 raise refused
 
     def _addressed(
-        self, event: object, storage_tier: StorageTier, token_ids: BlockTokens | None, extra: Mapping[str, Any] | None
+        self,
+        event: object,
+        storage_tier: StorageTier | str,
+        token_ids: BlockTokens | None,
+        extra: Mapping[str, Any] | None,
     ) -> RouterEvent:
+        if type(storage_tier) is not StorageTier:
+            storage_tier = StorageTier.of(storage_tier)
         if extra is not None:
             self._check_extra(extra)
         if isinstance(event, (Stored, Removed, Cleared)):

@@ -348,7 +348,7 @@ class _Decoder:
         medium = own.get("medium")
         tier = StorageTier.DEVICE if medium is None else self._structs.tiers[medium]
         hashes, parent = tuple(own.get("hashes", ())), own.get("parent")
-        if self._dialect.hashes == "bytes" and hashes:
+        if self._dialect.hashes == "bytes" and fields.tag in (STORED, REMOVED):
             extra[DIGESTS] = (parent, hashes)
             hashes = tuple(int.from_bytes(digest[-8:], "big") for digest in hashes)
             parent = None if parent is None else int.from_bytes(parent[-8:], "big")

@@ -26,12 +26,14 @@ class Replay:
         start: the number from which on batches were asked for; None: the request could not be read.
         sent: the numbers of the batches that were sent.
         frames: how many frames the request had after the identity; two are expected: empty, number.
+        client: the identity of the socket that asked: what it has set, or one that ZMQ has made up for its connection.
     """
 
     dp_rank: int
     start: int | None
     sent: tuple[int, ...]
     frames: int = 2
+    client: bytes = b""
 
 
 class ReplayServer:
@@ -93,11 +95,11 @@ class ReplayServer:
     def _answer(self, dp_rank: int, router: Any, frames: list[bytes]) -> None:
         client, *request = frames
         if len(request) != 2:  # vLLM logs a warning, and sends nothing
-            self.replays.append(Replay(dp_rank, None, (), len(request)))
+            self.replays.append(Replay(dp_rank, None, (), len(request), client))
             return
         start = int.from_bytes(request[1], "big")
         batches, end_marker = self._batches_from(dp_rank, start)
-        self.replays.append(Replay(dp_rank, start, tuple(batch.number for batch in batches)))
+        self.replays.append(Replay(dp_rank, start, tuple(batch.number for batch in batches), client=client))
         head = (client, b"") if self._topic is None else (client, b"", self._topic)
         for number, payload in batches:
             router.send_multipart((*head, number.to_bytes(8, "big"), payload))

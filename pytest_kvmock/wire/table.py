@@ -279,7 +279,7 @@ class Dialect:
             add_stored: fields that follow those of `BlockStored`.
             add_removed: fields that follow those of `BlockRemoved`.
             without: names of fields that it has not.
-            **changes: other attributes.
+            **changes: other attributes. With another backend and no `version` it is of no release: each has its own.
 
         Raises:
             ValueError: there is no such attribute or field, or the dialect would not be one.
@@ -301,6 +301,8 @@ class Dialect:
                 raise ValueError(f"dialect {self.name!r} has no field {gone!r}{did_you_mean(gone, names)}")
         if models is None:
             models = ", ".join([self.models, *(f"{key}={value!r}" for key, value in changes.items())])
+        if changes.get("backend", self.backend) != self.backend:
+            changes.setdefault("version", None)
         changes.setdefault("stored", tuple(field for field in self.stored if field.name not in without) + add_stored)
         changes.setdefault("removed", tuple(field for field in self.removed if field.name not in without) + add_removed)
         return dataclasses.replace(self, name=name, models=models, **changes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from pytest_kvmock.checks import check_integer
+from pytest_kvmock.wire.event_fields import STORED
 from pytest_kvmock.wire.table import Dialect
 
 UNKNOWN_TAG: Final = "BlockPinned"
@@ -249,6 +250,14 @@ class WireFaults:
         return [[UNKNOWN_TAG] if self._dialect.form == "array" else {"type": UNKNOWN_TAG}, *events]
 
     def _with_extra_field(self, events: list[Any]) -> list[Any]:
-        if self._dialect.form == "array":
-            return [[*event, UNKNOWN_FIELD] for event in events]
-        return [{**event, UNKNOWN_FIELD: True} for event in events]
+        if self._dialect.form == "map":
+            return [{**event, UNKNOWN_FIELD: True} for event in events]
+        return [self._longer(event) for event in events]
+
+    def _longer(self, event: list[Any]) -> list[Any]:
+        """An array with one more field: where a map may follow the fields, a key in that."""
+        if not self._dialect.metadata or event[:1] != [STORED]:
+            return [*event, UNKNOWN_FIELD]
+        fields = 1 + len(self._dialect.stored)
+        metadata = event[fields] if len(event) > fields else {}
+        return [*event[:fields], {**metadata, UNKNOWN_FIELD: True}]

@@ -64,6 +64,41 @@ def test_publishers_fill_the_rank_in_as_those_of_the_releases_do(nested):
     assert ["0"] * len(SPOKEN) == ran(result)
 
 
+OF_ANOTHER_ENGINE = """
+from pytest_kvmock.wire import DIALECTS
+
+def pytest_kvmock_dialects():
+    return {{"mine": DIALECTS["vllm-0.24"].variant("mine", {})}}
+"""
+
+
+def test_a_dialect_of_ones_own_is_spoken_by_the_backend_that_it_names(nested):
+    source = "def test(kv_wire, kv_harness): print('ran on', kv_harness.backend)"
+    result = nested(
+        source,
+        "-s",
+        "--kv-dialect=mine",
+        files={"conftest.py": OF_ANOTHER_ENGINE.format("backend='lineage'")},
+    )
+    assert ["lineage"] == ran(result)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("backend='lineag'", "kv_dialect 'mine' is spoken by backend 'lineag': unknown backend 'lineag'; did you mean 'lineage'*"),
+        ("version='0.24.9'", "kv_dialect 'mine' is spoken by backend 'vllm', version '0.24.9': unknown vLLM version '0.24.9'; known: 0.33.0, *"),
+        ("backend='lineage', version='1'", "kv_dialect 'mine' is spoken by backend 'lineage', version '1': backend 'lineage' has no option 'version'*"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("fixture", ["kv_harness", "kv_worker", "kv_traits"])
+def test_a_dialect_whose_engine_there_is_not_is_refused_in_one_line(nested, changes, message, fixture):
+    source = f"def test(kv_wire, {fixture}): pass"
+    result = nested(source, "--kv-dialect=mine", files={"conftest.py": OF_ANOTHER_ENGINE.format(changes)})
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"kvmock: {message}"])
+
+
 ASKED = {
     "an argument": "def test(kv_dialect, kv_backend): pass",
     "a marker": "@pytest.mark.kv_backends('lineage', 'lru', 'multi_lru')\ndef test(kv_wire): pass",

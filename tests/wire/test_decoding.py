@@ -665,3 +665,18 @@ def test_cleared_with_more_than_its_tag_is_kept():
         decoded.defects,
         [event.event.data for event in decoded.events],
     )
+
+
+def test_an_event_without_blocks_has_its_parent_as_a_number_and_is_written_as_it_came():
+    """In a dialect of digests, too: a Stored by its last 64 bits, a Removed without any."""
+    empty = as_map(block_hashes=[], parent_block_hash=b"p" * 24 + bytes(7) + b"\x05", token_ids=[], extra_keys=[])
+    events = [
+        empty,
+        {**empty, "parent_block_hash": None},
+        {"type": "BlockRemoved", "block_hashes": [], "medium": "GPU"},
+    ]
+    out = decode(pack([1.5, events, 0]), BYTES)
+
+    assert [] == out.problems
+    assert [5, None] == [event.event.data.parent_hash for event in out.events[:2]]
+    assert events == msgspec.msgpack.decode(encode(Batch(out.events, out.timestamp), BYTES))[1]

@@ -223,6 +223,17 @@ def test_a_new_version_is_a_row():
     assert "ownership" not in [field.name for field in (*mine.stored, *mine.removed)]
 
 
+def test_a_dialect_of_another_backend_is_of_no_release_of_the_one_before_it():
+    row = DIALECTS["vllm-0.28"]
+
+    assert ("vllm", "0.28.0") == (row.variant("mine").backend, row.variant("mine").version)
+    assert ("lineage", None) == ((mine := row.variant("mine", backend="lineage")).backend, mine.version)
+    assert ("vllm_0_19", "0.23.0") == (
+        (mine := row.variant("mine", backend="vllm_0_19", version="0.23.0")).backend,
+        mine.version,
+    )
+
+
 def test_a_dialect_may_have_its_fields_in_any_order():
     fields = {field.name: field for field in DIALECTS["vllm-0.19"].stored}
     order = ["lora_id", "token_ids", "block_size", "parent_block_hash", "medium", "block_hashes"]

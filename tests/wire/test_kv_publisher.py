@@ -247,6 +247,26 @@ def test_a_request_with_other_frames_is_noted_and_not_answered(publisher):
     assert [(1, None), (2, 0)] == [(replay.frames, replay.start) for replay in publisher.replays]
 
 
+def test_it_says_which_client_asked_for_what(publisher):
+    publish_chain(publisher, 2)
+    context = zmq.Context()
+    for name, start in ((b"one", 1), (b"two", 0), (None, 1)):
+        dealer = context.socket(zmq.DEALER)
+        if name is not None:
+            dealer.identity = name
+        dealer.connect(publisher.replay_endpoint)
+        dealer.rcvtimeo = 5000
+        dealer.send_multipart([b"", start.to_bytes(8, "big")])
+        for _ in range(3 - start):  # the end marker, too
+            dealer.recv_multipart()
+        dealer.close(linger=0)
+    context.term()
+    one, two, unnamed = publisher.replays
+
+    assert [(b"one", 1), (b"two", 0)] == [(one.client, one.start), (two.client, two.start)]
+    assert unnamed.client not in (b"", b"one", b"two")
+
+
 def test_each_rank_is_asked_at_the_next_port():
     with KvPublisher("vllm-0.24", ranks=3) as publisher:
         publisher.publish(KvCacheEvent(0, Cleared(), 2))

@@ -7,7 +7,7 @@ import socket
 import msgspec
 import pytest
 import zmq
-from sockets import BIG, publish_chain, replayed, tasks_wait, tokens_of
+from sockets import BIG, publish_chain, removed, replayed, stored, tasks_wait, tokens_of
 
 from pytest_kvmock import Cleared, EngineProfile, KvCacheEvent, KvEventsError, RouterHarness
 from pytest_kvmock.wire import DIALECTS, kv_subscriber
@@ -445,12 +445,23 @@ def test_of_what_no_dialect_reads_none_is_named():
         assert [f"batch 0 cannot be read (unknown_tag: event 0{EXPECTED_TAG[11:]} 'Pinned')"] == world.lost
 
 
-def test_an_extra_field_is_named():
-    with World(replay=False) as world:
-        world.publisher.faults.extra_field()
+@pytest.mark.parametrize("dialect", SPOKEN)
+def test_an_extra_field_is_named_and_the_event_is_kept(dialect):
+    with World(replay=False, dialect=dialect) as world:
+        world.publisher.faults.extra_field(2)
         world.publish(1)
+        world.publisher.publish(removed(BIG))
+        world.receive(2)
+        assert 2 * ["unknown_field"] == [each.text.partition(":")[0] for each in world.subscriber.problems]
+        assert [0, 1] == [event.event.event_id for event in world.events]
+
+
+def test_an_extra_field_of_a_salted_event_stands_beside_the_salt():
+    with World(replay=False, dialect="sglang-0.5.18") as world:
+        world.publisher.faults.extra_field()
+        world.publisher.publish(stored(BIG), token_ids=tokens_of(0), extra={"cache_salt": "s"})
         world.receive(1)
-        assert ["unknown_field"] == [each.text.partition(":")[0] for each in world.subscriber.problems]
+        assert {"cache_salt": "s", "kvmock_field": True} == world.events[0].extra
 
 
 # ------------------------------------------------------------------------------------------------ a harness

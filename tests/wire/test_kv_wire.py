@@ -42,6 +42,17 @@ def test_the_fields_of_a_dialect_travel_beside_the_event():
     ]
 
 
+@pytest.mark.parametrize("tier", ["host", "g2", "host_pinned"])
+def test_a_tier_may_be_given_by_any_of_its_names(tier):
+    wire = KvWire("vllm-0.33")
+    wire.publish(Stored(None, (1,), (7,)), tier, token_ids=[[1, 2]])
+    wire.publish(Removed((1,)), tier)
+    with pytest.raises(ValueError, match=r"^unknown tier 'hots'; did you mean 'host'"):
+        wire.publish(Removed((1,)), "hots")
+    tiers = [event.storage_tier for payload in wire.payloads for event in wire.decode(payload).events]
+    assert [StorageTier.HOST_PINNED] * 2 == tiers
+
+
 def test_each_rank_has_batches_of_its_own():
     wire = KvWire("vllm-0.33", ranks=2, timestamp=lambda: 1_700_000_000.5)
     with wire.step():
