@@ -1,7 +1,7 @@
 """The command, `python -m pytest_kvmock`: check a capture, record an engine, write vectors, list backends and dialects.
 
-It exits with 0 where all is well, 1 where a stream has problems, 2 where it was asked for what cannot be done, with one
-line that says why.
+It exits with 0 where all is well, 1 where a stream has problems or nothing was received, 2 where it was asked for what
+cannot be done, with one line that says why.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from pytest_kvmock.capture.check import Progress
+    from pytest_kvmock.capture.check import Checked, Progress
     from pytest_kvmock.capture.recorder import Recorded
 
 CLEAN: Final = 0
@@ -33,14 +35,31 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = out.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    plugins = argparse.ArgumentParser(add_help=False)
+    plugins.add_argument(
+        "-p",
+        "--plugin",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="a module with hooks that bring dialects and backends (pytest_kvmock_dialects); repeatable",
+    )
+
     check = commands.add_parser(
         "check",
-        help="judge the events of a file by the rules of event hygiene",
-        description="Judge the events of a capture, of Dynamo's JSON lines, or of payloads in a dialect. "
-        "Exits with 0 if there is no error, 1 if there is one, 2 if the file cannot be read.",
+        parents=[plugins],
+        help="judge the events of files by the rules of event hygiene",
+        description="Judge the events of captures, of Dynamo's JSON lines, or of payloads in a dialect. "
+        "Exits with 0 if there is no error, 1 if there is one, 2 if a file cannot be read.",
     )
-    check.add_argument("file", metavar="FILE", type=_path)
-    check.add_argument("--dialect", metavar="NAME", help="the file has payloads in this dialect, one after the other")
+    check.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="+",
+        type=_path,
+        help="a file; of a directory its *.jsonl, or with a dialect of msgpack its *.msgpack",
+    )
+    check.add_argument("--dialect", metavar="NAME", help="the files have payloads in this dialect, one after the other")
     check.add_argument(
         "--allow", metavar="RULE", action="append", default=[], help="a rule whose breaches are none; repeatable"
     )
@@ -65,8 +84,10 @@ def parser() -> argparse.ArgumentParser:
 
     record = commands.add_parser(
         "record",
+        parents=[plugins],
         help="record the KV events of a live engine into a capture",
-        description="Record what an engine publishes over ZMQ, until there is enough or Ctrl-C.",
+        description="Record what an engine publishes over ZMQ, until there is enough or Ctrl-C. "
+        "Exits with 1 if the stream has errors, or nothing was received.",
     )
     record.add_argument("endpoint", metavar="ENDPOINT", help="where the engine is bound: tcp://host:5557")
     record.add_argument("file", metavar="FILE", type=_path)
@@ -76,10 +97,13 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("--topic", metavar="TEXT", default="", help="what the topic of a batch begins with")
     record.add_argument("--batches", metavar="N", type=int, help="end after so many batches")
     record.add_argument("--seconds", metavar="S", type=float, help="end after so many seconds")
+    record.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    record.add_argument("--allow-empty", action="store_true", help="exit with 0 where nothing was received, too")
     record.set_defaults(run=_record)
 
     vectors = commands.add_parser(
         "vectors",
+        parents=[plugins],
         help="write events in every dialect, with the answers of an index, for tests in other languages",
         description="Write what two engines publish in every dialect, and which overlap a router must answer after it.",
     )
@@ -90,8 +114,10 @@ def parser() -> argparse.ArgumentParser:
     vectors.add_argument("--seed", metavar="N", type=int, default=0, help="of the traffic (default: 0)")
     vectors.set_defaults(run=_vectors)
 
-    commands.add_parser("backends", help="list the backends, with what each models").set_defaults(run=_backends)
-    commands.add_parser("dialects", help="list the dialects, with what speaks each").set_defaults(run=_dialects)
+    backends = commands.add_parser("backends", parents=[plugins], help="list the backends, with what each models")
+    backends.set_defaults(run=_backends)
+    dialects = commands.add_parser("dialects", parents=[plugins], help="list the dialects, with what speaks each")
+    dialects.set_defaults(run=_dialects)
     return out
 
 
@@ -107,7 +133,8 @@ def main(args: Sequence[str] | None = None) -> int:
     given = parser().parse_args(args)
     run: Callable[[argparse.Namespace], int] = given.run
     try:
-        return run(given)
+        with _loaded(given.plugin):
+            return run(given)
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLEAN
@@ -124,13 +151,60 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
+@contextmanager
+def _loaded(modules: Sequence[str]) -> Iterator[None]:
+    """Have the dialects and backends of these modules while the context lasts; pytest is loaded for them alone."""
+    with ExitStack() as stack:
+        if modules:
+            from pytest_kvmock.plugin.command_plugins import loaded
+
+            stack.enter_context(loaded(modules))
+        yield
+
+
 def _check(given: argparse.Namespace) -> int:
+    from pytest_kvmock.capture.lines import CaptureError
+    from pytest_kvmock.wire.table import find_dialect
+
+    row = None if given.dialect is None else find_dialect(given.dialect)
+    pattern = "*.jsonl" if row is None or not row.is_msgpack else "*.msgpack"
+    paths: list[Path] = []
+    for path in map(Path, given.files):
+        inside = sorted(each for each in path.glob(pattern) if each.is_file()) if path.is_dir() else [path]
+        if not inside:
+            raise CaptureError(f"{path}: no {pattern} in this directory")
+        paths += inside
+    exits, events = Counter[int](), 0
+    for path in paths:
+        try:
+            checked = _checked(path, given)
+        except CaptureError as error:
+            sys.stderr.write(f"check: {error}\n")
+            exits[UNUSABLE] += 1
+            continue
+        fail = given.event_warnings == "fail"
+        is_good = checked.is_clean and not (fail and checked.warnings)
+        exits[CLEAN if is_good else PROBLEMS] += 1
+        events += checked.log.total
+        text = checked.text(warnings=fail)
+        if len(paths) == 1 or text.count("\n") > 1 or not is_good:  # of many clean ones, the total is enough
+            _say(text)
+    if len(paths) > 1:
+        counts = ((PROBLEMS, "with problems"), (UNUSABLE, "cannot be read"), (CLEAN, "without"))
+        _say(
+            f"{len(paths):,} files, {events:,} events: {', '.join(f'{exits[of]:,} {what}' for of, what in counts if exits[of])}"
+        )
+    return max(code for code, count in exits.items() if count)
+
+
+def _checked(path: Path, given: argparse.Namespace) -> Checked:
+    """Judge one file, and show on a terminal how far it is."""
     from pytest_kvmock.capture.check import check_file
 
-    progress = _bytes_read(Path(given.file))
+    progress = _bytes_read(path)
     try:
-        checked = check_file(
-            given.file,
+        return check_file(
+            path,
             dialect=given.dialect,
             allow=given.allow,
             residency=given.residency,
@@ -140,9 +214,6 @@ def _check(given: argparse.Namespace) -> int:
     finally:
         if progress is not None:
             _wipe()
-    fail = given.event_warnings == "fail"
-    _say(checked.text(warnings=fail))
-    return CLEAN if checked.is_clean and not (fail and checked.warnings) else PROBLEMS
 
 
 def _bytes_read(path: Path) -> Progress | None:
@@ -185,6 +256,7 @@ def _record(given: argparse.Namespace) -> int:
             topic=given.topic,
             batches=given.batches,
             seconds=given.seconds,
+            overwrite=given.overwrite,
             progress=show if is_seen else None,
         )
     finally:
@@ -193,12 +265,12 @@ def _record(given: argparse.Namespace) -> int:
             _wipe()
     errors = len(recorded.errors)
     _say(f"{given.file}: {recorded.batches:,} batches, {recorded.log.total:,} events")
-    for text in (*recorded.lost, *recorded.unreadable):
+    for text in filter(None, (*recorded.lost, *recorded.unreadable, recorded.silence)):
         _say(f"  {text}")
-    if errors or recorded.unreadable:
+    if errors:
         _say(f"{errors:,} event error{'s' * (errors != 1)}: python -m pytest_kvmock check {given.file}")
-        return PROBLEMS
-    return CLEAN
+    is_bad = errors or recorded.unreadable or (recorded.silence and not given.allow_empty)
+    return PROBLEMS if is_bad else CLEAN
 
 
 def _vectors(given: argparse.Namespace) -> int:

@@ -164,6 +164,9 @@ def nearest(name: object, known: Iterable[str]) -> list[str]:
         prefix = ""
     rests = [each.removeprefix(prefix) for each in known]
     found = get_close_matches(name.removeprefix(prefix), rests, MOST_NEAREST, LEAST_ALIKE)
+    if not found:  # `vlm` is like the first word of `vllm-0.33`, the last one of that family
+        families = {each.partition("-")[0]: each for each in known if each.count("-") == 1}
+        return [families[word] for word in get_close_matches(name, families, MOST_NEAREST, LEAST_ALIKE)]
     return [prefix + rest for rest in found]
 
 

@@ -398,6 +398,26 @@ class Prompt:
         self.tokens = None
         self.num_tokens = num_tokens
 
+    @property
+    def lora_name(self) -> str | None:
+        """The name of its LoRA adapter; None for none."""
+        return None if self.keys is None else self.keys.lora_name
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Its tenant's salt, or namespace; None for none."""
+        return None if self.keys is None else self.keys.cache_salt
+
+    @property
+    def multimodal(self) -> tuple[MultimodalItem, ...]:
+        """The multimodal items in it, in the order of their offsets."""
+        return () if self.keys is None else self.keys.multimodal
+
+    @property
+    def session_id(self) -> str | None:
+        """The session that it belongs to; None for none."""
+        return None if self.keys is None else self.keys.session_id
+
     @classmethod
     def of(cls, tokens: TokenIds | Prompt) -> Prompt:
         """Return `tokens` itself if it is a prompt, else a prompt of it."""

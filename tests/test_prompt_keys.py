@@ -32,6 +32,14 @@ def test_local_hashes_are_those_that_dynamo_gave(recording):
     assert 9 == checked
 
 
+def test_a_prompt_shows_what_it_carries():
+    prompt = Prompt(range(8), lora_name="a", cache_salt="s", multimodal=[("cat", 1, 2)], session_id="x")
+    found = prompt.lora_name, prompt.cache_salt, prompt.multimodal, prompt.session_id
+    assert ("a", "s", (MultimodalItem("cat", 1, 2),), "x") == found
+    bare = Prompt(range(8))
+    assert (None, None, (), None) == (bare.lora_name, bare.cache_salt, bare.multimodal, bare.session_id)
+
+
 @pytest.mark.parametrize(
     ("keys", "options"),
     [

@@ -16,7 +16,9 @@ class Fleet:
 
     def __init__(self, harness, make_prompt, publishers):
         self.harness, self.make_prompt, self.publishers = harness, make_prompt, publishers
-        self.prompts = []
+        self.system = make_prompt(blocks=2)
+        self.prompts = [self.system]
+        self.of_worker = [[], [], []]
 
     def router(self, patience=2.0):
         endpoints = [(publisher.endpoint, publisher.replay_endpoint) for publisher in self.publishers]
@@ -27,14 +29,25 @@ class Fleet:
             await publisher.await_subscribed()
 
     def serve(self, rounds, worker=None):
-        """Serve prompts, some of which begin with an older one; what a prompt changes is one batch."""
+        """Serve prompts; what a prompt changes is one batch.
+
+        The first of four begins with the system prompt; the second and the fourth continue the one before on their worker.
+        The worker is cleared before the seventh of eight.
+        """
         for _ in range(rounds):
             for number in range(3) if worker is None else [worker]:
-                before = self.prompts[-2] if len(self.prompts) % 4 == 3 else None
+                own = self.of_worker[number]
+                before = own[-1] if len(own) % 2 else None if len(own) % 4 else self.system
                 prompt = self.make_prompt(blocks=1 + len(self.prompts) % 3, after=before)
-                self.prompts.append(prompt)
-                with self.publishers[number].step():
-                    self.harness.worker(number).serve(prompt)
+                self.serve_one(number, prompt, clear=len(own) % 8 == 6)
+                own.append(self.prompts[-1])
+
+    def serve_one(self, number, prompt, *, clear=False):
+        with self.publishers[number].step():
+            if clear:
+                self.harness.worker(number).clear()
+            self.harness.worker(number).serve(prompt)
+        self.prompts.append(prompt)
 
     async def settled(self, router):
         """Wait until the router's answers are right."""
@@ -63,8 +76,9 @@ def fleet(kv_harness, kv_prompt, make_kv_publisher):
 async def test_it_reads_every_dialect(fleet, kv_events):
     async with fleet.router() as router:
         await fleet.subscribed()
-        fleet.serve(9)
+        fleet.serve(12)
         await fleet.settled(router)
+        assert [] == [worker for worker in router.workers if len(worker.names) > 8 or len(worker.copies) > 8]
         warm = fleet.make_prompt(blocks=1, after=fleet.prompts[-2])
         assert {1: len(fleet.prompts[-2].tokens) // 16} == router.overlap(warm.tokens)
         assert 1 == router.route(warm.tokens)
@@ -155,8 +169,12 @@ async def test_a_restart_is_noticed(fleet):
 
 
 GONE = {
-    "no buffer has it": (lambda faults: faults.gap_beyond_buffer(), [4]),
-    "no replay has it": (lambda faults: (faults.lose(), *(faults.truncate_replay() for _ in range(3))), [4, 4, 4]),
+    "no buffer has it": (lambda wire: wire.faults.gap_beyond_buffer(), [4]),
+    "no replay has it": (
+        lambda wire: (wire.faults.lose(), *(wire.faults.truncate_replay() for _ in range(3))),
+        [4, 4, 4],
+    ),
+    "nobody can read it, in a replay either": (lambda wire: wire.publish_payload(b"\xc1"), [4]),
 }
 
 
@@ -168,8 +186,9 @@ async def test_what_is_gone_is_not_claimed(gone, fleet):
         await fleet.subscribed()
         fleet.serve(4)
         await fleet.settled(router)
-        fault(fleet.publishers[1].faults)
-        fleet.serve(2, worker=1)
+        fault(fleet.publishers[1])
+        fleet.serve(1, worker=1)
+        fleet.serve_one(1, fleet.make_prompt(blocks=1))
 
         async def known():
             return 1 in router.overlap(fleet.prompts[-1].tokens)

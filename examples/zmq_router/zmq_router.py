@@ -62,28 +62,30 @@ class Worker:
     Attributes:
         next: number of the batch that it waits for; None: of none yet.
         time: of the last batch.
-        copies: by the router's hash, how many copies of a block the worker holds (vLLM keeps several).
+        names: by the engine's hash, the router's own of a block that the worker holds.
+        stored: by the engine's hash, how many copies (vLLM keeps several).
+        copies: by the router's hash, how many copies, under whatever names.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         self.endpoint, self.replay_endpoint = endpoint, replay_endpoint
         self.next: int | None = None
+        self.time = float("-inf")
         self.forget()
 
     def forget(self) -> None:
-        self.time = float("-inf")
-        self.names: dict[int, int] = {}  # the engine's hash: ours
+        self.names: dict[int, int] = {}
+        self.stored: Counter[int] = Counter()
         self.copies: Counter[int] = Counter()
 
     def apply(self, events: list[tuple[str, list[Any]]]) -> None:
         for kind, values in events:
             if kind == "AllBlocksCleared":
-                self.names.clear()
-                self.copies.clear()
+                self.forget()
             elif kind == "BlockRemoved":
                 for name in values[0]:
                     if name in self.names:
-                        self.copies[self.names[name]] -= 1
+                        self.remove(name)
             else:
                 names, parent, tokens, block_size = values
                 before = 0 if parent is None else self.names.get(parent)
@@ -91,7 +93,18 @@ class Worker:
                     continue  # it is under a block that we never heard of, so no prefix
                 for name, block in zip(names, chain(tokens, block_size, before), strict=False):
                     self.names[name] = block
+                    self.stored[name] += 1
                     self.copies[block] += 1
+
+    def remove(self, name: int) -> None:
+        """Remove a copy, and with the last one all that is known of it: an index that keeps more grows without end."""
+        block = self.names[name]
+        self.stored[name] -= 1
+        self.copies[block] -= 1
+        if not self.stored[name]:
+            del self.stored[name], self.names[name]
+        if not self.copies[block]:
+            del self.copies[block]
 
 
 class ZmqRouter:
@@ -127,7 +140,7 @@ class ZmqRouter:
         found = {}
         for number, worker in enumerate(self.workers):
             for depth, block in enumerate(chain(tokens, self.block_size), 1):
-                if worker.copies[block] <= 0:
+                if block not in worker.copies:
                     break
                 found[number] = depth
         return found
@@ -188,8 +201,11 @@ class ZmqRouter:
     def _replayed(self, worker: Worker, number: int, payload: bytes) -> None:
         if number < (worker.next or 0):
             return
-        time, events = read_batch(payload)
-        if number > (worker.next or 0):
-            worker.forget()  # those between are gone, and with them what they removed
-        worker.apply(events)
+        try:
+            time, events = read_batch(payload)
+        except ValueError:  # nobody can read it: gone, as those are that no replay has
+            time, events = worker.time, None
+        if events is None or number > (worker.next or 0):
+            worker.forget()  # who knows what those removed that are gone
+        worker.apply(events or [])
         worker.next, worker.time = number + 1, time

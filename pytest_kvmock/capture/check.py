@@ -126,7 +126,7 @@ class Checked:
             faults = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
             lines.append(f"injected by the test: {_counted(expected)}; faults: {faults}")
         if not shown and not self.unreadable:
-            lines.append("no errors" if self.warnings or expected else "clean")
+            lines.append("no errors" if self.warnings or expected else "clean" if self.log.total else "no events")
         return "\n".join(lines)
 
 
@@ -184,6 +184,8 @@ def _judge_payloads(
     ledger, next_ids = Ledger(), Counter[int]()
     about: dict[str, Any] = {"residency": residency or spec.residency, "prefix_closed": spec.prefix_closed}
     read = 0
+    if data.startswith(b'{"' + HEADER.encode()):
+        raise CaptureError(f"{checked.path}: this is a capture, which names its engine itself: leave the dialect out")
     for number, payload in enumerate(split_payloads(data, dialect, checked.path)):
         read += len(payload)
         decoded = decode(payload, dialect)
@@ -247,6 +249,8 @@ class _Replay:
 
     def _take(self, line: Mapping[str, Any]) -> None:
         kind = next(iter(line), None)
+        if self._checked.complete:
+            raise ValueError(f"a line after the end: {line!s:.80}")
         if kind not in KINDS:
             raise ValueError(unknown_text("kind of line", kind, KINDS))
         value, log, ledger = line[kind], self._log, self._ledger
@@ -258,6 +262,9 @@ class _Replay:
         elif kind == "full":
             log.note(ledger.over_capacity(log.total - 1))
         elif kind == "end":
+            counted = value.get("events") if isinstance(value, dict) else value
+            if counted != log.total:
+                raise ValueError(f"the end counts {counted!r:.80} events, and {log.total} are in the file")
             self._checked.complete = True
         elif not isinstance(value, dict):
             raise TypeError(f"{kind}: expected an object, got {value!r:.80}")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Final
+from urllib.parse import urlsplit
 
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.capture.capture_file import CaptureFile
 from pytest_kvmock.capture.capturing_ledger import CapturingLedger
-from pytest_kvmock.capture.lines import header
+from pytest_kvmock.capture.lines import CaptureError, header
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.hygiene.log import EventLog
@@ -20,6 +22,12 @@ from pytest_kvmock.wire.table import find_dialect
 
 _LOOK: Final = 0.2
 """Seconds between two looks at the time."""
+
+_REPLAY: Final = 5.0
+"""Seconds that an answer to a replay may take, where there is time."""
+
+_CONNECT: Final = 1.0
+"""Seconds to find out whether anybody listens at an endpoint from which nothing came."""
 
 
 @dataclass(slots=True)
@@ -31,6 +39,7 @@ class Recorded:
         batches: how many batches came.
         lost: what did not arrive, and could not be had, a line each.
         unreadable: what was wrong with messages, a line each.
+        silence: why no batch was received at all, in words; empty where one was.
         log: the events, with their problems.
     """
 
@@ -38,6 +47,7 @@ class Recorded:
     batches: int = 0
     lost: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    silence: str = ""
     log: EventLog = field(default_factory=EventLog)
 
     @property
@@ -56,6 +66,7 @@ def record(
     topic: str = "",
     batches: int | None = None,
     seconds: float | None = None,
+    overwrite: bool = False,
     progress: Callable[[Recorded], object] | None = None,
 ) -> Recorded:
     """Record what an engine publishes, until there is enough or a KeyboardInterrupt; that ends it, and is not raised.
@@ -69,11 +80,12 @@ def record(
         ranks: how many data-parallel ranks there are; None: one.
         topic: what the topic of a batch must begin with.
         batches: how many batches are enough; None: any number.
-        seconds: how long; None: until it is interrupted.
+        seconds: how long; None: until it is interrupted. A replay is not waited for any longer.
+        overwrite: whether a file that is there is replaced.
         progress: called after each look.
 
     Raises:
-        CaptureError: the file cannot be written.
+        CaptureError: the file cannot be written, or is there already.
         EndpointError: an endpoint that cannot be connected to.
         ValueError: an unknown dialect, or a number out of range.
         ImportError: pyzmq or msgspec is not installed.
@@ -90,6 +102,8 @@ def record(
     until = None if seconds is None else monotonic() + check_number("seconds", seconds, unit=" seconds")
     spec = backend_spec(row.backend)
     recorded = Recorded(Path(path))
+    if not overwrite and recorded.path.is_file():
+        raise CaptureError(f"{path}: the file is there already; --overwrite (overwrite=True) replaces it")
 
     def judge(event: RouterEvent) -> None:
         entry = recorded.log.append(event)
@@ -108,6 +122,7 @@ def record(
         topic=topic,
         from_start=replay is not None,
         on_loss=lose,
+        replay_timeout=_REPLAY if seconds is None else min(_REPLAY, seconds / (ranks or 1)),
     ) as subscriber:
         engine = {"dialect": row.name, "models": row.models, "endpoint": endpoint, "replay": replay}
         file = CaptureFile(path, header(engine, None))
@@ -129,7 +144,20 @@ def record(
                 pass
             _write_unreadable(recorded, file, subscriber.problems)
             recorded.batches = subscriber.batches + subscriber.unreadable
+    if not (recorded.batches or recorded.lost):
+        recorded.silence = "nothing was received: " + "; ".join(map(_silence, subscriber.endpoints))
     return recorded
+
+
+def _silence(endpoint: str) -> str:
+    """Why nothing came from an endpoint: nobody listens there, or nobody has published."""
+    address = urlsplit(endpoint)
+    if address.scheme == "tcp" and address.hostname and address.port:
+        try:
+            socket.create_connection((address.hostname, address.port), _CONNECT).close()
+        except OSError as error:
+            return f"no connection to {endpoint} ({error.strerror or error})"
+    return f"no batch from {endpoint}"
 
 
 def _write_unreadable(recorded: Recorded, file: CaptureFile, problems: Sequence[object]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -28,6 +28,7 @@ from pytest_kvmock.capture.capturing_ledger import CapturingLedger
 from pytest_kvmock.capture.lines import CaptureError, header, version
 from pytest_kvmock.capture.payload_file import write_payloads
 from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.prompt_keys import EventExtra, PromptKeys
@@ -45,8 +46,8 @@ _STEPS: Final = 24
 _VOCABULARY: Final = 30_000
 _ADAPTERS: Final = ("adapter-a", "adapter-b")
 _SALTS: Final = ("tenant-1", "tenant-2")
-_IMAGES: Final = ("1c" * 32, "2d" * 32)
-"""Identifiers as vLLM's: 64 hexadecimal digits."""
+_IMAGES: Final = (("1c" * 32, 2), ("2d" * 32, 5))
+"""Identifiers as vLLM's, 64 hexadecimal digits, each with its offset: two of one image are two blocks to vLLM, and one to Dynamo."""
 
 README: Final = """\
 # Vectors of KV events
@@ -283,15 +284,26 @@ def _traffic(
 ) -> list[Query]:
     """Have the engines serve prompts that share prefixes, and evict; ask for some of them after each step."""
     size = harness.profile.block_size
-    queries: list[Query] = []
+    queries: dict[tuple[object, ...], Query] = {}
     prompts: list[Prompt] = []
-    for collector in collectors:  # some engines publish as they begin
-        collector.flush()
+
+    def flush() -> None:
+        for collector in collectors:
+            collector.flush()
+
+    def ask(*asked: Prompt) -> None:
+        flush()
+        for each in (other for prompt in asked for other in (prompt, *_with_one_key_less(prompt))):
+            scores = harness.reference.find_matches(each.block_hashes(size)).scores
+            query = Query(len(arrivals), each, {key: blocks for key, blocks in scores.items() if blocks})
+            queries.setdefault((query.after, each.tokens, each.keys), query)
+
+    flush()  # some engines publish as they begin
     for step in range(_STEPS):
         before = rng.choice(prompts) if prompts and rng.random() < 0.6 else Prompt([])
         shared = before.tokens or ()
         kept = list(shared[: size * rng.randrange(len(shared) // size + 1)]) if shared else []
-        fresh = [rng.randrange(_VOCABULARY) for _ in range(size * rng.randint(1, 4) + rng.randrange(size))]
+        fresh = _fresh(size * rng.randint(1, 4) + rng.randrange(size), rng)
         tokens = [*kept, *fresh][: size * (harness.profile.num_blocks - 2)]
         prompt = _with_keys(tokens, before, which.keys, rng)
         prompts.append(prompt)
@@ -299,33 +311,69 @@ def _traffic(
         worker = harness.worker(step % len(collectors) if step % 3 else 0, dp_rank)
         if step == _STEPS * 2 // 3:
             worker.clear()
+            ask(*prompts[-3:])
         worker.serve(prompt)
-        for collector in collectors:
-            collector.flush()
         asked = [prompt, rng.choice(prompts)]
         if which.keys:  # the same tokens for another tenant
             asked.append(_with_keys(tokens, Prompt([]), which.keys, rng))
-        for each in asked:
-            scores = harness.reference.find_matches(each.block_hashes(size)).scores
-            queries.append(Query(len(arrivals), each, {key: blocks for key, blocks in scores.items() if blocks}))
-    return queries
+        ask(*asked)
+        if step == _STEPS // 3:
+            _serve_twice(worker, ask, _with_keys(_fresh(3 * size, rng), Prompt([]), which.keys, rng), rng)
+    return [*queries.values()]
+
+
+def _serve_twice(worker: KvWorker, ask: Callable[[Prompt], None], prompt: Prompt, rng: Random) -> None:
+    """Have two requests open on one prompt, and evict what each leaves; then one that continues it. Ask after each.
+
+    vLLM computes the last block of the second one again, and publishes a copy; other engines share the block.
+    """
+    num_blocks, size = worker.manager.max_capacity, worker.manager.block_size
+    requests = [worker.prefill(prompt), worker.prefill(prompt)]
+    ask(prompt)
+    for request in requests:
+        request.finish()
+        worker.serve(_fresh(size * (num_blocks - worker.manager.num_active_blocks), rng))
+        ask(prompt)
+    keys = {} if prompt.keys is None else prompt.keys.given
+    for blocks in (0, 2):
+        prompt = Prompt([*(prompt.tokens or ()), *_fresh(blocks * size, rng)], **keys)
+        worker.serve(prompt)
+        ask(prompt)
+
+
+def _fresh(count: int, rng: Random) -> list[int]:
+    """So many tokens."""
+    return [rng.randrange(_VOCABULARY) for _ in range(count)]
 
 
 def _with_keys(tokens: list[int], before: Prompt, able: Collection[str], rng: Random) -> Prompt:
-    """A prompt with some of what it may carry; as often as not, with what the one carries whose tokens it shares."""
+    """A prompt with some of what it may carry; as often as not, with what the one carries whose tokens it shares.
+
+    Those that share tokens have one adapter: SGLang up to 0.5.22 names the blocks of two the same, so that no index can tell
+    which is held.
+    """
     if not able:
         return Prompt(tokens)
     given: dict[str, Any] = {} if before.keys is None else before.keys.given
+    adapter = given.get("lora_name") if before.tokens else rng.choice((None, *_ADAPTERS))
     if not given or rng.random() < 0.5:
-        item = (rng.choice(_IMAGES), rng.randrange(2, 7), rng.randint(1, 6))
+        image, offset = rng.choice(_IMAGES)
+        item = (image, offset, rng.randint(1, 6))
         drawn = {
-            "lora_name": rng.choice((None, *_ADAPTERS)),
+            "lora_name": adapter,
             "cache_salt": rng.choice((None, *_SALTS)),
             "multimodal": (item,) * rng.randrange(2),
         }
         given = {name: value for name, value in drawn.items() if name in able}
     items = [item for item in given.get("multimodal", ()) if item[1] + item[2] <= len(tokens)]
     return Prompt(tokens, **{**given, "multimodal": items})
+
+
+def _with_one_key_less(prompt: Prompt) -> Iterator[Prompt]:
+    """For each thing that a prompt carries, the prompt without it: a router must tell them apart."""
+    given = {} if prompt.keys is None else prompt.keys.given
+    for left_out in given:
+        yield Prompt(prompt.tokens, **{key: value for key, value in given.items() if key != left_out})
 
 
 def _write_lines(path: Path, lines: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 
 import pytest
 
-from pytest_kvmock.plugin.options import AXES, BACKENDS, DIALECTS, Axis, names
+from pytest_kvmock.plugin.options import AXES, BACKENDS, DIALECTS, Axis, all_named
 from pytest_kvmock.plugin.settings import SETTINGS
 
 CASE_FIXTURE: Final = "_kvmock_case"
@@ -167,7 +167,8 @@ def _excluded_later(item: pytest.Item, name: MatrixName, axis: Axis) -> bool:
             continue
         if any(wrong_names(mark)):
             continue  # reported when the test is set up: an error here would end the session, and confuse pytest-xdist
-        if (mark.args and name not in mark.args) or name in names(mark.kwargs.get("exclude", ())):
+        wanted, unwanted = (all_named(each, axis.what) for each in (mark.args, mark.kwargs.get("exclude", ())))
+        if (wanted and name not in wanted) or name in unwanted:
             return True
     return False
 

@@ -126,15 +126,27 @@ def names(value: object) -> tuple[str, ...]:
 
 def known_names(value: object, what: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """Read names of backends or dialects that exist."""
-    given = names(value)
+    given = all_named(value, what)
     for name in given:
         if name not in known:
             raise ValueError(unknown_name(what, name, known))
     return given
 
 
+def all_named(value: object, what: str) -> tuple[str, ...]:
+    """Read names of backends or dialects; `vllm` stands for the dialects `vllm-...` that tests run over by default."""
+    given = names(value)
+    if what != "dialect":
+        return given
+    known, default = known_dialects(), default_dialects()
+    releases = {name: [each for each in default if each.startswith(f"{name}-")] for name in given if name not in known}
+    return tuple(each for name in given for each in releases.get(name) or [name])
+
+
 def unknown_name(what: str, name: object, known: tuple[str, ...]) -> str:
     """The words of a refusal of a backend or dialect that is none of the known ones."""
+    if isinstance(name, str) and "," in name:
+        return f"{name!r:.80} has a comma: names are one by one, in ini with blanks or new lines between them"
     if what == "dialect":
         from pytest_kvmock.wire.table import not_spoken_text
 
@@ -275,7 +287,7 @@ OPTIONS: Final = (
     Option(
         "dialects",
         dialect_choice,
-        "run only this dialect of a test's matrix of dialects; repeatable; `all` for no restriction",
+        "run only this dialect of a test's matrix of dialects; repeatable; `vllm` for its releases, `all` for no restriction",
         flag="--kv-dialect",
         metavar="NAME",
     ),

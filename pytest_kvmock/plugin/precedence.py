@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from pytest_kvmock.plugin.options import PROFILE_KEYS, names
+from pytest_kvmock.plugin.options import PROFILE_KEYS, all_named, names
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
@@ -91,8 +91,9 @@ def resolve_matrix(
     wanted: Iterable[str] = ini.get(key, default)
     exclude: tuple[str, ...] = ()
     if markers:
-        wanted = markers[0].args or wanted
-        exclude = names(markers[0].kwargs.get("exclude", ()))
+        what = key.removesuffix("s")
+        wanted = all_named(markers[0].args, what) or wanted
+        exclude = all_named(markers[0].kwargs.get("exclude", ()), what)
     only = command_line.get(key, known)
     chosen = set(wanted).difference(exclude).intersection(only)
     return tuple(name for name in known if name in chosen)

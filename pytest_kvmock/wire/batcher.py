@@ -26,6 +26,7 @@ from pytest_kvmock.wire.defects import EncodeError
 from pytest_kvmock.wire.digests import StreamDigests
 from pytest_kvmock.wire.encoding import BatchWriter
 from pytest_kvmock.wire.event_flaws import check_events
+from pytest_kvmock.wire.structs import load_msgspec
 from pytest_kvmock.wire.table import Dialect, field_names, find_dialect
 
 _DEVICE: Final = StorageTier.DEVICE  # looked up once: an attribute of an enum is dear
@@ -61,6 +62,7 @@ class Batcher(ABC):
     Raises:
         TypeError: a timestamp that cannot be called, or digests that are no mapping to such.
         ValueError: an unknown dialect, a number out of range, or digests of a rank that there is not.
+        ImportError: msgspec is not installed, and the dialect needs it.
 
     Attributes:
         dialect: the `Dialect`.
@@ -87,6 +89,8 @@ class Batcher(ABC):
                 raise TypeError(f"digests must map ranks to StreamDigests, got {of_rank!r:.80} for {dp_rank!r:.80}")
             if not is_integer(dp_rank, 0) or dp_rank >= ranks:
                 raise ValueError(f"digests are of ranks 0 to {ranks - 1}, got rank {dp_rank!r:.80}")
+        if self.dialect.is_msgpack:
+            load_msgspec()  # what cannot be written is refused here, and not in the middle of a step
         self._timestamp = timestamp
         self._digests = digests or {}
         self._writer = BatchWriter(self.dialect, widens=widens)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -89,11 +90,24 @@ def test_what_the_test_injected_is_counted_and_no_problem(tmp_path, capsys):
 
 UNUSABLE = {
     "no such file": (["check", "no/such.jsonl"], "check: no/such.jsonl: cannot be read: No such file or directory"),
-    "a directory": (["check", "."], "check: .: cannot be read: Is a directory"),
+    "an empty directory": (["check", "."], "check: .: no *.jsonl in this directory"),
+    "a directory without payloads": (
+        ["check", ".", "--dialect", "vllm-0.33"],
+        "check: .: no *.msgpack in this directory",
+    ),
     "unknown rule": (["check", "a", "--allow", "x"], "check: unknown rule 'x'"),
     "unknown dialect to check": (
         ["check", "a", "--dialect", "vlm-0.33"],
         "check: unknown dialect 'vlm-0.33'; did you mean",
+    ),
+    "a dialect without its version": (
+        ["check", "a", "--dialect", "vlm"],
+        "check: unknown dialect 'vlm'; did you mean 'vllm-0.33'? known: ",
+    ),
+    "no module": (["dialects", "-p", "no.such"], "dialects: -p no.such: cannot be imported: ModuleNotFoundError: "),
+    "a module without hooks": (
+        ["vectors", "v", "--plugin", "json"],
+        "vectors: -p json: has neither pytest_kvmock_dialects nor pytest_kvmock_backends",
     ),
     "unknown dialect to record": (
         ["record", "tcp://127.0.0.1:1", "a", "--dialect", "vllm"],
@@ -187,9 +201,141 @@ def test_a_signal_ends_a_record_and_what_came_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("pytest_kvmock.capture.recorder.record", kill)
     before = signal.getsignal(signal.SIGTERM)
     with KvPublisher("vllm-0.33") as publisher:
-        assert 0 == main(["record", publisher.endpoints[0], str(path)])
+        assert 1 == main(["record", publisher.endpoints[0], str(path)])
     assert check_file(path).complete
     assert before is signal.getsignal(signal.SIGTERM)
+
+
+@pytest.fixture
+def nobody():
+    """An endpoint at which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        yield f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_nothing_received_is_a_problem(tmp_path, capsys, nobody):
+    path = tmp_path / "a.jsonl"
+    record = ["record", nobody, str(path), "--seconds", "0.01"]
+    assert 1 == main(record)
+    expected = f"{path}: 0 batches, 0 events\n  nothing was received: no connection to {nobody} (Connection refused)\n"
+    assert expected == capsys.readouterr().out
+    assert 0 == main([*record, "--overwrite", "--allow-empty"])
+    assert expected == capsys.readouterr().out
+    assert 0 == main(["check", str(path)])
+    assert f"{path}: 0 events, 0 streams, vLLM 0.33.0, {nobody}\nno events\n" == capsys.readouterr().out
+
+
+def test_an_engine_that_publishes_nothing_is_told_from_no_engine(tmp_path, capsys):
+    with KvPublisher("vllm-0.33") as publisher:
+        endpoint = publisher.endpoints[0]
+        assert 1 == main(["record", endpoint, str(tmp_path / "a.jsonl"), "--seconds", "0.01"])
+    assert f"nothing was received: no batch from {endpoint}\n" in capsys.readouterr().out
+
+
+def test_a_replay_is_waited_for_no_longer_than_it_was_asked(tmp_path, capsys, nobody):
+    path = tmp_path / "a.jsonl"
+    assert 1 == main(["record", nobody, str(path), "--replay", nobody, "--seconds", "0.02", "--ranks", "2"])
+    out = capsys.readouterr().out
+    assert "nothing more came in 0.01 s" in out
+    assert f"nothing was received: no connection to {nobody} (Connection refused)" in out
+
+
+def test_a_file_that_is_there_is_replaced_where_that_is_said_alone(clean, capsys, nobody):
+    before = clean.read_bytes()
+    record = ["record", nobody, str(clean), "--seconds", "0.01"]
+    assert 2 == main(record)
+    expected = f"record: {clean}: the file is there already; --overwrite (overwrite=True) replaces it\n"
+    assert expected == capsys.readouterr().err
+    assert before == clean.read_bytes()
+    assert 1 == main([*record, "--overwrite"])
+    assert before != clean.read_bytes()
+
+
+def test_several_files_and_directories_have_a_total(clean, broken, tmp_path, capsys):
+    assert 0 == main(["check", str(clean), str(clean)])
+    assert re.fullmatch(r"2 files, \d+ events: 2 without\n", capsys.readouterr().out)
+
+    assert 1 == main(["check", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{broken}: 3 events")
+    assert re.search(r"\n2 files, \d+ events: 1 with problems, 1 without\n$", out)
+    assert "" == err
+
+    missing = tmp_path / "missing.jsonl"
+    assert 2 == main(["check", str(missing), str(broken)])
+    out, err = capsys.readouterr()
+    assert f"check: {missing}: cannot be read: No such file or directory\n" == err
+    assert out.endswith("\n2 files, 3 events: 1 with problems, 1 cannot be read\n")
+
+
+def test_a_directory_of_payloads_is_checked_with_its_dialect(tmp_path, capsys):
+    assert 0 == main(["vectors", str(tmp_path), "--dialect", "sglang-0.5.22"])
+    assert 0 == main(["check", str(tmp_path / "sglang-0.5.22"), "--dialect", "sglang-0.5.22"])
+    assert re.search(r"\n2 files, \d+ events: 2 without\n$", capsys.readouterr().out)
+
+
+def test_a_capture_is_read_without_a_dialect(clean, capsys):
+    assert 2 == main(["check", str(clean), "--dialect", "vllm-0.33"])
+    text = "this is a capture, which names its engine itself: leave the dialect out"
+    assert f"check: {clean}: {text}\n" == capsys.readouterr().err
+
+
+ENDS = {
+    "it counts others": (lambda lines: [*lines[:-1], '{"end":{"events":99}}'], "the end counts 99 events, and "),
+    "it counts none": (lambda lines: [*lines[:-1], '{"end":true}'], "the end counts True events, and "),
+    "a line is gone": (lambda lines: [line for line in lines if '"event_id":5' not in line], "the end counts "),
+    "a line is behind it": (lambda lines: [*lines, lines[-2]], "a line after the end: "),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_of_a_capture_is_checked(end, clean, capsys):
+    change, message = ENDS[end]
+    clean.write_text("\n".join([*change(clean.read_text().splitlines()), ""]))
+    assert 2 == main(["check", str(clean)])
+    assert re.fullmatch(rf"check: {clean}: line \d+: {message}.*\n", capsys.readouterr().err)
+
+
+HOOK = """
+from pytest_kvmock.wire import DIALECTS, WireField
+
+OURS = DIALECTS["vllm-0.33"].variant("acme-1", add_stored=(WireField("acme", "text", default=None, ordinary="x"),))
+
+def pytest_kvmock_dialects(config):
+    return {"acme-1": OURS}
+
+def pytest_configure(config):
+    raise AssertionError("this is no run of pytest")
+"""
+
+
+@pytest.fixture
+def acme(tmp_path, monkeypatch):
+    (tmp_path / "acme_kv.py").write_text(HOOK)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "acme_kv"
+    sys.modules.pop("acme_kv", None)
+
+
+def test_a_dialect_of_a_module_has_vectors(acme, tmp_path, capsys):
+    home = tmp_path / "v"
+    assert 0 == main(["vectors", str(home), "-p", acme, "--dialect", "acme-1"])
+    assert b"\xa4acme\xa1x" in (home / "acme-1" / "worker-0.msgpack").read_bytes()
+    assert 0 == main(["check", str(home / "acme-1"), "--dialect", "acme-1", "--plugin", acme])
+    capsys.readouterr()
+    assert 0 == main(["dialects", "-p", acme])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("acme-1 ")
+    assert 2 == main(["check", str(home / "acme-1"), "--dialect", "acme-1"])  # nothing is left of it
+    assert "unknown dialect 'acme-1'" in capsys.readouterr().err
+
+
+def test_what_a_hook_of_a_module_returns_is_checked(acme, tmp_path, capsys):
+    path = tmp_path / "acme_kv.py"
+    path.write_text(HOOK.replace('{"acme-1"', '{"acme-2"'))
+    assert 2 == main(["dialects", "-p", acme])
+    expected = "pytest_kvmock_dialects of acme_kv: the key 'acme-2' is not the name of its dialect, 'acme-1'"
+    assert f"dialects: {expected}\n" == capsys.readouterr().err
 
 
 def test_vectors_are_written(tmp_path, capsys):

@@ -7,16 +7,18 @@ and defaults are compared.
 import ast
 import importlib
 import inspect
+import json
 import os
 import re
 import tomllib
 from dataclasses import asdict, fields
 
+import msgspec
 import pytest
 from pages import PAGES, ROOT
 
-from pytest_kvmock import RouterHarness, plugin
-from pytest_kvmock.backends import BACKENDS, EngineProfile
+from pytest_kvmock import Prompt, RouterHarness, Stored, plugin
+from pytest_kvmock.backends import BACKENDS, EngineProfile, speaker_of
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.nested_args import SglangArgs
 from pytest_kvmock.faults.kinds import FAULTS
@@ -25,7 +27,7 @@ from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
 from pytest_kvmock.plugin.options import LISTS, OPTIONS
 from pytest_kvmock.plugin.precedence import Policy
-from pytest_kvmock.wire import DEFECTS, DIALECTS
+from pytest_kvmock.wire import DEFECTS, DIALECTS, Batch, encode
 
 REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.items() if "docs/reference/" in name}
 
@@ -66,6 +68,10 @@ def made(name):
     if name == "fields":
         rows = (row for row in DIALECTS.values() if row.is_msgpack and row.hashes != "bytes")
         return table(("dialect", "BlockStored", "BlockRemoved"), *((code(row.name), *fields_of(row)) for row in rows))
+    if name == "carried":
+        rows = (row for row in DIALECTS.values() if row.hashes != "bytes")
+        head = ("dialect", "LoRA adapter", "cache salt", "multimodal items", "session", "cache group")
+        return table(head, *((code(row.name), *carried_by(row)) for row in rows))
     if name == "defects":
         return table(("defect", "reported when"), *((code(defect), when) for defect, when in DEFECTS.items()))
     assert name == "options", name
@@ -87,6 +93,37 @@ def fields_of(dialect):
         yield ", ".join([*names, *also])
 
 
+CARRIED = {"lora_name": "a", "cache_salt": "s", "multimodal": [("1c" * 32, 1, 2)], "session_id": "x"}
+
+
+def carried_by(dialect):
+    """For each thing that a prompt carries, the fields of a stored block that differ by it, as its engine publishes them."""
+    plain = stored_as(dialect)
+    for key, value in CARRIED.items():
+        try:
+            given = stored_as(dialect, **{key: value})
+        except ValueError:  # its engine names no block by it
+            given = plain
+        yield ", ".join(code(field) for field in given if given[field] != plain.get(field))
+    yield code("group_idx" * ("group_idx" in [field.name for field in dialect.stored]))
+
+
+def stored_as(dialect, **keys):
+    """The first stored block of a prompt on the wire, but for the name of the block."""
+    harness = RouterHarness(EngineProfile(block_size=4), speaker_of(dialect))
+    harness.worker(0).serve(Prompt(range(4), **keys))
+    events = [entry.event for entry in harness.events if isinstance(entry.event.event.data, Stored)]
+    payload = encode(Batch(events), dialect)
+    if not dialect.is_msgpack:
+        event = json.loads(payload)
+        return {"tokens_hash": event.get("event", event)["data"]["stored"]["blocks"][0]["tokens_hash"]}
+    event = msgspec.msgpack.decode(payload)[1][0]
+    if isinstance(event, list):
+        names = ["type", *(field.name for field in dialect.stored)]
+        event = {**dict(zip(names, event, strict=False)), **(event[len(names)] if len(event) > len(names) else {})}
+    return {name: value for name, value in event.items() if name != "block_hashes"}
+
+
 TABLES = [(page, name) for page in PAGES.values() for name in page.tables()]
 
 
@@ -98,7 +135,9 @@ def test_a_table_is_made_of_the_code(page, name):
 
 
 def test_the_made_tables_are_all_there():
-    assert ["defects", "dialects", "faults", "fields", "options", "rules"] == sorted(name for _, name in TABLES)
+    assert ["carried", "defects", "dialects", "faults", "fields", "options", "rules"] == sorted(
+        name for _, name in TABLES
+    )
 
 
 def first_cells(text):

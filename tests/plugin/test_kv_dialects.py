@@ -1,6 +1,7 @@
 """The matrix of dialects, and the fixtures of a wire."""
 
 import re
+import sys
 
 import pytest
 
@@ -132,6 +133,15 @@ NARROWED = {
         (),
         ["sglang-0.5.23"],
     ),
+    "all releases": ("@pytest.mark.kv_dialects('vllm')\ndef test(kv_dialect): pass", (), SPOKEN[:8]),
+    "all releases but one": (
+        "@pytest.mark.kv_dialects('sglang', exclude='sglang-0.5.18')\ndef test(kv_dialect): pass",
+        (),
+        [name for name in SPOKEN if name.startswith("sglang") and name != "sglang-0.5.18"],
+    ),
+    "no release": ("@pytest.mark.kv_dialects(exclude='vllm')\ndef test(kv_dialect): pass", (), SPOKEN[8:]),
+    "all releases on the command line": ("def test(kv_dialect): pass", ("--kv-dialect=sglang",), SPOKEN[8:]),
+    "all releases in ini": ("def test(kv_dialect): pass", ("-o", "kvmock_dialects=sglang vllm-0.9"), [SPOKEN[0], *SPOKEN[8:]]),
     "ini": ("def test(kv_dialect): pass", ("-o", "kvmock_dialects=vllm-0.10.2"), ["vllm-0.10.2"]),
     "nothing left": ("@pytest.mark.kv_dialects('vllm-0.9')\ndef test(kv_dialect): pass", ("--kv-dialect=vllm-0.14",), []),
 }  # fmt: skip
@@ -175,6 +185,22 @@ def test_an_unknown_dialect_on_the_command_line_is_a_usage_error(nested):
     assert "--kv-dialect: unknown dialect 'vlm-0.33'; did you mean 'vllm-0.33'" in result.stderr.str()
 
 
+@pytest.mark.parametrize("what", ["dialect", "backend"])
+def test_names_with_a_comma_between_are_refused_in_one_line_that_says_how(nested, what):
+    ini = f"[pytest]\nkvmock_{what}s = vllm-0.33,vllm-0.24"
+    result = nested("def test(): pass", files={"pytest.ini": ini})
+    expected = "'vllm-0.33,vllm-0.24' has a comma: names are one by one, in ini with blanks or new lines between them"
+    assert f"ERROR: pytest.ini: kvmock_{what}s: {expected}" in result.stderr.lines
+
+
+def test_without_msgspec_a_wire_is_refused_at_set_up(nested, monkeypatch):
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    result = nested("@pytest.mark.kv_dialects('vllm-0.33')\ndef test(kv_wire): pass")
+    result.assert_outcomes(errors=1)
+    expected = "kvmock: kv_wire: dialects of vLLM and SGLang need msgspec: pip install 'pytest-kvmock[wire]'"
+    assert expected in result.stdout.lines
+
+
 def test_a_dialect_of_no_socket_on_the_command_line_is_a_usage_error(nested):
     result = nested("def test(): pass", "--kv-dialect=dynamo-router-event")
     assert "--kv-dialect: dialect 'dynamo-router-event' is not spoken over ZMQ; these are: " in result.stderr.str()
@@ -208,6 +234,19 @@ def test_a_test_case_names_its_dialect(nested):
     result.stdout.fnmatch_lines(
         ["*the dialect of this test is open (vllm-0.9, *: pytest does not parametrise methods*"]
     )
+
+
+def test_a_marker_of_all_releases_that_came_later_takes_tests_away(nested):
+    conftest = """
+        import pytest
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                item.add_marker(pytest.mark.kv_dialects("sglang"))
+    """
+    result = nested("def test(kv_dialect): pass", files={"conftest.py": conftest})
+    result.assert_outcomes(passed=len(SPOKEN) - 8, deselected=8)
 
 
 def test_a_dialect_of_the_users_own_is_known(nested):
