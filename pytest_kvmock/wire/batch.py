@@ -69,7 +69,7 @@ class Batch:
     """The events of one step of one rank, as one message carries them.
 
     Attributes:
-        events: in order; of one worker and rank.
+        events: in order; of one rank, and of one worker, which a dialect over ZMQ does not name.
         timestamp: seconds since the epoch. It is a number that the caller passes: nothing here has a clock.
         dp_rank: the rank, as a publisher fills it in; None: that of the events, or 0 where there is none, or nil where the
             structs of the dialect have it so (`Dialect.rank`).

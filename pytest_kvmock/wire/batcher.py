@@ -117,7 +117,8 @@ class Batcher(ABC):
         Args:
             event: the event, or its data.
             storage_tier: the tier of the blocks, or its name, unless a RouterEvent has it.
-            token_ids: for a Stored, the token ids of each block; every dialect over ZMQ carries them.
+            token_ids: for a Stored, the token ids of each block; every dialect over ZMQ carries them. As of `encode`, their
+                range is not looked at.
             extra: fields of the dialect beside the event's own, by their names; those of other dialects are left out.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -83,6 +84,8 @@ def decode(
         out.events, out.num_events = read_lines(payload, row, worker_id, out.problems)
     else:
         _Decoder(row, structs, payload, worker_id=worker_id, dp_rank=dp_rank, first_event_id=first_event_id).into(out)
+    if (timestamp := out.timestamp) is not None and not -math.inf < timestamp < math.inf:
+        _note_timestamp(out)
     return out
 
 
@@ -114,6 +117,8 @@ def decode_metadata(payload: bytes, dialect: str | Dialect, *, most_bytes: int =
         if row.form == "array" or structs.encode(batch) == payload:
             out.timestamp, out.events, out.dp_rank = batch
             out.num_events = len(out.events)
+            if not -math.inf < batch[0] < math.inf:
+                _note_timestamp(out)
             return out
     except structs.errors:
         pass
@@ -123,6 +128,8 @@ def decode_metadata(payload: bytes, dialect: str | Dialect, *, most_bytes: int =
             record = structs.bare(fields)
         if record is not None:
             out.events.append(record)
+    if out.timestamp is not None and not -math.inf < out.timestamp < math.inf:
+        _note_timestamp(out)
     return out
 
 
@@ -144,6 +151,13 @@ def as_bytes(payload: object) -> bytes:
         return memoryview(payload).tobytes()  # type: ignore[arg-type]  # it raises for what is no buffer
     except TypeError:
         raise TypeError(f"a payload is bytes, or a buffer of them; got {payload!r:.80}") from None
+
+
+def _note_timestamp(out: Decoded | Metadata) -> None:
+    """Name a timestamp that is no time, and leave it out."""
+    observed, out.timestamp = shown(out.timestamp), None
+    problem = WireProblem(WireDefect.WRONG_TYPE, None, "timestamp", observed, "a finite number", is_kept=True)
+    out.problems.insert(0, problem)
 
 
 def _oversize(payload: bytes, most: int) -> WireProblem:

@@ -244,6 +244,8 @@ BATCHES = [
     (pack([1.0, 5, 0]), "wrong_type", "events", "an array of events", "5", 0),
     (pack([1.0, array(), 0]), "wrong_type", None, "an array", "'BlockStored'", 0),
     (pack(["now", [array()], 0]), "wrong_type", "timestamp", "a number", "'now'", 1),
+    (pack([float("nan"), [array()], 0]), "wrong_type", "timestamp", "a finite number", "nan", 1),
+    (pack([float("-inf"), [array()], 0]), "wrong_type", "timestamp", "a finite number", "-inf", 1),
     (pack([1.0, [array()]]), "missing_field", "data_parallel_rank", BATCH, "an array of 2", 1),
     (pack([1.0, [array()], -1]), "bad_rank", "data_parallel_rank", "an integer from 0 to 4294967295, or nil", "-1", 1),
     (
@@ -283,6 +285,17 @@ def test_a_bad_batch_is_named_and_its_events_are_kept(payload, defect, *, field,
     if events:
         assert [problem] == decoded.problems
         assert problem.is_kept
+
+
+@pytest.mark.parametrize("events", [[array()], [array(), 5]])
+def test_a_timestamp_that_is_no_time_is_named_though_token_ids_are_left_out(events):
+    read = decode_metadata(pack([float("inf"), events, 0]), ARRAY)
+    assert ("timestamp", "a finite number", "inf") == (
+        read.problems[0].field,
+        read.problems[0].expected,
+        read.problems[0].observed,
+    )
+    assert (None, len(events), 1) == (read.timestamp, len(read.problems), len(read.events))
 
 
 @pytest.mark.parametrize("name", [ARRAY, MAP])
