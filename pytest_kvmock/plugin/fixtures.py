@@ -160,7 +160,7 @@ def kv_dialect(request: pytest.FixtureRequest, _kvmock_dialects: None) -> str:
 
     It chooses the engine that speaks it, unless the test asks for `kv_backend` too. Narrow it with
     `@pytest.mark.kv_dialects(...)`, `@pytest.mark.parametrize("kv_dialect", ...)`, `--kv-dialect`, or a fixture of this
-    name that returns what you want.
+    name that returns what you want. One that calls this one needs pytest 9: older ones do not see what an override calls.
     """
     name: str = _of_matrix(request, DIALECTS)
     return name

@@ -53,7 +53,7 @@ class Placeholder(str):
 def placeholder(axis: Axis) -> Placeholder:
     """Return the value of an axis' fixture where nothing was parametrised."""
     return Placeholder(
-        f"<{axis.fixture} has no value here: this test is not parametrised; take a kv_ fixture, or name the {axis.what} "
+        f"<{axis.fixture} has no value here: this test is not parametrised; take a kv_ fixture or name the {axis.what} "
         "yourself>"
     )
 

@@ -380,7 +380,11 @@ def test_a_dialect_of_a_conftest_chooses_the_engine_too(nested, case, fixtures):
     source = f"def test(kv_dialect, {fixtures}): print('ran on', kv_harness.backend)"
     options = ("-o", "kvmock_dialects=sglang-0.5.20 sglang-0.5.22")
     result = nested(source, "-s", *options, files={"conftest.py": f"import pytest\n{override}"})
-    assert engines == ran(result)
+    if case == "by the original" and pytest.version_tuple < (9, 0):  # which does not see what an override calls
+        result.assert_outcomes(errors=1)
+        result.stdout.fnmatch_lines(["kvmock: kv_dialect: unknown dialect '<kv_dialect has no value here: this test is *"])
+    else:
+        assert engines == ran(result)
 
 
 def test_the_traits_of_an_index_are_those_of_the_engine_of_an_overridden_dialect(nested):
