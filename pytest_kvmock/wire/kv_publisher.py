@@ -279,12 +279,14 @@ class KvPublisher(Batcher):
             WireTimeout: there were not so many in time; it says which there are.
             ValueError: a number out of range, or the publisher is closed.
         """
+        __tracebackhide__ = True
         missing = self._waits_for(subscribers, timeout, blocks=True)
         while (waits := missing()) is not None:
             self._wait(*waits)
 
     async def await_subscribed(self, subscribers: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
         """As `wait_subscribed`, while the loop of asyncio goes on."""
+        __tracebackhide__ = True
         missing = self._waits_for(subscribers, timeout)
         while (waits := missing()) is not None:
             dp_rank, rest = waits
@@ -306,6 +308,7 @@ class KvPublisher(Batcher):
             TypeError: the probe cannot be called, or is one that is awaited: `asettle` takes it.
             Exception: whatever else the probe raises.
         """
+        __tracebackhide__ = True
         rest_of = self._settles(probe, expected, timeout, blocks=True)
         while True:
             try:
@@ -324,6 +327,7 @@ class KvPublisher(Batcher):
         timeout: float = 5.0,  # noqa: ASYNC109 - as its twin
     ) -> Any:
         """As `settle`, with a probe that is awaited, while the loop of asyncio goes on."""
+        __tracebackhide__ = True
         rest_of = self._settles(probe, expected, timeout)
         while True:
             try:
@@ -347,6 +351,7 @@ class KvPublisher(Batcher):
         topic = self._topic
 
         def missing() -> tuple[int, float] | None:
+            __tracebackhide__ = True
             with self._lock:
                 self._check_open()
                 for dp_rank in range(self.ranks):
@@ -372,6 +377,7 @@ class KvPublisher(Batcher):
         deadline = Deadline(timeout)
 
         def rest_of(answer: object) -> float | None:
+            __tracebackhide__ = True
             if is_settled(answer, expected):
                 return None
             return deadline.rest(lambda: self._not_settled(probe, answer, expected, deadline.timeout, blocks=blocks))

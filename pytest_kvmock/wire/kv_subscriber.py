@@ -231,6 +231,7 @@ class KvSubscriber:
             WireTimeout: they did not come in time; it says what did.
             Exception: what the sink raises; the rest of the events of that batch is not given to it.
         """
+        __tracebackhide__ = True
         wanted, deadline = self._done() + check_integer("batches", batches, 1), Deadline(timeout)
         while self._done() < wanted:
             self.poll(
@@ -239,6 +240,7 @@ class KvSubscriber:
 
     async def areceive(self, batches: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
         """As `receive`, while the loop of asyncio goes on, in a replay too; several tasks take turns."""
+        __tracebackhide__ = True
         wanted, deadline = self._done() + check_integer("batches", batches, 1), Deadline(timeout)
         while self._done() < wanted:
             if self._is_awaiting or not await self._ado(self._taken(0.0)):

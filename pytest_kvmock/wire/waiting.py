@@ -51,6 +51,7 @@ class Deadline:
         Raises:
             WireTimeout: none.
         """
+        __tracebackhide__ = True  # a test's failure shows the test, and not who waited for it
         rest = self._until - monotonic()
         if rest <= 0:
             raise too_late()

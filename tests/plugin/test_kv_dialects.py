@@ -357,6 +357,19 @@ def test_wrong_options_of_a_publisher_are_refused_in_one_line(nested, options):
     result.stdout.fnmatch_lines([f"*kvmock: kv_publisher: {WRONG_OPTIONS[options]}"])
 
 
+def test_a_timeout_shows_the_test_and_not_who_waited(nested):
+    source = """
+        @pytest.mark.kv_dialects('vllm-0.33')
+        @pytest.mark.parametrize('wait', ['settle(lambda: 0, 1, timeout=0)', 'wait_subscribed(timeout=0)'])
+        def test(kv_publisher, wait): eval('kv_publisher.' + wait)
+    """
+    result = nested(source)
+    result.assert_outcomes(failed=2)
+    shown = result.stdout.str()
+    assert ["pytest_kvmock" not in line for line in shown.splitlines() if line.endswith(": WireTimeout")] == [True] * 2
+    assert "def rest" not in shown
+
+
 # ------------------------------------------------------------------------------------------------- overridden
 
 OVERRIDES = {
@@ -382,7 +395,9 @@ def test_a_dialect_of_a_conftest_chooses_the_engine_too(nested, case, fixtures):
     result = nested(source, "-s", *options, files={"conftest.py": f"import pytest\n{override}"})
     if case == "by the original" and pytest.version_tuple < (9, 0):  # which does not see what an override calls
         result.assert_outcomes(errors=1)
-        result.stdout.fnmatch_lines(["kvmock: kv_dialect: unknown dialect '<kv_dialect has no value here: this test is *"])
+        result.stdout.fnmatch_lines(
+            ["kvmock: kv_dialect: unknown dialect '<kv_dialect has no value here: this test is *"]
+        )
     else:
         assert engines == ran(result)
 
