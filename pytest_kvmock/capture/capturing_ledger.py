@@ -11,12 +11,12 @@ from typing import Any
 
 from pytest_kvmock.capture.capture_file import CaptureFile
 from pytest_kvmock.capture.lines import event_line
+from pytest_kvmock.capture.publishers import FaultyPublisher, Publishers
 from pytest_kvmock.events import RouterEvent, StreamKey
 from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream import Stream
-from pytest_kvmock.wire.wire_faults import WireInjection
 
 
 def _who(key: StreamKey) -> dict[str, int]:
@@ -37,6 +37,7 @@ class CapturingLedger(Ledger):
         self._backend_of = backend_of
         self._injections: dict[Injection, int] = {}
         self._faults = 0
+        self._publishers = Publishers()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         plain = memo[id(self)] = Ledger()
@@ -76,12 +77,17 @@ class CapturingLedger(Ledger):
         if cause.fault is not None:
             self.attributed(cause)
 
-    def lost_batches(self, key: StreamKey, batches: range, position: int, observed: str = "") -> list[Problem]:
+    def subscribed(self, endpoints: Sequence[str]) -> object:
+        """As `Ledger.subscribed`."""
+        return self._publishers.subscribed(endpoints)
+
+    def lost_batches(
+        self, key: StreamKey, batches: range, position: int, observed: str = "", consumer: object = None
+    ) -> list[Problem]:
         """As `Ledger.lost_batches`."""
-        found = super().lost_batches(key, batches, position, observed)
-        self.file.write(
-            {"lost": {**_who(key), "start": batches.start, "stop": batches.stop, "observed": found[0].observed}}
-        )
+        found = super().lost_batches(key, batches, position, observed, consumer)
+        line = {**_who(key), "start": batches.start, "stop": batches.stop, "observed": found[0].observed}
+        self.file.write({"lost": {**line, "sent_by": self._publishers.sender(key, batches, consumer)}})
         return found
 
     def skipped(self, key: StreamKey, due: int | None, got: int) -> None:
@@ -118,19 +124,16 @@ class CapturingLedger(Ledger):
             what = {"rule": problem.rule, "position": problem.position, "blocks": problem.blocks}
             self.file.write({"result": {**_who((problem.worker_id, problem.dp_rank)), "of": number, **what}})
 
-    def injected_on_wire(self, worker_id: int, injections: Iterable[WireInjection]) -> None:
-        """Write down the faults of the wire that were injected: `KvPublisher.faults.injected`.
+    def publishes(self, worker_id: int, publisher: FaultyPublisher) -> None:
+        """Take note of a publisher of a worker: batches that consumers lose by its faults are then no problem of the stream."""
+        self._publishers.add(worker_id, publisher)
 
-        Batches that are lost by them are then no problem of the stream: of whoever subscribed in the test, under whatever
-        worker id, as a batch is known by its rank and number.
-
-        Args:
-            worker_id: the worker that publishes.
-            injections: these, in order.
-        """
-        for each in injections:
+    def injected_on_wire(self) -> None:
+        """Write down the faults of the wire that were injected, of all publishers."""
+        for number, worker_id, each in self._publishers.injections():
             self._faults += 1
-            self.file.write({"injected": {**_who((worker_id, each.dp_rank)), "fault": each.fault, "batch": each.batch}})
+            what = {"fault": each.fault, "batch": each.batch, "publisher": number, "restarts": each.restarts}
+            self.file.write({"injected": {**_who((worker_id, each.dp_rank)), **what}})
 
     def was_replayed(self, event: RouterEvent) -> bool:
         """As `Ledger.was_replayed`."""

@@ -232,7 +232,7 @@ class _Replay:
                     self._take(value)
                 else:
                     self._take_event(_dynamos(value), {})
-            except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
                 text = f"{error} is missing" if type(error) is KeyError else str(error)
                 raise CaptureError(f"{where}: {text}") from None
             if self._progress is not None and not number % _EVERY:
@@ -322,7 +322,7 @@ class _Replay:
         batches = range(value["start"], value["stop"])
         found = self._ledger.lost_batches(key, batches, self._log.total - 1, value["observed"])
         self._log.note(found)
-        self._injected.lost(found[0], batches)
+        self._injected.lost(found[0], batches, value.get("sent_by"))
 
     def _take_injected(self, key: StreamKey, value: dict[str, Any]) -> None:
         self._injected.take_fault(key, value)

@@ -10,13 +10,13 @@ A line has one key that says what it is, and perhaps others beside it:
 | `hashes_of` | the hashes of the event at this place are a chain, found out later |
 | `restarted` | a worker and rank restarted, announced, or was removed |
 | `missed` | an event that a sink kept from the router |
-| `lost` | batches of a wire that did not arrive |
+| `lost` | batches of a wire that did not arrive, and what is known of who sent them |
 | `unreadable` | what was wrong with a message of a wire |
 | `skipped` | ids that a worker left out |
 | `published` | ids below this were published, and some did not arrive |
 | `full` | the blocks held were counted, and were too many |
 | `recovered` | a router asked for what it missed |
-| `injected` | a fault that the test injected: by its `event_id`, or on a wire by its `batch` |
+| `injected` | a fault that the test injected: by its `event_id`, or on a wire by `publisher`, `restarts` and `batch` |
 | `result` | the problem of this rule, with the event at this place, is a result of the injected fault of this number |
 | `end` | the capture is whole |
 """

@@ -224,10 +224,10 @@ class Judge:
             if self.book is not None and problem.fault is None:
                 self.book.lost_to_failure(problem, event)
 
-    def lost_batches(self, key: StreamKey, batches: range, observed: str) -> None:
+    def lost_batches(self, key: StreamKey, batches: range, observed: str, consumer: object = None) -> None:
         """Record batches of a wire that did not arrive; see `Ledger.lost_batches`."""
         self._recording.arrive(BatchesLost(*key, batches, observed))
-        found = self.ledger.lost_batches(key, batches, self.log.total - 1, observed)
+        found = self.ledger.lost_batches(key, batches, self.log.total - 1, observed, consumer)
         self.note(found, found)
 
     def apply_pending_recoveries(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from typing import TypeAlias
 
@@ -16,6 +16,9 @@ from pytest_kvmock.sinks import Sink, publish_with_extra
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
 """Returns the events that arrive for one that is published: none when it is lost."""
+
+Losses: TypeAlias = Callable[[int, int, range, str], None]
+"""What is called for lost batches: of which worker and rank, their numbers, and what happened."""
 
 _SinkOf: TypeAlias = tuple[Sink, int | None]
 """A sink, and the worker whose events it gets; None: it gets those of all."""
@@ -128,10 +131,25 @@ class Publisher:
             for event in self.transport(delivery.event):
                 self._judge.received(delivery._replace(event=event))
 
-    def lost_batches(self, key: StreamKey, batches: range, observed: str = "") -> None:
+    def losses_at(self, endpoints: Sequence[str], sink: int | None = None) -> Losses:
+        """Return what one who subscribes at these endpoints, one a rank, calls for losses: `lost_batches` that knows who it is.
+
+        Args:
+            endpoints: these.
+            sink: the worker whose losses they are; None: the one that is said at each.
+        """
+        with self.lock:
+            consumer = self._judge.ledger.subscribed(endpoints)
+
+        def lose(worker_id: int, dp_rank: int, batches: range, observed: str) -> None:
+            self.lost_batches((worker_id if sink is None else sink, dp_rank), batches, observed, consumer)
+
+        return lose
+
+    def lost_batches(self, key: StreamKey, batches: range, observed: str = "", consumer: object = None) -> None:
         """Record batches of a wire that did not arrive; see `Ledger.lost_batches`."""
         with self.lock:
-            self._judge.lost_batches(key, batches, observed)
+            self._judge.lost_batches(key, batches, observed, consumer)
 
     def _publish_to(self, sinks: list[_SinkOf], event: RouterEvent, *, missed: bool) -> bool:
         """Publish to sinks in order; the first that raises keeps the event from those after it (dynamo-mocker)."""

@@ -6,7 +6,7 @@ One subject: the interface of a harness. Each method delegates to the part that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from pytest_kvmock.harness.engine_comparison import EngineComparison
 from pytest_kvmock.harness.index_comparison import SYNC, Sync
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.lookups import Lookups, Overlap
-from pytest_kvmock.harness.publisher import Publisher
+from pytest_kvmock.harness.publisher import Losses, Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.user_sink import KvSink, Publishable
@@ -330,8 +330,7 @@ class RouterHarness:
         """Publish events made by hand to the router.
 
         Args:
-            events: one or more, each a Stored, Removed or Cleared, which gets its worker's next id, a KvCacheEvent or
-                a RouterEvent.
+            events: one or more: Stored, Removed or Cleared, which get their worker's next id, KvCacheEvent, RouterEvent.
             worker_id: the worker of events that name none.
             dp_rank: and its rank.
 
@@ -344,6 +343,10 @@ class RouterHarness:
     def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:
         """Record batches of a wire that did not arrive, as a `KvSubscriber` does; see `Ledger.lost_batches`."""
         self.publisher.lost_batches((worker_id, dp_rank), batches, observed)
+
+    def losses_at(self, endpoints: Sequence[str]) -> Losses:
+        """Return `lost_batches` of one who subscribes at these endpoints, one a rank: a capture says who published there."""
+        return self.publisher.losses_at(endpoints)
 
     def next_id(self, worker_id: int, dp_rank: int) -> int:
         """Take the id for an event made by hand that has none; it is not used again."""

@@ -23,7 +23,7 @@ from pytest_kvmock.events import (
 from pytest_kvmock.hygiene.content import FoundChain
 
 if TYPE_CHECKING:
-    from pytest_kvmock.harness.publisher import Publisher
+    from pytest_kvmock.harness.publisher import Losses, Publisher
     from pytest_kvmock.prompt_keys import EventExtra
     from pytest_kvmock.sinks import Sink
 
@@ -150,6 +150,10 @@ class KvSink:
     def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:  # noqa: ARG002 - the sink is a worker of its own
         """Record batches of a wire that did not arrive; see `RouterHarness.lost_batches`."""
         self._publisher.lost_batches((self.worker_id, dp_rank), batches, observed)
+
+    def losses_at(self, endpoints: Sequence[str]) -> Losses:
+        """Return `lost_batches` of one who subscribes at these endpoints; see `RouterHarness.losses_at`."""
+        return self._publisher.losses_at(endpoints, self.worker_id)
 
     def sinks_of(self, worker_id: int) -> list[tuple[Sink, int | None]]:  # noqa: ARG002 - as of `lost_batches`
         """The sinks that are given what this one publishes; see `RouterHarness.sinks_of`."""

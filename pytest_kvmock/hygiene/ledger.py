@@ -426,7 +426,17 @@ class Ledger:
         stream.next_id = event_id + 1
         self._desync(stream, cause)
 
-    def lost_batches(self, key: StreamKey, batches: range, position: int, observed: str = "") -> list[Problem]:
+    def subscribed(self, endpoints: Sequence[str]) -> object | None:
+        """Return who a consumer is that subscribes at endpoints, for `lost_batches`; a `CapturingLedger` looks who publishes."""
+
+    def lost_batches(
+        self,
+        key: StreamKey,
+        batches: range,
+        position: int,
+        observed: str = "",
+        consumer: object = None,  # noqa: ARG002 - as of `subscribed`
+    ) -> list[Problem]:
         """Record batches of a wire that did not arrive, and could not be had: what was in them is unknown.
 
         A wire numbers batches and no events, so the ids of events show no gap.
@@ -436,13 +446,13 @@ class Ledger:
             batches: their numbers; none where numbers went backwards, and `start` is the number that was due.
             position: number of the last event so far, for the record.
             observed: what happened; by default that they did not arrive.
+            consumer: who lost them: what `subscribed` returned.
         """
         stream = self.stream(key)
         names = f"batch {batches.start}" if len(batches) == 1 else f"batches {batches.start} to {batches.stop - 1}"
         expected = f"batch {batches.start}"
         problem = problem_of("event_id_gap", stream, observed or f"{names} did not arrive", expected, ())
-        problem.position, problem.of_batches = position, True
-        stream.restored = {}
+        problem.position, problem.of_batches, stream.restored = position, True, {}
         self._desync(stream, problem)
         return [problem]
 

@@ -34,7 +34,7 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
 
     A fault that was asked for and not injected fails a test that passed so far.
     """
-    made: list[tuple[int, KvPublisher]] = []
+    made: list[KvPublisher] = []
     with ExitStack() as stack:
 
         def make(worker: int = 0, **options: Any) -> KvPublisher:
@@ -50,14 +50,15 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
                 fail_in_one_line(case.item, f"kv_publisher: {error}")
             harness.add_sink(publisher, worker_id=worker)
             stack.callback(harness.publisher.remove_sink, publisher)  # what teardowns publish later has no wire
-            made.append((worker, publisher))
+            made.append(publisher)
+            if case.capture is not None:
+                case.capture.ledger.publishes(worker, publisher)
             return publisher
 
         yield make
     if case.capture is not None:
-        for worker, publisher in made:
-            case.capture.ledger.injected_on_wire(worker, publisher.faults.injected)
-    unused = [fault for _, publisher in made for fault in publisher.faults.unused]
+        case.capture.ledger.injected_on_wire()
+    unused = [fault for publisher in made for fault in publisher.faults.unused]
     if unused and case.passed:
         pytest.fail(f"kvmock: faults of the wire were asked for and not injected: {', '.join(unused)}", pytrace=False)
 

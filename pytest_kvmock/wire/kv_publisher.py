@@ -214,6 +214,8 @@ class KvPublisher(Batcher):
     def _begin_anew(self, dp_rank: int | None) -> list[int]:
         begun = super()._begin_anew(dp_rank)
         for rank in begun:
+            if self._ranks[rank].number:
+                self.faults.begun_anew(rank)
             self._ranks[rank].begin_anew()
         return begun
 

@@ -123,7 +123,8 @@ class KvSubscriber:
         ranks: how many ranks; None: one for each endpoint that is given.
         topic: what the topic of a batch must begin with.
         from_start: whether batches before the first that arrives are missing. If not, the stream begins with that one.
-        on_loss: called for what could not be had or read; None: the `lost_batches` of the object of which `sink` is, or is a method.
+        on_loss: called for what could not be had or read; None: what `losses_at(endpoints)` returns, or else `lost_batches`, of the
+            object that `sink` is, or is a method of.
         replay_timeout: so many seconds an answer may take, from one message to the next.
         context: a `zmq.Context`; None: one of its own. Over inproc it is the publisher's.
 
@@ -180,8 +181,11 @@ class KvSubscriber:
         self._sink = sink
         self._closed = self._is_awaiting = False
         self._on_loss: LostBatches | None = on_loss
-        if on_loss is None:
-            self._on_loss = getattr(getattr(sink, "__self__", sink), "lost_batches", None)
+        owner = getattr(sink, "__self__", sink)
+        if on_loss is None and (losses_at := getattr(owner, "losses_at", None)) is not None:
+            self._on_loss = losses_at(self.endpoints)
+        elif on_loss is None:
+            self._on_loss = getattr(owner, "lost_batches", None)
         self._from_start = from_start
         self._replay_timeout = check_number("replay_timeout", replay_timeout, unit=" seconds")
         if not isinstance(from_start, bool):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -41,11 +41,13 @@ class WireInjection:
         fault: its name.
         dp_rank: the rank.
         batch: the number of the batch; of a truncated replay, the first that was left out, or that would be next.
+        restarts: how often the rank had begun anew after it had published; a restart counts itself.
     """
 
     fault: str
     dp_rank: int
     batch: int
+    restarts: int = 0
 
 
 class _Planned:
@@ -79,6 +81,7 @@ class WireFaults:
         self._planned: deque[_Planned] = deque()
         self._truncated: deque[tuple[int, bool]] = deque()
         self._published = False
+        self._restarts: Counter[int] = Counter()  # by rank
 
     def __repr__(self) -> str:
         return f"<WireFaults: {len(self.injected)} injected, {len(self.unused)} not used yet>"
@@ -171,8 +174,10 @@ class WireFaults:
 
         What the engine holds is not touched: `KvWorker.restart()` empties it, and restarts its publisher.
         """
+        before = Counter(self._restarts)
         self._restart(dp_rank)
-        self.injected.append(WireInjection("restart", dp_rank or 0, 0))
+        begun = [rank for rank, restarts in self._restarts.items() if restarts != before[rank]]
+        self.injected += (self._injection("restart", rank, 0) for rank in begun or [dp_rank or 0])
 
     def truncate_replay(self, after: int = 0, *, end_marker: bool = True) -> None:
         """Break the next answer to a replay off that has something to leave out: a batch, or the end marker.
@@ -205,7 +210,7 @@ class WireFaults:
         planned.left -= 1
         if not planned.left:
             self._planned.remove(planned)
-        self.injected.append(WireInjection(planned.name, dp_rank, batch.number))
+        self.injected.append(self._injection(planned.name, dp_rank, batch.number))
         return outcome
 
     def truncated(self, dp_rank: int, batches: list[Numbered]) -> tuple[list[Numbered], bool]:
@@ -218,8 +223,19 @@ class WireFaults:
             return batches, True
         self._truncated.popleft()
         number = left_out[0].number if left_out else batches[-1].number + 1 if batches else 0
-        self.injected.append(WireInjection("truncate_replay", dp_rank, number))
+        self.injected.append(self._injection("truncate_replay", dp_rank, number))
         return batches[:after], end_marker
+
+    def begun_anew(self, dp_rank: int) -> None:
+        """Take note that a rank numbers batches from 0 again, after it had published."""
+        self._restarts[dp_rank] += 1
+
+    def restarts(self, dp_rank: int) -> int:
+        """How often a rank has begun anew after it had published."""
+        return self._restarts[dp_rank]
+
+    def _injection(self, name: str, dp_rank: int, batch: int) -> WireInjection:
+        return WireInjection(name, dp_rank, batch, self._restarts[dp_rank])
 
     # ------------------------------------------------------------------------------------------------ changes
 

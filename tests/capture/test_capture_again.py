@@ -1,5 +1,7 @@
 """A capture that is checked: the same problems as in the test that was captured."""
 
+import json
+
 import pytest
 from captured import NOT_OF_THE_STREAM, Captured, shown
 from hypothesis import given
@@ -10,7 +12,8 @@ from pytest_kvmock.capture import CaptureFile, CapturingLedger, check_file
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.router.recovery import WorkerQuery
-from pytest_kvmock.wire.wire_faults import WireInjection
+from pytest_kvmock.wire import find_dialect
+from pytest_kvmock.wire.wire_faults import Numbered, WireFaults, WireInjection
 
 RANDOM = [name for name, kind in FAULTS.items() if kind.has_rate]
 OWN_WARNINGS = {
@@ -257,18 +260,201 @@ def test_a_capture_of_before_faults_were_written_down_is_read(captured):
 def test_batches_that_a_wire_lost_on_purpose_are_no_problem(captured, lost, injections, real):
     world = captured()
     sink = world.kv.make_sink()
+    publisher = WireStandIn(ranks=2)
+    world.kv._judge.ledger.publishes(0, publisher)
     sink(ROOT)
+    if ("restart", 0) in injections:
+        publisher.faults.begun_anew(0)
     sink.lost_batches(sink.worker_id, 0, lost)
     sink(Removed((8,)))  # follows from the loss
-    other = [WireInjection(fault, 1, batch) for fault, batch in injections]
-    world.kv._judge.ledger.injected_on_wire(0, other[: 0 if lost == range(9, 9) else None])
-    world.kv._judge.ledger.injected_on_wire(0, [WireInjection(fault, 0, batch) for fault, batch in injections])
+    restarts = publisher.faults.restarts(0)
+    publisher.faults.injected += [WireInjection(fault, 1, batch) for fault, batch in injections if fault != "restart"]
+    publisher.faults.injected += [WireInjection(fault, 0, batch, restarts) for fault, batch in injections]
+    world.kv._judge.ledger.injected_on_wire()
     world.found()
 
     checked = check_file(world.path)
 
     assert [LOSES_ONE] * real == [problem.rule for problem in checked.errors]
     assert [LOSES_ONE] * (1 - real) == [problem.rule for problem in checked.injected]
+
+
+class WireStandIn:
+    """A publisher as a capture knows it, without sockets: each of its ranks has published."""
+
+    def __init__(self, *endpoints, ranks=1):
+        self.ranks = ranks
+        self.endpoints = endpoints or tuple(f"inproc://{id(self)}_{rank}" for rank in range(ranks))
+        self.faults = WireFaults(find_dialect("vllm-0.33"), self.begin_anew, int)
+
+    def begin_anew(self, dp_rank=None):
+        for rank in range(self.ranks) if dp_rank is None else [dp_rank]:
+            self.faults.begun_anew(rank)
+
+    def batches(self, dp_rank=0):
+        return 9
+
+    def lose(self, batch, dp_rank=0):
+        self.faults.lose(dp_rank=dp_rank)
+        self.faults.strike(dp_rank, Numbered(batch, b""))
+
+
+FIRST, SECOND, RESTART = range(1, 2), range(2, 3), range(3, 3)
+
+
+def again_after_a_restart(kv, a, b):
+    a.lose(1)
+    kv.lost_batches(77, 0, FIRST)
+    a.faults.restart()
+    kv.lost_batches(77, 0, RESTART)
+    kv.lost_batches(77, 0, FIRST)
+
+
+def on_purpose_before_and_after(kv, a, b):
+    again_after_a_restart(kv, a, b)
+    a.lose(1)
+
+
+def after_a_restart_of_the_worker(kv, a, b):
+    a.lose(1)
+    a.begin_anew()  # no fault
+    kv.lost_batches(77, 0, FIRST)
+    kv.lost_batches(77, 0, RESTART)
+    kv.lost_batches(77, 0, FIRST)
+
+
+def after_a_restart_that_was_noticed_late(kv, a, b):
+    a.lose(1)
+    a.begin_anew()
+    a.begin_anew()
+    kv.lost_batches(77, 0, FIRST)
+    kv.lost_batches(77, 0, RESTART)
+    kv.lost_batches(77, 0, RESTART)
+
+
+def after_a_restart_that_was_not_noticed(kv, a, b):
+    a.lose(1)
+    a.begin_anew()
+    kv.lost_batches(77, 0, FIRST)
+
+
+def twice(kv, a, b):
+    a.lose(1)
+    kv.lost_batches(77, 0, FIRST)
+    kv.lost_batches(77, 0, FIRST)
+
+
+def of_two_consumers(kv, a, b):
+    a.lose(1)
+    kv.lost_batches(77, 0, FIRST)
+    kv.lost_batches(78, 0, FIRST)
+
+
+def of_a_later_publisher(kv, a, b):
+    a.lose(1)
+    kv._judge.ledger.publishes(1, b)
+    kv.losses_at(b.endpoints)(77, 0, FIRST, "")
+    kv.losses_at(a.endpoints)(77, 0, FIRST, "")
+
+
+def of_a_publisher_that_is_not_known(kv, a, b):
+    a.lose(1)
+    kv.losses_at(b.endpoints)(77, 0, FIRST, "")
+
+
+def of_either_of_two(kv, a, b):
+    a.lose(1)
+    kv._judge.ledger.publishes(1, b)
+    kv.lost_batches(77, 0, FIRST)
+    kv.lost_batches(0, 0, FIRST)  # the first publishes for it
+    kv.lost_batches(1, 0, FIRST)
+
+
+def of_another_rank(kv, a, b):
+    a.lose(1)
+    kv._judge.ledger.publishes(1, b)
+    b.lose(2, dp_rank=1)
+    kv.losses_at(b.endpoints[1:])(77, 0, SECOND, "")
+    kv.losses_at(b.endpoints[:1])(78, 0, SECOND, "")
+
+
+def of_one_that_subscribed_after_a_restart(kv, a, b):
+    a.lose(1)
+    a.begin_anew()
+    a.lose(2)
+    lose = kv.losses_at(a.endpoints)
+    lose(77, 0, FIRST, "")
+    lose(77, 0, SECOND, "")
+
+
+def of_one_that_had_a_restart_nobody_else_had(kv, a, b):
+    a.lose(1)
+    kv.lost_batches(77, 0, RESTART)
+    kv.lost_batches(77, 0, FIRST)
+
+
+def of_each_rank_that_restarts(kv, a, b):
+    kv._judge.ledger.publishes(1, b)
+    b.faults.restart()
+    for rank in (0, 1):
+        kv.lost_batches(1, rank, RESTART)
+        kv.lost_batches(2 + rank, rank, FIRST)
+
+
+def of_more_restarts_than_there_were(kv, a, b):
+    a.faults.restart()
+    kv.lost_batches(77, 0, RESTART)
+    kv.lost_batches(77, 0, RESTART)
+
+
+@pytest.mark.parametrize(
+    ("what", "excused"),
+    [
+        (again_after_a_restart, [True, True, False]),
+        (on_purpose_before_and_after, [True, True, True]),
+        (after_a_restart_of_the_worker, [True, False, False]),
+        (after_a_restart_that_was_noticed_late, [True, False, False]),
+        (after_a_restart_that_was_not_noticed, [False]),
+        (twice, [True, False]),
+        (of_two_consumers, [True, True]),
+        (of_a_later_publisher, [False, True]),
+        (of_a_publisher_that_is_not_known, [False]),
+        (of_either_of_two, [False, True, False]),
+        (of_another_rank, [True, False]),
+        (of_one_that_subscribed_after_a_restart, [False, True]),
+        (of_one_that_had_a_restart_nobody_else_had, [False, False]),
+        (of_each_rank_that_restarts, [True, False, True, False]),
+        (of_more_restarts_than_there_were, [False, False]),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_fault_of_the_wire_excuses_the_batch_that_it_struck_and_no_other(captured, what, excused):
+    world = captured()
+    publisher = WireStandIn()
+    world.kv._judge.ledger.publishes(0, publisher)
+    what(world.kv, publisher, WireStandIn(ranks=2))
+    world.kv._judge.ledger.injected_on_wire()
+    world.found()
+
+    checked = check_file(world.path)
+
+    assert excused == [problem.fault is not None for problem in checked.log.problems if problem.rule == LOSES_ONE]
+    assert all(excused) is checked.is_clean
+
+
+def test_a_loss_of_a_capture_that_does_not_say_who_sent_it_is_real(captured):
+    world = captured()
+    publisher = WireStandIn()
+    world.kv._judge.ledger.publishes(0, publisher)
+    twice(world.kv, publisher, None)
+    world.kv._judge.ledger.injected_on_wire()
+    world.found()
+    lines = [json.loads(line) for line in world.path.read_text().splitlines()]
+    for line in lines:
+        line.get("lost", {}).pop("sent_by", None)
+    world.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    assert not check_file(world.path).is_clean
 
 
 def test_a_signed_hash_comes_back_signed(captured):

@@ -114,6 +114,10 @@ def test_a_capture_without_its_last_line_is_said_to_be_cut(file):
     assert "no last line" not in check_file(file(HEADER + EVENT + '{"end":{"events":1}}\n')).text()
 
 
+LOST = """{"stream":{"worker_id":0,"dp_rank":0,"first_id":0}}
+{"lost":{"worker_id":0,"dp_rank":0,"start":1,"stop":2,"observed":"","sent_by":null}}
+"""
+
 REFUSED = {
     "empty": ("", "the file is empty; a capture has a header"),
     "no JSON": ("hello\n", "line 1: not JSON: Expecting value"),
@@ -162,6 +166,20 @@ REFUSED = {
             ("tier_blocks", '{"disk":1.5}', "tier_blocks of 'disk' must be an integer of at least 0, got 1.5"),
             ("worker_id", "true", "worker_id must be an integer of at least 0, got True"),
             ("dp_rank", "-1", "dp_rank must be an integer of at least 0, got -1"),
+        )
+    },
+    "a loss of too many": (HEADER + LOST.replace('"stop":2', f'"stop":{2**70}'), "line 3: "),
+    **{
+        f"a loss sent by {value}": (
+            HEADER + LOST.replace("null}}", value + "}}"),
+            f"line 3: {message}",
+        )
+        for value, message in (
+            ("{}", "'publisher' is missing"),
+            ('{"publisher":-1}', "publisher must be an integer of at least 0, got -1"),
+            ('{"publisher":0,"dp_rank":0,"restarts":[0]}', "not enough values"),
+            ('{"publisher":0,"dp_rank":0,"restarts":[0,"a"]}', "restarts must be an integer of at least 0, got 'a'"),
+            ('{"publisher":0,"dp_rank":0,"restarts":[0,0],"consumer":[]}', "consumer must be an integer of at least 0"),
         )
     },
     "an event before the first": (
@@ -273,3 +291,13 @@ def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
     (entry,) = check_file(tmp_path / "a.jsonl").log
     assert {"odd": "<class 'object'>", "range": [0, 1]} == entry.extra
     assert [[0, 1], [3, 4]] == entry.token_ids
+
+
+def test_a_loss_that_any_number_of_restarts_was_before_is_real(file):
+    sent_by = f'{{"publisher":0,"dp_rank":0,"restarts":[0,{2**70}],"consumer":null}}'
+    injected = '{"injected":{"worker_id":0,"dp_rank":0,"fault":"lose","batch":1,"publisher":0,"restarts":0}}\n'
+    for lost, is_clean in (
+        (LOST.replace("null", sent_by), False),
+        (LOST.replace("null", sent_by.replace(str(2**70), "0")), True),
+    ):
+        assert is_clean is check_file(file(HEADER + lost + injected + '{"end":{"events":0}}\n')).is_clean

@@ -128,6 +128,80 @@ def test_what_a_fault_made_unreadable_is_its_result(nested, pytester, fault):
     assert checked.is_clean
 
 
+TWICE = """
+import pytest
+from pytest_kvmock.wire.zmq import KvSubscriber
+
+pytestmark = [pytest.mark.kv_dialects("vllm-0.33"), pytest.mark.kvmock(allow=["event_id_gap"])]
+
+@pytest.fixture
+def publish(kv_harness):
+    def publish(batches, publisher, worker=0):
+        for _ in range(batches):
+            with publisher.step():
+                kv_harness.worker(worker).serve(kv_harness.prompt(2))
+    return publish
+
+@pytest.fixture
+def subscribed(make_kv_sink):
+    def subscribed(publisher):
+        router = KvSubscriber(publisher.endpoint, make_kv_sink(), dialect="vllm-0.33")
+        publisher.wait_subscribed()
+        return router
+    return subscribed
+
+def test_on_purpose(kv_publisher, publish, subscribed):
+    with subscribed(kv_publisher) as router:
+        publish(1, kv_publisher)
+        kv_publisher.faults.lose()
+        publish(2, kv_publisher)
+        kv_publisher.faults.restart()
+        publish(1, kv_publisher)
+        kv_publisher.faults.lose()
+        publish(2, kv_publisher)
+        router.receive(6)
+
+def test_late_after_a_restart(kv_publisher, publish, subscribed):
+    with subscribed(kv_publisher) as router:
+        kv_publisher.faults.lose()
+        publish(3, kv_publisher)
+        router.receive(3)
+    kv_publisher.restart()
+    publish(1, kv_publisher)
+    with subscribed(kv_publisher) as router:
+        publish(2, kv_publisher)
+        router.receive(3)
+
+def test_late_at_another(kv_publisher, make_kv_publisher, publish, subscribed):
+    with subscribed(kv_publisher) as router:
+        kv_publisher.faults.lose()
+        publish(3, kv_publisher)
+        router.receive(3)
+    other = make_kv_publisher(1)
+    publish(1, other, 1)
+    with subscribed(other) as router:
+        publish(2, other, 1)
+        router.receive(3)
+"""
+
+
+def test_a_fault_of_a_wire_excuses_no_loss_after_a_restart_nor_at_another_publisher(nested, pytester):
+    nested(TWICE, "--kv-capture=out", "-o", "kvmock_workers=2").assert_outcomes(passed=3)
+
+    found = {}
+    for path in (pytester.path / "out").iterdir():
+        checked = check_file(path)
+        found[checked.header["test"].partition("::")[2].partition("[")[0]] = (
+            [problem.observed for problem in checked.injected],
+            [problem.observed for problem in checked.errors],
+        )
+    lost, other = "batch 0 did not arrive", "batch 1 did not arrive"
+    assert {
+        "test_on_purpose": ([other], []),
+        **dict.fromkeys(["test_late_after_a_restart", "test_late_at_another"], ([lost], [lost])),
+    } == found
+
+
 def test_a_stream_in_another_dialect_fails_its_test_and_is_not_clean(nested, pytester):
     code = ON_A_WIRE.replace("dialect=kv_publisher.dialect", "dialect='vllm-0.23'").replace(
         "kv_publisher.faults.lose()", "pass"
