@@ -166,6 +166,7 @@ def test_late_after_a_restart(kv_publisher, publish, subscribed):
         kv_publisher.faults.lose()
         publish(3, kv_publisher)
         router.receive(3)
+    kv_publisher.settle(lambda: not kv_publisher.subscriptions())  # else the next wait may count the one that ends
     kv_publisher.restart()
     publish(1, kv_publisher)
     with subscribed(kv_publisher) as router:
