@@ -364,13 +364,15 @@ class KvSubscriber:
             if not was_brought:
                 self._note(dp_rank, number, decoded)
             return False
-        if was is None and any(number in loss.batches for loss in self.lost if loss.dp_rank == dp_rank):
+        is_later = _is_later(decoded.timestamp, rank.latest)
+        is_lost = was is None and any(number in loss.batches for loss in self.lost if loss.dp_rank == dp_rank)
+        if is_lost and not is_later:
             self.problems.append(
                 BatchProblem(dp_rank, number, f"arrived after batch {due - 1}, when it counted as lost")
             )
             return False
         is_forgotten = was is None and len(rank.seen) == MOST_REMEMBERED and number < next(iter(rank.seen))
-        if is_forgotten and not _is_later(decoded.timestamp, rank.latest):
+        if is_forgotten and not is_later:
             self.duplicates += 1
             return False
         observed = f"batch {number} came after batch {due - 1}: numbers went backwards, as after an unannounced restart"

@@ -181,6 +181,18 @@ def test_a_batch_that_counts_as_lost_is_not_applied_when_it_arrives_late():
         ]
 
 
+def test_a_restart_whose_first_number_counts_as_lost_is_no_late_batch():
+    with World(replay=False, from_start=True) as world:
+        world.publisher.faults.lose()
+        world.publish(2)
+        world.receive(2)
+        world.publisher.restart()
+        world.publish(2)
+        world.receive(2)
+        assert [1, 2, 3] == world.blocks
+        assert ([], 2) == (world.subscriber.problems, len(world.lost))
+
+
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_restart_is_reported_and_the_new_beginning_is_applied(replay):
     with World(replay=replay) as world:
