@@ -28,7 +28,7 @@ def vectors(tmp_path_factory):
 class Index:
     """Who holds which chains of blocks, by (worker, rank): of the engine's names, each a chain and how many copies.
 
-    A block in a chain is what it is told apart by: its tokens and what goes with them, or Dynamo's local hash.
+    A block in a chain is what makes it another one: its tokens and what goes with them, or Dynamo's local hash.
     """
 
     def __init__(self, dialect, mutant=None):

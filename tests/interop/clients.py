@@ -133,7 +133,7 @@ class Model:
         for worker in sorted(self.workers):
             self.unregister(worker)
 
-    def _told(self, path, body):
+    def _asked(self, path, body):
         status, answer = self.indexer.ask("POST", path, {"model_name": self.name, **body})
         if status not in (200, 201):
             raise ClientError(f"{path} {body}: {status} {answer!r:.300}")
@@ -146,18 +146,18 @@ class Model:
             body = {"instance_id": worker, "endpoint": endpoint, "dp_rank": rank, "block_size": self.block_size}
             if replay:
                 body["replay_endpoint"] = publisher.replay_endpoints[rank]
-            self._told("/register", body)
+            self._asked("/register", body)
         publisher.wait_subscribed(timeout=PATIENCE)
 
     def unregister(self, worker):
         """Let it forget a worker, and return when its subscriptions have ended."""
-        self._told("/unregister", {"instance_id": worker})
+        self._asked("/unregister", {"instance_id": worker})
         publisher = self.workers.pop(worker)
         publisher.settle(lambda: not any(map(publisher.subscriptions, range(publisher.ranks))), timeout=PATIENCE)
 
     def answer(self, prompt, **keys):
         """Leading blocks of a prompt that each worker and rank holds on the device, by `(worker, rank)`."""
-        scores = self._told("/query", {"token_ids": list(prompt.tokens), **keys})["scores"]
+        scores = self._asked("/query", {"token_ids": list(prompt.tokens), **keys})["scores"]
         return {
             (int(worker), int(rank)): tokens // self.block_size
             for worker, ranks in scores.items()

@@ -246,12 +246,12 @@ def test_a_manager_that_comes_back_begins_anew_at_the_router(nested):
         CACHE
         + """
     @pytest.mark.kvmock(block_size=4, num_blocks=4)
-    @pytest.mark.parametrize("is_told", [False, True])
-    def test(kv_harness, make_kv_block_manager, is_told):
+    @pytest.mark.parametrize("is_announced", [False, True])
+    def test(kv_harness, make_kv_block_manager, is_announced):
         former = make_kv_block_manager(worker_id=7)
         cache(former.device(), range(16))
         former.close()
-        if is_told:
+        if is_announced:
             kv_harness.remove_worker(7)
         cache(make_kv_block_manager(worker_id=7).device(), range(8))
         assert {7: 2} == kv_harness.overlap(range(16))

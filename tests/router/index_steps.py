@@ -17,7 +17,7 @@ def event(worker, data, rank=0, event_id=0, **kwargs):
     return RouterEvent(worker, KvCacheEvent(event_id, data, rank), **kwargs)
 
 
-def _told(worker, data, rank):
+def _event(worker, data, rank):
     def step(index: RadixIndex):
         try:
             index.apply(event(worker, data, rank))
@@ -30,15 +30,15 @@ def _told(worker, data, rank):
 
 def store(worker, blocks, parent=None, *, rank=0, base=100):
     pairs = [block if isinstance(block, tuple) else (base + block, block) for block in blocks]
-    return _told(worker, Stored(parent, tuple(h for h, _ in pairs), tuple(local for _, local in pairs)), rank)
+    return _event(worker, Stored(parent, tuple(h for h, _ in pairs), tuple(local for _, local in pairs)), rank)
 
 
 def remove(worker, block_hashes, *, rank=0):
-    return _told(worker, Removed(tuple(block_hashes)), rank)
+    return _event(worker, Removed(tuple(block_hashes)), rank)
 
 
 def cleared(worker, *, rank=0):
-    return _told(worker, Cleared(), rank)
+    return _event(worker, Cleared(), rank)
 
 
 def remove_worker(worker):
