@@ -102,7 +102,7 @@ def test_a_command_prints_what_is_shown(page_run, page, block, capsys):
 
 
 def test_every_block_has_a_mark_or_a_language_that_says_how_it_is_run():
-    kinds = {"python", "file", "fails", "output", "console", "sh", "command", "drawing"}
+    kinds = {"python", "file", "fails", "output", "console", "sh", "command", "drawing", "signature"}
     assert [] == [
         (page, block.line, block.kind) for page in PAGES.values() for block in page.blocks if block.kind not in kinds
     ]
