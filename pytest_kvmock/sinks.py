@@ -1,20 +1,23 @@
 """Event sinks.
 
-A manager publishes every event to its sink, and what the sink raises does not stop it: that is logged, and the event id
-stays consumed (Dynamo, `KvEventPublishers`).
+A manager publishes every event to its sink, and what the sink raises does not stop it: that is logged, the event id stays
+consumed (Dynamo, `KvEventPublishers`), and the first exception leaves the manager's call when the move is over.
+
+A sink of the original's two shapes is taken as well, wherever a sink is given: `adapted` makes one of this protocol of it.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from inspect import Parameter, iscoroutinefunction, signature
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Protocol
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_kvmock.prompt_keys import EventExtra
 
@@ -38,6 +41,125 @@ class Sink(Protocol):
             storage_tier: where.
             token_ids: for a Stored, the token ids of each block, if the manager was given them.
         """
+
+
+class EventSink(Protocol):
+    """A sink that takes the event alone, as `KvCacheEventSink` of dynamo-mocker 1.2.1."""
+
+    def publish(self, event: KvCacheEvent, /) -> object:
+        """Publish one event."""
+
+
+class TokenSink(Protocol):
+    """A sink that takes the event and its token ids, as `KvCacheEventSink` of earlier releases of dynamo-mocker."""
+
+    def publish(self, event: KvCacheEvent, token_ids: BlockTokens | None, /) -> object:
+        """Publish one event."""
+
+
+GivenSink: TypeAlias = "Sink | EventSink | TokenSink | Callable[..., object]"
+"""A sink as a user gives it: one of three shapes, or a function that takes what their `publish` takes."""
+
+
+def adapted(given: GivenSink, what: str = "sink") -> Sink:
+    """Return the sink itself if it has the protocol of `Sink`, else an adapter to it.
+
+    The shape is told by the positional parameters of `publish`, now; the method is looked up at each event.
+
+    Args:
+        given: an object with a method `publish`, or a function.
+        what: what the message calls it.
+
+    Raises:
+        TypeError: it is neither; or it takes other arguments, or would have to be awaited.
+    """
+    publish = getattr(given, "publish", None)
+    if isinstance(given, type):
+        raise TypeError(f"{what} is the class {given.__name__}; it must be an object, {given.__name__}()")
+    if not callable(publish) and not callable(given):
+        raise TypeError(f"{what} must have a method {_SHAPES}, or be such a function; got {given!r:.80}")
+    is_function = not callable(publish)
+    call: Callable[..., object] = given if is_function else publish  # type: ignore[assignment]  # one of them is callable
+    name = f"{what} {given!r:.80}" if is_function else f"{what}: {type(given).__name__}.publish"
+    if iscoroutinefunction(call):
+        raise TypeError(f"{name} is a coroutine function, and a manager awaits none; give it a plain function")
+    takes = _count_arguments(call, name, unknown=1 if is_function else 3)
+    if takes == 3 and not is_function:
+        return given  # type: ignore[return-value]  # as was checked
+    return AdaptedSink(given, takes, is_function=is_function)
+
+
+_SHAPES: Final = "publish(event), publish(event, token_ids) or publish(event, storage_tier, token_ids)"
+
+
+def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> int:
+    """How many positional arguments a sink is called with: 1, 2 or 3; `unknown` for one without a signature."""
+    try:
+        wanted = signature(call)
+    except (TypeError, ValueError):
+        return unknown
+    names: list[str] = []
+    for each in wanted.parameters.values():
+        if each.kind is Parameter.VAR_POSITIONAL:
+            names += ["event", "any", "any"]
+        elif each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
+            names.append(each.name)
+        if names[-1:] == ["extra"]:  # given by its name
+            names.pop()
+            break
+    takes = min(len(names), 3)
+    try:
+        wanted.bind(*range(takes))
+    except TypeError:
+        takes = 0
+    if not takes or (takes == 2 and names[1] in ("storage_tier", "tier")):
+        raise TypeError(f"{name} takes {wanted}; a sink is called as {_SHAPES}")
+    return takes
+
+
+class AdaptedSink:
+    """A sink of another shape, or a function, as a `Sink`; see `adapted`.
+
+    Args:
+        given: what the user gave.
+        takes: with how many positional arguments it is called.
+        is_function: whether it is called itself, and not its `publish`.
+    """
+
+    __slots__ = ("_is_function", "_takes", "given")
+
+    def __init__(self, given: Any, takes: int, *, is_function: bool) -> None:
+        self.given = given
+        self._takes = takes
+        self._is_function = is_function
+
+    def publish(
+        self,
+        event: KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+        extra: EventExtra | None = None,
+    ) -> None:
+        """Publish as the sink takes it."""
+        call = self.given if self._is_function else self.given.publish
+        arguments = ((event,), (event, token_ids), (event, storage_tier, token_ids))[self._takes - 1]
+        if extra is not None and has_parameter(call, "extra"):
+            call(*arguments, extra=extra)
+        else:
+            call(*arguments)
+
+
+def given_sink(sink: Sink | None) -> Any:
+    """Return a sink as the user gave it."""
+    return sink.given if isinstance(sink, AdaptedSink) else sink
+
+
+def sink_text(sink: Sink) -> str:
+    """Return what is called of a sink, for messages: "Listener.publish"."""
+    given = given_sink(sink)
+    if callable(getattr(given, "publish", None)):
+        return f"{type(given).__name__}.publish"
+    return str(getattr(given, "__qualname__", type(given).__name__))
 
 
 def publish_with_extra(
@@ -94,10 +216,16 @@ class FanOutSink:
     """A sink that publishes to several others, in the order given; the first that raises keeps the event from those after it.
 
     Dynamo has two, the event sink before the raw sink that carries token ids, and this same rule.
+
+    Args:
+        *sinks: of any shape that a manager takes.
+
+    Raises:
+        TypeError: one of them is no sink.
     """
 
-    def __init__(self, *sinks: Sink) -> None:
-        self.sinks = sinks
+    def __init__(self, *sinks: GivenSink) -> None:
+        self.sinks = tuple(adapted(sink, f"sink {i}") for i, sink in enumerate(sinks))
 
     def publish(
         self,

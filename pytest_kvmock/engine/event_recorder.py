@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from pytest_kvmock.cache.base import log_not_taken
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
 from pytest_kvmock.sinks import Sink, publish_with_extra
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 class EventRecorder:
     """A sink that passes every event on, at once or when it is released, and records what is stored.
 
-    A worker has one for all its managers, also after a restart.
+    A worker has one for all its managers, also after a restart. What the sink raises is logged, and ends here: a request is
+    several moves, and a manager that raised would end it between two of them.
 
     Args:
         sink: where events go; None: nowhere.
@@ -55,10 +57,13 @@ class EventRecorder:
         if self.holds:
             self.held.append((event, storage_tier, token_ids, extra))
         elif self.sink is not None:
-            if extra is None:
-                self.sink.publish(event, storage_tier, token_ids)
-            else:
-                publish_with_extra(self.sink, event, storage_tier, token_ids, extra)
+            try:
+                if extra is None:
+                    self.sink.publish(event, storage_tier, token_ids)
+                else:
+                    publish_with_extra(self.sink, event, storage_tier, token_ids, extra)
+            except Exception as error:  # noqa: BLE001 - whatever a sink does, the engine carries on
+                log_not_taken(event, error)
 
     def release(self) -> None:
         """Pass on what is held, in order, and hold nothing from now on."""
@@ -66,10 +71,13 @@ class EventRecorder:
         held, self.held = self.held, []
         if self.sink is not None:
             for event, storage_tier, token_ids, extra in held:
-                if extra is None:
-                    self.sink.publish(event, storage_tier, token_ids)
-                else:
-                    publish_with_extra(self.sink, event, storage_tier, token_ids, extra)
+                try:
+                    if extra is None:
+                        self.sink.publish(event, storage_tier, token_ids)
+                    else:
+                        publish_with_extra(self.sink, event, storage_tier, token_ids, extra)
+                except Exception as error:  # noqa: BLE001 - as above
+                    log_not_taken(event, error)
 
     def drop(self) -> None:
         """Forget what is held, as its worker restarts."""

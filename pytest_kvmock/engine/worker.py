@@ -28,6 +28,7 @@ from pytest_kvmock.engine.driver import (
 from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.events import StorageTier
+from pytest_kvmock.sinks import adapted
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.tier_clock import TierClock
     from pytest_kvmock.moves import Block
-    from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.sinks import GivenSink, Sink
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818 - the name that engines use
@@ -261,7 +262,7 @@ class KvWorker:
         make_manager: makes a block manager that publishes to the sink it is given; called again at each restart.
         worker_id: the worker's name.
         dp_rank: its data-parallel rank.
-        sink: where its events are published; None: nowhere.
+        sink: where its events are published, of any shape of `sinks.GivenSink`; None: nowhere. What it raises is logged.
         prefix_caching: False: nothing is reused and nothing is published.
         chunk: prefill in chunks of this many tokens; None: in one go.
         rng: source of generated tokens and of the names of partial blocks.
@@ -281,7 +282,7 @@ class KvWorker:
         worker_id: int = 0,
         dp_rank: int = 0,
         *,
-        sink: Sink | None = None,
+        sink: GivenSink | None = None,
         prefix_caching: bool = True,
         chunk: int | None = None,
         rng: Random | None = None,
@@ -298,7 +299,7 @@ class KvWorker:
         self._engine: Engine | None = None
         self._watch: Sink | None = None
         self._make_manager = make_manager
-        self._recorder = EventRecorder(sink)
+        self._recorder = EventRecorder(None if sink is None else adapted(sink))
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
         self._clock: TierClock | None = None

@@ -12,7 +12,7 @@ from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.sinks import Sink, publish_with_extra
+from pytest_kvmock.sinks import GivenSink, Sink, adapted, given_sink, publish_with_extra, sink_text
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
 """Returns the events that arrive for one that is published: none when it is lost."""
@@ -56,19 +56,24 @@ class Publisher:
         """The recovery that keeps each event that is published, lost or not; None: there is none."""
         return self._recovery
 
-    def add_sink(self, sink: Sink, *, before: bool, worker_id: int | None = None) -> None:
-        """Publish each event, or each of one worker, to one more sink, before the router or after it."""
-        (self._before if before else self._after).append((sink, worker_id))
+    def add_sink(self, sink: GivenSink, *, before: bool, worker_id: int | None = None) -> None:
+        """Publish each event, or each of one worker, to one more sink, before the router or after it.
 
-    def remove_sink(self, sink: Sink) -> None:
+        Raises:
+            TypeError: that is no sink.
+        """
+        (self._before if before else self._after).append((adapted(sink, "add_sink: sink"), worker_id))
+
+    def remove_sink(self, sink: GivenSink) -> None:
         """Publish no further events to a sink."""
         with self.lock:
-            self._before = [each for each in self._before if each[0] is not sink]
-            self._after = [each for each in self._after if each[0] is not sink]
+            self._before = [each for each in self._before if given_sink(each[0]) is not sink]
+            self._after = [each for each in self._after if given_sink(each[0]) is not sink]
 
     def sinks_of(self, worker_id: int) -> list[_SinkOf]:
         """The sinks that are given the events of a worker."""
-        return [each for each in (*self._before, *self._after) if each[1] in (None, worker_id)]
+        sinks = (*self._before, *self._after)
+        return [(given_sink(sink), of) for sink, of in sinks if of in (None, worker_id)]
 
     def use_injector(self, injector: FaultInjector) -> None:
         """Inject faults from here on, and keep a book of what would have arrived without them."""
@@ -162,7 +167,7 @@ class Publisher:
                 else:
                     publish_with_extra(sink, event.event, event.storage_tier, event.token_ids, event.extra)
             except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
-                observed = f"{type(sink).__name__}.publish raised {type(error).__name__}: {error}"
+                observed = f"{sink_text(sink)} raised {type(error).__name__}: {error}"
                 if missed:
                     observed += "; the router never got the event"
                 rank = event.event.dp_rank
@@ -190,7 +195,7 @@ class Publisher:
             self.next_ids[key] = 0
             self.begun(key)
             for sink, worker_id in (*self._before, *self._after):
-                notify = getattr(sink, "worker_restarted", None) if worker_id == key[0] else None
+                notify = getattr(given_sink(sink), "worker_restarted", None) if worker_id == key[0] else None
                 if notify is not None:
                     notify(key[1])
 
