@@ -51,7 +51,8 @@ class Publisher:
     One counter a manager, for all tiers, from 0 (Dynamo, `KvManager::next_event_id`). Without a sink there is no event
     and no id is consumed. A sink that raises costs its id and is logged as a warning; the move goes on, and so do its later
     events. What was raised first is kept until the manager's call is over, and leaves it there: each public method that
-    publishes ends with `if publisher.failure is not None: publisher.surface()`, which costs no call where all is well.
+    publishes ends with `if publisher.failure is not None: publisher.surface()`, which costs no call where all is well. Of a
+    sink with `only_logged`, that of a worker, nothing is kept.
 
     Args:
         sink: where events go; None: nowhere.
@@ -119,8 +120,8 @@ class Publisher:
                 self._not_taken(event, error)
 
     def _not_taken(self, event: KvCacheEvent, error: Exception) -> None:
-        log_not_taken(event, error)
-        if self.failure is None:
+        LOG.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=error)
+        if self.failure is None and not getattr(self.sink, "only_logged", False):
             self.failure = error
 
     def surface(self) -> None:
@@ -140,11 +141,6 @@ class Publisher:
         finally:
             self._depth -= 1
         self.surface()
-
-
-def log_not_taken(event: KvCacheEvent, error: Exception) -> None:
-    """Log that a sink raised, as the original does."""
-    LOG.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=error)
 
 
 class ManagerBase:

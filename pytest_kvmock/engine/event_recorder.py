@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from pytest_kvmock.cache.base import log_not_taken
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
 from pytest_kvmock.sinks import Sink, publish_with_extra
 
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
 class EventRecorder:
     """A sink that passes every event on, at once or when it is released, and records what is stored.
 
-    A worker has one for all its managers, also after a restart. What the sink raises is logged, and ends here: a request is
-    several moves, and a manager that raised would end it between two of them.
+    A worker has one for all its managers, also after a restart. What its sink raises does not leave the manager's call, as that
+    is one of several of a request, which would end between two of them.
 
     Args:
         sink: where events go; None: nowhere.
@@ -31,6 +30,7 @@ class EventRecorder:
         extra_of: finds what travels beside a Stored of a manager that does not say it; None: nothing does.
     """
 
+    only_logged: ClassVar[bool] = True
     __slots__ = ("extra_of", "held", "holds", "published", "sink", "stored")
 
     def __init__(self, sink: Sink | None) -> None:
@@ -57,13 +57,10 @@ class EventRecorder:
         if self.holds:
             self.held.append((event, storage_tier, token_ids, extra))
         elif self.sink is not None:
-            try:
-                if extra is None:
-                    self.sink.publish(event, storage_tier, token_ids)
-                else:
-                    publish_with_extra(self.sink, event, storage_tier, token_ids, extra)
-            except Exception as error:  # noqa: BLE001 - whatever a sink does, the engine carries on
-                log_not_taken(event, error)
+            if extra is None:
+                self.sink.publish(event, storage_tier, token_ids)
+            else:
+                publish_with_extra(self.sink, event, storage_tier, token_ids, extra)
 
     def release(self) -> None:
         """Pass on what is held, in order, and hold nothing from now on."""
@@ -71,13 +68,10 @@ class EventRecorder:
         held, self.held = self.held, []
         if self.sink is not None:
             for event, storage_tier, token_ids, extra in held:
-                try:
-                    if extra is None:
-                        self.sink.publish(event, storage_tier, token_ids)
-                    else:
-                        publish_with_extra(self.sink, event, storage_tier, token_ids, extra)
-                except Exception as error:  # noqa: BLE001 - as above
-                    log_not_taken(event, error)
+                if extra is None:
+                    self.sink.publish(event, storage_tier, token_ids)
+                else:
+                    publish_with_extra(self.sink, event, storage_tier, token_ids, extra)
 
     def drop(self) -> None:
         """Forget what is held, as its worker restarts."""

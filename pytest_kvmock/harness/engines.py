@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.engine.args import MockEngineArgs
@@ -134,6 +134,7 @@ class WatchingSink:
         worker_id: the worker.
     """
 
+    only_logged: ClassVar[bool] = True
     __slots__ = ("_judge", "_worker_id")
 
     def __init__(self, judge: Judge, worker_id: int) -> None:

@@ -392,7 +392,7 @@ class ManagerContract(OverBackend):
         )
         sink = CapturingSink()
         manager.sink = sink
-        manager.use([3])
+        manager.use([101])
         ids = [event.event_id for event in sink.events]
         assert ids and ids[0] > 0, f"after an event that its sink refused, the next ids were {ids}; expected 1 or more"
 
