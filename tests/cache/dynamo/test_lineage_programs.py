@@ -24,6 +24,11 @@ def test_a_block_whose_turn_has_come_is_evictable_once_its_last_child_is_used_ag
     ]
 
 
+def test_the_model_answers_as_the_real_manager_did(recording):
+    for program in recording("logical_lineage_woken.json.gz")["programs"]:
+        assert program["steps"] == Program(program["seed"]).steps, program["seed"]
+
+
 @pytest.mark.parametrize("first", range(0, 500, 100))
 def test_any_block_of_a_chain_is_used_again_and_the_order_of_eviction_stays_that_of_the_model(first):
     for seed in range(first, first + 100):
