@@ -50,6 +50,12 @@ class PlainForest:
         self.remove(leaf)
         return leaf
 
+    def order(self):
+        """The inactive blocks as evictions would take them; nothing changes."""
+        forest = PlainForest(self.parents)
+        forest.turns, forest.above = dict(self.turns), dict(self.above)
+        return [forest.evict() for _ in self.turns]
+
 
 class PlainManager:
     """What a Use and a Deref do to full blocks.
@@ -116,6 +122,7 @@ class Program:
 
     Attributes:
         steps: rows as in a recording: the operation, its answer, events, active blocks, references, inactive blocks.
+        orders: the inactive blocks after each step, in the order in which they would be evicted.
     """
 
     def __init__(self, seed):
@@ -127,6 +134,7 @@ class Program:
             self.add(block, self.rng.choice([None, *self.parents, *list(self.parents)[-3:] * 3]))
         self.manager = PlainManager(self.capacity, self.parents)
         self.steps = []
+        self.orders = []
         for _ in range(self.rng.randint(20, 60)):
             self.rng.choice([self.chain, self.wake, self.wake, self.press, self.free_one, self.free_all])()
         self.free_all()
@@ -150,10 +158,14 @@ class Program:
     def use(self, blocks):
         plhs = [[block, self.parents[block], len(self.chain_to(block)) - 1] for block in blocks]
         operation = ["use", blocks, [local_hash(block) for block in blocks], plhs, None]
-        self.steps.append([operation, *self.manager.use(blocks)])
+        self.step(operation, self.manager.use(blocks))
 
     def deref(self, blocks):
-        self.steps.append([["deref", blocks], *self.manager.deref(blocks)])
+        self.step(["deref", blocks], self.manager.deref(blocks))
+
+    def step(self, operation, row):
+        self.steps.append([operation, *row])
+        self.orders.append(self.manager.forest.order())
 
     def chain(self):
         """Use a chain; mostly it is freed at once, root first or tail first."""

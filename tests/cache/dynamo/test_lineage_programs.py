@@ -36,4 +36,5 @@ def test_any_block_of_a_chain_is_used_again_and_the_order_of_eviction_stays_that
         player = Player(new_manager("lineage", program.capacity))
         for number, (operation, *expected) in enumerate(program.steps):
             assert expected == player.play(operation), (seed, number, operation)
-        assert len(player.manager.inactive_blocks()) == player.manager.num_inactive_blocks
+            if seed % 2:  # to ask for the order brings what was freed to the policy: the others do without
+                assert program.orders[number] == player.manager.inactive_blocks(), (seed, number, operation)
