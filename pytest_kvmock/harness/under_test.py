@@ -423,7 +423,8 @@ def question(hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_token
         return hashes
     if tokens is None:
         raise ValueError(
-            "the index under test takes tokens (match_tokens), and this prompt has only hashes; "
-            "ask with a prompt of tokens, or give the index a find_matches(local_hashes)"
+            "the index under test takes tokens (match_tokens), and this prompt has only hashes; give a prompt of tokens "
+            "(of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or --kv-trace-tokens), or "
+            "give the index a find_matches(local_hashes)"
         )
     return tokens

@@ -29,7 +29,7 @@ from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
 from pytest_kvmock.plugin.options import LISTS, OPTIONS
-from pytest_kvmock.plugin.precedence import Policy
+from pytest_kvmock.plugin.precedence import Policy, resolve_trace_tokens
 from pytest_kvmock.wire import DEFECTS, DIALECTS, Batch, encode
 
 REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.items() if "docs/reference/" in name}
@@ -181,6 +181,7 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
         "faults": {},
         "survive": (),
         "engine": {},
+        "trace_tokens": resolve_trace_tokens({}, (), {}),
     }
     assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
 
