@@ -188,6 +188,9 @@ class Publisher:
                     publish_with_extra(sink, event.event, event.storage_tier, event.token_ids, event.extra)
             except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
                 observed = f"{sink_text(sink)} raised {type(error).__name__}: {error}"
+                if getattr(given_sink(sink), "closed", False) is True:  # it would raise at each event: once is enough
+                    self.remove_sink(given_sink(sink))
+                    observed += "; it gets no further events"
                 if missed:
                     observed += "; the router never got the event"
                 rank = event.event.dp_rank
