@@ -179,20 +179,19 @@ class Ledger:
         got, due = event.event.event_id, stream.next_id
         assert due is not None
         if got > due:
-            missing = range(due, got)
-            stream.holes.append(missing)
-            lost, skipped = stream.take_skipped(missing)
+            stream.holes.append(range(due, got))
+            case, (lost, skipped) = "skip", stream.take_skipped(range(due, got))
             never = f"; the worker never published {_several(skipped)}" if skipped else ""
             observed = f"{_several(lost)} did not arrive" + (f" after event {due - 1}" if due else "") + never
             if not lost:
                 observed = f"non-consecutive event id: expected {due}, got {got}{never}"
         elif event == stream.last:
-            observed = f"event {got} had arrived already"
+            case, observed = "repeat", f"event {got} had arrived already"
         else:
-            before = "another event" if got == due - 1 else "event"
+            case, before = "backwards", "another event" if got == due - 1 else "event"
             observed = f"{before} {due - 1} had arrived: ids went backwards, as after an unannounced restart"
             stream.begin_anew("backwards")
-        problem = problem_of("event_id_gap", stream, observed, f"event {due}", ())
+        problem = problem_of("event_id_gap", stream, observed, f"event {due}", (), case=case)
         problem.event, problem.position = event, position
         problems.append(problem)
         if event == stream.last:  # a repeat of the event before: only its own consequences follow from it
@@ -450,8 +449,8 @@ class Ledger:
         """
         stream = self.stream(key)
         names = f"batch {batches.start}" if len(batches) == 1 else f"batches {batches.start} to {batches.stop - 1}"
-        expected = f"batch {batches.start}"
-        problem = problem_of("event_id_gap", stream, observed or f"{names} did not arrive", expected, ())
+        observed, case = observed or f"{names} did not arrive", "batch" if batches else "batch_backwards"
+        problem = problem_of("event_id_gap", stream, observed, f"batch {batches.start}", (), case=case)
         problem.position, problem.of_batches, stream.restored = position, True, {}
         self._desync(stream, problem)
         return [problem]
@@ -525,6 +524,7 @@ class Ledger:
             f"the worker published ids up to {next_id - 1}; {_several(lost)} did not arrive{never}",
             "what is published arrives",
             (),
+            case="never_arrived",
         )
         problem.position = position
         stream.holes.append(missing)

@@ -130,7 +130,7 @@ def test_what_can_never_fit_is_refused_before_anything_happens():
         replay(trace, [one])
     assert (
         "replay: requests[1] of 36 tokens and 5 of output can never fit: 11 blocks are needed for prompt and output, "
-        "and num_gpu_blocks is 10 in engines"
+        "and num_gpu_blocks is 10 in engines (of a test: @pytest.mark.kvmock(num_blocks=...))"
     ) == str(caught.value)
     assert (11, 10) == (caught.value.requested, caught.value.available)
     assert str(caught.value) == str(pickle.loads(pickle.dumps(caught.value)))
