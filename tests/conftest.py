@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from depth import examples
 from hypothesis import HealthCheck, settings
 
 # pytester takes out of sys.modules what a test within a test has imported first. Imported a second time, pyzmq has two
@@ -18,7 +19,11 @@ with contextlib.suppress(ImportError):
 # A slow or busy machine is no failure; what must be fast is measured in benchmarks/. CI tries the same examples each
 # time, so that a change is judged and not the luck of the day; at a desk new ones are tried.
 settings.register_profile(
-    "kvmock", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
+    "kvmock",
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=bool(os.environ.get("CI")),
 )
 settings.load_profile("kvmock")
 

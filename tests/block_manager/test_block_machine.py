@@ -2,6 +2,7 @@
 
 import pytest
 from block_helpers import MODEL, PAGE, chain, device_layout, host_layout
+from depth import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -236,7 +237,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=80, stateful_step_count=40)
+TestMachine.settings = settings(max_examples=examples(80), stateful_step_count=40)
 
 
 @pytest.mark.parametrize("side", ["device", "host"])

@@ -5,6 +5,7 @@ from itertools import combinations
 
 import pytest
 from block_helpers import MODEL, chain, device_layout, host_layout
+from depth import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -286,4 +287,4 @@ class FabricMachine(RuleBasedStateMachine):
 
 
 TestFabricMachine = FabricMachine.TestCase
-TestFabricMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFabricMachine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

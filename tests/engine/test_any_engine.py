@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ MAY_WARN = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     program=traffic(workers=2, most_steps=40, most_blocks=6, most_tokens=9),
     chunk=st.sampled_from([None, None, 1, 3, SIZE]),

@@ -3,10 +3,12 @@
 import gzip
 import json
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from random import Random
 
 import pytest
+from depth import whole_trace
 
 from pytest_kvmock import BACKENDS, Prompt, create_manager
 from pytest_kvmock.engine.worker import KvWorker
@@ -20,6 +22,7 @@ BUDGET = 8192  # tokens that Dynamo's mock scheduler prefills in one pass
 # trace_block_size=512 and replay_concurrency=1: reused_input_tokens of each request, in blocks. 1.2.1 reports no more
 # than the share of the whole trace.
 RECORDED = Path(__file__).parents[1] / "data" / "dynamo_reused_blocks.json.gz"
+HEAD = 1_000  # requests
 RUNS = (("conversation", 2_000), ("conversation", 32_000), ("synthetic", 32_000))
 
 
@@ -32,8 +35,8 @@ def new_worker(backend, num_blocks, *, chunk=None, sink=None):
 
 @pytest.fixture(scope="module")
 def read_trace(traces_dir):
-    """The requests of a trace, read once for all runs."""
-    return cache(lambda name: list(read_mooncake(traces_dir / f"mooncake_{name}_trace.jsonl")))
+    """The requests of a trace, or so many of them, read once for all runs."""
+    return cache(lambda name, most=None: list(islice(read_mooncake(traces_dir / f"mooncake_{name}_trace.jsonl"), most)))
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +45,30 @@ def recorded():
     return {(run["trace"], run["num_blocks"]): run for run in runs}
 
 
-# Prompts of num_tokens, in chunks of the budget, with a partial block at the end that the output fills up: it is
-# published, and cached, as blocks of a real engine are.
+def reused_blocks(requests, num_blocks):
+    """Of each request. Prompts of num_tokens, in chunks of the budget, with a partial block at the end that the output
+
+    fills up: it is published, and cached, as blocks of a real engine are.
+    """
+    worker = new_worker("lineage", num_blocks, chunk=BUDGET)
+    served = (worker.serve(request.prompt(), request.output_length) for request in requests)
+    return [each.cached_tokens / MOONCAKE_BLOCK_SIZE for each in served]
+
+
+@pytest.mark.parametrize(("trace", "num_blocks"), RUNS)
+def test_at_the_head_of_a_trace_lineage_reuses_the_blocks_that_dynamo_reuses(read_trace, recorded, trace, num_blocks):
+    run = recorded[f"mooncake_{trace}_trace.jsonl", num_blocks]
+    assert run["reused_blocks"][:HEAD] == reused_blocks(read_trace(trace, HEAD), num_blocks)
+
+
+@whole_trace
 @pytest.mark.parametrize(("trace", "num_blocks"), RUNS)
 def test_lineage_reuses_the_blocks_that_dynamo_reuses_request_by_request(read_trace, recorded, trace, num_blocks):
     run = recorded[f"mooncake_{trace}_trace.jsonl", num_blocks]
-    worker = new_worker("lineage", num_blocks, chunk=BUDGET)
-    reused, asked = [], 0
-    for request in read_trace(trace):
-        served = worker.serve(request.prompt(), request.output_length)
-        reused.append(served.cached_tokens / MOONCAKE_BLOCK_SIZE)
-        asked += request.input_length
+    requests = read_trace(trace)
+    reused = reused_blocks(requests, num_blocks)
     assert run["reused_blocks"] == reused
+    asked = sum(request.input_length for request in requests)
     assert run["ratio_of_1.2.1"] == sum(reused) * MOONCAKE_BLOCK_SIZE / asked
 
 
@@ -78,11 +93,12 @@ class StoredAndRemoved:
 
 # As the real manager was recorded (tests/cache/dynamo/test_recordings.py has the digest of its whole stream): every id of the
 # trace is a whole block, one request at a time. docs/fidelity.md, "Holes under multi_lru", says how it comes to this.
-def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(read_trace):
+@pytest.mark.parametrize("most", [2_500, pytest.param(None, marks=whole_trace)])
+def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(read_trace, most):
     heard = StoredAndRemoved()
     worker = new_worker("multi_lru", 32_000, sink=heard)
     cases = []
-    for number, request in enumerate(read_trace("conversation")):
+    for number, request in enumerate(read_trace("conversation", most)):
         worker.serve(request.prompt(whole_blocks=True))
         cases += [(number, sequence_hashes(request.hash_ids), *pair) for pair in heard.pairs]
         heard.pairs.clear()
@@ -106,6 +122,7 @@ def prompts(read_trace):
 
 
 # One request at a time.
+@whole_trace
 @pytest.mark.parametrize("run", range(4))
 @pytest.mark.parametrize(("backend", "version"), [("vllm", "0.33.0"), ("vllm_0_19", "0.19.1")])
 def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_real_one(prompts, recording, backend, version, run):

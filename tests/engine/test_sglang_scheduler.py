@@ -1,6 +1,7 @@
 """The scheduler of Dynamo's mock of SGLang: who is admitted, who is retracted, and how long it takes."""
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -277,7 +278,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     requests=REQUESTS,
     num_gpu_blocks=st.sampled_from([9, 12, 24]),

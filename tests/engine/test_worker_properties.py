@@ -4,6 +4,7 @@ from copy import deepcopy
 from random import Random
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,7 +122,7 @@ def shown(manager):
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(steps=steps, backend=st.sampled_from(sorted(SPECS)), chunk=st.sampled_from([None, 1, 2, 3]))
 def test_a_worker_says_and_refuses_what_requests_driven_by_hand_do(steps, backend, chunk):
     heard = CapturingSink()

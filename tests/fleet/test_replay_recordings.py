@@ -1,6 +1,9 @@
 """Replays recorded from Dynamo's mocker 1.1.1, 1.2.1 and 1.3.1, to the bit."""
 
+from itertools import islice
+
 import pytest
+from depth import whole_trace
 from recorded_replays import check_run, check_summary, recorded, runs_of
 
 from pytest_kvmock.engine.args import MockEngineArgs
@@ -39,12 +42,30 @@ def test_hash_cache_equals_the_mocker_that_had_it(case, version):
 
 
 MOONCAKE = recorded("replay_mooncake.json.gz")
+WITH_REUSED_BLOCKS = [run for run in MOONCAKE if "reused_blocks" in run]
+HEAD = 1_000  # requests: the smaller caches are filled after a hundred
 
 
+def replay_mooncake(run, traces_dir, most=None):
+    engine = MockEngine(MockEngineArgs(block_size=512, num_gpu_blocks=run["num_gpu_blocks"], semantics=run["version"]))
+    trace = islice(read_mooncake(traces_dir / run["trace"]), most)
+    return replay(trace, [engine], concurrency=run["replay_concurrency"])
+
+
+def reused_blocks(report):
+    return [request.reused_tokens // 512 for request in report.requests]
+
+
+# What a request reuses depends on those before it only: they are served in the order of the trace.
+@pytest.mark.parametrize("run", WITH_REUSED_BLOCKS, ids=[run["id"] for run in WITH_REUSED_BLOCKS])
+def test_the_head_of_a_mooncake_trace_reuses_the_recorded_blocks(run, traces_dir):
+    assert run["reused_blocks"][:HEAD] == reused_blocks(replay_mooncake(run, traces_dir, HEAD))
+
+
+@whole_trace
 @pytest.mark.parametrize("run", MOONCAKE, ids=[run["id"] for run in MOONCAKE])
 def test_a_mooncake_trace_equals_the_recorded_replay(run, traces_dir):
-    engine = MockEngine(MockEngineArgs(block_size=512, num_gpu_blocks=run["num_gpu_blocks"], semantics=run["version"]))
-    report = replay(read_mooncake(traces_dir / run["trace"]), [engine], concurrency=run["replay_concurrency"])
+    report = replay_mooncake(run, traces_dir)
     check_summary(run["summary"], report)
     if "reused_blocks" in run:
-        assert run["reused_blocks"] == [request.reused_tokens // 512 for request in report.requests]
+        assert run["reused_blocks"] == reused_blocks(report)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,7 +123,7 @@ def test_dynamos_engines_name_blocks_as_its_router_asks_for_them(backend, record
 
 
 @engines
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_prompts_share_blocks_where_they_carry_the_same_and_overlap_is_what_the_worker_serves(spec, data):
     carried = st.sampled_from(named_by(spec))

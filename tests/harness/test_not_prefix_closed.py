@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +161,7 @@ class Fleet:
             pass
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(ACTIONS, st.integers(2, 9), st.booleans())
 def test_random_traffic_over_multi_lru_has_no_error_and_only_faults_of_its_own(actions, num_blocks, plugged):
     profile = EngineProfile(block_size=2, num_blocks=num_blocks)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tiers import PlainTiers
@@ -519,7 +520,7 @@ def test_a_published_trace_ends_in_sync(traces_dir):
     assert 1896 == blocks
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     num_blocks=st.integers(2, 10),
     backend=st.sampled_from(["lineage", "lru", "multi_lru"]),

@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from depth import seeds
 from plain_tiers import PlainTiers
 
 from pytest_kvmock import RadixIndex, RouterHarness
@@ -62,19 +63,19 @@ def verdict_on(seed, loses, **options):
     return kv.judge()
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_sound_traffic_over_all_tiers_is_in_sync(seed):
     verdict = verdict_on(seed, loses=False)
     assert ([], []) == (verdict.errors, verdict.warnings)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_what_follows_from_lost_events_is_listed_under_the_gap_in_every_tier(seed):
     verdict = verdict_on(seed, loses=True)
     assert {"event_id_gap"} >= {problem.rule for problem in verdict.errors}
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_an_index_that_does_not_survive_a_loss_is_wrong_because_of_it_in_every_tier(seed):
     verdict = verdict_on(seed, loses=True, survive=["lose"])
     assert {"lose"} >= {problem.fault and problem.fault.kind for problem in verdict.errors}

@@ -5,12 +5,13 @@ from contextlib import suppress
 from random import Random
 
 import pytest
+from depth import seeds
 
 from pytest_kvmock import EngineProfile, KvEventError, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
 
 BACKENDS = ("lineage", "lru")
-RUNS = range(20)
+RUNS = seeds(20)
 PROFILE = EngineProfile(block_size=4, num_blocks=24, workers=2)
 
 

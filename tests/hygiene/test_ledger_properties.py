@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +82,7 @@ class PlainLedger:
         return {rule: blocks for rule, blocks in found.items() if blocks}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.sampled_from(["unique", "counted"]), STREAMS)
 def test_it_finds_what_a_plain_ledger_finds(residency, stream):
     ledger, plain = Ledger(), PlainLedger(residency)

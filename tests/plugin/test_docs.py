@@ -9,6 +9,7 @@ import tomllib
 from fnmatch import fnmatch
 
 import pytest
+from depth import examples
 from hypothesis import settings
 from pages import PAGES, ROOT, heading_id, printed
 
@@ -20,7 +21,7 @@ from pytest_kvmock.plugin.options import LISTS, OPTIONS
 WRITE = bool(os.environ.get("KVMOCK_WRITE_DOCS"))
 README = PAGES["README.md"]
 
-settings.register_profile("kvmock_docs", settings.get_profile("kvmock"), max_examples=20)
+settings.register_profile("kvmock_docs", settings.get_profile("kvmock"), max_examples=examples(20))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A program as Python does what the program does."""
 
+from depth import examples
 from hypothesis import given, settings
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness, Stored
@@ -24,7 +25,7 @@ from pytest_kvmock.testing import traffic
 ROOMY = EngineProfile(block_size=2, num_blocks=1000, workers=2)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(traffic(workers=2, most_in_a_burst=5))
 def test_the_calls_publish_what_the_program_publishes(program):
     played, called = RouterHarness(ROOMY, "lru"), RouterHarness(ROOMY, "lru")

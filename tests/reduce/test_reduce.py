@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -406,7 +407,7 @@ def test_a_sink_that_is_judged_otherwise_is_made_so_again():
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_random_streams_are_cut_to_what_breaks_the_same_rule_and_no_event_can_go(seed):
     kv = broken_stream(seed)
     if not kv.events.errors:

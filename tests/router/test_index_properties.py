@@ -4,6 +4,7 @@ import copy
 import random
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_steps import chain, event
@@ -47,7 +48,7 @@ def rule_of(index, told):
     return None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(any_event() | any_event() | any_event() | calls, max_size=25), st.lists(queries, min_size=3), st.booleans()
 )
@@ -101,7 +102,7 @@ def test_long_streams_give_the_verdicts_and_matches_of_the_plain_tree(seed):
         assert model.find_early(query, KEYS) == index.find_matches(query, early_exit=True).scores
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(any_event(), max_size=20))
 def test_a_dump_ends_and_replays_without_an_error_on_any_stream(steps):
     index = RadixIndex()
@@ -140,7 +141,7 @@ def sane_stream(draw, *, leaves_first):
     return events, held
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(sane_stream(leaves_first=True), st.lists(queries, min_size=3))
 def test_an_honest_stream_is_a_set_of_prefixes_for_each_worker(stream, asked):
     events, held = stream
@@ -161,7 +162,7 @@ def rows(index):
     return {(e.worker_id, e.event.dp_rank, repr(e.event.data)) for e in index.dump_events()}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(sane_stream(leaves_first=False), st.lists(queries, min_size=3))
 def test_a_replayed_dump_is_the_same_index(stream, asked):
     index, copy = RadixIndex(), RadixIndex()

@@ -6,6 +6,7 @@ from collections import deque
 from random import Random
 
 import pytest
+from depth import examples
 from hypothesis import Phase, find, given, seed, settings
 from mutants_indexes import IgnoresRemoved, Queued
 
@@ -32,7 +33,7 @@ from pytest_kvmock.testing.drafts import Player, random_traffic
 SMALL = EngineProfile(block_size=2, num_blocks=6, workers=2)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(traffic(workers=2))
 def test_any_traffic_is_played_without_an_error(program):
     with RouterHarness(SMALL, "lineage") as kv:
@@ -48,7 +49,7 @@ TIERED = EngineProfile(
 def test_any_traffic_of_workers_with_tiers_is_played_without_an_error(backend):
     refused = []
 
-    @settings(max_examples=50, database=None)
+    @settings(max_examples=examples(50), database=None)
     @given(traffic(workers=2, most_in_a_burst=5, tiers=True))
     def run(program):
         with RouterHarness(TIERED, backend) as kv:
@@ -59,7 +60,7 @@ def test_any_traffic_of_workers_with_tiers_is_played_without_an_error(backend):
     assert max(refused) > 0
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(traffic(workers=2, most_in_a_burst=5, tiers=True))
 def test_ticks_are_passed_over_where_a_worker_has_no_tiers(program):
     with RouterHarness(SMALL, "vllm") as kv:
@@ -77,14 +78,14 @@ def test_what_a_worker_with_tiers_refuses_is_passed_over():
         assert ([], 5.0) == (kv.worker(0).requests, kv.worker(0).now)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(traffic(workers=2, most_blocks=3, numbers=2, most_tokens=4))
 def test_the_repr_of_a_program_makes_it_again(program):
     assert program == eval(repr(program))
     assert hash(program) == hash(eval(repr(program)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(traffic(workers=3, ranks=2, most_steps=10, most_blocks=2, numbers=2, most_tokens=3, most_in_a_burst=7))
 def test_traffic_keeps_to_its_limits_and_names_requests_that_are_there(program):
     assert len(program) <= 10
@@ -249,7 +250,7 @@ def test_ticks_and_prefills_that_do_not_wait_are_drawn_only_for_tiers():
     assert find(traffic(tiers=True), lambda program: any(isinstance(step, Tick) for step in program), settings=quick)
     assert find(traffic(tiers=True), lambda program: any(not getattr(s, "wait", True) for s in program), settings=quick)
 
-    @settings(max_examples=100, database=None)
+    @settings(max_examples=examples(100), database=None)
     @given(traffic())
     def run(program):
         assert not any(isinstance(step, Tick) or not getattr(step, "wait", True) for step in program)
@@ -257,7 +258,7 @@ def test_ticks_and_prefills_that_do_not_wait_are_drawn_only_for_tiers():
     run()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(traffic(workers=2, ranks=2, tiers=True))
 def test_ticks_of_a_worker_go_forward(program):
     last = {}
@@ -268,7 +269,7 @@ def test_ticks_of_a_worker_go_forward(program):
 
 
 def test_traffic_has_one_rank_and_no_burst_where_that_is_said():
-    @settings(max_examples=100, database=None)
+    @settings(max_examples=examples(100), database=None)
     @given(traffic(most_in_a_burst=0))
     def run(program):
         assert not any(isinstance(step, Burst) or getattr(step, "rank", 0) for step in program)
@@ -299,20 +300,20 @@ def test_a_burst_serves_prompts_of_a_block_and_flushes_the_index_once():
 def first_find(backend, index, seed_of_hypothesis, most=50):
     """How many examples `traffic` draws, with the sizes of docs/how-to/contracts.md, until an index is found wrong; None: none of `most`."""
     sizes = EngineProfile(block_size=4, num_blocks=8, workers=2)
-    examples = []
+    drawn = []
 
     @seed(seed_of_hypothesis)
     @settings(max_examples=most, database=None, phases=(Phase.generate,))
     @given(traffic(workers=2))
     def run(program):
-        examples.append(program)
+        drawn.append(program)
         with RouterHarness(sizes, backend, index()) as kv:
             play(kv, program)
 
     try:
         run()
     except KvEventsError:
-        return len(examples)
+        return len(drawn)
     return None
 
 

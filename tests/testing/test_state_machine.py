@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from depth import examples
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from mutants_indexes import IgnoresRemoved
@@ -26,7 +27,7 @@ QUICK = settings(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sound_backend_passes(backend):
     machine = KvStateMachine.for_backend(backend, workers=2, make_index=lambda: RadixIndex(count_copies=True))
-    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=30))
+    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=examples(30)))
 
 
 class PromotesInSilence(Spoilt):

@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -275,7 +276,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(calls=CALLS, num_blocks=st.sampled_from([3, 6, 12]))
 def test_no_slot_is_lost_and_what_is_published_is_there(calls, num_blocks):
     model = Model()

@@ -5,6 +5,7 @@ from uuid import UUID
 
 import pytest
 from cache_helpers import POLICIES, event_rows, new_manager, state_of
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +77,7 @@ def move_of(manager, kind, arguments):
     return Promote(name, block, None, block + 1000, lineage_of(block))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(backends, st.integers(1, 12), operations)
 def test_every_slot_is_somewhere_and_a_refused_move_changes_nothing(backend, capacity, program):
     manager = new_manager(backend, capacity)
@@ -100,7 +101,7 @@ def test_every_slot_is_somewhere_and_a_refused_move_changes_nothing(backend, cap
         assert list(range(len(manager.sink.events))) == [event.event_id for event in manager.sink.events]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from([name for name in sorted(POLICIES) if BACKENDS[name].prefix_closed]),
     st.integers(1, 12),
@@ -131,7 +132,7 @@ def test_a_ledger_that_believes_the_events_holds_what_the_manager_holds(backend,
         assert sorted(ledger) == sorted(manager.resident())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(backends, st.integers(1, 12), st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=60))
 def test_a_ledger_lacks_what_one_use_evicted_and_stored_again_and_nothing_else(backend, capacity, requests):
     # Chains again. Over multi_lru the tail of one can outlive its head, and then go for it: see pending.py.
@@ -159,7 +160,7 @@ def test_a_ledger_lacks_what_one_use_evicted_and_stored_again_and_nothing_else(b
         assert not ledger & lost
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(backends, st.integers(1, 12), st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=40))
 def test_short_forms_do_what_the_moves_do_that_they_stand_for(backend, capacity, requests):
     short, long = new_manager(backend, capacity), new_manager(backend, capacity)
@@ -232,7 +233,7 @@ def entries_in(manager):
     }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(backends, st.integers(1, 12), operations.map(lambda program: [op for op in program if op != ("clear",)]))
 def test_any_moves_in_bulk_do_what_they_do_block_by_block(backend, capacity, program):
     play_on_both(backend, capacity, [partial(move_of, kind=kind, arguments=rest) for kind, *rest in program])
@@ -258,7 +259,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(backends, st.integers(1, 24), requests)
 def test_requests_in_bulk_do_what_they_do_block_by_block(backend, capacity, program):
     moves, last = [], []

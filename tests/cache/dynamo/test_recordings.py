@@ -4,9 +4,11 @@ import hashlib
 import json
 from collections import Counter
 from functools import cache
+from itertools import islice
 
 import pytest
 from cache_helpers import Player, new_manager, publish_rows, state_of
+from depth import whole_trace
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.events import Stored
@@ -95,13 +97,13 @@ RUNS = range(24)  # two traces, three policies, two capacities, one and eight re
 
 @pytest.fixture(scope="module")
 def hashed_trace(traces):
-    """Read a trace as a list of (local hashes, sequence hashes, lineage hashes), once for all runs."""
+    """Read a trace, or so many lines of it, as a list of (local hashes, sequence hashes, lineage hashes), once for all."""
 
     @cache
-    def read(name):
+    def read(name, most=None):
         requests = []
         with (traces / name).open() as lines:
-            for line in lines:
+            for line in islice(lines, most):
                 ids = json.loads(line)["hash_ids"]
                 blocks = sequence_hashes(ids)
                 requests.append((ids, blocks, lineage_hashes(blocks)))
@@ -129,14 +131,12 @@ class DigestSink:
         self.digest.update((" ".join(map(str, (*head, *data.block_hashes))) + "\n").encode())
 
 
-@pytest.mark.parametrize("number", RUNS)
-def test_a_request_trace_gives_the_recorded_event_stream(recording, hashed_trace, number):
-    run = recording("logical_mooncake.json")["runs"][number]
+def play_trace(run, requests):
+    """Returns the sink, and how many blocks were asked for and refused."""
     manager = new_manager(run["backend"], run["capacity"])
     manager.sink = sink = DigestSink()
     held = []
     blocks_asked = refused = 0
-    requests = hashed_trace(run["trace"])
     for n, (ids, blocks, plhs) in enumerate(requests):
         if len(held) == run["open"]:
             manager.process(Deref(held.pop(5 * n % run["open"])[::-1]))
@@ -144,6 +144,22 @@ def test_a_request_trace_gives_the_recorded_event_stream(recording, hashed_trace
         held.append(blocks[:served])
         blocks_asked += len(ids)
         refused += served < len(ids)
+    return sink, blocks_asked, refused
+
+
+@pytest.mark.parametrize("number", RUNS)
+def test_the_first_thousand_requests_of_a_trace_hit_as_many_blocks_as_recorded(recording, hashed_trace, number):
+    run = recording("logical_mooncake.json")["runs"][number]
+    sink, blocks_asked, _ = play_trace(run, hashed_trace(run["trace"], 1_000))
+    assert run["hits_of_first_1000_requests"] == blocks_asked - sink.stored
+
+
+@whole_trace
+@pytest.mark.parametrize("number", RUNS)
+def test_a_request_trace_gives_the_recorded_event_stream(recording, hashed_trace, number):
+    run = recording("logical_mooncake.json")["runs"][number]
+    requests = hashed_trace(run["trace"])
+    sink, blocks_asked, refused = play_trace(run, requests)
     assert (run["requests"], run["blocks"], run["refused"]) == (len(requests), blocks_asked, refused)
     assert (run["stored"], run["removed"], run["events"]) == (sink.stored, sink.removed, sink.events)
     assert run["hits"] == blocks_asked - sink.stored

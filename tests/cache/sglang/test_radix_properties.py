@@ -4,6 +4,7 @@ from collections import Counter
 from random import Random
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_radix import KEYS, PlainTree
@@ -132,7 +133,7 @@ def test_the_plain_model_knows_all_policies():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(calls=calls)
 def test_it_does_what_the_plain_model_does(policy, calls):
     both = Both(policy)

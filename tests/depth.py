@@ -1,0 +1,28 @@
+"""How deep the tests look: quick as README runs them, deep where the environment variable KVMOCK_DEEP is 1.
+
+Deep is what CI runs once. It differs in three things, and each has its rule here: how many examples of a property are
+tried, how many seeds of a random test, and whether a recording of a whole trace is played to its end.
+"""
+
+import os
+
+import pytest
+
+DEEP = os.environ.get("KVMOCK_DEEP") == "1"
+
+QUICK_SHARE = 5  # of the deep examples, one in so many
+FEWEST_EXAMPLES = 10
+QUICK_SEEDS = 5
+
+
+def examples(deep):
+    """How many examples of a property are tried, that has `deep` of them in a deep run."""
+    return deep if DEEP else max(min(deep, FEWEST_EXAMPLES), deep // QUICK_SHARE)
+
+
+def seeds(deep):
+    """The seeds of a random test, the first ones in any run. They are parameters: the id of what fails has its seed."""
+    return range(deep if DEEP else min(deep, QUICK_SEEDS))
+
+
+whole_trace = pytest.mark.skipif(not DEEP, reason="a whole trace is played where KVMOCK_DEEP=1")
