@@ -36,7 +36,7 @@ def pytest_collection_finish():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--soak", action="store_true", help="run 5,000 rounds of the socket tests on a busy machine, and not 200"
+        "--soak", action="store_true", help="run 5,000 rounds of the socket tests on a busy machine, and not 40"
     )
 
 

@@ -4,6 +4,8 @@ import ast
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 import pytest_kvmock
 from pytest_kvmock import EvictionPolicy
 
@@ -51,12 +53,15 @@ def imported(path, name):
                 yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base
 
 
-GRAPH = {
-    # The root knows all rooms by name, and loads each when somebody asks for it.
-    name: {each for each in imported(path, name) if each in MODULES and each != name} - {"pytest_kvmock"}
-    for name, path in MODULES.items()
-    if name != "pytest_kvmock"
-}
+@pytest.fixture(scope="module")
+def graph():
+    """Which modules each module imports."""
+    return {
+        # The root knows all rooms by name, and loads each when somebody asks for it.
+        name: {each for each in imported(path, name) if each in MODULES and each != name} - {"pytest_kvmock"}
+        for name, path in MODULES.items()
+        if name != "pytest_kvmock"
+    }
 
 
 def cycles(graph):
@@ -103,14 +108,14 @@ def test_a_circle_is_found():
     assert [{"a", "b", "c"}, {"d", "e"}] == cycles(graph)
 
 
-def test_imports_in_functions_and_for_types_count():
-    assert "pytest_kvmock.cache.dynamo.logical" in GRAPH["pytest_kvmock.makers"]  # in a function
-    assert "pytest_kvmock.engine.driver" in GRAPH["pytest_kvmock.makers"]  # for types
-    assert "pytest_kvmock.plugin.hookspecs" in GRAPH["pytest_kvmock.plugin.hooks"]  # a module from its package
+def test_imports_in_functions_and_for_types_count(graph):
+    assert "pytest_kvmock.cache.dynamo.logical" in graph["pytest_kvmock.makers"]  # in a function
+    assert "pytest_kvmock.engine.driver" in graph["pytest_kvmock.makers"]  # for types
+    assert "pytest_kvmock.plugin.hookspecs" in graph["pytest_kvmock.plugin.hooks"]  # a module from its package
 
 
-def test_no_imports_run_in_a_circle():
-    assert [] == cycles(GRAPH)
+def test_no_imports_run_in_a_circle(graph):
+    assert [] == cycles(graph)
 
 
 def test_a_long_module_says_which_its_one_subject_is():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from depth import DEEP
 
 from pytest_kvmock import CapturingSink, Cleared, Removed, RouterHarness, Stored
 from pytest_kvmock.engine.args import MockEngineArgs
@@ -14,14 +15,17 @@ from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, make_scheduler_re
 ENGINES_OWN = ("wrong_hash", "evicted_and_restored")
 """Warnings of what multi_lru does, which may evict a block before its children."""
 
+COUNT = 200 if DEEP else 80
+"""Of the requests of a case: 80 are more than fit in the cache. examples/scheduler_matrix serves all in any run."""
+
 
 @pytest.mark.kv_scheduler_matrix
 def test_token_generation_patterns(kv_engine, kv_scheduler_case, kv_scheduler_requests, kv_harness):
-    for request in kv_scheduler_requests:
+    for request in kv_scheduler_requests[:COUNT]:
         kv_engine.submit(*request)
     report = kv_engine.run()
 
-    assert [100] * 200 == [request.generated_tokens for request in report.requests]
+    assert [100] * COUNT == [request.generated_tokens for request in report.requests]
     metrics = kv_engine.metrics
     assert (0, 0, 0) == (metrics.active_blocks, metrics.running, metrics.waiting)
     assert 0.0 == metrics.cache_usage
@@ -36,7 +40,7 @@ def test_token_generation_patterns(kv_engine, kv_scheduler_case, kv_scheduler_re
         assert 0 == reused
         assert {} == kv_harness.overlap(kv_scheduler_requests[-1].prompt)
     else:
-        assert (reused > 100 * 448) == kv_scheduler_case.shared  # of 500 shared tokens, 7 blocks
+        assert (reused > COUNT // 2 * 448) == kv_scheduler_case.shared  # of 500 shared tokens, 7 blocks
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from fnmatch import fnmatchcase
 
 import pytest
 
@@ -236,12 +238,26 @@ def pattern(text):
 
 
 @pytest.mark.parametrize(("marker", "message"), MARKERS)
-@pytest.mark.parametrize("fixture", ["kv_harness", "kv_sink"])
-def test_a_wrong_marker_is_one_line_at_collection(nested, marker, message, fixture):
-    result = nested(f"@pytest.mark.{marker}\ndef test({fixture}): pass\ndef test_other(): pass")
+def test_a_wrong_marker_is_one_line_at_collection(nested, marker, message):
+    result = nested(f"@pytest.mark.{marker}\ndef test(kv_harness): pass\ndef test_other(): pass")
 
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"test_it.py::test: {pattern(marker)}: {message}"])
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
+
+
+# One run has them all: each message is made in one place, and these are the further ways to it.
+def test_each_wrong_marker_of_a_module_is_one_line_at_collection(nested):
+    result = nested(
+        "\n".join(
+            f"@pytest.mark.{marker}\ndef test_{number}(kv_sink): pass" for number, (marker, _) in enumerate(MARKERS)
+        )
+    )
+
+    result.assert_outcomes(errors=1)
+    for number, (marker, message) in enumerate(MARKERS):
+        result.stdout.fnmatch_lines_random([f"test_it.py::test_{number}: {pattern(marker)}: {message}"])
     result.stdout.no_fnmatch_line("*Traceback*")
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
@@ -385,20 +401,31 @@ def test_a_marker_from_a_hook_is_said_with_its_test(nested):
     assert [["test_it.py", f"test_it.py::test_a: kvmock(sede=1): {unknown('sede', 'seed')}"]] == errors_of(result)
 
 
-@pytest.mark.parametrize(("marker", "message"), MARKERS)
-def test_a_wrong_marker_of_a_testcase_is_one_line_at_setup(nested, marker, message):
+def lines_of_setups(result):
+    """What is said of the setup of each test: `{its name: [what begins with kvmock:]}`."""
+    found = {}
+    for line in result.outlines:
+        if title := re.fullmatch(r"_+ ERROR at setup of (\S+) _+", line):
+            said = found[title[1]] = []
+        elif line.startswith("kvmock: ") and found:
+            said.append(line)
+    return found
+
+
+def test_a_wrong_marker_of_a_testcase_is_one_line_at_setup(nested):
+    methods = [
+        f"    @pytest.mark.{marker}\n    def test_{number}(self): pass" for number, (marker, _) in enumerate(MARKERS)
+    ]
     result = nested(
-        f"""
-        class T(unittest.TestCase):
-            @pytest.fixture(autouse=True)
-            def _kv(self, kv_sink): pass
-            @pytest.mark.{marker}
-            def test(self): pass
-        """
+        "class T(unittest.TestCase):\n    @pytest.fixture(autouse=True)\n    def _kv(self, kv_sink): pass\n"
+        + "\n".join(methods)
     )
 
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines([f"kvmock: {pattern(marker)}: {message}"])
+    result.assert_outcomes(errors=len(MARKERS))
+    found = lines_of_setups(result)
+    for number, (marker, message) in enumerate(MARKERS):
+        (said,) = found[f"T.test_{number}"]
+        assert fnmatchcase(said, f"kvmock: {pattern(marker)}: {message}"), said
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
     result.stdout.no_fnmatch_line("*During handling*")
 
@@ -411,12 +438,22 @@ def pytest_collection_modifyitems(items):
 """
 
 
-@pytest.mark.parametrize(("marker", "message"), MARKERS)
-def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested, marker, message):
-    result = nested("def test(kv_harness): pass", files={"conftest.py": LATE.replace("{marker}", marker)})
+def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested):
+    markers = "".join(f"    pytest.mark.{marker},\n" for marker, _ in MARKERS)
+    late = (
+        f"import pytest\nMARKERS = [\n{markers}]\ndef pytest_collection_modifyitems(items):\n    for item in items:\n"
+        "        item.add_marker(MARKERS[int(item.originalname.removeprefix('test_'))])\n"
+    )
+    source = "\n".join(f"def test_{number}(kv_harness): pass" for number in range(len(MARKERS)))
 
-    result.assert_outcomes(errors=3)
-    result.stdout.fnmatch_lines([f"kvmock: {pattern(marker)}: {message}"])
+    result = nested(source, files={"conftest.py": late})
+
+    result.assert_outcomes(errors=3 * len(MARKERS))
+    found = lines_of_setups(result)
+    for number, (marker, message) in enumerate(MARKERS):
+        for backend in ("lineage", "lru", "multi_lru"):
+            (said,) = found[f"test_{number}[{backend}]"]
+            assert fnmatchcase(said, f"kvmock: {pattern(marker)}: {message}"), said
 
 
 def test_a_wrong_marker_that_came_late_is_the_same_over_the_matrix_and_under_xdist(nested):

@@ -5,6 +5,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from depth import whole_trace
 
 SECTION = "*Captured kvmock smallest reproduction call*"
 
@@ -554,6 +555,7 @@ def test_the_failure_of_a_long_trace_is_readable(nested):
     check_report_of_a_trace(nested(ON_A_TRACE.replace("{requests}", "2000"), "--kv-trace-limit=2000"))
 
 
+@whole_trace
 def test_the_failure_of_the_whole_conversation_trace_is_readable(nested, traces_dir):
     trace = traces_dir / "mooncake_conversation_trace.jsonl"
     check_report_of_a_trace(nested(ON_A_TRACE.replace("{requests}", "12031"), f"--kv-trace={trace}"))

@@ -419,10 +419,10 @@ def kv_index():
 @pytest.mark.kv_scheduler_matrix
 def test_router(kv_engine, kv_scheduler_case, kv_scheduler_requests, kv_index, kv_harness):
     assert kv_harness.index is kv_index
-    for request in kv_scheduler_requests:
+    for request in kv_scheduler_requests[:80]:  # more than fit in the cache; examples/scheduler_matrix serves all
         kv_engine.submit(*request)
     report = kv_engine.run()
-    assert 200 * 100 == sum(request.generated_tokens for request in report.requests)
+    assert 80 * 100 == sum(request.generated_tokens for request in report.requests)
     metrics = kv_engine.metrics
     assert (0, 0.0) == (metrics.active_blocks, metrics.cache_usage)
     assert metrics.total_blocks > 0

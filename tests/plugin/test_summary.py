@@ -5,6 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 
 import pytest
+from depth import DEEP
 
 FAIL = "(--kv-event-warnings=fail makes them fail)"
 
@@ -169,9 +170,19 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("source", "line"), [pytest.param(*case, id=name) for name, case in RUNS.items()])
-@pytest.mark.parametrize("args", [[], ["-n", "2"]], ids=["alone", "xdist"])
-def test_the_line_says_what_was_judged(nested, source, line, args):
-    assert line == line_of(nested(source, *args, plugins=["xdist"]))
+def test_the_line_says_what_was_judged(nested, source, line):
+    assert line == line_of(nested(source, plugins=["xdist"]))
+
+
+# Workers send what each test counted, which is added up as in one process. Each run starts two processes more.
+QUICK_UNDER_XDIST = ("a matrix", "several rules", "and what a test does by hand", "no event")
+
+
+@pytest.mark.parametrize("name", RUNS if DEEP else QUICK_UNDER_XDIST)
+def test_the_line_is_the_same_under_xdist(nested, name):
+    source, line = RUNS[name]
+
+    assert line == line_of(nested(source, "-n", "2", plugins=["xdist"]))
 
 
 @pytest.mark.parametrize("args", [["-q"], ["-q", "-n", "1"], ["--collect-only"], ["-p", "no:terminal"]])

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import zmq
+from depth import DEEP
 from sockets import BIG, plain_sub, publish_chain
 
 from pytest_kvmock.wire.zmq import KvPublisher, KvSubscriber
 
-ROUNDS, SOAK_ROUNDS = 200, 5_000
+ROUNDS, SOAK_ROUNDS = 200 if DEEP else 40, 5_000
 BUSY = 3
 
 
