@@ -11,6 +11,8 @@ import pytest
 from depth import examples
 from hypothesis import HealthCheck, settings
 
+HERE = Path(__file__).parent
+
 # pytester takes out of sys.modules what a test within a test has imported first. Imported a second time, pyzmq has two
 # classes `Again`: one that its core raises, and one that is caught.
 with contextlib.suppress(ImportError):
@@ -38,6 +40,27 @@ def pytest_addoption(parser):
     parser.addoption(
         "--soak", action="store_true", help="run 5,000 rounds of the socket tests on a busy machine, and not 40"
     )
+    parser.addoption(
+        "--smoke",
+        action="store_true",
+        help="of each test of a room (a folder here but plugin) run the first parameters only",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """What a Python or pytest breaks in a room shows with any parameters; what a bug breaks is for the whole run."""
+    if not config.getoption("--smoke"):
+        return
+    seen, left, kept = set(), [], []
+    for item in items:
+        room = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
+        test = item.nodeid.partition("[")[0]
+        in_a_room = (HERE / room).is_dir() and room not in ("", "plugin")
+        (left if in_a_room and test in seen else kept).append(item)
+        seen.add(test)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")
