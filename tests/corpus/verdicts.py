@@ -383,15 +383,15 @@ def backends_of_all():
     return list(dict.fromkeys(backend for case in cases() for backend in case.backends()))
 
 
-def lines(cases_from="", backend=None):
-    """The lines of the table: of the cases whose names begin so, over one backend or all."""
+def lines(cases_from="", backend=None, most_seeds=SEEDS):
+    """The lines of the table: of the cases whose names begin so, over one backend or all, of the first seeds or all."""
     return [
         "\t".join(row)
         for case in cases()
         if case.name.startswith(cases_from)
         for each in case.backends()
         if backend in (None, each)
-        for seed in case.seeds()
+        for seed in case.seeds()[:most_seeds]
         for row in rows_of(case, each, seed)
     ]
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import textwrap
 import warnings
 from functools import partial
 from importlib import metadata
 
+import msgspec  # noqa: F401 - to have it imported
 import pytest
 import zmq  # noqa: F401 - so that all runs in this process share its error classes
 
-# pytester unloads what a nested run loads; what is loaded here stays, so that a class is the same one in every run.
-import pytest_kvmock.harness
-import pytest_kvmock.hygiene.log_text
-import pytest_kvmock.hygiene.report
-import pytest_kvmock.plugin.markers
-import pytest_kvmock.plugin.registry
-import pytest_kvmock.plugin.report
-import pytest_kvmock.plugin.verdict
-import pytest_kvmock.plugin.wires
-import pytest_kvmock.profiles
-import pytest_kvmock.reduce
-import pytest_kvmock.traces
-import pytest_kvmock.wire  # noqa: F401 - all of these
+import pytest_kvmock
+
+# pytester unloads what a nested run loads; what is loaded here stays: a class is the same one in every run, and no run
+# loads it again.
+for _module in pkgutil.walk_packages(pytest_kvmock.__path__, "pytest_kvmock."):
+    importlib.import_module(_module.name)
 
 PREAMBLE = """\
 import sys, unittest
