@@ -163,6 +163,7 @@ def test_the_commands_of_readme_are_those_that_ci_runs():
     ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
     assert [block.value for block in README.of("command")] == ["main job", "tests"]
     assert all(re.search(rf"readme '{block.value}'", ci) for block in README.of("command"))
+    assert "export KVMOCK_DEEP=1\n    readme 'tests'" in ci
 
 
 def test_the_first_test_has_ten_lines():
