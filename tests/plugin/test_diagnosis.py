@@ -108,11 +108,12 @@ def test(kv_worker, kv_prompt):
         kv_worker.serve(kv_prompt(blocks=5))
 """
     files = {"conftest.py": FAULTY_BACKEND}
-    pasted = reproduction_of(nested(traffic, files=files))
+    # In processes of their own: the backend stays in the registry.
+    pasted = reproduction_of(nested(traffic, files=files, subprocess=True))
 
     assert "# cut from 20 requests to 2\n" in pasted
     assert "kv.worker(0).serve([*range(48)])\n" in pasted
-    again = nested("", files={**files, "test_it.py": pasted})
+    again = nested("", files={**files, "test_it.py": pasted}, subprocess=True)
     again.assert_outcomes(failed=1)
     again.stdout.fnmatch_lines(["*KV event error*: engine_drift (worker 0*"])
 
@@ -157,6 +158,7 @@ def test(kv_worker, kv_prompt):
     kv_worker.prefill(kv_prompt(blocks=5))
     assert 0
 """,
+        subprocess=True,
     )
 
     result.assert_outcomes(failed=1)
