@@ -647,7 +647,8 @@ def test_junit_has_one_testcase_with_backend_events_and_errors(nested, pytester)
     )
 
     (case,) = ET.parse(pytester.path / "out.xml").iter("testcase")
-    assert [("kvmock.backend", "lru"), ("kvmock.events", "2"), ("kvmock.errors", "1")] == _properties(case)
+    counts = [("kvmock.events", "2"), ("kvmock.errors", "1"), ("kvmock.uncompared_sinks", "1")]
+    assert [("kvmock.backend", "lru"), *counts] == _properties(case)
     assert ["failure"] == [one.tag for one in case if one.tag in ("failure", "error")]
 
 
@@ -655,7 +656,8 @@ def test_properties_cross_xdist_and_leave_out_an_unknown_backend(nested, pyteste
     nested("def test(kv_sink): kv_sink(BAD)", "--junit-xml=out.xml", "-n", "1", plugins=["xdist"])
 
     (case,) = ET.parse(pytester.path / "out.xml").iter("testcase")
-    assert [("kvmock.events", "1"), ("kvmock.errors", "1")] == _properties(case)
+    counts = [("kvmock.events", "1"), ("kvmock.errors", "1"), ("kvmock.uncompared_sinks", "1")]
+    assert counts == _properties(case)
 
 
 def test_properties_are_replaced_on_reruns(nested, pytester):
@@ -674,9 +676,10 @@ def test_properties_are_replaced_on_reruns(nested, pytester):
     )
 
     properties = [pair for case in ET.parse(pytester.path / "out.xml").iter("testcase") for pair in _properties(case)]
-    assert [("kvmock.events", "3"), ("kvmock.errors", "3")] == [p for p in properties if p[0].startswith("kvmock")][-2:]
+    counts = [("kvmock.events", "3"), ("kvmock.errors", "3"), ("kvmock.uncompared_sinks", "1")]
+    assert counts == [p for p in properties if p[0].startswith("kvmock")][-3:]
     last = list(ET.parse(pytester.path / "out.xml").iter("testcase"))[-1]
-    assert 2 == len([name for name, _ in _properties(last) if name.startswith("kvmock")])
+    assert 3 == len([name for name, _ in _properties(last) if name.startswith("kvmock")])
 
 
 def test_a_late_error_is_counted_in_the_properties(nested, pytester):
@@ -692,7 +695,8 @@ def test_a_late_error_is_counted_in_the_properties(nested, pytester):
     )
 
     (case,) = ET.parse(pytester.path / "out.xml").iter("testcase")
-    assert [("kvmock.events", "1"), ("kvmock.errors", "1")] == _properties(case)
+    counts = [("kvmock.events", "1"), ("kvmock.errors", "1"), ("kvmock.uncompared_sinks", "1")]
+    assert counts == _properties(case)
 
 
 # ---------------------------------------------------------------------------------------------------- debugger
