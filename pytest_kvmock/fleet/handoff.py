@@ -324,8 +324,6 @@ class ReservingHandoffs(Handoffs):
             self._actions.append(_Action("release", handoff))
             return
         queue = self._queues[engine]
-        if not queue.handoffs:
-            queue.tried = None
         queue.handoffs.append(handoff)
         engine.hold_back_prompts(True)
         self._blocked.discard(engine)  # it may admit others now
