@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any, NamedTuple
 
-from pytest_kvmock.events import RouterEvent, StreamKey
+from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import IndexComparison, QueuedEvent, Sync
 from pytest_kvmock.harness.recording import BatchesLost, Recording, WorkerRemoved
-from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, TierScores, WorkerScores, arun, run
+from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, run
 from pytest_kvmock.hygiene.delivery import Delivery, Published
 from pytest_kvmock.hygiene.drift import oldest_first
 from pytest_kvmock.hygiene.injection import Injection
@@ -301,44 +301,16 @@ class Judge:
         if self._comparison is not None and not self.is_async and (found := run(self._comparison.end_burst())):
             self.note(found)
 
-    def ask(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
-        """Look up a prompt in the index under test, or in the reference.
-
-        Raises:
-            ValueError: it takes tokens, and the prompt has none.
-            UnreadableAnswer: the answer is no mapping of workers to blocks.
-        """
+    def look_up(self, prompt: Prompt, block_size: int, *, by_tier: bool) -> Calls[TierScores]:
+        """Look up a prompt in the index under test, or in the reference; see `IndexUnderTest.look_up`."""
         __tracebackhide__ = True
         if self.under_test is None:
-            return self.reference.find_matches(prompt.block_hashes(block_size)).scores
+            hashes = prompt.block_hashes(block_size)
+            if by_tier:
+                return {tier: dict(scores) for tier, scores in self.reference.find_tiered(hashes).items()}
+            return {StorageTier.DEVICE: self.reference.find_matches(hashes).scores}
         self.end_burst()
-        return self.under_test.answer(prompt, block_size)
-
-    async def aask(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
-        """As `ask`, for an async index, as far as it was flushed."""
-        __tracebackhide__ = True
-        assert self.under_test is not None
-        return await self.under_test.aanswer(prompt, block_size)
-
-    def ask_tiered(self, prompt: Prompt, block_size: int) -> TierScores:
-        """Look up a prompt tier by tier in the index under test, or in the reference.
-
-        Raises:
-            ValueError: it does not tell tiers apart: it has no `find_tiered`.
-            UnreadableAnswer: the answer is no mapping of tiers to mappings of workers to blocks.
-        """
-        __tracebackhide__ = True
-        if self.under_test is None:
-            found = self.reference.find_tiered(prompt.block_hashes(block_size))
-            return {tier: dict(scores) for tier, scores in found.items()}
-        self.end_burst()
-        return self.under_test.answer_tiered(prompt, block_size)
-
-    async def aask_tiered(self, prompt: Prompt, block_size: int) -> TierScores:
-        """As `ask_tiered`, for an async index, as far as it was flushed."""
-        __tracebackhide__ = True
-        assert self.under_test is not None
-        return await self.under_test.aanswer_tiered(prompt, block_size)
+        return (yield from self.under_test.look_up(prompt, block_size, by_tier=by_tier))
 
     def flush_index(self) -> None:
         """Flush the index under test, and compare what must be right by now; nothing to do for an async one."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from threading import RLock
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.harness.judge import Judge
+from pytest_kvmock.harness.under_test import Calls, arun, run
 from pytest_kvmock.harness.workers import WorkerKey, Workers
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.under_test import Scores, WorkerScores
 
+_T = TypeVar("_T")
+
 Overlap: TypeAlias = dict[WorkerKey, int]
 """Blocks by worker; workers without any are absent."""
 
 
 class Lookups:
-    """Asks the index of a harness for prompts.
+    """Asks the index of a harness for prompts. Each question is written once; `run` asks it, `arun` awaits the answer.
 
     Args:
         judge: has the indexes.
@@ -35,41 +38,46 @@ class Lookups:
         self._block_size = block_size
         self._lock = lock
 
-    def overlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str) -> Overlap:
+    def overlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str) -> Calls[Overlap]:
         """See `RouterHarness.overlap`."""
         __tracebackhide__ = True
-        self.need_sync("overlap", "aoverlap")
-        if StorageTier.of(tier) is not StorageTier.DEVICE:
-            return self._by_tier(prompt).get(StorageTier.of(tier), {})
-        with self._lock:
-            return self._by_worker(self._judge.ask(Prompt.of(prompt), self._block_size))
+        tier = StorageTier.of(tier)
+        tiers = yield from self._look_up(prompt, by_tier=tier is not StorageTier.DEVICE)
+        return tiers.get(tier, {})
 
-    async def aoverlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str) -> Overlap:
-        """See `RouterHarness.aoverlap`."""
-        __tracebackhide__ = True
-        self.need_async("aoverlap")
-        if StorageTier.of(tier) is not StorageTier.DEVICE:
-            return (await self.aoverlap_by_tier(prompt)).get(StorageTier.of(tier), {})
-        return self._by_worker(await self._judge.aask(Prompt.of(prompt), self._block_size))
-
-    def overlap_by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
+    def overlap_by_tier(self, prompt: Prompt | TokenIds) -> Calls[dict[StorageTier, Overlap]]:
         """See `RouterHarness.overlap_by_tier`."""
-        __tracebackhide__ = True
-        self.need_sync("overlap_by_tier", "aoverlap_by_tier")
-        return self._by_tier(prompt)
+        return self._look_up(prompt, by_tier=True)
 
-    async def aoverlap_by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
-        """See `RouterHarness.aoverlap_by_tier`."""
+    def _look_up(self, prompt: Prompt | TokenIds, *, by_tier: bool) -> Calls[dict[StorageTier, Overlap]]:
         __tracebackhide__ = True
-        self.need_async("aoverlap_by_tier")
-        tiers = await self._judge.aask_tiered(Prompt.of(prompt), self._block_size)
+        tiers = yield from self._judge.look_up(Prompt.of(prompt), self._block_size, by_tier=by_tier)
         return {tier: self._by_worker(scores) for tier, scores in tiers.items()}
 
-    def _by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
+    def run(self, what: str, lookup: Calls[_T]) -> _T:
+        """Look up in a sync index.
+
+        Args:
+            what: the method of the harness that does it; its twin for async indexes has an "a" before that.
+            lookup: the calls.
+
+        Raises:
+            TypeError: the index is async.
+        """
         __tracebackhide__ = True
+        self.need_sync(what, f"a{what}")
         with self._lock:
-            tiers = self._judge.ask_tiered(Prompt.of(prompt), self._block_size)
-        return {tier: self._by_worker(scores) for tier, scores in tiers.items()}
+            return run(lookup)
+
+    async def arun(self, what: str, lookup: Calls[_T]) -> _T:
+        """As `run`, for an async index.
+
+        Raises:
+            TypeError: the index is not async.
+        """
+        __tracebackhide__ = True
+        self.need_async(what)
+        return await arun(lookup)
 
     def _by_worker(self, scores: Scores | WorkerScores) -> Overlap:
         out: Overlap = {}

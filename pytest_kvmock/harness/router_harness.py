@@ -472,22 +472,22 @@ class RouterHarness:
             ValueError: an unknown tier; the index takes tokens, and the prompt has none; or it has no `find_tiered`.
         """
         __tracebackhide__ = True
-        return self._lookups.overlap(prompt, tier)
+        return self._lookups.run("overlap", self._lookups.overlap(prompt, tier))
 
     async def aoverlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap:
         """As `overlap`, for an async index, as far as it was flushed."""
         __tracebackhide__ = True
-        return await self._lookups.aoverlap(prompt, tier)
+        return await self._lookups.arun("aoverlap", self._lookups.overlap(prompt, tier))
 
     def overlap_by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
         """The `overlap` of each tier; tiers of which no worker has any are absent. Raises as `overlap` does."""
         __tracebackhide__ = True
-        return self._lookups.overlap_by_tier(prompt)
+        return self._lookups.run("overlap_by_tier", self._lookups.overlap_by_tier(prompt))
 
     async def aoverlap_by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
         """As `overlap_by_tier`, for an async index, as far as it was flushed."""
         __tracebackhide__ = True
-        return await self._lookups.aoverlap_by_tier(prompt)
+        return await self._lookups.arun("aoverlap_by_tier", self._lookups.overlap_by_tier(prompt))
 
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""

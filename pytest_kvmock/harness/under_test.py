@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
@@ -36,40 +36,46 @@ TierScores: TypeAlias = dict[StorageTier, Scores | WorkerScores]
 Call: TypeAlias = tuple[Callable[[Any], Any], Any]
 """A function of the index under test, and the argument to call it with."""
 
-Findings: TypeAlias = Generator[Call, Any, list[Problem]]
-"""Yields calls of the index under test, one by one, and returns the problems found."""
+_T = TypeVar("_T")
+Calls: TypeAlias = Generator[Call, Any, _T]
+"""Yields calls of the index under test, one by one, and returns what comes of them."""
+
+Findings: TypeAlias = Calls[list[Problem]]
+"""Calls that return the problems found."""
 
 
-def run(findings: Findings) -> list[Problem]:
-    """Make the calls that a generator yields; return what it found."""
+def run(calls: Calls[_T]) -> _T:
+    """Make the calls that a generator yields; return what it returns."""
+    __tracebackhide__ = True
     try:
-        function, argument = next(findings)
+        function, argument = next(calls)
         while True:
             try:
                 answer = function(argument)
             except Exception as error:  # noqa: BLE001 - whatever a user's index raises is a finding
-                function, argument = findings.throw(error)
+                function, argument = calls.throw(error)
             else:
-                function, argument = findings.send(answer)
+                function, argument = calls.send(answer)
     except StopIteration as stop:
-        return list(stop.value)
+        return cast("_T", stop.value)
 
 
-async def arun(findings: Findings) -> list[Problem]:
+async def arun(calls: Calls[_T]) -> _T:
     """As `run`, awaiting what is awaitable."""
+    __tracebackhide__ = True
     try:
-        function, argument = next(findings)
+        function, argument = next(calls)
         while True:
             try:
                 answer = function(argument)
                 if isawaitable(answer):
                     answer = await answer
             except Exception as error:  # noqa: BLE001 - as above
-                function, argument = findings.throw(error)
+                function, argument = calls.throw(error)
             else:
-                function, argument = findings.send(answer)
+                function, argument = calls.send(answer)
     except StopIteration as stop:
-        return list(stop.value)
+        return cast("_T", stop.value)
 
 
 def raised_at(error: Exception) -> str:
@@ -186,42 +192,27 @@ class IndexUnderTest:
         need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
         raise ValueError(f"the index under test ({self.name}) cannot remove worker {worker_id}: it has no {need}")
 
-    def answer(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
-        """Flush the index, and look up a prompt.
+    def look_up(self, prompt: Prompt, block_size: int, *, by_tier: bool) -> Calls[TierScores]:
+        """Look up a prompt; a sync index is flushed before, an async one is asked as far as it was flushed.
+
+        Args:
+            prompt: the prompt.
+            block_size: tokens a block.
+            by_tier: ask for all tiers, and not for the device alone.
 
         Raises:
-            ValueError: it takes tokens, and the prompt has none.
-            UnreadableAnswer: the answer is no mapping of workers to blocks.
+            ValueError: it takes tokens, and the prompt has none; or it is asked for tiers, and has no `find_tiered`.
+            UnreadableAnswer: the answer is no mapping of workers to blocks, or of tiers to such.
         """
         __tracebackhide__ = True
-        if self.flush is not None:
-            self.flush()
-        return self.read(self._asking_for(prompt, block_size)(self._question(prompt, block_size)))
-
-    async def aanswer(self, prompt: Prompt, block_size: int) -> Scores | WorkerScores:
-        """As `answer`, for an async index, as far as it was flushed."""
-        __tracebackhide__ = True
-        answer = self._asking_for(prompt, block_size)(self._question(prompt, block_size))
-        return self.read(await answer if isawaitable(answer) else answer)
-
-    def answer_tiered(self, prompt: Prompt, block_size: int) -> TierScores:
-        """Flush the index, and look up a prompt tier by tier.
-
-        Raises:
-            ValueError: it has no `find_tiered`.
-            UnreadableAnswer: the answer is no mapping of tiers to mappings of workers to blocks.
-        """
-        __tracebackhide__ = True
-        find_tiered = self._telling_tiers()
-        if self.flush is not None:
-            self.flush()
-        return self.read_tiered(find_tiered(list(prompt.block_hashes(block_size))))
-
-    async def aanswer_tiered(self, prompt: Prompt, block_size: int) -> TierScores:
-        """As `answer_tiered`, for an async index, as far as it was flushed."""
-        __tracebackhide__ = True
-        answer = self._telling_tiers()(list(prompt.block_hashes(block_size)))
-        return self.read_tiered(await answer if isawaitable(answer) else answer)
+        find_tiered = self._telling_tiers() if by_tier else None
+        flush = self.flush
+        if flush is not None and not self.is_async:
+            yield lambda _: flush(), None
+        if find_tiered is not None:
+            return self.read_tiered((yield find_tiered, list(prompt.block_hashes(block_size))))
+        answer = yield self._asking_for(prompt, block_size), self._question(prompt, block_size)
+        return {StorageTier.DEVICE: self.read(answer)}
 
     def _telling_tiers(self) -> Callable[..., Any]:
         __tracebackhide__ = True
