@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, cast
+from typing import Any, Final, Self, TypeAlias, TypeVar, cast
 
 from pytest_kvmock.checks import check_integer, check_number, is_utf8
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.wire.batch import Decoded
 from pytest_kvmock.wire.decoding import decode
 from pytest_kvmock.wire.endpoints import EndpointError, allow_ipv6, check_context, load_zmq, rank_endpoints
+from pytest_kvmock.wire.kv_publisher import KvPublisher
+from pytest_kvmock.wire.receiver import BatchLoss, BatchProblem, LostBatches, Receiver, receiver_of
 from pytest_kvmock.wire.replay_server import END
 from pytest_kvmock.wire.table import Dialect, find_dialect
 from pytest_kvmock.wire.unread import OtherDialects, events_and_gaps, has_no_events, is_unreadable
@@ -33,58 +34,6 @@ MOST_REMEMBERED: Final = 10_000
 """For so many batches of a rank it is known what they were, to tell a repeat from a restart; of older ones, by their timestamps."""
 
 _NUMBER: Final = "8 bytes with the number of the batch"
-
-
-class LostBatches(Protocol):
-    """What is called for batches that could not be had or read, in part too: the `lost_batches` of a harness or a `KvSink`."""
-
-    def __call__(self, worker_id: int, dp_rank: int, batches: range, observed: str) -> object:
-        """Take note.
-
-        Args:
-            worker_id: which worker.
-            dp_rank: which rank.
-            batches: their numbers; after a restart none, and `start` is the number that was due. Where single events could
-                not be read, that of their batch, once for each run of such events: between the events around it.
-            observed: what happened, in words.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLoss:
-    """Batches that could not be had.
-
-    Attributes:
-        dp_rank: the rank.
-        batches: their numbers; none where the publisher began anew.
-        observed: what happened.
-    """
-
-    dp_rank: int
-    batches: range
-    observed: str
-
-    def __str__(self) -> str:
-        return f"rank {self.dp_rank}: {self.observed}"
-
-
-@dataclass(frozen=True, slots=True)
-class BatchProblem:
-    """Something that was wrong with a message.
-
-    Attributes:
-        dp_rank: the rank.
-        batch: the number of the batch; None: it had none.
-        text: what was wrong; of a payload, the text of a `WireProblem`.
-    """
-
-    dp_rank: int
-    batch: int | None
-    text: str
-
-    def __str__(self) -> str:
-        batch = "a message" if self.batch is None else f"batch {self.batch}"
-        return f"rank {self.dp_rank}, {batch}: {self.text}"
 
 
 class _Rank:
@@ -124,8 +73,8 @@ class KvSubscriber:
         ranks: how many ranks; None: one for each endpoint that is given.
         topic: what the topic of a batch must begin with.
         from_start: whether batches before the first that arrives are missing. If not, the stream begins with that one.
-        on_loss: called for what could not be had or read; None: what `losses_at(endpoints)` returns, or else `lost_batches`, of the
-            object that `sink` is, or is a method of.
+        on_loss: called for what could not be had or read; None: what `losses_at(endpoints)` returns, where `sink` is a
+            `KvSink`, a method of one or of a harness (a `Receiver`), and else nothing.
         replay_timeout: so many seconds an answer may take, from one message to the next.
         context: a `zmq.Context`; None: one of its own. Over inproc it is the publisher's.
 
@@ -172,7 +121,9 @@ class KvSubscriber:
         self.dialect = find_dialect(dialect)
         self.worker_id = check_integer("worker_id", worker_id, 0)
         self.endpoints = rank_endpoints(endpoint, ranks)
-        self._check_no_loop(sink)
+        receiver = receiver_of(sink)
+        if receiver is not None:
+            self._check_no_loop(receiver)
         self.replay_endpoints = () if replay is None else rank_endpoints(replay, len(self.endpoints))
         self.batches = self.events = self.duplicates = self.unreadable = 0
         self.recovered: list[tuple[int, range]] = []
@@ -182,11 +133,8 @@ class KvSubscriber:
         self._sink = sink
         self._closed = self._is_awaiting = False
         self._on_loss: LostBatches | None = on_loss
-        owner = getattr(sink, "__self__", sink)
-        if on_loss is None and (losses_at := getattr(owner, "losses_at", None)) is not None:
-            self._on_loss = losses_at(self.endpoints)
-        elif on_loss is None:
-            self._on_loss = getattr(owner, "lost_batches", None)
+        if on_loss is None and receiver is not None:
+            self._on_loss = receiver.losses_at(self.endpoints)
         self._from_start = from_start
         self._replay_timeout = check_number("replay_timeout", replay_timeout, unit=" seconds")
         if not isinstance(from_start, bool):
@@ -203,11 +151,11 @@ class KvSubscriber:
             self.close()
             raise
 
-    def _check_no_loop(self, sink: object) -> None:
-        """Refuse a sink whose harness publishes at one of the endpoints what it is given: each event would come again."""
-        sinks_of = getattr(getattr(sink, "__self__", sink), "sinks_of", None)
-        for publisher, worker_id in () if sinks_of is None else sinks_of(self.worker_id):
-            shared = [each for each in self.endpoints if each in getattr(publisher, "endpoints", ())]
+    def _check_no_loop(self, receiver: Receiver) -> None:
+        """Refuse a harness that publishes at one of the endpoints what it is given: each event would come again."""
+        for publisher, worker_id in receiver.sinks_of(self.worker_id):
+            bound = publisher.endpoints if isinstance(publisher, KvPublisher) else ()
+            shared = [each for each in self.endpoints if each in bound]
             if shared and worker_id is None:
                 raise ValueError(
                     f"the sink is of the harness that publishes at {shared[0]}: what it is given would be published again, as "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pytest_kvmock.wire.batch import block_of, wire_hash
 from pytest_kvmock.wire.endpoints import EndpointError
 from pytest_kvmock.wire.kv_publisher import KvPublisher
-from pytest_kvmock.wire.kv_subscriber import BatchLoss, BatchProblem, KvSubscriber
+from pytest_kvmock.wire.kv_subscriber import KvSubscriber
+from pytest_kvmock.wire.receiver import BatchLoss, BatchProblem
 from pytest_kvmock.wire.replay_server import Replay
 from pytest_kvmock.wire.waiting import WireTimeout
 from pytest_kvmock.wire.wire_faults import WireFaults, WireInjection
