@@ -30,7 +30,7 @@ def codec():
     needs("msgspec")
     import msgspec
 
-    from pytest_kvmock.wire import Batch, decode, decode_metadata, encode
+    from pytest_kvmock.wire import Batch, decode, encode
 
     batch = Batch(stored_events(), 1700000000.5)
     read, write = msgspec.msgpack.Decoder().decode, msgspec.msgpack.Encoder().encode
@@ -40,17 +40,15 @@ def codec():
         decoded = decode(payload, name)
         assert payload == write(plain) or name == "vllm-0.33"  # the head of a long map, that only its structs have
         assert (batch.events, []) == (decoded.events, decoded.problems)
-        raw_read, raw_write, ours_read, ours_metadata, ours_write = _medians(
+        raw_read, raw_write, ours_read, ours_write = _medians(
             lambda payload=payload: read(payload),
             lambda plain=plain: write(plain),
             lambda payload=payload, name=name: decode(payload, name),
-            lambda payload=payload, name=name: decode_metadata(payload, name),
             lambda name=name: encode(batch, name),
         )
         for what, least, ours, raw, call in (
             ("encode", 0.3, ours_write, raw_write, lambda name=name: encode(batch, name)),
             ("decode to events for the ledger", 0.4, ours_read, raw_read, lambda p=payload, name=name: decode(p, name)),
-            ("metadata only", 1.5, ours_metadata, raw_read, lambda p=payload, name=name: decode_metadata(p, name)),
         ):
             met = raw / ours >= least
             yield Figure(

@@ -3,9 +3,9 @@
 msgspec, which the dialects of vLLM and SGLang need, is the extra `wire`; it is loaded when one of them is used.
 """
 
-from pytest_kvmock.wire.batch import Batch, Decoded, Metadata
+from pytest_kvmock.wire.batch import Batch, Decoded
 from pytest_kvmock.wire.batcher import KvWire
-from pytest_kvmock.wire.decoding import MOST_BYTES, decode, decode_metadata
+from pytest_kvmock.wire.decoding import MOST_BYTES, decode
 from pytest_kvmock.wire.defects import DEFECTS, EncodeError, WireDefect, WireProblem
 from pytest_kvmock.wire.digests import StreamDigests
 from pytest_kvmock.wire.encoding import encode
@@ -31,13 +31,11 @@ __all__ = [
     "Dialect",
     "EncodeError",
     "KvWire",
-    "Metadata",
     "StreamDigests",
     "WireDefect",
     "WireField",
     "WireProblem",
     "decode",
-    "decode_metadata",
     "encode",
     "find_dialect",
     "known_dialects",

@@ -108,23 +108,3 @@ class Decoded:
     def defects(self) -> list[WireDefect]:
         """The names of the problems."""
         return [problem.name for problem in self.problems]
-
-
-@dataclass(slots=True)
-class Metadata:
-    """What was read from a payload whose token ids were left as they are.
-
-    Attributes:
-        events: of each good event a struct with the fields of the dialect, by their names on the wire; `token_ids` is
-            a `msgspec.Raw`. Not looked at are spans, digests, media, and what token ids are.
-        problems: as `Decoded.problems`.
-        num_events: as `Decoded.num_events`.
-        timestamp: as `Decoded.timestamp`.
-        dp_rank: as `Decoded.dp_rank`.
-    """
-
-    events: list[Any] = field(default_factory=list)
-    problems: list[WireProblem] = field(default_factory=list)
-    num_events: int = 0
-    timestamp: float | None = None
-    dp_rank: int | None = None

@@ -11,7 +11,7 @@ from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored, stored_event
 from pytest_kvmock.prompt_keys import hash_options
 from pytest_kvmock.tokens import BlockCutter, block_hashes
-from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, Decoded, Metadata
+from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, Decoded
 from pytest_kvmock.wire.defects import WireDefect, WireProblem, shown
 from pytest_kvmock.wire.dynamo_json import read_lines
 from pytest_kvmock.wire.event_fields import (
@@ -89,50 +89,6 @@ def decode(
     return out
 
 
-def decode_metadata(payload: bytes, dialect: str | Dialect, *, most_bytes: int = MOST_BYTES) -> Metadata:
-    """Read a payload but for its token ids, which are left as they are: more than twice as fast.
-
-    Args:
-        payload: as `decode`.
-        dialect: as `decode`; not Dynamo's JSON.
-        most_bytes: as `decode`.
-
-    Raises:
-        ValueError: there is no such dialect, or it has no token ids; or `most_bytes` is no integer of at least 0.
-        ImportError: msgspec is not installed.
-    """
-    row = find_dialect(dialect)
-    if not row.is_msgpack:
-        raise ValueError(f"dialect {row.name!r} has no token ids: decode() reads it")
-    structs = structs_of(row)
-    if type(payload) is not bytes:
-        payload = as_bytes(payload)
-    check_integer("most_bytes", most_bytes, 0)
-    out = Metadata([], [])
-    if len(payload) > most_bytes:
-        out.problems.append(_oversize(payload, most_bytes))
-        return out
-    try:
-        batch = structs.metadata_batch(payload)
-        if row.form == "array" or structs.encode(batch) == payload:
-            out.timestamp, out.events, out.dp_rank = batch
-            out.num_events = len(out.events)
-            if not -math.inf < batch[0] < math.inf:
-                _note_timestamp(out)
-            return out
-    except structs.errors:
-        pass
-    for index, event in enumerate(_split(structs, payload, out)):
-        record = _struct(row, structs, event, structs.metadata_event)
-        if record is None and (fields := read_event(row, Reader(event).value(), index, out.problems)) is not None:
-            record = structs.bare(fields)
-        if record is not None:
-            out.events.append(record)
-    if out.timestamp is not None and not -math.inf < out.timestamp < math.inf:
-        _note_timestamp(out)
-    return out
-
-
 def _check_numbers(**numbers: object) -> None:
     """Raise a ValueError for an argument of `decode` that is no integer of at least 0."""
     for name, value in numbers.items():
@@ -153,7 +109,7 @@ def as_bytes(payload: object) -> bytes:
         raise TypeError(f"a payload is bytes, or a buffer of them; got {payload!r:.80}") from None
 
 
-def _note_timestamp(out: Decoded | Metadata) -> None:
+def _note_timestamp(out: Decoded) -> None:
     """Name a timestamp that is no time, and leave it out."""
     observed, out.timestamp = shown(out.timestamp), None
     problem = WireProblem(WireDefect.WRONG_TYPE, None, "timestamp", observed, "a finite number", is_kept=True)
@@ -168,7 +124,7 @@ def _oversize(payload: bytes, most: int) -> WireProblem:
 # ------------------------------------------------------------------------------------------------- one batch
 
 
-def _split(structs: Structs, payload: bytes, out: Decoded | Metadata) -> list[bytes]:
+def _split(structs: Structs, payload: bytes, out: Decoded) -> list[bytes]:
     """Split a batch into its events, as far as it goes, and note what is wrong with the batch."""
     try:
         out.timestamp, raws, out.dp_rank = structs.raw_batch(payload)
@@ -178,7 +134,7 @@ def _split(structs: Structs, payload: bytes, out: Decoded | Metadata) -> list[by
     return [bytes(raw) for raw in raws]
 
 
-def _split_carefully(payload: bytes, out: Decoded | Metadata) -> list[bytes]:
+def _split_carefully(payload: bytes, out: Decoded) -> list[bytes]:
     def note(defect: WireDefect, field: str | None, observed: str, expected: str, *, kept: bool = True) -> None:
         out.problems.append(WireProblem(defect, None, field, observed, expected, is_kept=kept))
 

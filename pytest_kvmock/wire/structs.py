@@ -21,7 +21,6 @@ from pytest_kvmock.wire.event_fields import (
     STORED,
     TAG_KEY,
     TAGS,
-    EventFields,
     Tag,
     fields_of,
     ordinary_value,
@@ -172,8 +171,6 @@ class Structs:
         batch: decodes a batch to (timestamp, structs, rank).
         event: decodes one event to a struct.
         raw_batch: decodes a batch to (timestamp, events as `msgspec.Raw`, rank).
-        metadata_batch: as `batch`, with token ids as `msgspec.Raw`.
-        metadata_event: as `event`, likewise.
         plans: for a `BlockStored` as nearly all are.
         cleared: the one struct of that tag.
         errors: what decoders raise.
@@ -183,9 +180,7 @@ class Structs:
         msgspec = load_msgspec()
         self._dialect = dialect
         self.types: dict[Tag, Any] = {tag: _struct(msgspec, dialect, tag) for tag in TAGS}
-        self._bare = {tag: _struct(msgspec, dialect, tag, raw_tokens=True) for tag in self.types}
-        self._raw: Callable[[Any], Raw] = lambda value: msgspec.Raw(msgspec.msgpack.encode(value))
-        self.tags: dict[type, Tag] = {kind: tag for each in (self.types, self._bare) for tag, kind in each.items()}
+        self.tags: dict[type, Tag] = {kind: tag for tag, kind in self.types.items()}
         self.stored_with_metadata = _struct(msgspec, dialect, STORED, [(METADATA, Any)]) if dialect.metadata else None
         self.ordinary = {tag: Ordinary(fields_of(dialect, tag)) for tag in self.types}
         self.tiers: dict[str | None, StorageTier] = {name: tier for tier, name in dialect.media.items()}
@@ -194,16 +189,12 @@ class Structs:
         decoder = msgspec.msgpack.Decoder
         rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] | None
         event = self.types[STORED] | self.types[REMOVED] | self.types[CLEARED]
-        bare_event = self._bare[STORED] | self._bare[REMOVED] | self._bare[CLEARED]
         self.encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
         self.batch: Callable[[bytes], tuple[float, list[Any], int | None]]
         self.batch = decoder(tuple[float, list[event], rank]).decode  # type: ignore[valid-type]  # made from the row
         self.event: Callable[[bytes], Any] = decoder(event).decode
         self.raw_batch: Callable[[bytes], tuple[float, list[Raw], int | None]]
         self.raw_batch = decoder(tuple[float, list[msgspec.Raw], rank]).decode  # type: ignore[name-defined]  # the module, loaded late
-        self.metadata_batch: Callable[[bytes], tuple[float, list[Any], int | None]]
-        self.metadata_batch = decoder(tuple[float, list[bare_event], rank]).decode  # type: ignore[valid-type]  # as above
-        self.metadata_event: Callable[[bytes], Any] = decoder(bare_event).decode
         self.plans = StoredPlans(msgspec, dialect)
         self.cleared = self.types[CLEARED]()
         self._heads = self._ordinary_heads() if dialect.form == "map" else {}
@@ -240,18 +231,6 @@ class Structs:
             return False
         return all(payload.count(self._heads[tag]) == count for tag, count in counts.items() if count)
 
-    def bare(self, fields: EventFields) -> Any:
-        """Make the struct of an event whose token ids are left as they are, from its fields."""
-        blocks = len(fields.own.get("hashes", ()))
-        values = {}
-        for one in fields_of(self._dialect, fields.tag):
-            if one.is_own:
-                value = fields.own[one.type]
-                values[one.name] = self._raw(value) if one.type == "tokens" else value
-            else:
-                values[one.name] = fields.extra.get(one.name, ordinary_value(one, blocks))
-        return self._bare[fields.tag](**values)
-
 
 @lru_cache(maxsize=256)
 def structs_of(dialect: Dialect) -> Structs:
@@ -259,12 +238,10 @@ def structs_of(dialect: Dialect) -> Structs:
     return Structs(dialect)
 
 
-def _struct(
-    msgspec: Any, dialect: Dialect, tag: Tag, more: list[tuple[str, Any]] | None = None, *, raw_tokens: bool = False
-) -> Any:
+def _struct(msgspec: Any, dialect: Dialect, tag: Tag, more: list[tuple[str, Any]] | None = None) -> Any:
     fields: list[Any] = []
     for one in fields_of(dialect, tag):
-        kind = msgspec.Raw if raw_tokens and one.type == "tokens" else _type(msgspec, dialect, one)
+        kind = _type(msgspec, dialect, one)
         if one.default is REQUIRED:
             fields.append((one.name, kind))
         elif isinstance(one.default, list | dict | set):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from payloads import MSGPACK, NAMES, careful, check, cleared, examples, payloads, removed, same, stored
 
-from pytest_kvmock import Prompt, RadixIndex, Removed, RouterEvent, RouterHarness, StorageTier, Stored, block_hashes
+from pytest_kvmock import Prompt, RadixIndex, RouterEvent, RouterHarness, StorageTier, block_hashes
 from pytest_kvmock.wire import (
     DEFECTS,
     DIALECTS,
@@ -14,7 +14,6 @@ from pytest_kvmock.wire import (
     WireDefect,
     WireProblem,
     decode,
-    decode_metadata,
     encode,
 )
 
@@ -287,17 +286,6 @@ def test_a_bad_batch_is_named_and_its_events_are_kept(payload, defect, *, field,
         assert problem.is_kept
 
 
-@pytest.mark.parametrize("events", [[array()], [array(), 5]])
-def test_a_timestamp_that_is_no_time_is_named_though_token_ids_are_left_out(events):
-    read = decode_metadata(pack([float("inf"), events, 0]), ARRAY)
-    assert ("timestamp", "a finite number", "inf") == (
-        read.problems[0].field,
-        read.problems[0].expected,
-        read.problems[0].observed,
-    )
-    assert (None, len(events), 1) == (read.timestamp, len(read.problems), len(read.events))
-
-
 @pytest.mark.parametrize("name", [ARRAY, MAP])
 def test_of_a_truncated_batch_the_whole_events_are_kept(name):
     payload = pack([1.5, [GOOD[name]] * 3, 0])
@@ -320,18 +308,15 @@ def test_a_payload_that_is_too_large_is_not_read():
     limit = len(payload)
 
     assert [] == decode(payload, ARRAY, most_bytes=limit).problems
-    for read in (decode, decode_metadata):
-        decoded = read(payload, ARRAY, most_bytes=limit - 1)
-        assert [] == decoded.events
-        assert [f"oversize: batch: expected at most {limit - 1}, got {limit} bytes"] == [*map(str, decoded.problems)]
+    decoded = decode(payload, ARRAY, most_bytes=limit - 1)
+    assert [] == decoded.events
+    assert [f"oversize: batch: expected at most {limit - 1}, got {limit} bytes"] == [*map(str, decoded.problems)]
 
 
 def test_a_payload_is_bytes():
     for wrong in ("text", None, 5, [1]):
         with pytest.raises(TypeError, match="payload is bytes"):
             decode(wrong, ARRAY)
-        with pytest.raises(TypeError, match="payload is bytes"):
-            decode_metadata(wrong, ARRAY)
     assert 1 == len(decode(memoryview(pack([1.5, [array()], 0])), ARRAY).events)
 
 
@@ -538,39 +523,6 @@ def test_a_key_twice_in_the_map_after_an_array_is_named():
     assert ["duplicate_key: event 0, metadata: expected each key once, got the key 'cache_salt' again"] == [
         *map(str, out.problems)
     ]
-
-
-# ---------------------------------------------------------------------------------------------------- metadata
-
-
-@pytest.mark.parametrize("name", MSGPACK)
-def test_metadata_are_the_fields_of_the_wire_with_token_ids_left_as_they_are(name):
-    for batch, payload in zip(examples(name), payloads(name), strict=True):
-        events = decode(payload, name).events
-        metadata = decode_metadata(payload, name)
-        assert ([], batch.timestamp) == (metadata.problems, metadata.timestamp)
-        assert len(events) == len(metadata.events) == metadata.num_events
-        for event, seen in zip(events, metadata.events, strict=True):
-            data = event.event.data
-            assert {Stored: "BlockStored", Removed: "BlockRemoved"}.get(type(data), "AllBlocksCleared") == type(
-                seen
-            ).__name__
-            if isinstance(data, Stored):
-                assert len(data.block_hashes) == len(seen.block_hashes)
-                tokens = [token for block in event.token_ids for token in block]
-                assert tokens == msgspec.msgpack.decode(seen.token_ids)
-
-
-def test_metadata_of_a_bad_batch_name_its_problems():
-    metadata = decode_metadata(around(MAP, as_map(group_idx="0"), as_map(colour="red")), MAP)
-
-    assert [("wrong_type", 1), ("unknown_field", 2)] == [(problem.name, problem.event) for problem in metadata.problems]
-    assert [[21, 22], [11, 12], [21, 22]] == [[*event.block_hashes] for event in metadata.events]
-
-
-def test_json_has_no_token_ids_to_leave_as_they_are():
-    with pytest.raises(ValueError, match=r"dialect 'dynamo-router-event' has no token ids: decode\(\) reads it"):
-        decode_metadata(b"", "dynamo-router-event")
 
 
 # ---------------------------------------------------------------------------------------------------- Dynamo's JSON
