@@ -12,11 +12,10 @@ from enum import StrEnum
 from typing import Final, Self
 
 from pytest_kvmock.block_manager.block_handles import BlockHandle, ImmutableBlock, MutableBlock
-from pytest_kvmock.block_manager.frames import from_frame, to_frame
+from pytest_kvmock.block_manager.json_fields import from_json, to_json
 from pytest_kvmock.block_manager.remote_errors import BlockDescriptorSetError, NixlSerializationError
 from pytest_kvmock.checks import check_integer, check_iterable, check_member, check_u64, is_integer
 
-_KIND: Final = b"D"
 _FIELDS: Final = ("worker_id", "block_set_idx", "mutability", "block_indices", "generations")
 
 
@@ -131,18 +130,18 @@ class BlockDescriptorList:
         )
 
     def to_bytes(self) -> bytes:
-        """Return the list as bytes, with a version and a checksum."""
-        return to_frame(_KIND, {name: getattr(self, name) for name in _FIELDS})
+        """Return the list as bytes."""
+        return to_json({name: getattr(self, name) for name in _FIELDS})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Return the list that these bytes are.
 
         Raises:
-            NixlSerializationError: they are of something else, truncated, changed, or of another version.
+            NixlSerializationError: they are of something else, or truncated.
             TypeError: these are no bytes.
         """
-        fields = from_frame(_KIND, data, _FIELDS)
+        fields = from_json("descriptor list", data, _FIELDS)
         try:
             return cls(
                 worker_id=fields.integer("worker_id"),

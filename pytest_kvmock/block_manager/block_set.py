@@ -12,33 +12,23 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, Self
 
-from pytest_kvmock.block_manager.frames import FrameFields, from_frame, to_frame
+from pytest_kvmock.block_manager.json_fields import JsonFields, from_json, to_json
 from pytest_kvmock.block_manager.remote_errors import NixlSerializationError
 from pytest_kvmock.block_manager.storage import DType, block_bytes
 from pytest_kvmock.checks import check_integer, check_member, check_u64
 
-_KIND: Final = b"S"
 _FIELDS: Final = ("worker_id", "agent_id", "incarnation", "block_sets")
 _NUMBERS: Final = ("num_blocks", "num_layers", "page_size", "inner_dim")
 _LAYOUT_FIELDS: Final = ("block_set_idx", "mem_type", "device_id", *_NUMBERS, "dtype")
 
 
 class MemType(StrEnum):
-    """Kind of memory, as NIXL has it."""
+    """Kind of memory, as NIXL has it, of those that 0.2.1 imports block sets in."""
 
     DRAM = "dram"
     """Host memory."""
     VRAM = "vram"
     """GPU memory."""
-    BLOCK = "block"
-    OBJECT = "object"
-    FILE = "file"
-    UNKNOWN = "unknown"
-
-    @property
-    def is_importable(self) -> bool:
-        """Whether block sets in such memory are imported; 0.2.1 skips those in other memory."""
-        return self in (MemType.DRAM, MemType.VRAM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +106,7 @@ class NixlBlockSet:
         return hash((self.worker_id, self.agent_id, self.incarnation, frozenset(self.block_sets)))
 
     def to_bytes(self) -> bytes:
-        """Return the set as bytes, with a version and a checksum; equal sets have equal bytes."""
+        """Return the set as bytes; equal sets have equal bytes."""
         layouts = [
             {
                 "block_set_idx": index,
@@ -128,17 +118,17 @@ class NixlBlockSet:
             for index, layout in sorted(self.block_sets.items())
         ]
         fields = {"worker_id": self.worker_id, "agent_id": self.agent_id, "incarnation": self.incarnation}
-        return to_frame(_KIND, {**fields, "block_sets": layouts})
+        return to_json({**fields, "block_sets": layouts})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Return the set that these bytes are.
 
         Raises:
-            NixlSerializationError: they are of something else, truncated, changed, or of another version.
+            NixlSerializationError: they are of something else, or truncated.
             TypeError: these are no bytes.
         """
-        fields = from_frame(_KIND, data, _FIELDS)
+        fields = from_json("block set", data, _FIELDS)
         block_sets: dict[int, BlockSetLayout] = {}
         for each in fields.objects("block_sets", _LAYOUT_FIELDS):
             index = each.integer("block_set_idx")
@@ -148,8 +138,8 @@ class NixlBlockSet:
         return cls(fields.integer("worker_id"), block_sets, fields.text("agent_id"), fields.integer("incarnation"))
 
 
-def _layout_of(fields: FrameFields) -> BlockSetLayout:
-    """Return the layout that fields of a frame are."""
+def _layout_of(fields: JsonFields) -> BlockSetLayout:
+    """Return the layout that fields are."""
     return BlockSetLayout(
         mem_type=fields.member("mem_type", MemType),
         **{name: fields.integer(name, 1) for name in _NUMBERS},

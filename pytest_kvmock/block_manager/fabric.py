@@ -6,7 +6,6 @@ between them. Block sets do not travel over it; in Dynamo they are found by disc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, NamedTuple
@@ -21,7 +20,6 @@ from pytest_kvmock.events import StorageTier
 
 _U64_DIGITS: Final = 20
 
-LOG: Final = logging.getLogger("pytest_kvmock")
 
 _MEM_TYPE_OF: Final = {StorageTier.DEVICE: MemType.VRAM, StorageTier.HOST_PINNED: MemType.DRAM}
 
@@ -292,7 +290,6 @@ class NixlAgent:
             )
         if worker_id in self.imported:
             raise RemoteBlockSetError(f"Worker ID {worker_id} already exists; cannot update remote blockset")
-        readable = {index: layout for index, layout in block_set.block_sets.items() if layout.mem_type.is_importable}
         if not block_set.agent_id:
             raise RemoteBlockSetError(
                 f"Loading remote metadata: the block set of worker {worker_id} has none, as that was made with nixl=disabled"
@@ -308,10 +305,7 @@ class NixlAgent:
                 f"Mismatch with remote worker ID: the metadata are of agent {block_set.agent_id}, "
                 f"the block set is of worker {worker_id}"
             )
-        for index in block_set.block_sets.keys() - readable.keys():
-            memory = block_set.block_sets[index].mem_type
-            LOG.warning("block set %d of worker %d is skipped: it is in memory of kind %s", index, worker_id, memory)
-        self.imported[worker_id] = NixlBlockSet(worker_id, readable, block_set.agent_id, block_set.incarnation)
+        self.imported[worker_id] = block_set
 
     def reach(self, remote_worker_id: int) -> NixlAgent:
         """Return the agent of a worker whose block set was imported.

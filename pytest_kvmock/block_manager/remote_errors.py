@@ -9,7 +9,7 @@ from pytest_kvmock.block_manager.block_errors import BlockManagerError
 
 
 class NixlSerializationError(BlockManagerError, ValueError):
-    """Bytes are no block set, or no descriptor list: foreign, truncated, changed, or of another version."""
+    """Bytes are no block set, or no descriptor list: foreign, or truncated."""
 
 
 class RemoteBlockSetError(BlockManagerError):

@@ -34,19 +34,11 @@ class DType(Enum):
     FP16 = "fp16"
     BF16 = "bf16"
     FP32 = "fp32"
-    U8 = "u8"
-    U16 = "u16"
-    U32 = "u32"
-    U64 = "u64"
-    I8 = "i8"
-    I16 = "i16"
-    I32 = "i32"
-    I64 = "i64"
 
     @property
     def size_in_bytes(self) -> int:
         """Bytes of one number: its bits, which end its name, divided by 8."""
-        return int(self.value.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
+        return int(self.value.lstrip("bfp")) // 8
 
 
 def block_bytes(num_layers: int, page_size: int, inner_dim: int, dtype: DType) -> int:
@@ -64,7 +56,6 @@ class LayoutType(StrEnum):
 class StorageType(StrEnum):
     """Kind of memory."""
 
-    SYSTEM = "system"
     DEVICE = "device"
     PINNED = "pinned"
 

@@ -38,10 +38,10 @@ def test_defaults_are_the_originals():
 @pytest.mark.parametrize(
     ("dtype", "size"),
     [
-        *((each, 1) for each in (DType.FP8, DType.U8, DType.I8)),
-        *((each, 2) for each in (DType.FP16, DType.BF16, DType.U16, DType.I16)),
-        *((each, 4) for each in (DType.FP32, DType.U32, DType.I32)),
-        *((each, 8) for each in (DType.U64, DType.I64)),
+        (DType.FP8, 1),
+        (DType.FP16, 2),
+        (DType.BF16, 2),
+        (DType.FP32, 4),
     ],
 )
 def test_bytes_of_a_number_and_of_a_block(dtype, size):
@@ -50,7 +50,7 @@ def test_bytes_of_a_number_and_of_a_block(dtype, size):
 
 
 def test_every_data_type_was_in_the_table():
-    assert 12 == len(DType)
+    assert 4 == len(DType)
 
 
 @pytest.mark.parametrize("worker_id", [0, 1337, U64])
@@ -102,10 +102,7 @@ def test_a_model_has_sizes_of_at_least_1(field, value):
         ),
         (
             lambda: KvManagerModelConfig(1, 1, 1, "fp4"),
-            (
-                "KvManagerModelConfig.dtype: got 'fp4'; "
-                "allowed: fp8, fp16, bf16, fp32, u8, u16, u32, u64, i8, i16, i32, i64"
-            ),
+            "KvManagerModelConfig.dtype: got 'fp4'; allowed: fp8, fp16, bf16, fp32",
         ),
         (
             lambda: KvManagerRuntimeConfig(1, nixl="enable"),
