@@ -69,7 +69,7 @@ def test_what_public_fixtures_give_has_a_public_name():
     assert names - {"Any", "Callable", "Iterator", "Sequence", "str"} <= set(pytest_kvmock.__all__)
 
 
-@pytest.mark.parametrize("name", ["cache", "engine", "recovery", "scenarios", "traces", "vllm", "wire"])
+@pytest.mark.parametrize("name", ["cache", "engine", "recovery", "scenarios", "traces", "wire"])
 def test_a_module_of_public_names_has_what_it_lists(name):
     module = importlib.import_module(f"pytest_kvmock.{name}")
     values = [getattr(module, name) for name in module.__all__]
