@@ -13,7 +13,16 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.wire.defects import WireDefect, WireProblem, shown, shown_hash
 from pytest_kvmock.wire.reader import MOST_DEPTH, Pairs, Unreadable
-from pytest_kvmock.wire.table import DIGEST_SIZES, FIELD_TYPES, NONE_PER_BLOCK, REQUIRED, Dialect, FieldType, WireField
+from pytest_kvmock.wire.table import (
+    DIGEST_SIZES,
+    FIELD_TYPES,
+    NONE_PER_BLOCK,
+    REQUIRED,
+    Dialect,
+    FieldShape,
+    FieldType,
+    WireField,
+)
 
 TAG_KEY: Final = "type"
 METADATA: Final = "metadata"
@@ -185,7 +194,7 @@ def metadata_flaw(value: object) -> Flaw | None:
     return (
         None
         if value is None or isinstance(value, str)
-        else Flaw(WireDefect.WRONG_TYPE, shown(value), FIELD_TYPES["text"])
+        else Flaw(WireDefect.WRONG_TYPE, shown(value), FIELD_TYPES["text"].text)
     )
 
 
@@ -256,49 +265,44 @@ def value_flaw(dialect: Dialect, one: WireField, value: Any) -> Flaw | None:
     """What is wrong with the value of a field; None where it is right."""
     if (flaw := unreadable(value)) is not None:
         return flaw
-    kind: FieldType = one.type
-    if kind == "any" or (value is None and kind not in ("hashes", "tokens", "block_size")):
+    shape = FIELD_TYPES[one.type]
+    if (value is None and shape.is_optional) or (shape.item == "anything" and not shape.depth):
         return None
-    if kind == "parent":
-        return _hash_flaw(dialect, value)
-    if kind in ("hashes", "tokens", "integers", "integer_lists", "keys"):
+    if shape.depth:
         if not isinstance(value, list | tuple) or isinstance(value, Pairs):
-            return Flaw(WireDefect.WRONG_TYPE, shown(value), FIELD_TYPES[kind])
-        if kind == "hashes":
-            return next((flaw for each in value if (flaw := _hash_flaw(dialect, each)) is not None), None)
-        if kind == "integer_lists":
-            return _lists_flaw(value)
-        return None if kind == "keys" else _integers_flaw(kind, value)
-    if kind in ("text", "medium"):
-        if not isinstance(value, str):
-            return Flaw(WireDefect.WRONG_TYPE, shown(value), FIELD_TYPES[kind])
-        if kind == "medium" and value not in dialect.media.values():
-            return Flaw(WireDefect.UNKNOWN_MEDIUM, shown(value), " or ".join(dialect.media.values()) or "no medium")
-        return None
-    if not is_integer(value):
-        return Flaw(WireDefect.WRONG_TYPE, shown(value), FIELD_TYPES[kind])
-    if kind == "block_size" and value < 1:
-        return Flaw(WireDefect.BAD_BLOCK_SIZE, shown(value), FIELD_TYPES[kind])
+            return Flaw(WireDefect.WRONG_TYPE, shown(value), shape.text)
+        if shape.item == "hash":
+            return _first(_hash_flaw(dialect, each) for each in value)
+        if shape.item == "anything":
+            return None
+        return _lists_flaw(shape, value) if shape.depth == 2 else _integers_flaw(shape, value)
+    if shape.item == "hash":
+        return _hash_flaw(dialect, value)
+    if not (isinstance(value, str) if shape.item == "string" else is_integer(value)):
+        return Flaw(WireDefect.WRONG_TYPE, shown(value), shape.text)
+    if one.type == "medium" and value not in dialect.media.values():
+        return Flaw(WireDefect.UNKNOWN_MEDIUM, shown(value), " or ".join(dialect.media.values()) or "no medium")
+    if shape.least is not None and value < shape.least:
+        return Flaw(WireDefect.BAD_BLOCK_SIZE, shown(value), shape.text)
     return None
 
 
-def _integers_flaw(kind: FieldType, value: Sequence[Any]) -> Flaw | None:
+def _integers_flaw(shape: FieldShape, value: Sequence[Any]) -> Flaw | None:
     if {int}.issuperset(map(type, value)):
-        if kind == "integers" or not value or (min(value) >= 0 and max(value) <= _U32):
+        if shape.least is None or not value or (min(value) >= shape.least and max(value) <= _U32):
             return None
-        wrong = next(each for each in value if not 0 <= each <= _U32)
-        return Flaw(WireDefect.TOKEN_OUT_OF_RANGE, shown(wrong), FIELD_TYPES[kind])
+        wrong = next(each for each in value if not shape.least <= each <= _U32)
+        return Flaw(WireDefect.TOKEN_OUT_OF_RANGE, shown(wrong), shape.text)
     place, wrong = next((place, each) for place, each in enumerate(value) if type(each) is not int)
-    return Flaw(WireDefect.WRONG_TYPE, f"{shown(wrong)} at {place}", FIELD_TYPES[kind])
+    return Flaw(WireDefect.WRONG_TYPE, f"{shown(wrong)} at {place}", shape.text)
 
 
-def _lists_flaw(value: Sequence[Any]) -> Flaw | None:
-    expected = FIELD_TYPES["integer_lists"]
+def _lists_flaw(shape: FieldShape, value: Sequence[Any]) -> Flaw | None:
     for place, each in enumerate(value):
         if not isinstance(each, list | tuple) or isinstance(each, Pairs):
-            return Flaw(WireDefect.WRONG_TYPE, f"{shown(each)} at {place}", expected)
-        if (flaw := _integers_flaw("integers", each)) is not None:
-            return Flaw(flaw.defect, f"{flaw.observed} of {place}", expected)
+            return Flaw(WireDefect.WRONG_TYPE, f"{shown(each)} at {place}", shape.text)
+        if (flaw := _integers_flaw(shape, each)) is not None:
+            return flaw._replace(observed=f"{flaw.observed} of {place}")
     return None
 
 

@@ -77,7 +77,7 @@ def event_flaw(event: RouterEvent, *, with_tokens: bool = True) -> str | None:
     for block, of_block in enumerate(token_ids or ()):
         for token in of_block:
             if not is_integer(token, 0) or token > _U32:
-                return f"token_ids must be {FIELD_TYPES['tokens']} for each block, got {shown(token)} in block {block}"
+                return f"token_ids must be {FIELD_TYPES['tokens'].text} for each block, got {shown(token)} in block {block}"
     return None if isinstance(named.data, Cleared) else _hashes_flaw(named.data)
 
 

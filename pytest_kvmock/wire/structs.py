@@ -25,7 +25,7 @@ from pytest_kvmock.wire.event_fields import (
     fields_of,
     ordinary_value,
 )
-from pytest_kvmock.wire.table import DIGEST_SIZES, REQUIRED, Dialect, WireField
+from pytest_kvmock.wire.table import DIGEST_SIZES, FIELD_TYPES, REQUIRED, Dialect, WireField
 
 if TYPE_CHECKING:
     from msgspec import Raw
@@ -262,27 +262,21 @@ def _struct(msgspec: Any, dialect: Dialect, tag: Tag, more: list[tuple[str, Any]
 
 
 def _type(msgspec: Any, dialect: Dialect, one: WireField) -> Any:
-    """The type of a field as msgspec checks it. `event_fields.value_flaw` has the same rules, and names what breaks them."""
-    meta = msgspec.Meta
-    if dialect.hashes == "bytes":
-        block: Any = Annotated[bytes, meta(min_length=min(DIGEST_SIZES), max_length=max(DIGEST_SIZES))]
-    elif dialect.hashes == "either":
-        block = int
-    else:
-        block = Annotated[int, meta(ge=0) if dialect.hashes == "unsigned" else meta(le=2**63 - 1)]
-    return {
-        "hashes": tuple[block, ...],
-        "parent": block | None,
-        "tokens": tuple[int, ...],  # their range is checked where they are packed
-        "block_size": Annotated[int, meta(ge=1)],
-        "medium": str | None,
-        "integer": int | None,
-        "text": str | None,
-        "integers": list[int] | None,
-        "integer_lists": list[list[int]] | None,
-        "keys": list[Any] | None,
-        "any": Any,
-    }[one.type]
+    """The type of a field as msgspec checks it: `FIELD_TYPES`, in its words."""
+    meta, shape = msgspec.Meta, FIELD_TYPES[one.type]
+    kind: Any = {"integer": int, "string": str, "anything": Any}.get(shape.item)
+    if shape.item == "hash":
+        if dialect.hashes == "bytes":
+            kind = Annotated[bytes, meta(min_length=min(DIGEST_SIZES), max_length=max(DIGEST_SIZES))]
+        elif dialect.hashes == "either":
+            kind = int
+        else:
+            kind = Annotated[int, meta(ge=0) if dialect.hashes == "unsigned" else meta(le=2**63 - 1)]
+    elif shape.least is not None and not shape.depth:  # of token ids it is checked where they are packed
+        kind = Annotated[int, meta(ge=shape.least)]
+    for _ in range(shape.depth):
+        kind = tuple[kind, ...] if one.is_own else list[kind]
+    return kind | None if shape.is_optional and kind is not Any else kind
 
 
 def entries(event: bytes) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from keyword import iskeyword
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import did_you_mean, is_integer, unknown_text
 from pytest_kvmock.events import StorageTier
@@ -46,22 +46,44 @@ NONE_PER_BLOCK: Final = Mark.NONE_PER_BLOCK
 FieldType: TypeAlias = Literal[
     "hashes", "parent", "tokens", "block_size", "medium", "integer", "text", "integers", "integer_lists", "keys", "any"
 ]
-FIELD_TYPES: Final = MappingProxyType(
+
+
+class FieldShape(NamedTuple):
+    """What a field of one type takes, as far as that can be said without a dialect.
+
+    Attributes:
+        text: in words, for messages.
+        item: a block hash, an integer, a string or anything.
+        depth: 0: an item, 1: an array of them, 2: an array of such arrays.
+        is_optional: it may be nil.
+        least: the smallest integer.
+    """
+
+    text: str
+    item: Literal["hash", "integer", "string", "anything"]
+    depth: int = 0
+    is_optional: bool = True
+    least: int | None = None
+
+
+FIELD_TYPES: Final[Mapping[FieldType, FieldShape]] = MappingProxyType(
     {
-        "hashes": "an array of block hashes",
-        "parent": "a block hash, or nil",
-        "tokens": "an array of integers from 0 to 4294967295",
-        "block_size": "an integer of at least 1",
-        "medium": "a string, or nil",
-        "integer": "an integer, or nil",
-        "text": "a string, or nil",
-        "integers": "an array of integers, or nil",
-        "integer_lists": "an array of arrays of integers, or nil",
-        "keys": "an array, or nil",
-        "any": "anything",
+        "hashes": FieldShape("an array of block hashes", "hash", 1, is_optional=False),
+        "parent": FieldShape("a block hash, or nil", "hash"),
+        "tokens": FieldShape("an array of integers from 0 to 4294967295", "integer", 1, is_optional=False, least=0),
+        "block_size": FieldShape("an integer of at least 1", "integer", is_optional=False, least=1),
+        "medium": FieldShape("a string, or nil", "string"),
+        "integer": FieldShape("an integer, or nil", "integer"),
+        "text": FieldShape("a string, or nil", "string"),
+        "integers": FieldShape("an array of integers, or nil", "integer", 1),
+        "integer_lists": FieldShape("an array of arrays of integers, or nil", "integer", 2),
+        "keys": FieldShape("an array, or nil", "anything", 1),
+        "any": FieldShape("anything", "anything"),
     }
 )
-"""The types of fields, and what each takes. The first five are the event's own; the others travel in `RouterEvent.extra`."""
+"""The types of fields, and what each takes: msgspec's types of them and the careful reader's checks are made from this.
+
+The first five are the event's own; the others travel in `RouterEvent.extra`."""
 
 _OWN: Final = ("hashes", "parent", "tokens", "block_size", "medium")
 
@@ -70,23 +92,21 @@ HashForm: TypeAlias = Literal["unsigned", "signed", "either", "bytes"]
 
 def _is_of_type(kind: FieldType, value: object) -> bool:
     """Whether a field of this type can have the value, as far as that can be said without a dialect."""
-    if isinstance(value, Mark):
-        return False
-    if kind == "any" or value is None:
-        return kind not in ("hashes", "tokens", "block_size")
-    if kind in ("text", "medium"):
-        return isinstance(value, str)
-    if kind in ("integer", "block_size"):
-        return is_integer(value, 1 if kind == "block_size" else None)
-    if kind == "parent":
+    shape = FIELD_TYPES[kind]
+    if value is None:
+        return shape.is_optional
+    return not isinstance(value, Mark) and _fits(shape, shape.depth, value)
+
+
+def _fits(shape: FieldShape, depth: int, value: object) -> bool:
+    """Whether a value is so many arrays, one in the other, of what a field takes."""
+    if depth:
+        return isinstance(value, list | tuple) and all(_fits(shape, depth - 1, each) for each in value)
+    if shape.item == "integer":
+        return is_integer(value, shape.least)
+    if shape.item == "hash":
         return is_integer(value) or isinstance(value, bytes)
-    if not isinstance(value, list | tuple):
-        return False
-    if kind == "hashes":
-        return all(is_integer(each) or isinstance(each, bytes) for each in value)
-    if kind == "integer_lists":
-        return all(isinstance(each, list | tuple) and all(map(is_integer, each)) for each in value)
-    return kind == "keys" or all(is_integer(each, 0 if kind == "tokens" else None) for each in value)
+    return shape.item == "anything" or isinstance(value, str)
 
 
 DIGEST_SIZES: Final = (16, 32)
@@ -117,7 +137,7 @@ class WireField:
             raise ValueError(f"a field's name is an identifier and no keyword, got {self.name!r:.80}")
         if not isinstance(self.type, str) or self.type not in FIELD_TYPES:
             raise ValueError(f"field {self.name!r}: {unknown_text('type', self.type, FIELD_TYPES)}")
-        wanted = FIELD_TYPES[self.type]
+        wanted = FIELD_TYPES[self.type].text
         if self.default is not REQUIRED and not _is_of_type(self.type, self.default):
             raise ValueError(f"field {self.name!r}: default must be {wanted}, or REQUIRED, got {self.default!r:.80}")
         if self.is_own and self.ordinary is not None:
