@@ -584,6 +584,25 @@ def test_events_wait_for_an_async_index_until_it_is_flushed(make_kv):
     assert ([], [], []) == tuple(kv.judge())
 
 
+def test_a_lookup_of_an_async_index_does_not_flush_it(make_kv):
+    class Queues(Async):
+        flushes = 0
+
+        async def flush(self):
+            self.flushes += 1
+
+    async def body(kv):
+        asked = kv.prompt(2)
+        kv.worker(0).serve(asked)
+        await kv.aflush()
+        flushes = index.flushes
+        assert {0: 2} == await kv.aoverlap(asked)
+        assert flushes == index.flushes
+
+    index = Queues()
+    asyncio.run(body(make_kv(index=index)))
+
+
 def test_an_async_index_is_not_asked_without_await(make_kv):
     kv = make_kv(index=Async())
     with pytest.raises(TypeError, match=r"overlap cannot ask an async index \(Async\): use `await kv_harness.aoverlap"):
