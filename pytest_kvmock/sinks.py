@@ -8,16 +8,14 @@ A sink of the original's two shapes is taken as well, wherever a sink is given: 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from inspect import Parameter, iscoroutinefunction, signature
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pytest_kvmock.prompt_keys import EventExtra
 
@@ -240,32 +238,3 @@ class FanOutSink:
                 sink.publish(event, storage_tier, token_ids)
             else:
                 publish_with_extra(sink, event, storage_tier, token_ids, extra)
-
-
-class JsonlRecorder:
-    """A sink that writes each event as one line of Dynamo's JSON (a `RouterEvent`), without token ids.
-
-    Args:
-        target: where to write.
-        worker_id: the worker that the lines name.
-    """
-
-    def __init__(self, target: IO[str], worker_id: int = 0) -> None:
-        self._target = target
-        self.worker_id = worker_id
-
-    @classmethod
-    @contextmanager
-    def to_file(cls, path: str | Path, worker_id: int = 0) -> Iterator[JsonlRecorder]:
-        """Record to a file of this name, as a context manager; a file that is there is replaced."""
-        with Path(path).open("w", encoding="utf-8") as target:
-            yield cls(target, worker_id)
-
-    def publish(
-        self,
-        event: KvCacheEvent,
-        storage_tier: StorageTier = StorageTier.DEVICE,
-        token_ids: BlockTokens | None = None,  # noqa: ARG002 - Dynamo's JSON has no place for them
-    ) -> None:
-        """Write one line."""
-        self._target.write(RouterEvent(self.worker_id, event, storage_tier).to_json() + "\n")

@@ -1,13 +1,10 @@
 """Who listens to a manager, and in which order."""
 
-import io
-import json
-
 import pytest
 
 from pytest_kvmock import MockEngine, MockEngineArgs, RouterHarness, create_manager
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.sinks import CapturingSink, FanOutSink, JsonlRecorder, adapted
+from pytest_kvmock.sinks import CapturingSink, FanOutSink, adapted
 
 STORED = KvCacheEvent(0, Stored(None, (1, 2), (3, 4)))
 REMOVED = KvCacheEvent(1, Removed((2,)))
@@ -63,28 +60,6 @@ def test_the_first_sink_that_raises_keeps_the_event_from_those_after_it():
 
 def test_a_fan_out_to_nobody_is_silent():
     assert None is FanOutSink().publish(STORED)
-
-
-def test_a_recorder_writes_one_router_event_a_line_that_reads_back():
-    target = io.StringIO()
-    recorder = JsonlRecorder(target, worker_id=3)
-    recorder.publish(STORED, StorageTier.DEVICE, ((1,), (2,)))
-    recorder.publish(REMOVED, StorageTier.HOST_PINNED)
-    recorder.publish(CLEARED)
-    lines = target.getvalue().splitlines()
-    expected = [RouterEvent(3, STORED), RouterEvent(3, REMOVED, StorageTier.HOST_PINNED), RouterEvent(3, CLEARED)]
-    assert expected == [RouterEvent.from_json(line) for line in lines]
-    assert {"worker_id", "storage_tier", "event"} == set(json.loads(lines[0]))
-
-
-def test_a_recorder_s_file_is_replaced_and_closed(tmp_path):
-    path = tmp_path / "events.jsonl"
-    path.write_text("old\n")
-    with JsonlRecorder.to_file(path, worker_id=1) as recorder:
-        recorder.publish(CLEARED)
-    assert RouterEvent(1, CLEARED).to_json() + "\n" == path.read_text()
-    with pytest.raises(ValueError, match="closed file"):
-        recorder.publish(CLEARED)
 
 
 # ------------------------------------------------------------------------------------------- the shapes of a sink
