@@ -208,33 +208,3 @@ class CapturingSink:
         """Return what was captured, and forget it."""
         events, self.events, self._beside = self.events, [], []
         return events
-
-
-class FanOutSink:
-    """A sink that publishes to several others, in the order given; the first that raises keeps the event from those after it.
-
-    Dynamo has two, the event sink before the raw sink that carries token ids, and this same rule.
-
-    Args:
-        *sinks: of any shape that a manager takes.
-
-    Raises:
-        TypeError: one of them is no sink.
-    """
-
-    def __init__(self, *sinks: GivenSink) -> None:
-        self.sinks = tuple(adapted(sink, f"sink {i}") for i, sink in enumerate(sinks))
-
-    def publish(
-        self,
-        event: KvCacheEvent,
-        storage_tier: StorageTier = StorageTier.DEVICE,
-        token_ids: BlockTokens | None = None,
-        extra: EventExtra | None = None,
-    ) -> None:
-        """Publish to each sink in turn."""
-        for sink in self.sinks:
-            if extra is None:
-                sink.publish(event, storage_tier, token_ids)
-            else:
-                publish_with_extra(sink, event, storage_tier, token_ids, extra)

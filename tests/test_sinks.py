@@ -4,7 +4,7 @@ import pytest
 
 from pytest_kvmock import MockEngine, MockEngineArgs, RouterHarness, create_manager
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.sinks import CapturingSink, FanOutSink, adapted
+from pytest_kvmock.sinks import CapturingSink, adapted
 
 STORED = KvCacheEvent(0, Stored(None, (1, 2), (3, 4)))
 REMOVED = KvCacheEvent(1, Removed((2,)))
@@ -29,37 +29,6 @@ def test_take_returns_what_was_captured_and_forgets_it():
     assert ([], [], []) == (sink.events, sink.router_events, sink.take())
     sink.publish(REMOVED)
     assert [RouterEvent(0, REMOVED)] == sink.router_events
-
-
-class Named:
-    """Writes its name to a shared list; raises when told to."""
-
-    def __init__(self, name, log, *, fails=False):
-        self.name, self.log, self.fails = name, log, fails
-
-    def publish(self, event, storage_tier=StorageTier.DEVICE, token_ids=None):
-        self.log.append((self.name, event.event_id, storage_tier, token_ids))
-        if self.fails:
-            raise RuntimeError(f"{self.name} is broken")
-
-
-def test_a_fan_out_tells_its_sinks_in_the_order_given_and_everything_it_knows():
-    log = []
-    FanOutSink(Named("event", log), Named("raw", log)).publish(STORED, StorageTier.HOST_PINNED, ((1,), (2,)))
-    beside = (0, StorageTier.HOST_PINNED, ((1,), (2,)))
-    assert [("event", *beside), ("raw", *beside)] == log
-
-
-def test_the_first_sink_that_raises_keeps_the_event_from_those_after_it():
-    log = []
-    fan_out = FanOutSink(Named("a", log), Named("b", log, fails=True), Named("c", log))
-    with pytest.raises(RuntimeError, match="b is broken"):
-        fan_out.publish(STORED)
-    assert ["a", "b"] == [name for name, *_ in log]
-
-
-def test_a_fan_out_to_nobody_is_silent():
-    assert None is FanOutSink().publish(STORED)
 
 
 # ------------------------------------------------------------------------------------------- the shapes of a sink
@@ -217,22 +186,11 @@ def test_what_is_no_sink_is_refused_where_it_is_given(sink, message):
         MockEngine(MockEngineArgs(), sink=sink)
     with pytest.raises(TypeError) as of_harness:
         harness.add_sink(sink)
-    with pytest.raises(TypeError) as of_fan_out:
-        FanOutSink(CapturingSink(), sink)
     assert [message] * 3 == [str(each.value) for each in (of_create_manager, of_manager, of_engine)]
-    assert [f"add_sink: {message}", message.replace("sink", "sink 1", 1)] == [
-        str(of_harness.value),
-        str(of_fan_out.value),
-    ]
+    assert f"add_sink: {message}" == str(of_harness.value)
     assert None is manager.sink
     harness.worker(0).serve(harness.prompt(1))  # it has no sink that would raise
     assert [] == harness.judge().errors
-
-
-def test_a_fan_out_takes_sinks_of_all_shapes():
-    one, two, three = OfEvent(), OfTokens(), CapturingSink()
-    FanOutSink(one, two, three).publish(STORED, StorageTier.DEVICE, ((1,), (2,)))
-    assert ([STORED], [(STORED, ((1,), (2,)))], [STORED]) == (one.taken, two.taken, three.events)
 
 
 def test_a_harness_takes_sinks_of_all_shapes_and_gives_them_back_as_they_were_given():
