@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.driver import MakeDriver, Traits
     from pytest_kvmock.hygiene.content import Chain
-    from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.sinks import GivenSink
     from pytest_kvmock.tiers.config import Tiers
     from pytest_kvmock.wire.table import Dialect
 
@@ -343,7 +343,7 @@ def create_manager(
     num_blocks: int,
     block_size: int = 16,
     dp_rank: int = 0,
-    sink: Sink | None = None,
+    sink: GivenSink | None = None,
     **options: Any,
 ) -> KvManager:
     """Make a block manager by itself: without pytest, a harness or a verdict.
@@ -353,15 +353,19 @@ def create_manager(
         num_blocks: capacity in blocks.
         block_size: tokens a block; for the logical backends a power of two from 2 to 1024.
         dp_rank: the data-parallel rank that its events name.
-        sink: where its events are published; None: nowhere.
+        sink: where its events are published, of any shape of `sinks.GivenSink`; None: nowhere.
         **options: what else the backend takes (`BackendSpec.options`); each takes `tiers=None`.
 
     Raises:
+        TypeError: that is no sink.
         ValueError: an unknown backend or option, a capacity below 1, a block size or option that the backend refuses.
     """
+    from pytest_kvmock.sinks import adapted  # for those who make one
+
     spec = backend_spec(backend)
     options = spec.check_options(options)
-    return spec.make(num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink, **options)
+    taken = None if sink is None else adapted(sink)
+    return spec.make(num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=taken, **options)
 
 
 MOST_WORKERS: Final = 2**16

@@ -2,30 +2,45 @@
 
 A manager publishes every event to its sink, and what the sink raises does not stop it: that is logged, and the event id
 stays consumed (Dynamo, `KvEventPublishers`).
+
+An event is one value, a `RouterEvent`, and `publish(event)` takes it. A manager does not know its worker and publishes in
+parts; what stands at the worker makes the value. Sinks of other shapes are taken wherever a sink is given: `event_sink` makes
+one that takes the value of them, `adapted` one that takes the parts.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from inspect import Parameter, iscoroutinefunction, signature
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Protocol
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_kvmock.prompt_keys import EventExtra
 
 
-class Sink(Protocol):
+class EventSink(Protocol):
     """The protocol of sinks.
 
+    `RouterEvent` has what Dynamo's event has, by the same names (`event_id`, `data`, `dp_rank`), and what travels beside it.
+    Where a harness gives a sink the events of one worker (`add_sink(sink, worker_id=0)`), and the sink has a method
+    `worker_restarted(dp_rank)`, that is called when a rank of the worker restarts.
+    """
+
+    def publish(self, event: RouterEvent, /) -> object:
+        """Publish one event."""
+
+
+class Sink(Protocol):
+    """What a block manager publishes to: an event in parts, without its worker.
+
     Where a prompt carried more than tokens, a `publish` that has a parameter `extra` is given what travels beside the event
-    (`prompt_keys.EventExtra`); one that has none gets the event all the same. Where a harness gives a sink the events of one
-    worker (`add_sink(sink, worker_id=0)`), and the sink has a method `worker_restarted(dp_rank)`, that is called when a rank
-    of the worker restarts.
+    (`prompt_keys.EventExtra`); one that has none gets the event all the same.
     """
 
     def publish(
@@ -38,6 +53,138 @@ class Sink(Protocol):
             storage_tier: where.
             token_ids: for a Stored, the token ids of each block, if the manager was given them.
         """
+
+
+class TokenSink(Protocol):
+    """A sink that takes the event and its token ids, as Dynamo's `RawKvEventSink` is given both."""
+
+    def publish(self, event: KvCacheEvent, token_ids: BlockTokens | None, /) -> object:
+        """Publish one event."""
+
+
+GivenSink: TypeAlias = "EventSink | Sink | TokenSink | Callable[..., object]"
+"""A sink as a user gives it: one of three shapes, or a function that takes what their `publish` takes."""
+
+
+def event_sink(given: GivenSink, what: str = "sink") -> EventSink:
+    """Return the sink itself if it takes events as values, else an adapter to it.
+
+    The shape is told by the positional parameters of `publish`, now; the method is looked up at each event.
+
+    Args:
+        given: an object with a method `publish`, or a function.
+        what: what the message calls it.
+
+    Raises:
+        TypeError: it is neither; or it takes other arguments, or would have to be awaited.
+    """
+    takes, is_function = _shape_of(given, what)
+    if takes == 1 and not is_function:
+        return given  # type: ignore[return-value]  # as was checked
+    return AdaptedSink(given, takes, is_function=is_function)
+
+
+def adapted(given: GivenSink, what: str = "sink") -> Sink:
+    """Return the sink itself if it takes what a manager publishes, else an adapter to it; see `event_sink`."""
+    takes, is_function = _shape_of(given, what)
+    if takes == 3 and not is_function:
+        return given  # type: ignore[return-value]  # as was checked
+    return AdaptedSink(given, takes, is_function=is_function)
+
+
+def _shape_of(given: GivenSink, what: str) -> tuple[int, bool]:
+    """With how many positional arguments a sink is called, and whether it is called itself, and not its `publish`."""
+    publish = getattr(given, "publish", None)
+    if isinstance(given, type):
+        raise TypeError(f"{what} is the class {given.__name__}; it must be an object, {given.__name__}()")
+    if not callable(publish) and not callable(given):
+        raise TypeError(f"{what} must have a method {_SHAPES}, or be such a function; got {given!r:.80}")
+    is_function = not callable(publish)
+    call: Callable[..., object] = given if is_function else publish  # type: ignore[assignment]  # one of them is callable
+    name = f"{what} {given!r:.80}" if is_function else f"{what}: {type(given).__name__}.publish"
+    if iscoroutinefunction(call):
+        raise TypeError(f"{name} is a coroutine function, and a manager awaits none; give it a plain function")
+    return _count_arguments(call, name, unknown=1 if is_function else 3), is_function
+
+
+_SHAPES: Final = "publish(event), publish(event, token_ids) or publish(event, storage_tier, token_ids)"
+
+
+def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> int:
+    """How many positional arguments a sink is called with: 1, 2 or 3; `unknown` for one without a signature."""
+    try:
+        wanted = signature(call)
+    except (TypeError, ValueError):
+        return unknown
+    names: list[str] = []
+    for each in wanted.parameters.values():
+        if each.kind is Parameter.VAR_POSITIONAL:
+            names += ["event", "any", "any"]
+        elif each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
+            names.append(each.name)
+        if names[-1:] == ["extra"]:  # given by its name
+            names.pop()
+            break
+    takes = min(len(names), 3)
+    try:
+        wanted.bind(*range(takes))
+    except TypeError:
+        takes = 0
+    if not takes or (takes == 2 and names[1] in ("storage_tier", "tier")):
+        raise TypeError(f"{name} takes {wanted}; a sink is called as {_SHAPES}")
+    return takes
+
+
+class AdaptedSink:
+    """A sink of another shape, or a function, as one that takes an event as a value or in parts; see `event_sink`.
+
+    Args:
+        given: what the user gave.
+        takes: with how many positional arguments it is called.
+        is_function: whether it is called itself, and not its `publish`.
+    """
+
+    __slots__ = ("_is_function", "_takes", "given")
+
+    def __init__(self, given: Any, takes: int, *, is_function: bool) -> None:
+        self.given = given
+        self._takes = takes
+        self._is_function = is_function
+
+    def publish(
+        self,
+        event: RouterEvent | KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,
+        token_ids: BlockTokens | None = None,
+        extra: EventExtra | None = None,
+    ) -> None:
+        """Publish as the sink takes it; an event that a manager publishes is one of worker 0."""
+        call = self.given if self._is_function else self.given.publish
+        if isinstance(event, RouterEvent):
+            storage_tier, token_ids, extra = event.storage_tier, event.token_ids, event.extra
+        if self._takes == 1:
+            whole = isinstance(event, RouterEvent)
+            call(event if whole else RouterEvent(0, event, storage_tier, token_ids, extra))  # type: ignore[arg-type]  # as said
+            return
+        bare = event.event if isinstance(event, RouterEvent) else event
+        arguments = (bare, token_ids) if self._takes == 2 else (bare, storage_tier, token_ids)
+        if extra is not None and has_parameter(call, "extra"):
+            call(*arguments, extra=extra)
+        else:
+            call(*arguments)
+
+
+def given_sink(sink: EventSink | Sink | None) -> Any:
+    """Return a sink as the user gave it."""
+    return sink.given if isinstance(sink, AdaptedSink) else sink
+
+
+def sink_text(sink: EventSink) -> str:
+    """Return what is called of a sink, for messages: "Listener.publish"."""
+    given = given_sink(sink)
+    if callable(getattr(given, "publish", None)):
+        return f"{type(given).__name__}.publish"
+    return str(getattr(given, "__qualname__", type(given).__name__))
 
 
 def publish_with_extra(
@@ -94,10 +241,16 @@ class FanOutSink:
     """A sink that publishes to several others, in the order given; the first that raises keeps the event from those after it.
 
     Dynamo has two, the event sink before the raw sink that carries token ids, and this same rule.
+
+    Args:
+        *sinks: of any shape that a manager takes.
+
+    Raises:
+        TypeError: one of them is no sink.
     """
 
-    def __init__(self, *sinks: Sink) -> None:
-        self.sinks = sinks
+    def __init__(self, *sinks: GivenSink) -> None:
+        self.sinks = tuple(adapted(sink, f"sink {i}") for i, sink in enumerate(sinks))
 
     def publish(
         self,

@@ -10,7 +10,7 @@ from copy import deepcopy
 from typing import Any
 
 from pytest_kvmock.capture.capture_file import CaptureFile
-from pytest_kvmock.capture.lines import event_line
+from pytest_kvmock.capture.lines import bare_line, event_line
 from pytest_kvmock.capture.publishers import FaultyPublisher, Publishers
 from pytest_kvmock.events import RouterEvent, StreamKey
 from pytest_kvmock.hygiene.injection import Injection
@@ -57,10 +57,10 @@ class CapturingLedger(Ledger):
         super().restarted(key, first_id=first_id)
         self.file.write({"restarted": {**_who(key), "first_id": first_id}})
 
-    def observe(self, event: RouterEvent, position: int, *, chained: bool = False) -> list[Problem]:
+    def observe(self, event: RouterEvent, position: int) -> list[Problem]:
         """As `Ledger.observe`."""
-        problems = super().observe(event, position, chained=chained)
-        self.file.write(event_line(event, chained=chained))
+        problems = super().observe(event, position)
+        self.file.write(event_line(event))
         return problems
 
     def wrong_hash(self, event: RouterEvent, position: int, before: Sequence[Problem]) -> list[Problem]:
@@ -72,7 +72,7 @@ class CapturingLedger(Ledger):
         """As `Ledger.missed`."""
         super().missed(key, event_id, cause)
         why = {"rule": cause.rule, "observed": cause.observed, "expected": cause.expected}
-        event = None if cause.event is None else event_line(cause.event)
+        event = None if cause.event is None else bare_line(cause.event)
         self.file.write({"missed": {**_who(key), "event_id": event_id, **why, "event": event}})
         if cause.fault is not None:
             self.attributed(cause)
@@ -150,7 +150,7 @@ class CapturingLedger(Ledger):
             **_who((published.worker_id, published.dp_rank)),
             "start": ids.start,
             "stop": ids.stop,
-            "events": [event_line(event) for event in sorted(events, key=lambda each: each.event.event_id)],
+            "events": [bare_line(event) for event in sorted(events, key=lambda each: each.event.event_id)],
         }
         self.file.write({"recovered": line})
         return super().recovered(published, ids)

@@ -280,8 +280,8 @@ class _Replay:
         if key not in self._ledger.streams:
             self._ledger.open(key, first_id=None, residency=self._residency)
         if not (line.get("replayed") and self._ledger.was_replayed(event)):
-            chained = line.get("chained") is True and key not in self._unchained
-            self._log.note(self._ledger.observe(event, entry.position, chained=chained))
+            event.chained = event.chained and key not in self._unchained
+            self._log.note(self._ledger.observe(event, entry.position))
 
     def _take_stream(self, key: StreamKey, value: dict[str, Any]) -> None:
         about = {name: value[name] for name in _ABOUT if name in value}

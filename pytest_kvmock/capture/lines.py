@@ -89,14 +89,23 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, Iterable) else repr(value)
 
 
-def event_line(event: RouterEvent, *, chained: bool = False, replayed: bool = False) -> dict[str, Any]:
-    """The line of an event.
+def event_line(event: RouterEvent, *, replayed: bool = False) -> dict[str, Any]:
+    """The line of an event that arrived.
 
     Args:
         event: the event.
-        chained: whether its hashes must be the engine's chain.
         replayed: whether it was part of a recovery, and changes nothing.
     """
+    line = bare_line(event)
+    if replayed:
+        line["replayed"] = True
+    elif event.chained:
+        line["chained"] = True
+    return line
+
+
+def bare_line(event: RouterEvent) -> dict[str, Any]:
+    """The line of an event of which it is no matter whether it was published for a request."""
     line: dict[str, Any] = {"event": event.to_dict()}
     if event.token_ids is not None:
         line["token_ids"] = event.token_ids
@@ -107,10 +116,6 @@ def event_line(event: RouterEvent, *, chained: bool = False, replayed: bool = Fa
         parent = data.parent_hash if isinstance(data, Stored) else None
         if min((*data.block_hashes, parent or 0), default=0) < 0:
             line["as_published"] = [parent, data.block_hashes]
-    if chained:
-        line["chained"] = True
-    if replayed:
-        line["replayed"] = True
     return line
 
 
@@ -132,6 +137,7 @@ def event_of(line: Mapping[str, Any]) -> RouterEvent:
         )
     event.token_ids = tokens
     event.extra = None if extra is None else {key: _extra(key, value) for key, value in extra.items()}
+    event.chained = line.get("chained") is True
     return event
 
 

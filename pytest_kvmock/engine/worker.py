@@ -28,6 +28,7 @@ from pytest_kvmock.engine.driver import (
 from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.events import StorageTier
+from pytest_kvmock.sinks import event_sink
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.tier_clock import TierClock
     from pytest_kvmock.moves import Block
-    from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.sinks import EventSink, GivenSink, Sink
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818 - the name that engines use
@@ -261,18 +262,18 @@ class KvWorker:
         make_manager: makes a block manager that publishes to the sink it is given; called again at each restart.
         worker_id: the worker's name.
         dp_rank: its data-parallel rank.
-        sink: where its events are published; None: nowhere.
+        sink: where its events are published, of any shape of `sinks.GivenSink`; None: nowhere.
         prefix_caching: False: nothing is reused and nothing is published.
         chunk: prefill in chunks of this many tokens; None: in one go.
         rng: source of generated tokens and of the names of partial blocks.
         driver: makes the driver of a manager, from it, `prefix_caching` and `rng` (`BackendSpec.driver`); by default
             one for managers that take moves.
         publishes: False: nothing is published, as by a decode engine.
+        holds_events: hold what its manager publishes when it is made, until `release_events`.
 
     Attributes:
         manager: its block manager; another one after a restart.
         requests: the requests that are open, oldest first; those of an engine that uses it too.
-        serving: True while a request makes the manager move; what is published then has real hashes.
     """
 
     def __init__(
@@ -281,12 +282,13 @@ class KvWorker:
         worker_id: int = 0,
         dp_rank: int = 0,
         *,
-        sink: Sink | None = None,
+        sink: GivenSink | None = None,
         prefix_caching: bool = True,
         chunk: int | None = None,
         rng: Random | None = None,
         driver: MakeDriver | None = None,
         publishes: bool = True,
+        holds_events: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.dp_rank = dp_rank
@@ -294,11 +296,11 @@ class KvWorker:
         self.chunk = chunk
         self.publishes = publishes and prefix_caching
         self.requests: list[OpenRequest] = []
-        self.serving = False
         self._engine: Engine | None = None
-        self._watch: Sink | None = None
+        self._watch: EventRecorder | None = None
         self._make_manager = make_manager
-        self._recorder = EventRecorder(sink)
+        taken = None if sink is None else event_sink(sink)
+        self._recorder = EventRecorder(worker_id, taken, holds=holds_events)
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
         self._clock: TierClock | None = None
@@ -501,16 +503,16 @@ class KvWorker:
         """Whether somebody is given the events that it would publish and does not."""
         return self._watch is not None and not self.publishes
 
-    def watch(self, sink: Sink) -> None:
+    def watch(self, sink: EventSink) -> None:
         """Give a sink the events that this worker would publish and does not, without prefix caching for instance.
 
         While no request is open, its manager is made anew.
         """
-        self._watch = sink
+        self._watch = EventRecorder(self.worker_id, sink)
         if self.publishes:
             return
         if self.requests:
-            self.manager.sink = sink
+            self.manager.sink = self._watch
         else:  # a manager may have put something of its own between itself and its sink
             self._driver = self._start()
 
@@ -524,8 +526,7 @@ class KvWorker:
 
     def release_events(self) -> None:
         """Publish the events that are held, in order, and hold none from now on."""
-        with self._serving():  # as they were published
-            self._recorder.release()
+        self._recorder.release()
 
     def _steps(self, tokens: int | Sequence[int]) -> Sequence[int]:
         """The tokens of so many decode steps."""
@@ -539,20 +540,20 @@ class KvWorker:
         return steps
 
     def _serving(self) -> _Serving:
-        return _Serving(self)
+        return _Serving(self._recorder)
 
 
 class _Serving:
     """Marks what a manager publishes meanwhile as published for a request."""
 
-    __slots__ = ("_before", "_worker")
+    __slots__ = ("_before", "_recorder")
 
-    def __init__(self, worker: KvWorker) -> None:
-        self._worker = worker
+    def __init__(self, recorder: EventRecorder) -> None:
+        self._recorder = recorder
 
     def __enter__(self) -> None:
-        self._before = self._worker.serving
-        self._worker.serving = True
+        self._before = self._recorder.serving
+        self._recorder.serving = True
 
     def __exit__(self, *raised: object) -> None:
-        self._worker.serving = self._before
+        self._recorder.serving = self._before

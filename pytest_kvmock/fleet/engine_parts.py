@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.scheduler import Scheduler
     from pytest_kvmock.engine.tier_clock import TierClock
-    from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.sinks import GivenSink, Sink
 
 
-def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: Sink | None, rng: Random) -> KvWorker:
+def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None, rng: Random) -> KvWorker:
     """Make a worker of the sizes that `args` have, over a backend.
 
     Raises:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.sinks import GivenSink
 
 MOST_IDLE_PASSES: Final = 1024
 """Passes without progress after which an engine is stalled: as many as Dynamo's replay of 1.3.1 allows."""
@@ -58,7 +58,7 @@ class MockEngine:
         args: MockEngineArgs | None = None,
         *,
         backend: str | BackendSpec | None = None,
-        sink: Sink | None = None,
+        sink: GivenSink | None = None,
         seed: int = 0,
         worker: KvWorker | None = None,
     ) -> None:

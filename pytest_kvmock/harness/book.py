@@ -69,9 +69,9 @@ class Book:
 
     # -------------------------------------------------------------------------------------- what is published
 
-    def published(self, event: RouterEvent, position: int, *, chained: bool) -> Published:
+    def published(self, event: RouterEvent, position: int) -> Published:
         """Record an event that a worker publishes; `position` is the log's next."""
-        problems = self.ledger.observe(event, position, chained=chained)
+        problems = self.ledger.observe(event, position)
         return Published(event, problems, 0 if self.survival is None else self.survival.published(event))
 
     def lost_to_failure(self, problem: Problem, event: RouterEvent) -> None:

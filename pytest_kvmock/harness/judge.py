@@ -135,9 +135,9 @@ class Judge:
 
     # ----------------------------------------------------------------------------------------------- events
 
-    def published(self, event: RouterEvent, *, chained: bool) -> Published | None:
+    def published(self, event: RouterEvent) -> Published | None:
         """Record an event that a worker publishes; None where no book is kept."""
-        return None if self.book is None else self.book.published(event, self.log.total, chained=chained)
+        return None if self.book is None else self.book.published(event, self.log.total)
 
     def injected(self, injection: Injection, event: RouterEvent | None = None) -> None:
         """Record an injection.
@@ -171,11 +171,11 @@ class Judge:
         if self.pending_recoveries:
             self.apply_pending_recoveries()
         entry = self.log.append(event)
-        self._recording.arrive((event, delivery.chained))
+        self._recording.arrive(event)
         problems: list[Problem] = []
         refused = False
         if not self.ledger.was_replayed(event):
-            problems = self.ledger.observe(event, entry.position, chained=delivery.chained)
+            problems = self.ledger.observe(event, entry.position)
             if problems:
                 self.note(problems, () if delivery.published is None else delivery.published.problems, delivery)
             try:
@@ -190,8 +190,8 @@ class Judge:
     def watched(self, event: RouterEvent) -> None:
         """Judge an event that is not published, by the rules of the ledger alone: no index is given it."""
         entry = self.log.append(event)
-        self._recording.arrive((event, False))  # so that what arrived and the log have the same positions
-        found = self.ledger.observe(event, entry.position, chained=False)
+        self._recording.arrive(event)  # so that what arrived and the log have the same positions
+        found = self.ledger.observe(event, entry.position)
         self.note(found, found)
 
     def _compare_at(self, queued: QueuedEvent, comparison: IndexComparison) -> None:

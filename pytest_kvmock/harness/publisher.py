@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from threading import RLock
 from typing import TypeAlias
 
@@ -12,7 +13,7 @@ from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.sinks import Sink, publish_with_extra
+from pytest_kvmock.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
 """Returns the events that arrive for one that is published: none when it is lost."""
@@ -20,7 +21,7 @@ Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
 Losses: TypeAlias = Callable[[int, int, range, str], None]
 """What is called for lost batches: of which worker and rank, their numbers, and what happened."""
 
-_SinkOf: TypeAlias = tuple[Sink, int | None]
+_SinkOf: TypeAlias = tuple[EventSink, int | None]
 """A sink, and the worker whose events it gets; None: it gets those of all."""
 
 
@@ -56,19 +57,24 @@ class Publisher:
         """The recovery that keeps each event that is published, lost or not; None: there is none."""
         return self._recovery
 
-    def add_sink(self, sink: Sink, *, before: bool, worker_id: int | None = None) -> None:
-        """Publish each event, or each of one worker, to one more sink, before the router or after it."""
-        (self._before if before else self._after).append((sink, worker_id))
+    def add_sink(self, sink: GivenSink, *, before: bool, worker_id: int | None = None) -> None:
+        """Publish each event, or each of one worker, to one more sink, before the router or after it.
 
-    def remove_sink(self, sink: Sink) -> None:
+        Raises:
+            TypeError: that is no sink.
+        """
+        (self._before if before else self._after).append((event_sink(sink, "add_sink: sink"), worker_id))
+
+    def remove_sink(self, sink: GivenSink) -> None:
         """Publish no further events to a sink."""
         with self.lock:
-            self._before = [each for each in self._before if each[0] is not sink]
-            self._after = [each for each in self._after if each[0] is not sink]
+            self._before = [each for each in self._before if given_sink(each[0]) is not sink]
+            self._after = [each for each in self._after if given_sink(each[0]) is not sink]
 
     def sinks_of(self, worker_id: int) -> list[_SinkOf]:
         """The sinks that are given the events of a worker."""
-        return [each for each in (*self._before, *self._after) if each[1] in (None, worker_id)]
+        sinks = (*self._before, *self._after)
+        return [(given_sink(sink), of) for sink, of in sinks if of in (None, worker_id)]
 
     def use_injector(self, injector: FaultInjector) -> None:
         """Inject faults from here on, and keep a book of what would have arrived without them."""
@@ -90,13 +96,8 @@ class Publisher:
         """The id after the last one that a worker and rank published."""
         return self.next_ids.get((worker_id, dp_rank), 0)
 
-    def publish(self, event: RouterEvent, *, chained: bool = False) -> None:
-        """Publish an event of a worker.
-
-        Args:
-            event: the event, with its worker and id.
-            chained: whether its hashes must be the engine's chain.
-        """
+    def publish(self, event: RouterEvent) -> None:
+        """Publish an event of a worker."""
         with self.lock:
             inner = event.event
             key = (event.worker_id, inner.dp_rank)
@@ -109,11 +110,12 @@ class Publisher:
             if self._before and not self._publish_to(self._before, event, missed=True):
                 return
             judge, injector = self._judge, self._injector
-            sent = Delivery(event, chained, None if injector is None else judge.published(event, chained=chained))
-            if injector is None:
-                self.deliver(sent)
+            if injector is None and self.transport is None:
+                judge.received(Delivery(event))
+            elif injector is None:
+                self.deliver(Delivery(event))
             else:
-                injection, deliveries = injector.publish(sent)
+                injection, deliveries = injector.publish(Delivery(event, judge.published(event)))
                 if injection is not None:
                     judge.injected(injection, event)
                 for delivery in deliveries:
@@ -129,6 +131,8 @@ class Publisher:
             self._judge.received(delivery)
         else:
             for event in self.transport(delivery.event):
+                if event.chained is not delivery.event.chained:  # no transport carries it
+                    event = replace(event, chained=delivery.event.chained)  # noqa: PLW2901 - the same event
                 self._judge.received(delivery._replace(event=event))
 
     def losses_at(self, endpoints: Sequence[str], sink: int | None = None) -> Losses:
@@ -157,12 +161,9 @@ class Publisher:
             if worker_id is not None and worker_id != event.worker_id:
                 continue
             try:
-                if event.extra is None:
-                    sink.publish(event.event, event.storage_tier, event.token_ids)
-                else:
-                    publish_with_extra(sink, event.event, event.storage_tier, event.token_ids, event.extra)
+                sink.publish(event)
             except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
-                observed = f"{type(sink).__name__}.publish raised {type(error).__name__}: {error}"
+                observed = f"{sink_text(sink)} raised {type(error).__name__}: {error}"
                 if missed:
                     observed += "; the router never got the event"
                 rank = event.event.dp_rank
@@ -190,7 +191,7 @@ class Publisher:
             self.next_ids[key] = 0
             self.begun(key)
             for sink, worker_id in (*self._before, *self._after):
-                notify = getattr(sink, "worker_restarted", None) if worker_id == key[0] else None
+                notify = getattr(given_sink(sink), "worker_restarted", None) if worker_id == key[0] else None
                 if notify is not None:
                     notify(key[1])
 

@@ -6,6 +6,7 @@ event and a tuple an operation, and for nothing else.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from pytest_kvmock.engine.worker import KvWorker, Request
@@ -62,8 +63,8 @@ class BatchesLost(NamedTuple):
 NoEvent: TypeAlias = WorkerRemoved | BatchesLost
 """What stands among the events, and is none."""
 
-Arrival: TypeAlias = "tuple[RouterEvent, bool] | NoEvent"
-"""An event as it arrived, and whether its hashes must be Dynamo's chain; or what stands among them."""
+Arrival: TypeAlias = "RouterEvent | NoEvent"
+"""An event as it arrived, or what stands among them."""
 
 
 class Recording:
@@ -104,7 +105,7 @@ class Recording:
         for i, arrival in enumerate(self.arrivals):
             if not isinstance(arrival, NoEvent):
                 if position in positions:
-                    self.arrivals[i] = arrival[0], True
+                    self.arrivals[i] = replace(arrival, chained=True)
                 position += 1
 
     def operate(self, operation: type[Operation], *fields: Any) -> None:

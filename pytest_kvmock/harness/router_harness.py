@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.harness.faults import Faults
     from pytest_kvmock.hygiene.ledger import Ledger
-    from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.sinks import EventSink, GivenSink
 
 
 class RouterHarness:
@@ -286,18 +286,18 @@ class RouterHarness:
             worker_id=worker_id,
         )
 
-    def add_sink(self, sink: Sink, *, before: bool = False, worker_id: int | None = None) -> None:
+    def add_sink(self, sink: GivenSink, *, before: bool = False, worker_id: int | None = None) -> None:
         """Publish each event to one more sink.
 
         Args:
-            sink: gets each event, with tier and token ids.
+            sink: gets each event; of any shape of `sinks.GivenSink`.
             before: publish to it before the router; an exception of it then keeps the event from the router, as that of
                 the first of Dynamo's publishers does.
             worker_id: the worker whose events it gets; None for all.
         """
         self.publisher.add_sink(sink, before=before, worker_id=worker_id)
 
-    def sinks_of(self, worker_id: int) -> list[tuple[Sink, int | None]]:
+    def sinks_of(self, worker_id: int) -> list[tuple[EventSink, int | None]]:
         """The sinks of `add_sink` that are given the events of a worker, each with its worker; None: it has those of all."""
         return self.publisher.sinks_of(worker_id)
 

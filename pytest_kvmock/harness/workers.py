@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import count
 from random import Random
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
@@ -248,11 +248,9 @@ class Workers:
             unpublished=None if tiers is None else lambda tier: worker.unpublished(tier),  # noqa: PLW0108 - as said
         )
         if self._judge_unpublished:
-            from pytest_kvmock.harness.engines import WatchingSink  # for those who use it
-
-            worker.watch(WatchingSink(self._judge, worker_id))
+            worker.watch(SimpleNamespace(publish=self._judge.watched))
         self._publisher.begun((worker_id, dp_rank))
-        worker.begin()
+        worker.release_events()
         return worker
 
     def make_sink(

@@ -130,13 +130,12 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------ events
 
-    def observe(self, event: RouterEvent, position: int, *, chained: bool = False) -> list[Problem]:
+    def observe(self, event: RouterEvent, position: int) -> list[Problem]:
         """Judge one event, and apply it.
 
         Args:
             event: as it arrived.
             position: its number in the log.
-            chained: whether its hashes must be the engine's chain; hand-made moves have free hashes.
         """
         inner = event.event
         key = (event.worker_id, inner.dp_rank)
@@ -155,7 +154,7 @@ class Ledger:
             stream.next_id = inner.event_id + 1
         data = inner.data
         if isinstance(data, Stored):
-            found = self._stored(part, event, data, chained=chained)
+            found = self._stored(part, event, data)
         elif isinstance(data, Removed):
             found = self._removed(part, event, data)
         else:
@@ -201,7 +200,7 @@ class Ledger:
         self._desync(stream, problem)
         return None
 
-    def _stored(self, stream: Stream, event: RouterEvent, data: Stored, *, chained: bool) -> list[Problem]:
+    def _stored(self, stream: Stream, event: RouterEvent, data: Stored) -> list[Problem]:
         hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
         on_device = tier is StorageTier.DEVICE
         held = stream.device if on_device else stream.held(tier)
@@ -219,7 +218,7 @@ class Ledger:
         problems = [] if plain else self._unsound(stream, event, data, again)
         if event.token_ids is not None and (flaw := sparse(event, data, stream.block_size)) is not None:
             problems.append(problem_of("sparse_tokens", stream, flaw.observed, flaw.expected, (flaw.block,), tier=tier))
-        if chained:
+        if event.chained:
             problems += self._wrong_hash(stream, event, data, problems)
         if again and stream.residency == "unique":
             problems += self._repeated(stream, hashes, again, tier, alone=not problems)

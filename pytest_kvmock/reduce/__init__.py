@@ -196,7 +196,7 @@ def _by_hand(arrival: Arrival) -> bool:
     """Whether it was not published for a request."""
     if isinstance(arrival, BatchesLost):
         return True
-    return not isinstance(arrival, WorkerRemoved) and not arrival[1] and not isinstance(arrival[0].event.data, Cleared)
+    return not isinstance(arrival, WorkerRemoved) and not arrival.chained and not isinstance(arrival.data, Cleared)
 
 
 def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Replayer) -> Reproduction:
@@ -222,7 +222,9 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     whole = whole.replace(cut_from=kv.events.total)
     # What is published must be the engine's chain only where that is what is wrong: else blocks get other names. And a
     # capacity only makes a test longer that is about something else.
-    chained = {a[0].worker_id for a in arrivals if not isinstance(a, NoEvent) and a[1] and problem.rule == "wrong_hash"}
+    chained = {
+        a.worker_id for a in arrivals if not isinstance(a, NoEvent) and a.chained and problem.rule == "wrong_hash"
+    }
     with_capacity = problem.rule == "over_capacity"
     tier = problem.storage_tier
     kinds = {
@@ -296,8 +298,8 @@ def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Ar
             continue
         if isinstance(arrival, BatchesLost):
             continue
-        event, data = arrival[0], arrival[0].event.data
-        if (event.worker_id, event.event.dp_rank) != key:
+        event, data = arrival, arrival.data
+        if event.key != key:
             continue
         if isinstance(data, Cleared):
             held.clear()
@@ -313,7 +315,7 @@ def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Ar
     out: list[Arrival] = []
     while held:
         data = Stored(None, tuple(held), tuple(copies[0] for copies in held.values()))
-        out.append((RouterEvent(worker_id, KvCacheEvent(len(out), data, rank), tier), False))
+        out.append(RouterEvent(worker_id, KvCacheEvent(len(out), data, rank), tier))
         held = {block: copies[1:] for block, copies in held.items() if copies[1:]}
     return out
 
@@ -327,12 +329,11 @@ def _around(kv: RouterHarness, problem: Problem) -> list[int]:
         if isinstance(arrival, NoEvent):
             continue
         position += 1
-        event: RouterEvent = arrival[0]
-        data = event.event.data
+        data = arrival.data
         if (
             isinstance(data, (Stored, Removed))
             and problem.block in data.block_hashes
-            and event.worker_id == problem.worker_id
+            and arrival.worker_id == problem.worker_id
         ):
             named = position
     return places if named is None or named in places else [*places, named]

@@ -269,7 +269,7 @@ class EventCutter:
         known = {block for piece in kept for block in piece.blocks}
         fresh = islice((block for block in count(1) if block not in known), others)
         events = (KvCacheEvent(block, Stored(None, (block,), (block,)), rank) for block in fresh)
-        fillers = [Piece((RouterEvent(worker_id, event), False), 0) for event in events]
+        fillers = [Piece(RouterEvent(worker_id, event), 0) for event in events]
         return [*kept[:gap], *fillers, *kept[gap:]]
 
     def _fewest(self, kept: Sequence[Piece], gap: int, enough: int) -> list[Piece]:
@@ -318,7 +318,7 @@ class EventCutter:
             if isinstance(arrival, BatchesLost):
                 steps.append(arrival._replace(worker_id=names[worker_id]))
                 continue
-            event = arrival[0]
+            event = arrival
             tier, tokens = StorageTier.DEVICE if look.bare else event.storage_tier, event.token_ids
             data = mender.mend(piece.key, event.event.data, piece.places, on_device=tier is StorageTier.DEVICE)
             if data is None:

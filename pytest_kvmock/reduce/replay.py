@@ -156,7 +156,7 @@ class Replayer:
             if isinstance(step, RouterEvent):
                 if begun and (first := begun.get((step.worker_id, step.event.dp_rank))):
                     step = replace(step, event=replace(step.event, event_id=step.event.event_id + first))  # noqa: PLW2901 - the same step, with another id
-                receive(step, chained=step.worker_id in chained)
+                receive(replace(step, chained=step.worker_id in chained))
             elif isinstance(step, BatchesLost):
                 kv.lost_batches(*step)
             elif isinstance(step, WorkerRemoved):

@@ -14,8 +14,8 @@ BLOCKS = tuple(sequence_hashes(LOCALS))
 def observe(tokens, blocks=(5, 6), *, chained=False, event_id=0, **options):
     ledger = Ledger()
     ledger.open((0, 0), first_id=0, **{"block_size": 4, **options})
-    event = RouterEvent(0, KvCacheEvent(event_id, Stored(None, blocks, LOCALS[: len(blocks)])), token_ids=tokens)
-    return ledger.observe(event, 0, chained=chained), ledger
+    event = KvCacheEvent(event_id, Stored(None, blocks, LOCALS[: len(blocks)]))
+    return ledger.observe(RouterEvent(0, event, token_ids=tokens, chained=chained), 0), ledger
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ class Stream:
         if event_id is None:
             event_id = self.next_id
         self.next_id = event_id + 1
-        event = RouterEvent(0, KvCacheEvent(event_id, data, rank), tier, tokens)
-        problems = self.ledger.observe(event, self.position, chained=chained)
+        event = RouterEvent(0, KvCacheEvent(event_id, data, rank), tier, tokens, chained=chained)
+        problems = self.ledger.observe(event, self.position)
         self.position += 1
         return [p.rule if p.cause is None else f"({p.rule})" for p in problems]
 
@@ -109,8 +109,8 @@ def test_hashes_are_judged_where_they_must_be_the_chain(locals_, blocks, parent,
 def test_a_wrong_hash_is_a_warning_where_the_backend_makes_them_itself():
     ledger = Ledger()
     ledger.open((0, 0), first_id=0, prefix_closed=False)
-    event = RouterEvent(0, KvCacheEvent(0, stored(5, local=[7])))
-    (problem,) = ledger.observe(event, 0, chained=True)
+    event = RouterEvent(0, KvCacheEvent(0, stored(5, local=[7])), chained=True)
+    (problem,) = ledger.observe(event, 0)
     assert ("wrong_hash", False) == (problem.rule, problem.is_error)
 
 

@@ -23,7 +23,7 @@ class Replayed:
 
     def observe(self, data, *, chained=False):
         number = next(self.ids)
-        self.problems += self.ledger.observe(RouterEvent(0, KvCacheEvent(number, data)), number, chained=chained)
+        self.problems += self.ledger.observe(RouterEvent(0, KvCacheEvent(number, data), chained=chained), number)
 
     def end(self):
         self.problems += self.ledger.over_capacity(next(self.ids) - 1)
