@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -29,11 +29,12 @@ class EventRecorder:
         stored: hashes of the blocks that were stored on the device, in order, while somebody asks for them; else None.
         holds: as above.
         held: the events that are held, in order.
-        serving: whether events are published for a request (`RouterEvent.chained`).
+        for_requests: whether all that is published is for a request, so that its hashes are the engine's
+            (`RouterEvent.chained`). Else it is while the recorder is entered as a context manager (`MoveDriver`).
         extra_of: finds what travels beside a Stored of a manager that does not say it; None: nothing does.
     """
 
-    __slots__ = ("extra_of", "held", "holds", "published", "serving", "sink", "stored", "worker_id")
+    __slots__ = ("_requests", "extra_of", "for_requests", "held", "holds", "published", "sink", "stored", "worker_id")
 
     def __init__(self, worker_id: int, sink: EventSink | None, *, holds: bool = False) -> None:
         self.worker_id = worker_id
@@ -41,9 +42,16 @@ class EventRecorder:
         self.published = False
         self.stored: list[int] | None = None
         self.holds = holds
-        self.serving = False
+        self.for_requests = False
+        self._requests = 0
         self.held: list[RouterEvent] = []
         self.extra_of: Callable[[Stored], EventExtra | None] | None = None
+
+    def __enter__(self) -> None:
+        self._requests += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._requests -= 1
 
     def publish(
         self,
@@ -59,7 +67,8 @@ class EventRecorder:
         if self.extra_of is not None and extra is None and isinstance(event.data, Stored):
             extra = self.extra_of(event.data)
         if self.sink is not None:
-            named = RouterEvent(self.worker_id, event, storage_tier, token_ids, extra, self.serving)
+            chained = (self.for_requests or self._requests > 0) and type(event.data) is not Cleared  # that is for none
+            named = RouterEvent(self.worker_id, event, storage_tier, token_ids, extra, chained)
             if self.holds:
                 self.held.append(named)
             else:

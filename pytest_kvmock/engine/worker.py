@@ -9,7 +9,6 @@ One subject: a request on a worker, and what becomes of it when the worker clear
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
@@ -162,11 +161,10 @@ class Request:
             available = clock.room()
         if requested > available:
             raise OutOfBlocks(requested, available)
-        with self._worker._serving():
-            if clock is None:
-                self._driver.extend(self._state, steps)
-            else:
-                clock.generate(self._state, steps)
+        if clock is None:
+            self._driver.extend(self._state, steps)
+        else:
+            clock.generate(self._state, steps)
 
     def lose(self) -> None:
         """Give the request up, as its worker restarts."""
@@ -179,8 +177,7 @@ class Request:
             RequestError: it is finished, or its worker restarted.
         """
         self._need("finish", "running", "preempted")
-        with self._worker._serving():
-            self._driver.release(self._state)
+        self._driver.release(self._state)
         self._end("finished")
 
     def preempt(self) -> None:
@@ -190,8 +187,7 @@ class Request:
             RequestError: the request is not running.
         """
         self._need("preempt", "running")
-        with self._worker._serving():
-            self._driver.preempt(self._state)
+        self._driver.preempt(self._state)
         self._status = "preempted"
 
     def resume(self) -> None:
@@ -217,9 +213,8 @@ class Request:
         self.cached_tokens = driver.cached(state)
         length = len(state)
         chunk = self._worker.chunk or length
-        with self._worker._serving():
-            for upto in range(chunk, length + chunk, chunk):
-                driver.admit(state, min(upto, length))
+        for upto in range(chunk, length + chunk, chunk):
+            driver.admit(state, min(upto, length))
         self._status = "running"
 
     def _admit_in_time(self, clock: TierClock, *, wait: bool, onboard: bool) -> None:
@@ -230,16 +225,15 @@ class Request:
             raise OutOfBlocks(requested, available)
         length = len(state)
         chunk = self._worker.chunk or length
-        with self._worker._serving():
-            try:
-                # As Dynamo's scheduler: only what waits is swapped in, not what was preempted.
-                self.onboarded_tokens = clock.onboard(state, wait=wait) if onboard else 0
-                self.cached_tokens = driver.cached(state)
-                for upto in range(chunk, length + chunk, chunk):
-                    clock.allocate(state, min(upto, length), wait=wait)
-            except (WouldWait, SlotsLost):
-                driver.preempt(state)
-                raise
+        try:
+            # As Dynamo's scheduler: only what waits is swapped in, not what was preempted.
+            self.onboarded_tokens = clock.onboard(state, wait=wait) if onboard else 0
+            self.cached_tokens = driver.cached(state)
+            for upto in range(chunk, length + chunk, chunk):
+                clock.allocate(state, min(upto, length), wait=wait)
+        except (WouldWait, SlotsLost):
+            driver.preempt(state)
+            raise
         clock.admitted(state)
         self._status = "running"
 
@@ -310,6 +304,9 @@ class KvWorker:
         self._recorder.extra_of = None
         sink = self._recorder if self.publishes else self._watch
         driver = self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
+        if isinstance(driver, MoveDriver):
+            driver.recorder = self._recorder
+        self._recorder.for_requests = not isinstance(driver, MoveDriver)
         now, self._clock = self.now, None
         if getattr(driver.manager, "offload", None) is not None:
             from pytest_kvmock.engine.tier_clock import TierClock
@@ -344,8 +341,7 @@ class KvWorker:
         """
         if self._clock is None:
             raise ValueError(f"tick: {self!r} has no tiers below the device, so no time passes in it")
-        with self._serving():
-            self._clock.tick(now)
+        self._clock.tick(now)
 
     @property
     def backend(self) -> str:
@@ -516,10 +512,6 @@ class KvWorker:
         else:  # a manager may have put something of its own between itself and its sink
             self._driver = self._start()
 
-    def serving_requests(self) -> AbstractContextManager[None]:
-        """Mark what the manager publishes meanwhile as published for requests."""
-        return self._serving()
-
     def hold_events(self) -> None:
         """Hold what is published from now on, until `release_events`."""
         self._recorder.holds = True
@@ -538,22 +530,3 @@ class KvWorker:
         if steps is None:
             raise ValueError(f"decode takes tokens, or how many; got {tokens!r}")
         return steps
-
-    def _serving(self) -> _Serving:
-        return _Serving(self._recorder)
-
-
-class _Serving:
-    """Marks what a manager publishes meanwhile as published for a request."""
-
-    __slots__ = ("_before", "_recorder")
-
-    def __init__(self, recorder: EventRecorder) -> None:
-        self._recorder = recorder
-
-    def __enter__(self) -> None:
-        self._before = self._recorder.serving
-        self._recorder.serving = True
-
-    def __exit__(self, *raised: object) -> None:
-        self._recorder.serving = self._before
