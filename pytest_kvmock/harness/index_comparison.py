@@ -454,7 +454,7 @@ class IndexComparison:
     def _left_a_copy(self, event: RouterEvent, block: int) -> bool:
         data, stream = event.event.data, self._ledger.streams[event.worker_id, event.event.dp_rank]
         return (
-            stream.residency == "counted"
+            stream.spec.residency == "counted"
             and isinstance(data, Removed)
             and block in data.block_hashes
             and block in stream.held(event.storage_tier)
@@ -495,7 +495,7 @@ class IndexComparison:
             return None
         least, most = dict(expected), dict(expected)
         for key, stream in self._ledger.streams.items():
-            if not stream.prefix_closed:
+            if not stream.spec.prefix_closed:
                 run, due = leading_run(stream, chain), expected.get(key, 0)
             elif (found := orphaned_in(stream, chain)) is not None:
                 run, due = found.run, expected.get(key, 0)

@@ -12,7 +12,7 @@ from pytest_kvmock.faults.injector import FaultInjector
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.hygiene.delivery import Delivery
-from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.journal import BatchesLost, Skipped, Subscribed
 from pytest_kvmock.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
@@ -103,7 +103,7 @@ class Publisher:
             key = (event.worker_id, inner.dp_rank)
             due = self.next_ids.get(key)
             if inner.event_id > (due or 0):
-                self._judge.ledger.skipped(key, due, inner.event_id)
+                self._judge.ledger.take(Skipped(key, due, inner.event_id))
             self.next_ids[key] = inner.event_id + 1
             if self._recovery is not None:
                 self._recovery.keep(event)
@@ -143,17 +143,18 @@ class Publisher:
             sink: the worker whose losses they are; None: the one that is said at each.
         """
         with self.lock:
-            consumer = self._judge.ledger.subscribed(endpoints)
+            consumer = Subscribed(tuple(endpoints))
+            self._judge.ledger.take(consumer)
 
         def lose(worker_id: int, dp_rank: int, batches: range, observed: str) -> None:
-            self.lost_batches((worker_id if sink is None else sink, dp_rank), batches, observed, consumer)
+            self.lost_batches(BatchesLost(worker_id if sink is None else sink, dp_rank, batches, observed, consumer))
 
         return lose
 
-    def lost_batches(self, key: StreamKey, batches: range, observed: str = "", consumer: object = None) -> None:
-        """Record batches of a wire that did not arrive; see `Ledger.lost_batches`."""
+    def lost_batches(self, lost: BatchesLost) -> None:
+        """Record batches of a wire that did not arrive."""
         with self.lock:
-            self._judge.lost_batches(key, batches, observed, consumer)
+            self._judge.lost_batches(lost)
 
     def _publish_to(self, sinks: list[_SinkOf], event: RouterEvent, *, missed: bool) -> bool:
         """Publish to sinks in order; the first that raises keeps the event from those after it (dynamo-mocker)."""
@@ -164,11 +165,7 @@ class Publisher:
                 sink.publish(event)
             except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
                 observed = f"{sink_text(sink)} raised {type(error).__name__}: {error}"
-                if missed:
-                    observed += "; the router never got the event"
-                rank = event.event.dp_rank
-                problem = Problem("sink_failure", event.worker_id, rank, observed, "a sink takes every event", event)
-                self._judge.sink_failed(problem, event, missed=missed)
+                self._judge.sink_failed(observed, event, missed=missed)
                 return False
         return True
 

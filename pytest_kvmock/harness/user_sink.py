@@ -21,6 +21,7 @@ from pytest_kvmock.events import (
     check_block_hashes,
 )
 from pytest_kvmock.hygiene.content import FoundChain
+from pytest_kvmock.hygiene.journal import BatchesLost
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.publisher import Losses, Publisher
@@ -150,7 +151,7 @@ class KvSink:
 
     def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:  # noqa: ARG002 - the sink is a worker of its own
         """Record batches of a wire that did not arrive; see `RouterHarness.lost_batches`."""
-        self._publisher.lost_batches((self.worker_id, dp_rank), batches, observed)
+        self._publisher.lost_batches(BatchesLost(self.worker_id, dp_rank, batches, observed))
 
     def losses_at(self, endpoints: Sequence[str]) -> Losses:
         """Return `lost_batches` of one who subscribes at these endpoints; see `RouterHarness.losses_at`."""

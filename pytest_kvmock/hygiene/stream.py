@@ -6,37 +6,16 @@ One subject: the state of a stream between two events. The ledger judges what ch
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise, repeat
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
-from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
-from pytest_kvmock.hygiene.content import Chain, DynamoChain
 from pytest_kvmock.hygiene.history import Below, History, Links
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.stream_spec import UNKNOWN, StreamSpec
 from pytest_kvmock.hygiene.text import event_name, worker_text
-
-Residency: TypeAlias = Literal["unique", "counted"]
-"""Whether a block is published once while it is held, or every copy of it."""
-RESIDENCIES: Final[tuple[Residency, ...]] = ("unique", "counted")
-
-
-def check_residency(value: object, where: str = "") -> Residency:
-    """Return `value` if it is a residency.
-
-    Args:
-        value: what was passed in.
-        where: what the message begins with: "make_kv_sink: ".
-
-    Raises:
-        ValueError: it is none; the nearest and both are listed.
-    """
-    for residency in RESIDENCIES:
-        if residency == value:
-            return residency
-    raise ValueError(f"{where}{unknown_text('residency', value, RESIDENCIES)}")
-
 
 LAST: Final = 2**64
 """Stands for the block after another where there is none."""
@@ -69,12 +48,8 @@ class Stream(History):
     """The events of one worker and rank, and the blocks that are held according to them.
 
     Attributes:
-        num_blocks: how many blocks the engine has on the device; None: unknown.
-        tier_blocks: how many it has in each tier below; a tier without is unknown.
-        unpublished: returns the blocks of a tier that the engine may hold, and remove, without a Stored; see
-            `is_unpublished`.
-        residency: see `BackendSpec`.
-        prefix_closed: see `BackendSpec`.
+        spec: what is known of its engine.
+        unpublished: the blocks that the next Removed below the device names and no Stored did (`journal.Unpublished`).
         hash_chain: how the engine names blocks.
         tiers: per tier what is held: each block, and the child that was stored after it, `LAST` or `FORK`. That costs
             nothing to keep, and shows at a Removed which children the block may still have. Below the device, where
@@ -127,16 +102,13 @@ class Stream(History):
         "late",
         "links",
         "next_id",
-        "num_blocks",
         "orphaned",
         "overfull",
-        "prefix_closed",
         "removed_but_resident",
-        "residency",
         "restarts",
         "restored",
         "skipped",
-        "tier_blocks",
+        "spec",
         "tiers",
         "unconfirmed",
         "unmarked",
@@ -144,28 +116,13 @@ class Stream(History):
         "worker_id",
     )
 
-    def __init__(
-        self,
-        key: StreamKey,
-        *,
-        first_id: int | None,
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        tier_blocks: Mapping[StorageTier, int] | None = None,
-        residency: Residency = "unique",
-        prefix_closed: bool = True,
-        chain: Chain | None = None,
-        unpublished: Callable[[StorageTier], Container[int]] | None = None,
-    ) -> None:
-        super().__init__(block_size)
+    def __init__(self, key: StreamKey, spec: StreamSpec = UNKNOWN, *, first_id: int | None = None) -> None:
+        super().__init__(spec.block_size)
         self.worker_id, self.dp_rank = key
+        self.spec = spec
         self.next_id = first_id
-        self.num_blocks = num_blocks
-        self.tier_blocks = dict(tier_blocks or {})
-        self.unpublished = unpublished
-        self.residency = residency
-        self.prefix_closed = prefix_closed
-        self.hash_chain = chain or DynamoChain()
+        self.hash_chain = spec.chain()
+        self.unpublished: frozenset[int] = frozenset()
         self.device: dict[int, int] = {}
         self.tiers: dict[StorageTier, dict[int, int]] = {StorageTier.DEVICE: self.device}
         self.forks: dict[int, set[int]] = {}
@@ -208,14 +165,6 @@ class Stream(History):
             block, lambda parent, child: any(child in held for held in lower) and self.parent(child) == parent
         )
 
-    def is_unpublished(self, block: int, tier: StorageTier) -> bool:
-        """Whether the engine may hold a block below the device without a Stored, and remove it.
-
-        Dynamo's offload engine does, for a block that the device evicted again while its first copy was on its way: the
-        engine names each of them (`OffloadEngine.unpublished`). No such block is drift, nor is its Removed wrong.
-        """
-        return self.unpublished is not None and tier is not StorageTier.DEVICE and block in self.unpublished(tier)
-
     def add(self, held: dict[int, int], hashes: tuple[int, ...], parent: int | None) -> None:
         """Hold blocks of which none is held yet, under a parent that is: nearly every Stored."""
         held.update(pairwise(hashes))
@@ -249,7 +198,7 @@ class Stream(History):
 
     def _add_copies(self, tier: StorageTier, hashes: tuple[int, ...], again: set[int]) -> None:
         """Count the copies beyond the first, where they are counted."""
-        if self.residency == "counted" and (again or len(set(hashes)) < len(hashes)):
+        if self.spec.residency == "counted" and (again or len(set(hashes)) < len(hashes)):
             copies, seen = self.copies.setdefault(tier, {}), again.copy()
             for block in hashes:
                 if block in seen:
@@ -308,10 +257,6 @@ class Stream(History):
         """How many blocks are held in a tier, every copy counted."""
         return len(self.held(tier)) + sum(self.copies.get(tier, {}).values())
 
-    def capacity(self, tier: StorageTier) -> int | None:
-        """How many blocks the engine has in a tier; None: unknown."""
-        return self.num_blocks if tier is StorageTier.DEVICE else self.tier_blocks.get(tier)
-
     def begin_anew(self, why: str) -> None:
         """Record that event ids begin anew from here on; `why` is a key of `EVENTS_BEGAN_ANEW`."""
         self.anew.append((len(self.events), why))
@@ -368,31 +313,27 @@ class Stream(History):
         """Take an id out of the missing ones; return whether it was there."""
         return _take(self.holes, event_id)
 
+    def is_late(self, event_id: int) -> bool:
+        """Whether an id is one of the recovered ones, and had not arrived by itself until now."""
+        return event_id != self.next_id and any(event_id in ids for ids in self.late)
+
     def take_late(self, event_id: int) -> bool:
-        """Take an id out of the recovered ones; return whether it was there, and had not arrived by itself until now."""
-        return event_id != self.next_id and _take(self.late, event_id)
+        """Take an id out of the recovered ones; return whether it was there."""
+        return _take(self.late, event_id)
 
     def group(self, group_idx: int) -> Stream:
         """The blocks of a cache group from 1 on, of which nothing is held at first. How many it may have is not known."""
         part = self.groups.get(group_idx)
         if part is None:
             part = self.groups[group_idx] = self.fresh()
-            part.group_idx, part.num_blocks, part.tier_blocks = group_idx, None, {}
+            part.group_idx, part.spec = group_idx, replace(self.spec, num_blocks=None, tier_blocks=None)
             part.hash_chain = self.hash_chain
             part.desync = None if self.desync is None else Desync(self.desync.cause)
         return part
 
     def fresh(self) -> Stream:
         """Return an empty stream of the same worker and rank."""
-        return Stream(
-            (self.worker_id, self.dp_rank),
-            first_id=None,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            tier_blocks=self.tier_blocks,
-            residency=self.residency,
-            prefix_closed=self.prefix_closed,
-        )
+        return Stream((self.worker_id, self.dp_rank), self.spec)
 
     def copy(self) -> Stream:
         """Return a copy that holds the same, without what is missing of it."""
@@ -468,7 +409,7 @@ class Stream(History):
     @property
     def has_tiers(self) -> bool:
         """Whether anything is known of tiers below the device; messages name the tiers then."""
-        return len(self.tiers) > 1 or bool(self.tier_blocks)
+        return len(self.tiers) > 1 or bool(self.spec.tier_blocks)
 
     def where_text(self, tier: StorageTier) -> str:
         """The tier that a message is about, to be put after its blocks; empty where there is but the device."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import MOST, BatchesLost, NoEvent, Recorded, WorkerRemoved
+from pytest_kvmock.harness.recording import MOST, Recorded
+from pytest_kvmock.hygiene.journal import BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.programs.operations import Decode, DropNext, Prefill, Submit
 from pytest_kvmock.reduce.breach import Breach as Breach
@@ -31,8 +32,9 @@ from pytest_kvmock.tokens import Prompt
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
     from pytest_kvmock.harness import RouterHarness
-    from pytest_kvmock.harness.recording import Arrival
+    from pytest_kvmock.hygiene.journal import Arrival
     from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.hygiene.stream_spec import StreamSpec
 
 WORK: Final = 500_000
 """How many steps a search replays at most, by default."""
@@ -228,13 +230,7 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     with_capacity = problem.rule == "over_capacity"
     tier = problem.storage_tier
     kinds = {
-        worker_id: SinkKind(
-            worker_id in chained,
-            about.num_blocks if with_capacity and tier is StorageTier.DEVICE else None,
-            {tier.value: about.tier_blocks[tier]} if with_capacity and tier in about.tier_blocks else None,
-            about.residency,
-            about.prefix_closed,
-        )
+        worker_id: _sink_kind(about.spec, tier if with_capacity else None, chained=worker_id in chained)
         for (worker_id, rank), about in kv.streams.items()
         if not rank
     }
@@ -243,6 +239,14 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
             held = _held(arrivals, whole.breach.worker, tier)
             return EventCutter(whole, held, replayer, kinds, sinks=kv.sink_ids).cut()
     return EventCutter(whole, arrivals, replayer, kinds, sinks=kv.sink_ids, later=later).cut()
+
+
+def _sink_kind(spec: StreamSpec, tier: StorageTier | None, *, chained: bool) -> SinkKind:
+    """The sink that stands for an engine, with its capacity in one tier, or in none."""
+    most = None if tier is None else spec.capacity(tier)
+    on_device = tier is StorageTier.DEVICE
+    below = None if tier is None or most is None or on_device else {tier.value: most}
+    return SinkKind(chained, most if on_device else None, below, spec.residency, spec.prefix_closed)
 
 
 def _engines(kv: RouterHarness) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import Arrival, BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.journal import Arrival, BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.hygiene.text import NOBODY
 from pytest_kvmock.prompt_keys import part_of
 from pytest_kvmock.reduce.mending import Mender, Renamer, Roots
@@ -311,12 +311,12 @@ class EventCutter:
                     names[worker_id] = free
                     free += 1
             if isinstance(arrival, WorkerRemoved):
-                steps.append(arrival._replace(worker_id=names[worker_id]))
+                steps.append(arrival._replace(worker_id=names[worker_id], keys=()))
                 mender.forget(piece.key)
                 counts.pop(piece.key, None)
                 continue
             if isinstance(arrival, BatchesLost):
-                steps.append(arrival._replace(worker_id=names[worker_id]))
+                steps.append(arrival._replace(worker_id=names[worker_id], consumer=None))
                 continue
             event = arrival
             tier, tokens = StorageTier.DEVICE if look.bare else event.storage_tier, event.token_ids

@@ -40,7 +40,6 @@ def never(kv):
     kv.faults.at_random({"lose": 0})
 
 
-@pytest.mark.xfail(strict=True, reason="the text of a function is in it, and differs from run to run")
 def test_a_capture_of_a_worker_with_tiers_is_the_same_in_each_run(tmp_path):
     texts = []
     for name in ("a", "b"):
@@ -50,7 +49,6 @@ def test_a_capture_of_a_worker_with_tiers_is_the_same_in_each_run(tmp_path):
     assert 1 == len(set(texts))
 
 
-@pytest.mark.xfail(strict=True, reason="a capture does not say what the host holds without a Stored")
 def test_a_capture_of_a_worker_with_tiers_is_judged_as_it_was(tmp_path):
     differing = []
     for seed in SEEDS:

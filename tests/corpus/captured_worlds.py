@@ -17,7 +17,7 @@ from captured import NOT_OF_THE_STREAM, shown  # noqa: E402 - the paths come fir
 from worlds import World  # noqa: E402 - as above
 
 from pytest_kvmock import RouterHarness  # noqa: E402 - as above
-from pytest_kvmock.capture import CaptureFile, CapturingLedger, check_file  # noqa: E402 - as above
+from pytest_kvmock.capture import CaptureFile, CapturingJournal, check_file  # noqa: E402 - as above
 
 UP_TO_RESTARTS = 10  # what they follow from is told by faults, of which a file has less
 
@@ -27,7 +27,7 @@ def captured_world(seed, path):
 
     class Captured(RouterHarness):
         def __init__(self, *args, **given):
-            super().__init__(*args, **given, ledger=CapturingLedger(file, self.backend_of))
+            super().__init__(*args, **given, journal=CapturingJournal(file, self.backend_of))
 
         def backend_of(self, key):
             worker = self.workers.get(key) or self.workers.get(key[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.journal import Counted
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.router.index import ParentBlockNotFound, RadixIndex
 
@@ -52,9 +53,9 @@ def test_a_real_stream_of_two_tiers_breaks_no_rule(program):
     host = program["offload"]["num_g2_blocks"]
     ledger.open((0, 0), first_id=0, num_blocks=program["capacity"], tier_blocks={HOST: host})
     problems = []
-    for position, event in enumerate(events_of(program)):
-        problems += ledger.observe(event, position)
-    problems += ledger.over_capacity(0)
+    for event in events_of(program):
+        problems += ledger.take(event)
+    problems += ledger.take(Counted())
     promoted = [event.event.event_id for event in orphans_of(program)]
     assert [("parent_block_not_found", event_id) for event_id in promoted] == [
         (problem.rule, problem.event_id) for problem in problems if problem.is_error
