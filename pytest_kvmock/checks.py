@@ -186,6 +186,14 @@ def unknown_text(what: str, name: object, known: Iterable[str]) -> str:
     return f"unknown {what} {name!r:.80}{did_you_mean(name, known, 'known: ' + ', '.join(known))}"
 
 
+def install_text(extra: str) -> str:
+    """Return "pip install '/path/to/pytest-kvmock[zmq]', with the path of your checkout": how to get an extra.
+
+    From the checkout, as no package index has a release yet.
+    """
+    return f"pip install '/path/to/pytest-kvmock[{extra}]', with the path of your checkout"
+
+
 def not_allowed_text(value: object, allowed: Iterable[str]) -> str:
     """Return "got 'fial'; did you mean 'fail'? allowed: fail, warn, ignore"."""
     allowed = list(allowed)

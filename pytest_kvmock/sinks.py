@@ -1,7 +1,7 @@
 """Event sinks.
 
-A manager publishes every event to its sink, and what the sink raises does not stop it: that is logged, and the event id
-stays consumed (Dynamo, `KvEventPublishers`).
+A manager publishes every event to its sink, and what the sink raises does not stop it: that is logged, the event id stays
+consumed (Dynamo, `KvEventPublishers`), and the first exception leaves the manager's call when the move is over.
 
 An event is one value, a `RouterEvent`, and `publish(event)` takes it. A manager does not know its worker and publishes in
 parts; what stands at the worker makes the value. Sinks of other shapes are taken wherever a sink is given: `event_sink` makes
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class EventSink(Protocol):
     """The protocol of sinks.
 
-    `RouterEvent` has what Dynamo's event has, by the same names (`event_id`, `data`, `dp_rank`), and what travels beside it.
+    `RouterEvent` has what `KvCacheEventSink` of dynamo-mocker 1.2.1 is given, by the same names (`event_id`, `data`, `dp_rank`).
     Where a harness gives a sink the events of one worker (`add_sink(sink, worker_id=0)`), and the sink has a method
     `worker_restarted(dp_rank)`, that is called when a rank of the worker restarts.
     """
@@ -56,7 +56,7 @@ class Sink(Protocol):
 
 
 class TokenSink(Protocol):
-    """A sink that takes the event and its token ids, as Dynamo's `RawKvEventSink` is given both."""
+    """A sink that takes the event and its token ids, as `KvCacheEventSink` of earlier releases of dynamo-mocker."""
 
     def publish(self, event: KvCacheEvent, token_ids: BlockTokens | None, /) -> object:
         """Publish one event."""
@@ -160,14 +160,10 @@ class AdaptedSink:
     ) -> None:
         """Publish as the sink takes it; an event that a manager publishes is one of worker 0."""
         call = self.given if self._is_function else self.given.publish
-        if isinstance(event, RouterEvent):
-            storage_tier, token_ids, extra = event.storage_tier, event.token_ids, event.extra
-        if self._takes == 1:
-            whole = isinstance(event, RouterEvent)
-            call(event if whole else RouterEvent(0, event, storage_tier, token_ids, extra))  # type: ignore[arg-type]  # as said
-            return
-        bare = event.event if isinstance(event, RouterEvent) else event
-        arguments = (bare, token_ids) if self._takes == 2 else (bare, storage_tier, token_ids)
+        if not isinstance(event, RouterEvent):
+            event = RouterEvent(0, event, storage_tier, token_ids, extra)
+        bare, token_ids, extra = event.event, event.token_ids, event.extra
+        arguments = ((event,), (bare, token_ids), (bare, event.storage_tier, token_ids))[self._takes - 1]
         if extra is not None and has_parameter(call, "extra"):
             call(*arguments, extra=extra)
         else:

@@ -321,10 +321,11 @@ class TokenBlockSequence:
 
 
 class Prompt:
-    """A prompt that hashes its tokens once, for worker, index and router alike.
+    """The input of one request: its token ids, or the hashes of its blocks alone, and what it carries beside them.
 
-    Accepted wherever tokens are. `Prompt(hashes=...)` has no tokens: request traces carry one id a block, which
-    serves as its local hash.
+    Accepted wherever tokens are, and never changed. It hashes its tokens once, for worker, index and router alike: by
+    `block_hashes(block_size)` a router asks, by `sequence_hashes(block_size)` Dynamo's engines name blocks.
+    `Prompt(hashes=...)` has no tokens: request traces carry one id a block, which serves as its local hash.
 
     Args:
         tokens: token ids.

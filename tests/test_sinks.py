@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from pytest_kvmock import MockEngine, MockEngineArgs, RouterHarness, create_manager
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.sinks import CapturingSink, FanOutSink, JsonlRecorder
+from pytest_kvmock.sinks import CapturingSink, FanOutSink, JsonlRecorder, adapted
 
 STORED = KvCacheEvent(0, Stored(None, (1, 2), (3, 4)))
 REMOVED = KvCacheEvent(1, Removed((2,)))
@@ -84,3 +85,220 @@ def test_a_recorder_s_file_is_replaced_and_closed(tmp_path):
     assert RouterEvent(1, CLEARED).to_json() + "\n" == path.read_text()
     with pytest.raises(ValueError, match="closed file"):
         recorder.publish(CLEARED)
+
+
+# ------------------------------------------------------------------------------------------- the shapes of a sink
+
+
+class OfEvent:
+    """A sink of Dynamo's shape `publish(event)`, as its `KvCacheEventSink` has it."""
+
+    def __init__(self):
+        self.taken = []
+
+    def publish(self, event):
+        self.taken.append(event)
+
+
+class OfTokens:
+    """A sink of the earlier shape `publish(event, token_ids)`."""
+
+    def __init__(self):
+        self.taken = []
+
+    def publish(self, event, token_ids):
+        self.taken.append((event, token_ids))
+
+
+class WithExtra:
+    """A sink of the event, and of what travels beside it."""
+
+    def __init__(self):
+        self.taken = []
+
+    def publish(self, event, *, extra=None):
+        self.taken.append((event, extra))
+
+
+TOKENS = [[1, 2, 3, 4]]
+NEW = KvCacheEvent(0, Stored(None, (7,), (7,)))
+WHOLE = RouterEvent(0, NEW)
+
+
+def store_one(sink, backend="lineage"):
+    create_manager(backend, num_blocks=4, block_size=4, sink=sink).use([7], token_ids=TOKENS)
+
+
+def test_a_sink_that_takes_the_event_alone_gets_each_event():
+    sink = OfEvent()
+    store_one(sink)
+    assert [WHOLE] == sink.taken
+    assert TOKENS == [list(tokens) for tokens in sink.taken[0].token_ids]
+
+
+def test_a_sink_that_takes_event_and_token_ids_gets_both():
+    sink = OfTokens()
+    store_one(sink)
+    assert [(NEW, tuple(map(tuple, TOKENS)))] == [(e, tuple(map(tuple, tokens))) for e, tokens in sink.taken]
+
+
+def test_functions_are_sinks_of_as_many_arguments_as_they_take():
+    events, three = [], []
+    store_one(events.append)
+    store_one(lambda event, *beside: three.append((event, beside[0])))
+    assert ([WHOLE], [(NEW, StorageTier.DEVICE)]) == (events, three)
+
+
+def test_a_sink_of_another_shape_is_given_extra_if_it_takes_that():
+    sink = WithExtra()
+    adapted(sink).publish(NEW, StorageTier.DEVICE, None, {"lora_name": "a"})
+    adapted(sink).publish(NEW)
+    without = OfEvent()
+    adapted(without).publish(NEW, StorageTier.DEVICE, None, {"lora_name": "a"})
+    assert ([(WHOLE, {"lora_name": "a"}), (WHOLE, None)], [WHOLE]) == (sink.taken, without.taken)
+    assert {"lora_name": "a"} == without.taken[0].extra
+
+
+def test_a_sink_of_the_house_s_shape_is_taken_as_it_is():
+    sink = CapturingSink()
+    assert sink is adapted(sink)
+
+
+@pytest.mark.parametrize(("make", "event"), [(CapturingSink, NEW), (OfEvent, WHOLE)])
+def test_a_publish_that_is_replaced_later_is_the_one_that_is_called(make, event, monkeypatch):
+    sink, taken = make(), []
+    manager = create_manager("lru", num_blocks=4, block_size=4, sink=sink)
+    monkeypatch.setattr(sink, "publish", lambda event, *_: taken.append(event))
+    manager.use([7])
+    assert [event] == taken
+
+
+def test_a_manager_shows_its_sink_as_it_was_given():
+    sink = OfEvent()
+    manager = create_manager("lru", num_blocks=4, block_size=4, sink=sink)
+    assert sink is manager.sink
+    manager.sink = other = OfTokens()
+    assert other is manager.sink
+    manager.sink = None
+    assert None is manager.sink
+
+
+class Empty:
+    pass
+
+
+class OfNothing:
+    def publish(self):
+        pass
+
+
+class OfFour:
+    def publish(self, event, storage_tier, token_ids, worker):
+        pass
+
+
+class OfTier:
+    def publish(self, event, storage_tier):
+        pass
+
+
+class NeedsName:
+    def publish(self, event, *, name):
+        pass
+
+
+class Awaited:
+    async def publish(self, event):
+        pass
+
+
+CALLED = "a sink is called as publish(event), publish(event, token_ids) or publish(event, storage_tier, token_ids)"
+REFUSED = {
+    "an object without publish": (
+        [],
+        (
+            "sink must have a method publish(event), publish(event, token_ids) or "
+            "publish(event, storage_tier, token_ids), or be such a function; got []"
+        ),
+    ),
+    "a class": (CapturingSink, "sink is the class CapturingSink; it must be an object, CapturingSink()"),
+    "no argument": (OfNothing(), f"sink: OfNothing.publish takes (); {CALLED}"),
+    "too many": (OfFour(), f"sink: OfFour.publish takes (event, storage_tier, token_ids, worker); {CALLED}"),
+    "a tier without tokens": (OfTier(), f"sink: OfTier.publish takes (event, storage_tier); {CALLED}"),
+    "a keyword that nobody gives": (NeedsName(), f"sink: NeedsName.publish takes (event, *, name); {CALLED}"),
+    "a coroutine": (
+        Awaited(),
+        "sink: Awaited.publish is a coroutine function, and a manager awaits none; give it a plain function",
+    ),
+}
+
+
+@pytest.mark.parametrize(("sink", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_sink_is_refused_where_it_is_given(sink, message):
+    manager = create_manager("lru", num_blocks=4, block_size=4)
+    harness = RouterHarness()
+    with pytest.raises(TypeError) as of_create_manager:
+        create_manager("lru", num_blocks=4, block_size=4, sink=sink)
+    with pytest.raises(TypeError) as of_manager:
+        manager.sink = sink
+    with pytest.raises(TypeError) as of_engine:
+        MockEngine(MockEngineArgs(), sink=sink)
+    with pytest.raises(TypeError) as of_harness:
+        harness.add_sink(sink)
+    with pytest.raises(TypeError) as of_fan_out:
+        FanOutSink(CapturingSink(), sink)
+    assert [message] * 3 == [str(each.value) for each in (of_create_manager, of_manager, of_engine)]
+    assert [f"add_sink: {message}", message.replace("sink", "sink 1", 1)] == [
+        str(of_harness.value),
+        str(of_fan_out.value),
+    ]
+    assert None is manager.sink
+    harness.worker(0).serve(harness.prompt(1))  # it has no sink that would raise
+    assert [] == harness.judge().errors
+
+
+def test_a_fan_out_takes_sinks_of_all_shapes():
+    one, two, three = OfEvent(), OfTokens(), CapturingSink()
+    FanOutSink(one, two, three).publish(STORED, StorageTier.DEVICE, ((1,), (2,)))
+    assert ([RouterEvent(0, STORED)], [(STORED, ((1,), (2,)))], [STORED]) == (one.taken, two.taken, three.events)
+
+
+def test_a_harness_takes_sinks_of_all_shapes_and_gives_them_back_as_they_were_given():
+    one, taken = OfEvent(), []
+    two = taken.append
+    with RouterHarness() as harness:
+        harness.add_sink(one, worker_id=0)
+        harness.add_sink(two, before=True)
+        assert [(two, None), (one, 0)] == harness.sinks_of(0)
+        harness.worker(0).serve(harness.prompt(1))
+        harness.publisher.remove_sink(one)
+        harness.worker(0).serve(harness.prompt(1))
+    assert (1, 2) == (len(one.taken), len(taken))
+
+
+def test_a_harness_names_a_sink_of_another_shape_that_raises():
+    class Broken:
+        def publish(self, event):
+            raise OSError("gone")
+
+    def refuse(event):
+        raise OSError("gone")
+
+    for sink, name in ((Broken(), "Broken.publish"), (refuse, refuse.__qualname__)):
+        harness = RouterHarness()
+        harness.add_sink(sink)
+        harness.worker(0).serve(harness.prompt(1))
+        (problem,) = harness.judge().errors
+        assert ("sink_failure", f"{name} raised OSError: gone") == (problem.rule, problem.observed)
+
+
+def test_a_restart_is_announced_to_a_sink_of_another_shape():
+    class Restarting(OfEvent):
+        def worker_restarted(self, dp_rank):
+            self.taken.append(dp_rank)
+
+    sink = Restarting()
+    with RouterHarness() as harness:
+        harness.add_sink(sink, worker_id=0)
+        harness.worker(0).restart(announced=True)
+    assert [0] == sink.taken

@@ -1,7 +1,6 @@
 """A sound index, for the bugs to be put into: per worker and rank, each block with the local hashes from the root to it."""
 
 from collections import defaultdict
-from itertools import takewhile
 
 from pytest_kvmock import Cleared, Stored
 
@@ -32,5 +31,10 @@ class HashIndex:
         del blocks[block]
 
     def find_matches(self, local_hashes):
-        chains = [tuple(local_hashes[:n]) for n in range(1, len(local_hashes) + 1)]
-        return {who: len([*takewhile(set(held.values()).__contains__, chains)]) for who, held in self.held.items()}
+        matches = {}
+        for who, blocks in self.held.items():
+            chains, depth = set(blocks.values()), 0
+            while depth < len(local_hashes) and tuple(local_hashes[: depth + 1]) in chains:
+                depth += 1
+            matches[who] = depth
+        return matches

@@ -1,6 +1,6 @@
 """The index of Dynamo's router itself, plugged in: events go to it as the JSON that it reads.
 
-It needs `pip install 'pytest-kvmock[interop]'`, on Linux; without it this module is skipped. Up to 1.3, a Cleared is about
+It needs `pip install -e '.[interop]'`, on Linux; without it this module is skipped. Up to 1.3, a Cleared is about
 all ranks of its worker, and tests say so: `index_semantics="e1"`.
 """
 

@@ -1,8 +1,5 @@
 """An index of your own that is asked by local hashes, as Dynamo's is: one hash a block."""
 
-from collections import Counter
-from itertools import takewhile
-
 import pytest
 
 from pytest_kvmock import BACKENDS, Cleared, StorageTier, Stored
@@ -13,32 +10,42 @@ class HashIndex:
     """Holds, for each block of each worker and rank, the local hashes from the root to the block."""
 
     def __init__(self, count_copies=False):
-        self.count_copies, self.ranks = count_copies, {}
+        self.count_copies = count_copies
+        self.held = {}  # by worker and rank: each block's local hashes from the root, once for each copy of the block
 
     def apply(self, event):
-        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        blocks = self.held.setdefault((event.worker_id, event.event.dp_rank), {})
+        data = event.event.data
         if isinstance(data, Cleared):
-            self.ranks.pop(key, None)
-        elif event.storage_tier is StorageTier.DEVICE:
-            chains, copies = self.ranks.setdefault(key, ({}, Counter()))
-            if isinstance(data, Stored):
-                chain = () if data.parent_hash is None else chains[data.parent_hash]
-                for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
-                    chain = chains[block] = (*chain, local)
-                    copies[block] += 1
-            else:
-                for block in data.block_hashes:
-                    copies[block] -= 1
-                    if not (self.count_copies and copies[block] > 0):
-                        del copies[block]
-                        chains.pop(block, None)
+            blocks.clear()
+        elif event.storage_tier is not StorageTier.DEVICE:
+            return
+        elif isinstance(data, Stored):
+            chain = () if data.parent_hash is None else blocks[data.parent_hash][0]
+            for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+                chain = (*chain, local)
+                copies = blocks.get(block, []) if self.count_copies else []
+                blocks[block] = [chain, *copies]
+        else:
+            for block in data.block_hashes:
+                copies_left = blocks.pop(block, [])[1:]
+                if copies_left:
+                    blocks[block] = copies_left
 
     def find_matches(self, local_hashes):
-        asked = [tuple(local_hashes[:n]) for n in range(1, len(local_hashes) + 1)]
-        return {k: len([*takewhile(set(chains.values()).__contains__, asked)]) for k, (chains, _) in self.ranks.items()}
+        matches = {}
+        for rank, blocks in self.held.items():
+            chains = {copies[0] for copies in blocks.values()}
+            depth = 0
+            while depth < len(local_hashes) and tuple(local_hashes[: depth + 1]) in chains:
+                depth += 1
+            matches[rank] = depth
+        return matches
 
     def remove_worker(self, worker_id):
-        self.ranks = {key: held for key, held in self.ranks.items() if key[0] != worker_id}
+        for rank in [*self.held]:
+            if rank[0] == worker_id:
+                del self.held[rank]
 
 
 @pytest.fixture

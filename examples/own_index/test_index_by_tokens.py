@@ -3,9 +3,6 @@
 The token ids of each block travel beside the event.
 """
 
-from collections import Counter
-from itertools import takewhile
-
 import pytest
 
 from pytest_kvmock import BACKENDS, Cleared, StorageTier, Stored
@@ -16,32 +13,42 @@ class TokenIndex:
     """Holds, for each block of each worker and rank, all tokens from the root to its end."""
 
     def __init__(self, block_size, count_copies=False):
-        self.size, self.count_copies, self.ranks = block_size, count_copies, {}
+        self.block_size, self.count_copies = block_size, count_copies
+        self.held = {}  # by worker and rank: all tokens from the root to a block's end, once for each copy of the block
 
     def apply(self, event):
-        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        blocks = self.held.setdefault((event.worker_id, event.event.dp_rank), {})
+        data = event.event.data
         if isinstance(data, Cleared):
-            self.ranks.pop(key, None)
-        elif event.storage_tier is StorageTier.DEVICE:
-            chains, copies = self.ranks.setdefault(key, ({}, Counter()))
-            if isinstance(data, Stored):
-                chain = () if data.parent_hash is None else chains[data.parent_hash]
-                for block, tokens in zip(data.block_hashes, event.token_ids, strict=True):
-                    chain = chains[block] = (*chain, *tokens)
-                    copies[block] += 1
-            else:
-                for block in data.block_hashes:
-                    copies[block] -= 1
-                    if not (self.count_copies and copies[block] > 0):
-                        del copies[block]
-                        chains.pop(block, None)
+            blocks.clear()
+        elif event.storage_tier is not StorageTier.DEVICE:
+            return
+        elif isinstance(data, Stored):
+            chain = () if data.parent_hash is None else blocks[data.parent_hash][0]
+            for block, tokens in zip(data.block_hashes, event.token_ids, strict=True):
+                chain = (*chain, *tokens)
+                copies = blocks.get(block, []) if self.count_copies else []
+                blocks[block] = [chain, *copies]
+        else:
+            for block in data.block_hashes:
+                copies_left = blocks.pop(block, [])[1:]
+                if copies_left:
+                    blocks[block] = copies_left
 
     def match_tokens(self, tokens):
-        asked = [tuple(tokens[:n]) for n in range(self.size, len(tokens) + 1, self.size)]
-        return {k: len([*takewhile(set(chains.values()).__contains__, asked)]) for k, (chains, _) in self.ranks.items()}
+        matches = {}
+        for rank, blocks in self.held.items():
+            chains = {copies[0] for copies in blocks.values()}
+            end = self.block_size  # of the next block
+            while end <= len(tokens) and tuple(tokens[:end]) in chains:
+                end += self.block_size
+            matches[rank] = end // self.block_size - 1
+        return matches
 
     def remove_worker(self, worker_id):
-        self.ranks = {key: held for key, held in self.ranks.items() if key[0] != worker_id}
+        for rank in [*self.held]:
+            if rank[0] == worker_id:
+                del self.held[rank]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from pytest_kvmock.block_manager.storage import TIER_OF, StorageType
 from pytest_kvmock.block_manager.tier_offload import Flushed, TierOffload
 from pytest_kvmock.block_manager.tier_pool import TierPool
 from pytest_kvmock.cache.base import Publisher
-from pytest_kvmock.sinks import Sink
+from pytest_kvmock.sinks import GivenSink, adapted
 
 
 class KvBlockManager:
@@ -41,11 +41,12 @@ class KvBlockManager:
 
     __slots__ = ("__weakref__", "_agent", "_cancellation_token", "_device", "_host", "_offload", "_publisher", "config")
 
-    def __init__(self, config: KvBlockManagerConfig, *, sink: Sink | None = None, fabric: Fabric | None = None) -> None:
+    def __init__(
+        self, config: KvBlockManagerConfig, *, sink: GivenSink | None = None, fabric: Fabric | None = None
+    ) -> None:
         if not isinstance(config, KvBlockManagerConfig):
             raise TypeError(f"KvBlockManager takes a KvBlockManagerConfig, got {config!r:.80}")
-        if sink is not None and not callable(getattr(sink, "publish", None)):
-            raise TypeError(f"KvBlockManager: sink must have a method publish(), or be None; got {sink!r:.80}")
+        sink = None if sink is None else adapted(sink, "KvBlockManager: sink")
         check_not_cancelled(config)
         self.config = config
         self._cancellation_token = config.runtime.cancellation_token
@@ -122,9 +123,10 @@ class KvBlockManager:
         """
         self._agent.check_open("flush")
         returned = self._take_back()
-        copied = self._offload.run()
-        if any(copied):
-            self._take_back()
+        with self._publisher.one_call():
+            copied = self._offload.run()
+            if any(copied):
+                self._take_back()
         return Flushed(returned, *copied)
 
     def offload(self, block: ImmutableBlock, priority: int = 0) -> None:

@@ -168,6 +168,8 @@ class TierPool:
         self._tick = tick
         if hashes:  # the pool is as it will be when the first of these is published, whatever the sink does
             self._publisher.publish_removed(hashes, self.block_set.tier)
+            if self._publisher.failure is not None:
+                self._surface(handles)
         return handles
 
     async def register_blocks(self, blocks: Iterable[MutableBlock]) -> ImmutableBlocks:
@@ -217,6 +219,8 @@ class TierPool:
             append(shared)
         if stored and self._publisher.sink is not None:
             self._publish_stored(stored)
+            if self._publisher.failure is not None:
+                self._surface(out)
         return out
 
     async def match_sequence_hashes(self, sequence_hashes: Iterable[int]) -> ImmutableBlocks:
@@ -281,13 +285,16 @@ class TierPool:
             NotEnoughBlocksAvailable: fewer blocks are available than are to be copied; none is.
             ProgressEngineShutdown: the pool is stopped.
         """
-        handles = self.allocate_blocks_blocking(len(sources))
-        for handle, source in zip(handles, sources, strict=True):
-            block = handle.held
-            block.payload = source.payload
-            block.content = TokenBlock.of_hashes(source.block_hash, source.sequence_hash, source.parent_sequence_hash)
-            block.state = _COMPLETE
-        return self.register_blocks_blocking(handles)
+        with self._publisher.one_call():
+            handles = self.allocate_blocks_blocking(len(sources))
+            for handle, source in zip(handles, sources, strict=True):
+                block = handle.held
+                block.payload = source.payload
+                block.content = TokenBlock.of_hashes(
+                    source.block_hash, source.sequence_hash, source.parent_sequence_hash
+                )
+                block.state = _COMPLETE
+            return self.register_blocks_blocking(handles)
 
     # ------------------------------------------------------------------------------------------------- in here
 
@@ -302,6 +309,14 @@ class TierPool:
                 f"Progress engine shutdown: {request} on the {self.block_set.name} pool of worker "
                 f"{self.block_set.worker_id}, whose manager was closed or its cancellation token cancelled"
             )
+
+    def _surface(self, handles: MutableBlocks | ImmutableBlocks) -> None:
+        """Raise what the sink raised, as `Publisher.surface`; nobody gets the handles then, and the blocks are given back."""
+        try:
+            self._publisher.surface()
+        except Exception:
+            handles.close()  # not when the last frame of the traceback is gone
+            raise
 
     def _leading_run(self, request: str, sequence_hashes: Iterable[int]) -> list[Block]:
         """Return the registered blocks of the longest run, from the first hash on; they stay where they are."""

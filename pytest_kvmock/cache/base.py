@@ -8,13 +8,14 @@ DYN_MOCKER_KV_CACHE_TRACE), and the blocks beside them, as 1.0.2 had them. The f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 
 from pytest_kvmock.checks import check_integer, check_time, is_integer
 from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, Removed, StorageTier, block_text
 from pytest_kvmock.moves import MoveError
-from pytest_kvmock.sinks import Sink, publish_with_extra
+from pytest_kvmock.sinks import Sink, adapted, given_sink, publish_with_extra
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
@@ -48,15 +49,33 @@ class Publisher:
     """Publishes events to the sink, and numbers them.
 
     One counter a manager, for all tiers, from 0 (Dynamo, `KvManager::next_event_id`). Without a sink there is no event
-    and no id is consumed; a sink that raises costs its id, is logged as a warning, and nothing else happens.
+    and no id is consumed. A sink that raises costs its id and is logged as a warning; the move goes on, and so do its later
+    events. What was raised first is kept until the manager's call is over, and leaves it there: each public method that
+    publishes ends with `if publisher.failure is not None: publisher.surface()`, which costs no call where all is well. Of a
+    sink with `only_logged`, that of a worker, nothing is kept.
+
+    Args:
+        sink: where events go; None: nowhere.
+        dp_rank: data-parallel rank that events name.
+
+    Raises:
+        TypeError: that is no sink.
+
+    Attributes:
+        sink: as above, of the protocol of `Sink`.
+        dp_rank: as above.
+        next_event_id: the id of the next event.
+        failure: what the sink raised first in this call; None: nothing.
     """
 
-    __slots__ = ("dp_rank", "next_event_id", "sink")
+    __slots__ = ("_depth", "dp_rank", "failure", "next_event_id", "sink")
 
     def __init__(self, sink: Sink | None, dp_rank: int) -> None:
-        self.sink = sink
+        self.sink = None if sink is None else adapted(sink)
         self.dp_rank = dp_rank
         self.next_event_id = 0
+        self.failure: Exception | None = None
+        self._depth = 0
 
     def take_id(self) -> int:
         """Consume the next event id."""
@@ -80,8 +99,8 @@ class Publisher:
                 self.sink.publish(event, tier, token_ids)
             else:
                 publish_with_extra(self.sink, event, tier, token_ids, extra)
-        except Exception as error:  # noqa: BLE001 - whatever a sink does, the engine carries on
-            _not_taken(event, error)
+        except Exception as error:  # noqa: BLE001 - whatever a sink does, the move is completed
+            self._not_taken(event, error)
 
     def publish_removed(self, blocks: Iterable[int], tier: StorageTier = StorageTier.DEVICE) -> None:
         """Publish one Removed a block, for engines that publish each by itself: most of their events."""
@@ -98,11 +117,30 @@ class Publisher:
             try:
                 publish(event, tier, None)
             except Exception as error:  # noqa: BLE001 - as above
-                _not_taken(event, error)
+                self._not_taken(event, error)
 
+    def _not_taken(self, event: KvCacheEvent, error: Exception) -> None:
+        LOG.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=error)
+        if self.failure is None and not getattr(self.sink, "only_logged", False):
+            self.failure = error
 
-def _not_taken(event: KvCacheEvent, error: Exception) -> None:
-    LOG.warning("KV event %d was not taken by its sink: %r", event.event_id, error, exc_info=error)
+    def surface(self) -> None:
+        """Raise what the sink raised first, as a call of the manager ends; nothing where that is part of another call."""
+        if self._depth:
+            return
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Have what the sink raises in calls that are part of this one leave it at its end."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self.surface()
 
 
 class ManagerBase:
@@ -116,6 +154,7 @@ class ManagerBase:
         sink: where events are published; None: nowhere, and no event id is consumed.
 
     Raises:
+        TypeError: that is no sink.
         ValueError: a number is not what it must be.
     """
 
@@ -135,11 +174,12 @@ class ManagerBase:
     @property
     def sink(self) -> Sink | None:
         """Where events are published; None: nowhere."""
-        return self._publisher.sink
+        sink: Sink | None = given_sink(self._publisher.sink)
+        return sink
 
     @sink.setter
     def sink(self, sink: Sink | None) -> None:
-        self._publisher.sink = sink
+        self._publisher.sink = None if sink is None else adapted(sink)
 
     def take_event_id(self) -> int:
         """Consume the next event id, for an event that somebody else publishes for this manager."""
@@ -183,6 +223,7 @@ class RequestLevel(ManagerBase):
         sink: where events are published; None: nowhere, and no event id is consumed.
 
     Raises:
+        TypeError: that is no sink.
         ValueError: a number is not what it must be.
 
     Attributes:

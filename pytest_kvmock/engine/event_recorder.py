@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class EventRecorder:
     """A sink that makes each event of a manager one of its worker, passes it on, and records what is stored.
 
-    A manager does not know its worker. A worker has one recorder for all its managers, also after a restart.
+    A manager does not know its worker. A worker has one recorder for all its managers, also after a restart. What its sink
+    raises does not leave the manager's call, as that is one of several of a request, which would end between two of them.
 
     Args:
         worker_id: the worker.
@@ -34,6 +35,7 @@ class EventRecorder:
         extra_of: finds what travels beside a Stored of a manager that does not say it; None: nothing does.
     """
 
+    only_logged: ClassVar[bool] = True
     __slots__ = ("_requests", "extra_of", "for_requests", "held", "holds", "published", "sink", "stored", "worker_id")
 
     def __init__(self, worker_id: int, sink: EventSink | None, *, holds: bool = False) -> None:

@@ -256,7 +256,7 @@ class KvWorker:
         make_manager: makes a block manager that publishes to the sink it is given; called again at each restart.
         worker_id: the worker's name.
         dp_rank: its data-parallel rank.
-        sink: where its events are published, of any shape of `sinks.GivenSink`; None: nowhere.
+        sink: where its events are published, of any shape of `sinks.GivenSink`; None: nowhere. What it raises is logged.
         prefix_caching: False: nothing is reused and nothing is published.
         chunk: prefill in chunks of this many tokens; None: in one go.
         rng: source of generated tokens and of the names of partial blocks.

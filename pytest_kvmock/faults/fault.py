@@ -93,18 +93,23 @@ class RandomFault:
 
     Attributes:
         kind: the name of the fault.
+        is_unused: whether it has a rate above 0, and was injected into no event so far.
     """
 
     def __init__(self, kind: str, rate: float, change: Change, rng: Random, *, late_by: int = 0) -> None:
         self.kind = kind
         self.change = change
         self.late_by = late_by
+        self.is_unused = rate > 0
         self._rate = rate
         self._rng = rng
 
     def inject(self, event: RouterEvent) -> list[RouterEvent] | None:
         """Return what arrives in place of an event; None where the fault does not apply to it."""
-        return self.change(event) if self._rng.random() < self._rate else None
+        arriving = self.change(event) if self._rng.random() < self._rate else None
+        if arriving is not None:
+            self.is_unused = False
+        return arriving
 
 
 def wanted(kind: str | None, worker_id: int | None, dp_rank: int | None) -> Callable[[RouterEvent], bool]:

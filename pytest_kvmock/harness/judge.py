@@ -1,7 +1,7 @@
 """The judge: receives every event that arrives, and records in the log what is wrong with it.
 
-An event is applied to the ledger, to the reference index and to the index under test, in this order. The comparison with
-the engines is in `engine_comparison.py`.
+One subject: what is done with an arrival, and with all else that a ledger learns. An event is applied to the ledger, to the
+reference index and to the index under test, in this order. The comparison with the engines is in `engine_comparison.py`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from threading import RLock
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from pytest_kvmock.events import RouterEvent, StreamKey
+from pytest_kvmock.events import KvCacheEvent, RouterEvent, StreamKey
 from pytest_kvmock.faults.injector import FaultInjector
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.recovery import Recovery
@@ -25,6 +25,13 @@ _SinkOf: TypeAlias = tuple[EventSink, int | None]
 """A sink, and the worker whose events it gets; None: it gets those of all."""
 
 
+class _UserSink(Protocol):
+    """What is asked of a `KvSink` here."""
+
+    events: list[KvCacheEvent]
+    is_compared: bool
+
+
 class Publisher:
     """Delivers what workers publish to the judge, one event at a time.
 
@@ -35,12 +42,14 @@ class Publisher:
         lock: held while an event is published; code that takes an id and publishes with it holds it for both.
         next_ids: the id after the last one that was published, by worker and rank.
         transport: the last stage, after sinks and faults; None: every event arrives.
+        user_sinks: the sinks that publish here in place of an engine.
     """
 
     def __init__(self, judge: Judge) -> None:
         self.lock = RLock()
         self.next_ids: dict[StreamKey, int] = {}
         self.transport: Transport | None = None
+        self.user_sinks: list[_UserSink] = []
         self._judge = judge
         self._injector: FaultInjector | None = None
         self._recovery: Recovery | None = None
@@ -51,6 +60,17 @@ class Publisher:
     def injector(self) -> FaultInjector | None:
         """The injector of faults; None while a test has asked for none."""
         return self._injector
+
+    @property
+    def unused_faults(self) -> list[str]:
+        """The names of the faults at random that were injected into no event so far."""
+        faults = () if self._injector is None else self._injector.random
+        return list(dict.fromkeys(fault.kind for fault in faults if fault.is_unused))
+
+    @property
+    def num_uncompared_sinks(self) -> int:
+        """Sinks of `make_kv_sink` that have published, and whose engine nobody has compared."""
+        return sum(bool(sink.events) and not sink.is_compared for sink in self.user_sinks)
 
     @property
     def recovery(self) -> Recovery | None:

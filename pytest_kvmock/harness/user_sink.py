@@ -82,6 +82,7 @@ class KvSink:
         worker_id: the worker's id; the first from 2**16 on that was free, unless another was asked for.
         events: the events so far, in order.
         chained: whether hashes must be Dynamo's chain; None: that is detected, see `FoundChain`.
+        is_compared: whether `compare` was given what its engine holds.
         is_removed: whether the router has removed the worker, and nothing was published since; another sink may have its
             id then.
     """
@@ -98,6 +99,7 @@ class KvSink:
         self.worker_id = worker_id
         self.chained = chained
         self.events: list[KvCacheEvent] = []
+        self.is_compared = False
         self.is_removed = False
         self._publisher = publisher
         self._judge_hashes = judge_hashes
@@ -219,3 +221,4 @@ class KvSink:
         if not callable(resident):
             raise TypeError(f"compare takes a callable that returns the resident block hashes, got {resident!r:.80}")
         self._compare_with(self.worker_id, dp_rank, storage_tier, partial(self._looked_up, resident))
+        self.is_compared = True

@@ -276,6 +276,7 @@ class Workers:
         self._judge.open(Opened((worker_id, 0), None, about))
         sink = KvSink(worker_id, self._publisher, self._judge.judge_hashes, self._engines.compare_with, chained=chained)
         self._sinks[worker_id] = sink
+        self._publisher.user_sinks.append(sink)
         return sink
 
     def _check_free_for_sink(self, worker_id: int) -> None:

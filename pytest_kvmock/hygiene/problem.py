@@ -34,8 +34,8 @@ class Problem:
         is_error: an error fails the test by default; a warning is recorded.
         worker_id: the worker it is about.
         dp_rank: the rank of that worker.
-        known: what was observed, in one sentence: "block 0x.. was removed by event 6".
-        right: what was expected, in one sentence.
+        observed: what was observed, in one sentence: "block 0x.. was removed by event 6".
+        expected: what was expected, in one sentence.
         event: the event that shows it; None where a comparison does.
         position: number of that event in the log, from 0; or of the last event before the comparison.
         blocks: the blocks it names, that of its sentence first; none where it names none.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.harness.user_sink import KvSink
-    from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.sinks import GivenSink
 
 FIRST_WORKER_ID: Final = 1337
 """Worker id of the first manager of a test, where events are not judged; the original's tests begin there, too."""
@@ -71,7 +71,7 @@ class BlockManagers:
         nixl: NixlOptions | str = NixlOptions.ENABLED,
         cancellation_token: CancellationToken | None = None,
         config: KvBlockManagerConfig | None = None,
-        sink: Sink | bool | None = None,
+        sink: GivenSink | bool | None = None,
     ) -> KvBlockManager:
         """Make a manager in the fabric of the test.
 

@@ -83,13 +83,19 @@ def profile_lines(settings: Settings) -> str:
     return "\n".join(lines) + "\n"
 
 
+_UNUSED: Final = "faults at random that were never injected"
+
+
 def add_log(case: Case, phase: str, around: Problem | None = None) -> None:
     """Attach the event log to the report of this phase: around a problem, or its end."""
     from pytest_kvmock.hygiene.log_text import log_text
 
     events = case.harness.events
     if len(events):
-        case.item.add_report_section(phase, "kvmock events", log_text(events, around=around))
+        text = log_text(events, around=around)
+        if unused := case.harness.publisher.unused_faults:
+            text += f"\n{_UNUSED}: {', '.join(unused)}"
+        case.item.add_report_section(phase, "kvmock events", text)
 
 
 _SPENT: Final = pytest.StashKey[float]()
@@ -201,8 +207,17 @@ def record_properties(case: Case) -> None:
         mine.append(("kvmock.warnings", _counts_text(case.warnings)))
     if case.engine_warnings:
         mine.append(("kvmock.engine_warnings", _counts_text(case.engine_warnings)))
+    if unused := case.harness.publisher.unused_faults:
+        mine.append(("kvmock.unused_faults", _counts_text(dict.fromkeys(unused, 1))))
+    # What a scenario file publishes is written there, and there is no engine to compare it with.
+    if isinstance(case.item, pytest.Function) and (uncompared := case.harness.publisher.num_uncompared_sinks):
+        mine.append(("kvmock.uncompared_sinks", uncompared))
     properties = case.item.user_properties
     properties[:] = [pair for pair in properties if not pair[0].startswith("kvmock.")] + mine
+
+
+def _tests(count: int) -> str:
+    return f"{count:,} test{'s' * (count != 1)}"
 
 
 def _counts_text(counts: Mapping[str, int]) -> str:
@@ -213,16 +228,21 @@ def _counts_text(counts: Mapping[str, int]) -> str:
 def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> str | None:
     """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None: there were none.
 
+    Then what was asked for and not done: faults at random, each with the tests in which it was injected into no event, and
+    sinks whose engine nobody compared.
+
     Args:
         reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.
         settings: of the run.
     """
     from pytest_kvmock.hygiene.rules import RULES
 
-    tests = events = 0
+    tests = events = uncompared = 0
     backends: set[str] = set()
     warnings: Counter[str] = Counter()
     engine_warnings: Counter[str] = Counter()
+    unused: Counter[str] = Counter()
+    counted = {"kvmock.warnings": warnings, "kvmock.engine_warnings": engine_warnings, "kvmock.unused_faults": unused}
     for report in {each.nodeid: each for each in sorted(reports, key=lambda one: one.start)}.values():
         properties: dict[str, Any] = dict(report.user_properties)
         if (
@@ -233,7 +253,8 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> st
         events += properties["kvmock.events"]
         if "kvmock.backend" in properties:
             backends.add(properties["kvmock.backend"])
-        for key, counts in (("kvmock.warnings", warnings), ("kvmock.engine_warnings", engine_warnings)):
+        uncompared += properties.get("kvmock.uncompared_sinks", 0)
+        for key, counts in counted.items():
             for part in properties.get(key, "").split(", ") if key in properties else ():
                 count, _, rule = part.partition(" ")
                 counts[rule] += int(count)
@@ -242,7 +263,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> st
     order = [*RULES]
     known = known_backends()
     names = sorted(backends, key=lambda name: (known.index(name) if name in known else len(known), name))
-    line = f"kvmock: {tests:,} test{'s' * (tests != 1)}{' on ' * bool(names)}{', '.join(names)}; "
+    line = f"kvmock: {_tests(tests)}{' on ' * bool(names)}{', '.join(names)}; "
     line += f"{events:,} event{'s' * (events != 1)}; "
     if warnings:
         line += f"warnings: {_counts_text({rule: warnings[rule] for rule in order if rule in warnings})}"
@@ -253,4 +274,9 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> st
     if engine_warnings:
         own = _counts_text({rule: engine_warnings[rule] for rule in order if rule in engine_warnings})
         line += f"{'; ' if warnings else ' but '}the engines' own: {own}"
+    if unused:
+        line += f"; {_UNUSED}: {', '.join(f'{kind} ({_tests(unused[kind])})' for kind in sorted(unused))}"
+    if uncompared:
+        engines = "its engine" if uncompared == 1 else "their engines"
+        line += f"; {uncompared:,} sink{'s' * (uncompared != 1)} never compared with {engines} (kv_sink.compare)"
     return line

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_kvmock.checks import install_text
+
 if TYPE_CHECKING:
     from pytest_kvmock.programs.operations import Burst as Burst
     from pytest_kvmock.programs.operations import Clear as Clear
@@ -72,7 +74,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
-        raise ImportError(f"{__name__}.{name} needs Hypothesis: pip install 'pytest-kvmock[hypothesis]'") from error
+        raise ImportError(f"{__name__}.{name} needs Hypothesis: {install_text('hypothesis')}") from error
     value = getattr(module, name)
     globals()[name] = value
     return value

@@ -6,6 +6,7 @@ One subject, one class: the promises, each a test.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar, Literal
 from uuid import UUID
 
@@ -17,6 +18,7 @@ from pytest_kvmock.moves import Deref, MoveError, Promote, Use
 from pytest_kvmock.sinks import CapturingSink, Sink
 from pytest_kvmock.testing.manager_checks import (
     MoveTraffic,
+    NotTaken,
     RaisingSink,
     expect_counts,
     expect_published,
@@ -370,13 +372,27 @@ class ManagerContract(OverBackend):
         assert tokens == published, f"blocks with the tokens {tokens} were stored; the events had {published}"
 
     def test_a_sink_that_raises_does_not_stop_it(self) -> None:
-        """A manager continues when its sink raises; the event's id is used up."""
-        manager = self._make(RaisingSink())
-        expect_served(manager, [1, 2], 2)
-        expect_resident(manager, [1, 2])
+        """A manager completes the move when its sink raises, and may raise that then; each event's id is used up."""
+        refusing = RaisingSink()
+        manager = self._make(refusing)
+        blocks = list(range(1, manager.max_capacity + 1))
+        with suppress(NotTaken):
+            expect_served(manager, blocks, len(blocks))
+        expect_counts(manager, active=len(blocks), references=len(blocks), inactive=0)
+        expect_resident(manager, blocks)
+        with suppress(NotTaken):
+            manager.deref(blocks[::-1])
+        del refusing.refused[:]
+        with suppress(NotTaken):
+            expect_served(manager, [100], 1)
+        expect_counts(manager, active=1, references=1, inactive=len(blocks) - 1)
+        kinds = sorted(type(event.data).__name__ for event in refusing.refused)
+        assert kinds == ["Removed", "Stored"], (
+            f"a Use that evicts a block published {kinds} to a sink that refuses each event; expected one Removed and one Stored"
+        )
         sink = CapturingSink()
         manager.sink = sink
-        manager.use([3])
+        manager.use([101])
         ids = [event.event_id for event in sink.events]
         assert ids and ids[0] > 0, f"after an event that its sink refused, the next ids were {ids}; expected 1 or more"
 

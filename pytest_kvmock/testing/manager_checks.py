@@ -13,17 +13,29 @@ from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.moves import Block, Destroy
 
 
+class NotTaken(OSError):  # noqa: N818 - it is on purpose
+    """What a `RaisingSink` raises."""
+
+
 class RaisingSink:
-    """A sink that takes nothing."""
+    """A sink that takes nothing.
+
+    Attributes:
+        refused: the events, in order.
+    """
+
+    def __init__(self) -> None:
+        self.refused: list[KvCacheEvent] = []
 
     def publish(
         self,
-        event: KvCacheEvent,  # noqa: ARG002 - a sink's signature
-        storage_tier: StorageTier = StorageTier.DEVICE,  # noqa: ARG002 - likewise
+        event: KvCacheEvent,
+        storage_tier: StorageTier = StorageTier.DEVICE,  # noqa: ARG002 - a sink's signature
         token_ids: BlockTokens | None = None,  # noqa: ARG002 - likewise
     ) -> None:
         """Take no event."""
-        raise OSError("the contract's sink takes nothing")
+        self.refused.append(event)
+        raise NotTaken("the contract's sink takes nothing")
 
 
 class MoveTraffic:

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any, Final, TypeVar
 
-from pytest_kvmock.checks import check_integer, is_utf8, unknown_text
+from pytest_kvmock.checks import check_integer, install_text, is_utf8, unknown_text
 
 _ADDRESSES: Final = {"tcp": "HOST:PORT", "ipc": "/PATH", "inproc": "NAME"}
 TRANSPORTS: Final = tuple(_ADDRESSES)
@@ -47,7 +47,7 @@ def load_zmq() -> Any:
     try:
         import zmq
     except ImportError:
-        raise ImportError("sockets of KV events need pyzmq: pip install 'pytest-kvmock[zmq]'") from None
+        raise ImportError(f"sockets of KV events need pyzmq: {install_text('zmq')}") from None
     return zmq
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
+from pytest_kvmock.checks import install_text
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tokens import BlockCutter
 from pytest_kvmock.wire.event_fields import (
@@ -48,7 +49,7 @@ def load_msgspec() -> Any:
     try:
         import msgspec
     except ImportError:
-        raise ImportError("dialects of vLLM and SGLang need msgspec: pip install 'pytest-kvmock[wire]'") from None
+        raise ImportError(f"dialects of vLLM and SGLang need msgspec: {install_text('wire')}") from None
     return msgspec
 
 

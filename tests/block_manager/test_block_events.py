@@ -104,7 +104,7 @@ def test_without_a_sink_nothing_is_published():
     assert 0 == manager._publisher.next_event_id
 
 
-def test_a_sink_that_fails_costs_its_id_and_nothing_else(caplog):
+def test_a_sink_that_fails_costs_its_id_and_its_error_leaves_the_call_when_that_is_complete(caplog):
     class Sink:
         def __init__(self):
             self.ids = []
@@ -116,12 +116,51 @@ def test_a_sink_that_fails_costs_its_id_and_nothing_else(caplog):
 
     sink = Sink()
     pool = make_pool(4, sink)
-    with caplog.at_level(logging.WARNING, logger="pytest_kvmock.cache"):
+    with (
+        caplog.at_level(logging.WARNING, logger="pytest_kvmock.cache"),
+        pytest.raises(RuntimeError, match=r"^full$"),
+    ):
         register(pool, chain(1))
     held = register(pool, chain(1, 100))
     assert ([0, 1], 2) == (sink.ids, len(pool.registered_hashes()))
     assert ["KV event 0 was not taken by its sink: RuntimeError('full')"] == caplog.messages
     assert held[0].is_open
+
+
+class Refusing(CapturingSink):
+    def publish(self, event, storage_tier, token_ids):
+        super().publish(event, storage_tier, token_ids)
+        raise OSError(f"event {event.event_id}")
+
+
+def test_an_eviction_is_complete_when_the_error_of_its_sink_leaves_the_allocation():
+    sink = Refusing()
+    pool = make_pool(2)
+    contents = chain(2)
+    cache(pool, contents)
+    pool._publisher.sink = sink
+    with pytest.raises(OSError, match=r"^event 0$"):
+        pool.allocate_blocks_blocking(2)
+    assert [Removed((each.sequence_hash,)) for each in contents] == data(sink)
+    assert 2 == pool.flush()  # nobody got the blocks
+
+
+def test_all_copies_of_a_flush_are_made_when_the_error_of_their_sink_leaves_it():
+    sink = Refusing()
+    manager = make_manager(device=4, host=2, sink=None)
+    contents = chain(4)
+    shared = register(manager.device(), contents)
+    for block in shared[:2]:
+        manager.offload(block)
+    manager.flush()
+    for block in shared[2:]:
+        manager.offload(block)
+    manager._publisher.sink = sink
+    with pytest.raises(OSError, match=r"^event 0$"):
+        manager.flush()
+    kinds = ["Removed", "Stored", "Removed", "Stored"]  # each copy evicts one
+    assert kinds == [type(each).__name__ for each in data(sink)]
+    assert hashes(contents[2:]) == manager.host().registered_hashes()
 
 
 def test_what_a_sink_raises_that_is_no_exception_loses_no_block():

@@ -1,4 +1,4 @@
-"""Pages of documentation: their code blocks, what marks say of them, and the tables that are made from the code.
+"""Pages of documentation: their code blocks, what marks say of them, and what is made from the code.
 
 A mark is an HTML comment on the line before a fenced block (an empty line may be between them):
 
@@ -13,8 +13,10 @@ A mark is an HTML comment on the line before a fenced block (an empty line may b
 | none, `sh` | commands that a reader types: `pip install` of extras that exist, commands that CI runs |
 | `command: NAME` | in README: what CI runs as it stands there |
 | `drawing` | text that is no output |
+| `signature` | what the name in `::: NAME` before it is, made from the source; the site leaves it out |
 
-All tests of a page are one run. `KVMOCK_WRITE_DOCS=1 pytest tests/plugin/test_docs.py` writes outputs and tables anew.
+All tests of a page are one run. `KVMOCK_WRITE_DOCS=1 pytest tests/plugin/test_docs.py` writes outputs anew, and
+`test_docs_tables.py` tables and signatures.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ ROOT = Path(__file__).parents[2]
 
 _BLOCK = re.compile(
     r"^(?P<indent>[ ]*)(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>[^>]+))? -->\n\n?[ ]*)?```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+_DIRECTIVE = re.compile(
+    r"^::: (?P<name>[\w.]+)\n(?P<options>(?: {4}[^\n]*\n)*)(?:\n<!-- signature -->\n```python\n(?P<text>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )
 _TABLE = re.compile(r"^<!-- table: ([\w ]+) -->\n\n?((?:\|.*\n)+)", re.MULTILINE)
@@ -115,6 +121,10 @@ class Page:
         """The tables that are made from the code, by name."""
         return {found[1]: found[2] for found in _TABLE.finditer(self.text)}
 
+    def signatures(self) -> dict[str, str]:
+        """The names that the page is the reference of, with the signature that stands below each."""
+        return {found["name"]: found["text"] or "" for found in _DIRECTIVE.finditer(self.text)}
+
     def section(self, heading: str) -> str:
         """The text under a heading of any level, up to the next of this level."""
         found = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^\1 |\Z)", self.text, re.DOTALL | re.MULTILINE)
@@ -132,6 +142,15 @@ class Page:
     def write_tables(self, make: Callable[[str], str]) -> None:
         """Replace all tables that are made from the code."""
         self.write(_TABLE.sub(lambda found: found[0].replace(found[2], make(found[1])), self.text))
+
+    def write_signatures(self, make: Callable[[str], str]) -> None:
+        """Write the signature below each name of which the page is the reference."""
+
+        def written(found: re.Match[str]) -> str:
+            directive = f"::: {found['name']}\n{found['options']}"
+            return f"{directive}\n<!-- signature -->\n```python\n{make(found['name'])}```\n"
+
+        self.write(_DIRECTIVE.sub(written, self.text))
 
     def write(self, text: str) -> None:
         """Write the page anew."""

@@ -84,7 +84,13 @@ def test_managers_have_the_sizes_of_the_profile_and_of_their_arguments(nested):
             "make_kv_block_manager: config is all of a manager, so worker_id and host_blocks cannot be given beside it",
         ),
         ("make(config=config, nixl='disabled')", "so nixl cannot be given beside it"),
-        ("make(sink=8)", "KvBlockManager: sink must have a method publish(), or be None; got 8"),
+        (
+            "make(sink=8)",
+            (
+                "KvBlockManager: sink must have a method publish(event), publish(event, token_ids) or "
+                "publish(event, storage_tier, token_ids), or be such a function; got 8"
+            ),
+        ),
         (
             "make(worker_id=5), make(worker_id=5)",
             "worker 5 is in the fabric already; close its manager, or take another",

@@ -102,7 +102,7 @@ def test_a_command_prints_what_is_shown(page_run, page, block, capsys):
 
 
 def test_every_block_has_a_mark_or_a_language_that_says_how_it_is_run():
-    kinds = {"python", "file", "fails", "output", "console", "sh", "command", "drawing"}
+    kinds = {"python", "file", "fails", "output", "console", "sh", "command", "drawing", "signature"}
     assert [] == [
         (page, block.line, block.kind) for page in PAGES.values() for block in page.blocks if block.kind not in kinds
     ]
@@ -112,8 +112,8 @@ def test_every_block_has_a_mark_or_a_language_that_says_how_it_is_run():
 
 COMMANDS = (
     r"cd pytest-kvmock",
-    r"python3\.11 -m venv \.venv",
-    r"(?:\.venv/bin/)?pip install (?:--quiet )?(?:-e )?'?[\w./-]*(?:\[(?P<extras>[\w,]+)\])?'?",
+    r"python3 -m venv \.venv",
+    r"(?:\.venv/bin/)?pip install (?:(?:--quiet )?-e )?'?(?:\.|/path/to/pytest-kvmock)(?:\[(?P<extras>[\w,]+)\])?'?",
     r"(?:\.venv/bin/)?pytest\b(?P<pytest>.*)",
     r"python -m pytest_kvmock (?P<command>(?!--help).*)",
     r"python -m pytest_kvmock --help",
@@ -141,6 +141,14 @@ def test_commands_name_what_there_is():
                 assert all((ROOT / name).exists() for name in (groups.get("file"), groups.get("write")) if name), line
                 assert {*re.findall(r"(--kv[\w-]*)", groups.get("pytest") or "")} <= FLAGS, line
                 assert {*re.findall(r"-o (\w+)=", groups.get("pytest") or "")} <= INI, line
+
+
+def test_nothing_names_a_package_of_an_index_before_there_is_a_release():
+    texts = {page.name: page.text for page in PAGES.values()}
+    for folder in ("pytest_kvmock", "examples"):
+        texts |= {str(path): path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
+    from_index = r"pip install [^\n`]*(?<![\w/])pytest-kvmock"
+    assert [] == [name for name, text in texts.items() if re.search(from_index, text)]
 
 
 def test_the_commands_of_readme_are_those_that_ci_runs():

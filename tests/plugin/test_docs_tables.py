@@ -1,7 +1,7 @@
-"""Reference tables of the documentation are those of the code.
+"""Reference tables and signatures of the documentation are those of the code.
 
-Those under a mark `<!-- table: NAME -->` are made here, and `KVMOCK_WRITE_DOCS=1` writes them; of the others the names
-and defaults are compared.
+Those under a mark `<!-- table: NAME -->` or `<!-- signature -->` are made here, and `KVMOCK_WRITE_DOCS=1` writes them; of
+the other tables the names and defaults are compared.
 """
 
 import ast
@@ -10,12 +10,14 @@ import inspect
 import json
 import os
 import re
+import runpy
 import tomllib
 from dataclasses import asdict, fields
 
 import msgspec
 import pytest
 from pages import PAGES, ROOT
+from signatures import signature
 
 from pytest_kvmock import Prompt, RouterHarness, Stored, plugin
 from pytest_kvmock.backends import BACKENDS, EngineProfile, speaker_of
@@ -161,7 +163,7 @@ def test_the_hooks_are_those_of_the_code():
 
 def test_every_fixture_is_listed():
     public = [name for name in plugin.__all__ if re.match(r"(make_)?kv_", name)]
-    assert sorted(public) == sorted(first_cells(REFERENCE["fixtures.md"].text))
+    assert sorted(public) == sorted(first_cells(REFERENCE["fixtures.md"].text.partition("\n## ")[0]))
 
 
 def test_every_key_of_the_marker_is_listed_with_its_default():
@@ -266,10 +268,27 @@ def test_what_a_room_imports_is_shown_and_what_is_read_first_exists():
     assert [] == [first for first in firsts if not (PACKAGE / first).exists()]
 
 
+API = {name: page for name, page in REFERENCE.items() if name.startswith("api/")}
+
+
+@pytest.mark.parametrize("page", API.values(), ids=API)
+def test_signatures_in_the_checkout_are_those_of_the_source(page):
+    if os.environ.get("KVMOCK_WRITE_DOCS"):
+        page.write_signatures(signature)
+    assert page.signatures() == {name: signature(name) for name in page.signatures()}
+
+
+@pytest.mark.parametrize("page", API.values(), ids=API)
+def test_the_site_does_not_show_signatures_twice(page):
+    hook = runpy.run_path(str(ROOT / ".ci/mkdocs_hooks.py"))["on_page_markdown"]
+    text = hook(page.text, page=None)
+    assert "```" not in text
+    assert [*page.signatures()] == re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+
+
 def test_every_public_name_is_in_the_api_reference():
     """Those at the top, and those of each module of which a name is there."""
-    api = "".join(page.text for name, page in REFERENCE.items() if name.startswith("api/"))
-    listed = set(re.findall(r"^::: ([\w.]+)$", api, re.MULTILINE))
+    listed = {name for page in API.values() for name in page.signatures()}
     modules = {".".join(name.split(".")[:2]) for name in listed if name.count(".") == 2}
     for module in map(importlib.import_module, ["pytest_kvmock", *sorted(modules)]):
         public = [name for name in getattr(module, "__all__", ()) if not name.startswith("__")]

@@ -197,7 +197,7 @@ def test_without_msgspec_a_wire_is_refused_at_set_up(nested, monkeypatch):
     monkeypatch.setitem(sys.modules, "msgspec", None)
     result = nested("@pytest.mark.kv_dialects('vllm-0.33')\ndef test(kv_wire): pass")
     result.assert_outcomes(errors=1)
-    expected = "kvmock: kv_wire: dialects of vLLM and SGLang need msgspec: pip install 'pytest-kvmock[wire]'"
+    expected = "kvmock: kv_wire: dialects of vLLM and SGLang need msgspec: pip install '/path/to/pytest-kvmock[wire]', with the path of your checkout"
     assert expected in result.stdout.lines
 
 

@@ -8,6 +8,9 @@ import pytest
 
 FAIL = "(--kv-event-warnings=fail makes them fail)"
 
+BARE = "; 1 sink never compared with its engine (kv_sink.compare)"
+TWO_BARE = "; 2 sinks never compared with their engines (kv_sink.compare)"
+
 HOLE = """
         @pytest.mark.kv_backends("multi_lru")
         @pytest.mark.kvmock(num_blocks=3)
@@ -38,7 +41,7 @@ def properties_of(pytester):
 
 
 RUNS = {
-    "one event": ("def test(kv_sink): kv_sink(GOOD)", "kvmock: 1 test; 1 event; no warnings"),
+    "one event": ("def test(kv_sink): kv_sink(GOOD)", f"kvmock: 1 test; 1 event; no warnings{BARE}"),
     "a matrix": (
         "def test(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(2))",
         "kvmock: 3 tests on lineage, lru, multi_lru; 3 events; no warnings",
@@ -55,11 +58,11 @@ RUNS = {
         def test_engines(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(2))
         def test_sink(kv_sink): kv_sink(GOOD); kv_sink(TWICE)
         """,
-        f"kvmock: 4 tests on lineage, lru, multi_lru; 5 events; warnings: 1 duplicate_store {FAIL}",
+        f"kvmock: 4 tests on lineage, lru, multi_lru; 5 events; warnings: 1 duplicate_store {FAIL}{BARE}",
     ),
     "a warning": (
         "def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)",
-        f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}",
+        f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}{BARE}",
     ),
     "several rules": (
         """
@@ -74,7 +77,7 @@ RUNS = {
         def test_three(kv_worker, kv_prompt):
             kv_worker.prefill(kv_prompt(1))
         """,
-        f"kvmock: 3 tests on lru; 6 events; warnings: 2 duplicate_store, 1 orphaned_child, 1 leaked_requests {FAIL}",
+        f"kvmock: 3 tests on lru; 6 events; warnings: 2 duplicate_store, 1 orphaned_child, 1 leaked_requests {FAIL}{TWO_BARE}",
     ),
     "a test that failed, one that was expected to, one without events": (
         """
@@ -84,7 +87,7 @@ RUNS = {
         def test_nothing(kv_sink): pass
         def test_another(): pass
         """,
-        f"kvmock: 2 tests; 5 events; warnings: 2 duplicate_store {FAIL}",
+        f"kvmock: 2 tests; 5 events; warnings: 2 duplicate_store {FAIL}{TWO_BARE}",
     ),
     "what is allowed or expected": (
         """
@@ -94,7 +97,7 @@ RUNS = {
             kv_events.expect_error("duplicate_store")
             kv_sink(GOOD); kv_sink(TWICE)
         """,
-        "kvmock: 2 tests; 4 events; no warnings",
+        f"kvmock: 2 tests; 4 events; no warnings{TWO_BARE}",
     ),
     "after the body": (
         """
@@ -105,7 +108,7 @@ RUNS = {
             kv_sink(TWICE)
         def test(engine): pass
         """,
-        f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}",
+        f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}{BARE}",
     ),
     "what a faithful engine does by itself": (
         HOLE,
@@ -121,7 +124,7 @@ RUNS = {
             sink(GOOD); sink(TWICE); sink(Removed((2,)))
         """
         + HOLE,
-        f"kvmock: 3 tests on multi_lru; 13 events; warnings: {BOTH}",
+        f"kvmock: 3 tests on multi_lru; 13 events; warnings: {BOTH}{BARE}",
     ),
     "a test of a TestCase": (
         """
@@ -130,7 +133,35 @@ RUNS = {
             def _kv(self, kv_sink): self.sink = kv_sink
             def test(self): self.sink(GOOD); self.sink(TWICE)
         """,
-        f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}",
+        f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}{BARE}",
+    ),
+    "sinks whose engine was compared": (
+        """
+        def test_compared(make_kv_sink):
+            one, other, third = make_kv_sink(), make_kv_sink(), make_kv_sink()
+            one(GOOD); one.compare(lambda: [2])
+            other(GOOD)
+        def test_again(kv_sink): kv_sink(GOOD)
+        """,
+        f"kvmock: 2 tests; 3 events; no warnings{TWO_BARE}",
+    ),
+    "faults at random that were never injected": (
+        """
+        @pytest.mark.kvmock(faults={"double": 1e-9, "lose": 1e-9, "delay": 0})
+        @pytest.mark.kv_backends("lru")
+        def test_both(kv_worker, kv_prompt):
+            kv_worker.serve(kv_prompt(1))
+        @pytest.mark.kvmock(faults={"double": 1, "lose": 1e-9}, allow=["duplicate_store", "event_id_gap"])
+        @pytest.mark.kv_backends("lru")
+        def test_one(kv_worker, kv_prompt):
+            kv_worker.serve(kv_prompt(1))
+        @pytest.mark.kvmock(faults={"double": 1e-9})
+        def test_none(kv_prompt): pass
+        """,
+        (
+            "kvmock: 2 tests on lru; 3 events; no warnings; "
+            "faults at random that were never injected: double (1 test), lose (2 tests)"
+        ),
     ),
     "no event": ("def test(kv_sink): pass", None),
     "no use of the plugin": ("def test(record_property): record_property('events', 7)", None),
@@ -158,7 +189,7 @@ def test_what_fails_already_is_not_advised(nested, args, ini):
     result = nested("def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)", *args, files=files)
 
     result.assert_outcomes(failed=1)
-    assert "kvmock: 1 test; 2 events; warnings: 1 duplicate_store" == line_of(result)
+    assert f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store{BARE}" == line_of(result)
 
 
 def test_the_option_that_the_line_names_makes_them_fail(nested):
@@ -186,7 +217,7 @@ def test_a_rerun_does_not_count_twice(nested, args):
         plugins=["xdist", "rerunfailures"],
     )
 
-    assert f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}" == line_of(result)
+    assert f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}{BARE}" == line_of(result)
 
 
 def test_scenario_files_count_too(nested):
@@ -215,8 +246,8 @@ def test_junit_has_the_warnings_where_there_are_any(nested, pytester, args):
 
     counts = {"kvmock.errors": "0"}
     assert [
-        {"kvmock.events": "3", **counts, "kvmock.warnings": "2 duplicate_store"},
-        {"kvmock.events": "1", **counts},
+        {"kvmock.events": "3", **counts, "kvmock.warnings": "2 duplicate_store", "kvmock.uncompared_sinks": "1"},
+        {"kvmock.events": "1", **counts, "kvmock.uncompared_sinks": "1"},
         {
             "kvmock.backend": "multi_lru",
             "kvmock.events": "7",
@@ -239,7 +270,7 @@ def test_events_of_a_teardown_are_in_the_properties(nested, pytester):
         "--junit-xml=out.xml",
     )
 
-    assert [{"kvmock.events": "2", "kvmock.errors": "0"}] == properties_of(pytester)
+    assert [{"kvmock.events": "2", "kvmock.errors": "0", "kvmock.uncompared_sinks": "1"}] == properties_of(pytester)
 
 
 def test_an_engine_that_is_never_run_leaves_a_trace(nested):
@@ -258,3 +289,46 @@ def test_what_an_open_request_of_an_engine_needs_is_in_the_warning(nested):
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*an engine runs to its end, or aborts what is open (run, abort, close)*"])
+
+
+@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_the_log_names_the_faults_at_random_that_were_never_injected(nested, args):
+    source = """
+        @pytest.mark.kv_backends("lru")
+        @pytest.mark.kvmock(faults={"double": 1e-9, "lose": 1e-9})
+        def test(kv_worker, kv_prompt):
+            kv_worker.serve(kv_prompt(1))
+            assert 0
+        """
+    result = nested(source, *args, plugins=["xdist"])
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["1 event", "*", "faults at random that were never injected: double, lose"])
+
+
+def test_the_log_of_a_test_whose_faults_were_injected_has_no_line_on_them(nested):
+    source = """
+        @pytest.mark.kv_backends("lru")
+        @pytest.mark.kvmock(faults={"double": 1})
+        def test(kv_worker, kv_prompt):
+            kv_worker.serve(kv_prompt(1))
+            assert 0
+        """
+    result = nested(source)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.no_fnmatch_line("*never injected*")
+
+
+def test_junit_has_the_faults_that_were_never_injected(nested, pytester):
+    nested(
+        """
+        @pytest.mark.kv_backends("lru")
+        @pytest.mark.kvmock(faults={"double": 1e-9, "lose": 1e-9})
+        def test(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(1))
+        """,
+        "--junit-xml=out.xml",
+    )
+
+    (properties,) = properties_of(pytester)
+    assert "1 double, 1 lose" == properties["kvmock.unused_faults"]

@@ -353,7 +353,8 @@ def run_without_hypothesis(code):
 def test_without_hypothesis_the_extra_is_named(name):
     result = run_without_hypothesis(f"from pytest_kvmock.testing import {name}")
     assert (
-        f"ImportError: pytest_kvmock.testing.{name} needs Hypothesis: pip install 'pytest-kvmock[hypothesis]'"
+        f"ImportError: pytest_kvmock.testing.{name} needs Hypothesis: "
+        "pip install '/path/to/pytest-kvmock[hypothesis]', with the path of your checkout"
         == result.stderr.strip().splitlines()[-1]
     )
 

@@ -339,7 +339,7 @@ for call in (lambda: encode(Batch([]), "vllm-0.33"), lambda: decode(b"", "sglang
 def test_without_msgspec_one_line_says_how_to_install_it():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
 
-    line = "dialects of vLLM and SGLang need msgspec: pip install 'pytest-kvmock[wire]'"
+    line = "dialects of vLLM and SGLang need msgspec: pip install '/path/to/pytest-kvmock[wire]', with the path of your checkout"
     assert ["b'' []", line, line] == done.stdout.splitlines()
 
 

@@ -235,14 +235,18 @@ class HashCacheManager(ShortForms, ManagerBase):
         """
         kind = type(move)
         if kind is Use:
-            return self._use(move)  # type: ignore[arg-type]
-        if kind is Deref:
+            answer = self._use(move)  # type: ignore[arg-type]
+        elif kind is Deref:
             return self._deref(move.blocks)  # type: ignore[union-attr]
-        if kind is Promote:
-            return self._promote(move)  # type: ignore[arg-type]
-        if kind is Destroy:
-            return self._destroy(move.blocks)  # type: ignore[union-attr]
-        raise MoveError(f"expected a Use, Deref, Destroy or Promote, got {move!r:.200}")
+        elif kind is Promote:
+            answer = self._promote(move)  # type: ignore[arg-type]
+        elif kind is Destroy:
+            answer = self._destroy(move.blocks)  # type: ignore[union-attr]
+        else:
+            raise MoveError(f"expected a Use, Deref, Destroy or Promote, got {move!r:.200}")
+        if self._publisher.failure is not None:
+            self._publisher.surface()
+        return answer
 
     def destroy(self, *blocks: Block | Iterable[Block]) -> None:
         """Short form of Destroy: delete each block, given one by one or as a list.
@@ -377,4 +381,6 @@ class HashCacheManager(ShortForms, ManagerBase):
             return False
         self._inactive.clear()
         self._publisher.publish(Cleared())
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return True

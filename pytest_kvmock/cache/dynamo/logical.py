@@ -155,12 +155,16 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         if kind is Deref:
             return self._deref(move.blocks)  # type: ignore[union-attr]
         if kind is Use:
-            return self._use(move)  # type: ignore[arg-type]
-        if kind is Promote:
-            return self._promote(move)  # type: ignore[arg-type]
-        if kind is Destroy:
+            answer = self._use(move)  # type: ignore[arg-type]
+        elif kind is Promote:
+            answer = self._promote(move)  # type: ignore[arg-type]
+        elif kind is Destroy:
             raise MoveError(f"Destroy: {self.backend} has no such move; it belongs to hash_cache. Use Deref")
-        raise MoveError(f"expected a Use, Deref or Promote, got {move!r:.200}")
+        else:
+            raise MoveError(f"expected a Use, Deref or Promote, got {move!r:.200}")
+        if self._publisher.failure is not None:
+            self._publisher.surface()
+        return answer
 
     def _use(self, move: Use) -> int:
         leading, pending, pool = move_checks.check_use(move), PendingEvents(move.parent), self._pool
@@ -460,4 +464,6 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         self._names = Names()
         self._num_inactive = 0
         self._publisher.publish(Cleared())
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return True

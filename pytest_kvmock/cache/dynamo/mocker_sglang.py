@@ -209,26 +209,35 @@ class MockerRadixManager(RequestLevel):
             Tokens before which nothing was computed: those that were found, or for a later chunk those that had slots.
             None: there are too few slots, none was taken; what was matched was counted as used all the same.
         """
-        self.make_room(upto - request.computed)
+        before: int | None = request.computed
+        self._make_room(upto - request.computed)
         if request.computed:
             if self.free_tokens < upto - request.computed:
-                return None
-            before = request.computed
+                before = None
         else:
             node, pages = self._tree.find(request.tokens.names, upto // self.block_size)
             before = len(pages) * self.block_size
             if self.free_tokens < upto - before:
-                return None
-            self._hold(request, node, pages)
-        self.extend(request, upto)
-        self.publish_pages(request, before)
+                before = None
+            else:
+                self._hold(request, node, pages)
+        if before is not None:
+            self.extend(request, upto)
+            self._publish_pages(request, before)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return before
 
     def make_room(self, tokens: int) -> bool:
         """Evict until so many slots are free; False if they are not, with all evicted that may be."""
-        if tokens > self.free_tokens:
-            self.evict(tokens - self.free_tokens)
+        self._make_room(tokens)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return tokens <= self.free_tokens
+
+    def _make_room(self, tokens: int) -> None:
+        if tokens > self.free_tokens:
+            self._evict(tokens - self.free_tokens)
 
     def extend(self, request: PageRequest, upto: int) -> None:
         """Take free slots for the tokens of a request up to `upto`; they are there, as was checked before."""
@@ -247,6 +256,12 @@ class MockerRadixManager(RequestLevel):
         Returns:
             Tokens that were freed.
         """
+        freed = self._evict(tokens)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
+        return freed
+
+    def _evict(self, tokens: int) -> int:
         pages: list[int] = []
         for node in self._tree.evict(-(-tokens // self.block_size)):
             assert isinstance(node, PageNode)
@@ -263,13 +278,15 @@ class MockerRadixManager(RequestLevel):
         count = request.computed // self.block_size
         if count <= request.protected:
             return
-        self.publish_pages(request, request.protected * self.block_size)
+        self._publish_pages(request, request.protected * self.block_size)
         node, _ = self._tree.put(request.tokens.names, request.pages, count)
         self._tree.touch(node)
         self._tree.lock(node)
         assert request.node is not None
         self._tree.unlock(request.node)
         request.node, request.protected = node, count
+        if self._publisher.failure is not None:
+            self._publisher.surface()
 
     def finish(self, request: PageRequest, *, loses_copies: bool = False) -> None:
         """Insert the whole pages of a request into the tree, and free the rest of its slots; nothing if it has none.
@@ -282,7 +299,7 @@ class MockerRadixManager(RequestLevel):
         if request not in self.requests:
             return
         size = self.block_size
-        self.publish_pages(request, request.protected * size)
+        self._publish_pages(request, request.protected * size)
         count = request.computed // size
         self.free_tokens += request.computed - count * size
         node, pages = self._tree.put(request.tokens.names, request.pages, count)
@@ -290,6 +307,8 @@ class MockerRadixManager(RequestLevel):
             self._tree.touch(node)
             self._give_back(request, pages)
         self._drop(request)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
 
     def _give_back(self, request: PageRequest, kept: list[int]) -> None:
         """Free the pages of a request in whose place the tree has others."""
@@ -314,6 +333,8 @@ class MockerRadixManager(RequestLevel):
         self.free_tokens += request.computed - request.protected * self.block_size
         self._remove(request.pages[request.protected :])
         self._drop(request)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
 
     def release(self, request: PageRequest) -> None:
         """Free all slots of a request that the tree has not, without inserting any; nothing if it has none."""
@@ -325,6 +346,8 @@ class MockerRadixManager(RequestLevel):
         self.free_tokens += request.computed - shared * self.block_size
         self._remove(request.pages[shared:])
         self._drop(request)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
 
     def clear(self) -> bool:
         """Drop all that is cached, and publish a Cleared; False, and nothing happens, while any request has slots."""
@@ -335,6 +358,8 @@ class MockerRadixManager(RequestLevel):
         self._hashes.clear()
         self._copies.clear()
         self._publisher.publish(Cleared())
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return True
 
     # --------------------------------------------------------------------------------------------------- events
@@ -344,6 +369,11 @@ class MockerRadixManager(RequestLevel):
 
         One Stored begins at the first page whose hash is new, and has all later ones, new or not.
         """
+        self._publish_pages(request, first)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
+
+    def _publish_pages(self, request: PageRequest, first: int) -> None:
         tokens, pages, hashes, copies = request.tokens, request.pages, self._hashes, self._copies
         names: list[int] = []
         places: list[int] = []

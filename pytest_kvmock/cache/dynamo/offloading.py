@@ -109,6 +109,8 @@ class Offloading:
                 raise ValueError(f"tick: time does not go backwards; it is {self._offload_now} ms, got {now}")
             self._offload_now = float(now)
             self._carry_out(self._offload.tick(now))
+            if self._publisher.failure is not None:
+                self._publisher.surface()
 
     @property
     def offload_now(self) -> float:
@@ -229,6 +231,8 @@ class Offloading:
                 self._offload_now = max(self._offload_now, float(now))
         else:
             self._offload.release(prefix)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return reserved
 
     def _reserve(self, count: int) -> SwapIn:
@@ -323,6 +327,8 @@ class Offloading:
         for slot in slots[::-1]:
             pool.give_back(slot)
         self._publish_swapped_in(anchor, stored)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return taken
 
     def _publish_swapped_in(self, anchor: int | None, stored: Sequence[BlockDetails]) -> None:

@@ -116,6 +116,8 @@ class RadixCacheManager(RequestLevel):
         self._queue = EventQueue()
         self._queue.cleared()
         self._publish()
+        if self._publisher.failure is not None:
+            self._publisher.surface()
 
     # ------------------------------------------------------------------------------------------------- queries
 
@@ -231,6 +233,8 @@ class RadixCacheManager(RequestLevel):
         inserted = inserted_len // self.block_size
         matched, _ = self._insert(key, count, priority, inserted, namespace)
         self._publish()
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return matched * self.block_size
 
     def inc_lock_ref(self, node: TreeNode) -> int:
@@ -271,6 +275,8 @@ class RadixCacheManager(RequestLevel):
         self._free += len(names)
         self._queue.removed(names)
         self._publish()
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return [len(node.names) * size for node in evicted]
 
     def reset(self) -> None:
@@ -285,6 +291,8 @@ class RadixCacheManager(RequestLevel):
         self._free = self.max_capacity
         self._queue.cleared()
         self._publish()
+        if self._publisher.failure is not None:
+            self._publisher.surface()
 
     def clear(self) -> bool:
         """Reset the cache; False, and nothing happens, while any page is in use (`flush_cache`)."""
@@ -297,6 +305,8 @@ class RadixCacheManager(RequestLevel):
         """Publish the events that wait, and return them."""
         taken = self._queue.take()
         self._publish_events(taken)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return taken
 
     # --------------------------------------------------------------------------------------------- requests
@@ -348,10 +358,12 @@ class RadixCacheManager(RequestLevel):
         if pages > self._free + self._tree.evictable:
             raise ValueError(f"{pages} pages are needed, {self._free + self._tree.evictable} are free or evictable")
         missing = (pages * self.block_size if demand is None else demand) - self.available_size()
-        if missing > 0:
-            self.evict(missing)
-        self._free -= pages
-        request.allocated += pages
+        try:
+            if missing > 0:
+                self.evict(missing)
+        finally:  # what a sink raised at the eviction leaves this call when it is complete
+            self._free -= pages
+            request.allocated += pages
 
     def checkpoint(self, request: RadixRequest) -> int:
         """Insert the whole pages that a request has computed into the tree, and lock them there.
@@ -376,6 +388,8 @@ class RadixCacheManager(RequestLevel):
             tree.lock(node)
             request.node = node
         self._publish()
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return duplicates * size
 
     def release(self, request: RadixRequest) -> None:

@@ -325,6 +325,8 @@ class BlockPoolManager(RequestLevel):
             self._cache_full_blocks(request, start, end)
         if (stored or evicted) and LOG.isEnabledFor(DEBUG):
             trace(self, request.tokens.names[start:end] if stored else (), evicted)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return taken
 
     def _evict(self, taken: list[int]) -> list[int]:
@@ -416,6 +418,8 @@ class BlockPoolManager(RequestLevel):
         self._copies.clear()
         self._changes += 1
         self._publisher.publish(Cleared())
+        if self._publisher.failure is not None:
+            self._publisher.surface()
         return True
 
     def clear(self) -> bool:

@@ -240,7 +240,7 @@ def test_events_name_the_rank(make_manager):
     assert [3] == [event.dp_rank for event in manager.sink.events]
 
 
-def test_a_sink_that_raises_costs_its_id_and_is_logged(make_manager, caplog):
+def test_a_sink_that_raises_costs_its_id_and_is_logged_and_raised_when_the_move_is_over(make_manager, caplog):
     manager = make_manager(4)
     good = manager.sink
 
@@ -250,8 +250,8 @@ def test_a_sink_that_raises_costs_its_id_and_is_logged(make_manager, caplog):
 
     use_full(manager, 1, plh(1))
     manager.sink = BadSink()
-    with caplog.at_level(logging.WARNING, logger="pytest_kvmock.cache"):
-        assert 1 == use_full(manager, 2, plh(2))
+    with caplog.at_level(logging.WARNING, logger="pytest_kvmock.cache"), pytest.raises(RuntimeError, match="no ears"):
+        use_full(manager, 2, plh(2))
     assert ["pytest_kvmock.cache"] == [record.name for record in caplog.records]
     assert "no ears" in caplog.text
     manager.sink = good
