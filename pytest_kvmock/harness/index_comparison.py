@@ -41,6 +41,7 @@ from pytest_kvmock.hygiene.folding import fold
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.orphans import stored_as
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.story import story_of
 from pytest_kvmock.hygiene.stream import Desync
 from pytest_kvmock.hygiene.text import NOBODY, worker_text
 from pytest_kvmock.router.index import RadixIndex
@@ -421,7 +422,7 @@ class IndexComparison:
                 named = stored_as(own, chain.local)
                 block = min(named) if named else block
             if own.was_stored(block):
-                return block, own.history(block, tier)
+                return block, story_of(own, block, tier)
         others = [other for other, stream in streams.items() if other != key and stream.was_stored(block)]
         others.sort(key=lambda other: other[0] != key[0])  # another rank of the worker first
         if others:

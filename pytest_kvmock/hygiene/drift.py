@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.hygiene.folding import fold, problem_of
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.story import where_text
 from pytest_kvmock.hygiene.stream import Stream
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def over_capacity(stream: Stream) -> list[Problem]:
             stream.overfull.discard(tier)
         elif not reported:
             stream.overfull.add(tier)
-            where = stream.where_text(tier)
+            where = where_text(stream, tier)
             since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
             observed = f"according to the events, {count} blocks are held{where}{since}"
             has = f"the engine has {most} block{'s' * (most != 1)}{where and ' there'}"

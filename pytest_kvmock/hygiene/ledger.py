@@ -46,6 +46,7 @@ from pytest_kvmock.hygiene.journal import (
     WorkerRemoved,
 )
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.story import story_of, where_text
 from pytest_kvmock.hygiene.stream import LAST, Desync, Stream
 from pytest_kvmock.hygiene.stream_spec import UNKNOWN, StreamSpec
 from pytest_kvmock.hygiene.text import blocks_text, ids_text
@@ -292,7 +293,7 @@ class Ledger:
             return []
         if parent is not None and parent not in stream.device and parent not in stream.implied:
             expected = "the parent is a block that this worker and rank holds, or none for a root"
-            problem = problem_of("parent_block_not_found", stream, stream.history(parent), expected, (parent,))
+            problem = problem_of("parent_block_not_found", stream, story_of(stream, parent), expected, (parent,))
             return [fold(stream, problem)]
         return []
 
@@ -322,7 +323,7 @@ class Ledger:
                     removed[block] = child
             expected = "a Removed names blocks that are held"
             for part in parts_of(stream, unknown, tier):
-                observed = stream.history(part[0], tier)
+                observed = story_of(stream, part[0], tier)
                 if part[0] in removed:
                     times, over = hashes.count(part[0]), unknown.count(part[0])
                     observed = f"block {block_text(part[0])} is named {times} times, and was held {times - over}"
@@ -385,7 +386,7 @@ class Ledger:
         problems = []
         for cause, pairs in orphans.items():
             (orphan, parent), blocks = pairs[0], tuple(orphan for orphan, _ in pairs)
-            observed = f"{stream.history(orphan)}, and its parent {block_text(parent)} is no longer held"
+            observed = f"{story_of(stream, orphan)}, and its parent {block_text(parent)} is no longer held"
             if len(pairs) > 1:
                 observed += f"; likewise {len(pairs) - 1} more"
             problem = problem_of("orphaned_child", stream, observed, "a block is removed before its parent is", blocks)
@@ -540,7 +541,7 @@ class Ledger:
         self, stream: Stream, blocks: tuple[int, ...], expected: str, had: str, tier: StorageTier
     ) -> Problem:
         """The problem for blocks in which stream and engine differ in a tier."""
-        observed = f"{had} {blocks_text(blocks)}{stream.where_text(tier)}; {stream.history(blocks[0], tier)}"
+        observed = f"{had} {blocks_text(blocks)}{where_text(stream, tier)}; {story_of(stream, blocks[0], tier)}"
         return problem_of("engine_drift", stream, observed, expected, blocks, tier=tier)
 
     def _known(self, _: Subscribed | Injected | Attributed) -> _Answer:

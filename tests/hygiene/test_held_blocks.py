@@ -8,6 +8,7 @@ import pytest
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.hygiene.journal import Counted, Recovered, Resident, WorkerRemoved
 from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.hygiene.story import story_of
 
 DEVICE, HOST, DISK, _ = StorageTier
 
@@ -424,7 +425,7 @@ def test_a_text_says_where_a_block_of_the_device_went(events, expected):
         stream.observe(data, tier=tier)
     # The first event is that of the disk, so all are one later.
     later = re.sub(r"event (\d)", lambda found: f"event {int(found[1]) + 1}", expected)
-    assert f"block 1 was {later}" == stream.known.history(1)
+    assert f"block 1 was {later}" == story_of(stream.known, 1)
 
 
 def test_what_a_tier_below_has_lost_is_said_of_that_tier():
@@ -575,7 +576,7 @@ def test_tiers_have_copies_of_their_own():
     stream.observe(stored(1), tier=HOST)
     assert [] == stream.drift([1], HOST) + stream.drift([1, 1])
     assert ["block_not_found"] == stream.observe(Removed((1, 1)), tier=HOST)
-    assert "block 1 was stored in device by event 1 and never removed; 2 copies are held" == stream.known.history(1)
+    assert "block 1 was stored in device by event 1 and never removed; 2 copies are held" == story_of(stream.known, 1)
 
 
 def test_a_rank_that_nobody_opened_is_like_the_first_of_its_worker():

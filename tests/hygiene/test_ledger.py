@@ -5,6 +5,7 @@ import pytest
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.hygiene.journal import BatchesLost, IdsPublished, Resident, WorkerRemoved
 from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.hygiene.story import story_of
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
 
 LOCALS = block_hashes(range(12), 4)
@@ -276,7 +277,7 @@ def test_what_is_held_says_in_which_tier_where_there_are_several():
     stream = Stream()
     stream.observe(stored(1))
     stream.observe(stored(2), tier=HOST)
-    assert "block 1 was stored in device by event 0 and never removed" == stream.ledger.streams[0, 0].history(1)
+    assert "block 1 was stored in device by event 0 and never removed" == story_of(stream.ledger.streams[0, 0], 1)
 
 
 def test_a_parent_that_is_not_held_and_the_hashes_under_it_are_one_fault():
