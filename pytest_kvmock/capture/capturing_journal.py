@@ -1,7 +1,7 @@
 """A journal that is written into a capture, so that another ledger finds the same problems from it.
 
 Two entries have no line of their own, as readers of before would refuse one: they are keys of the line that they are about,
-`unpublished` and `anew` of the next event of their worker and rank. What a check need not know is not written.
+`unpublished` and `anew` of the next event of their worker and rank, or of its recovery. What a check need not know is not written.
 """
 
 from __future__ import annotations
@@ -13,23 +13,12 @@ from pytest_kvmock.capture.capture_file import CaptureFile
 from pytest_kvmock.capture.lines import event_line, lines_of, who
 from pytest_kvmock.capture.publishers import Consumer, FaultyPublisher, Publishers
 from pytest_kvmock.events import RouterEvent, StreamKey
+from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.injection import Injection
-from pytest_kvmock.hygiene.journal import (
-    Attributed,
-    BatchesLost,
-    Entry,
-    IdsBegun,
-    Injected,
-    Journal,
-    Opened,
-    Replayed,
-    Subscribed,
-    Unpublished,
-)
 from pytest_kvmock.hygiene.problem import Problem
 
 
-class CapturingJournal(Journal):
+class CapturingJournal(entries.Journal):
     """A journal that writes down each entry that a check has to know.
 
     Args:
@@ -45,38 +34,40 @@ class CapturingJournal(Journal):
         self._injections: dict[Injection, int] = {}
         self._faults = 0
         self._publishers = Publishers()
-        self._consumers: dict[Subscribed, Consumer] = {}
+        self._consumers: dict[entries.Subscribed, Consumer] = {}
 
-    def append(self, event: Entry) -> None:
+    def append(self, event: entries.Entry) -> None:
         """Add an event that arrived, and write it down."""
         super().append(event)
         if isinstance(event, RouterEvent):
             self._write_event(event)
 
-    def add(self, entry: Entry, found: Sequence[Problem]) -> None:
+    def add(self, entry: entries.Entry, found: Sequence[Problem]) -> None:
         """As `Journal.add`."""
         super().add(entry, found)
-        if isinstance(entry, Replayed):
+        if isinstance(entry, entries.Replayed):
             self._write_event(entry.event, replayed=True)
-        elif isinstance(entry, Unpublished):
+        elif isinstance(entry, entries.Unpublished):
             self._beside.setdefault(entry.key, {})["unpublished"] = sorted(entry.blocks)
-        elif isinstance(entry, IdsBegun):
+        elif isinstance(entry, entries.IdsBegun):
             self._beside.setdefault(entry.key, {})["anew"] = True
-        elif isinstance(entry, Subscribed):
+        elif isinstance(entry, entries.Subscribed):
             self._consumers[entry] = self._publishers.subscribed(entry.endpoints)
-        elif isinstance(entry, Attributed):
+        elif isinstance(entry, entries.Attributed):
             self._write_result(entry.problem)
         else:
             self._write(entry)
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: entries.Entry) -> None:
         more: dict[str, Any] = {}
-        if isinstance(entry, Opened):
+        if isinstance(entry, entries.Opened):
             more["backend"] = self._backend_of(entry.key)
-        elif isinstance(entry, BatchesLost):
+        elif isinstance(entry, entries.BatchesLost):
             consumer = None if entry.consumer is None else self._consumers[entry.consumer]
             more["sent_by"] = self._publishers.sender((entry.worker_id, entry.dp_rank), entry.batches, consumer)
-        elif isinstance(entry, Injected):
+        elif isinstance(entry, entries.Recovered):
+            more.update(self._beside.pop((entry.published.worker_id, entry.published.dp_rank), {}))
+        elif isinstance(entry, entries.Injected):
             self._injections[entry.injection] = self._faults
             self._faults += 1
         for line in lines_of(entry, **more):

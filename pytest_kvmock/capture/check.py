@@ -20,20 +20,9 @@ from pytest_kvmock.capture.lines import HEADER, KINDS, VERSION, CaptureError, en
 from pytest_kvmock.capture.payload_file import split_payloads
 from pytest_kvmock.checks import check_integer, is_integer, unknown_text
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.content import Chain, DynamoChain
 from pytest_kvmock.hygiene.injection import Injection
-from pytest_kvmock.hygiene.journal import (
-    BatchesLost,
-    Counted,
-    Entry,
-    HashesChained,
-    IdsBegun,
-    Opened,
-    Recovered,
-    Replayed,
-    Unpublished,
-    WorkerRemoved,
-)
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
@@ -272,9 +261,9 @@ class _Replay:
             self._take_event(event_of(line), line)
         elif kind == "hashes_of":
             entry = log[check_integer(kind, value, 0)]
-            log.note(ledger.take(HashesChained(entry.event, entry.position)))
+            log.note(ledger.take(entries.HashesChained(entry.event, entry.position)))
         elif kind == "full":
-            log.note(ledger.take(Counted()))
+            log.note(ledger.take(entries.Counted()))
         elif kind == "end":
             counted = value.get("events") if isinstance(value, dict) else value
             if counted != log.total:
@@ -289,12 +278,12 @@ class _Replay:
         else:
             self._take_entry(entry_of(kind, value), value)
 
-    def _take_entry(self, entry: Entry, value: Mapping[str, Any]) -> None:
-        if isinstance(entry, WorkerRemoved):
+    def _take_entry(self, entry: entries.Entry, value: Mapping[str, Any]) -> None:
+        if isinstance(entry, entries.WorkerRemoved):
             self._log.worker_removed(entry.worker_id, entry.dp_rank, entry.keys)
         found = self._ledger.take(entry)
         self._log.note(found)
-        if isinstance(entry, BatchesLost):
+        if isinstance(entry, entries.BatchesLost):
             self._injected.lost(found[0], entry.batches, value.get("sent_by"))
 
     def _take_event(self, event: RouterEvent, line: Mapping[str, Any]) -> None:
@@ -303,12 +292,12 @@ class _Replay:
         if key not in ledger.streams:
             ledger.open(key, residency=self._residency)
         if line.get("anew"):
-            ledger.take(IdsBegun(key))
+            ledger.take(entries.IdsBegun(key))
         if line.get("replayed") and ledger.is_replay(event):
-            ledger.take(Replayed(event))
+            ledger.take(entries.Replayed(event))
             return
         if line.get("unpublished"):
-            ledger.take(Unpublished(key, frozenset(_blocks(line["unpublished"]))))
+            ledger.take(entries.Unpublished(key, frozenset(_blocks(line["unpublished"]))))
         event.chained = event.chained and key not in self._unchained
         self._log.note(ledger.take(event))
 
@@ -319,7 +308,7 @@ class _Replay:
         check_residency(about.get("residency", "unique"))
         first_id = about.pop("first_id", None)
         spec = StreamSpec(**about, tier_blocks=tiers, chain=self._chain_of(key, value))
-        self._ledger.take(Opened(key, first_id, spec))
+        self._ledger.take(entries.Opened(key, first_id, spec))
 
     def _chain_of(self, key: StreamKey, value: dict[str, Any]) -> Callable[[], Chain]:
         """What makes the rule by which an engine names blocks: Dynamo's, where none is known."""
@@ -346,8 +335,10 @@ class _Replay:
         self._injected.take_result(key, value)
 
     def _take_recovered(self, key: StreamKey, value: dict[str, Any]) -> None:
+        if value.get("anew"):
+            self._ledger.take(entries.IdsBegun(key))
         published = self._published(key, value["events"])
-        self._log.note(self._ledger.take(Recovered(published, range(value["start"], value["stop"]))))
+        self._log.note(self._ledger.take(entries.Recovered(published, range(value["start"], value["stop"]))))
 
     def _published(self, key: StreamKey, events: list[dict[str, Any]]) -> Stream:
         """The stream of what a worker has published."""

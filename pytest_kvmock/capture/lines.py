@@ -30,20 +30,8 @@ from typing import Any, Final
 
 from pytest_kvmock.checks import MOST_U64, check_integer, is_integer
 from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, Stored, StreamKey
+from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.injection import Injection
-from pytest_kvmock.hygiene.journal import (
-    BatchesLost,
-    Counted,
-    Entry,
-    HashesChained,
-    IdsPublished,
-    Injected,
-    Missed,
-    Opened,
-    Recovered,
-    Skipped,
-    WorkerRemoved,
-)
 
 HEADER: Final = "kvmock_capture"
 VERSION: Final = 1
@@ -108,14 +96,14 @@ def who(key: StreamKey) -> dict[str, int]:
     return {"worker_id": key[0], "dp_rank": key[1]}
 
 
-def lines_of(entry: Entry, **more: Any) -> list[dict[str, Any]]:
+def lines_of(entry: entries.Entry, **more: Any) -> list[dict[str, Any]]:
     """The lines of an entry that is no event; none for one that a check need not know.
 
     Args:
         entry: the entry.
         **more: what else the line says.
     """
-    if isinstance(entry, WorkerRemoved):
+    if isinstance(entry, entries.WorkerRemoved):
         return [{"restarted": {**who(key), "first_id": entry.first_id}} for key in entry.keys]
     make = _LINES.get(type(entry))
     if make is None:
@@ -124,7 +112,7 @@ def lines_of(entry: Entry, **more: Any) -> list[dict[str, Any]]:
     return [{kind: {**value, **more} if isinstance(value, dict) else value}]
 
 
-def entry_of(kind: str, value: Mapping[str, Any]) -> Entry:
+def entry_of(kind: str, value: Mapping[str, Any]) -> entries.Entry:
     """The entry of a line of which nothing else is to be known.
 
     Args:
@@ -137,16 +125,16 @@ def entry_of(kind: str, value: Mapping[str, Any]) -> Entry:
     """
     key = key_of(value)
     if kind == "restarted":
-        return WorkerRemoved(key[0], None if value["first_id"] is None else key[1], value["first_id"], (key,))
+        return entries.WorkerRemoved(key[0], None if value["first_id"] is None else key[1], value["first_id"], (key,))
     if kind == "missed":
         event = None if value["event"] is None else event_of(value["event"])
-        return Missed(key, value["event_id"], value["rule"], value["observed"], value["expected"], event)
+        return entries.Missed(key, value["event_id"], value["rule"], value["observed"], value["expected"], event)
     if kind == "lost":
-        return BatchesLost(*key, range(value["start"], value["stop"]), value["observed"])
+        return entries.BatchesLost(*key, range(value["start"], value["stop"]), value["observed"])
     if kind == "skipped":
-        return Skipped(key, value["due"], value["got"])
+        return entries.Skipped(key, value["due"], value["got"])
     if kind == "published":
-        return IdsPublished(key, value["next_id"])
+        return entries.IdsPublished(key, value["next_id"])
     raise ValueError(f"{kind}: no entry")
 
 
@@ -155,7 +143,7 @@ def key_of(value: Mapping[str, Any]) -> StreamKey:
     return check_integer("worker_id", value["worker_id"], 0), check_integer("dp_rank", value["dp_rank"], 0)
 
 
-def _opened(entry: Opened) -> dict[str, Any]:
+def _opened(entry: entries.Opened) -> dict[str, Any]:
     spec, line = entry.spec, {**who(entry.key), "first_id": entry.first_id}
     if spec is None:
         return line
@@ -163,18 +151,18 @@ def _opened(entry: Opened) -> dict[str, Any]:
     return {**line, **sizes, "residency": spec.residency, "prefix_closed": spec.prefix_closed}
 
 
-def _missed(entry: Missed) -> dict[str, Any]:
+def _missed(entry: entries.Missed) -> dict[str, Any]:
     why = {"rule": entry.rule, "observed": entry.observed, "expected": entry.expected}
     event = None if entry.event is None else bare_line(entry.event)
     return {**who(entry.key), "event_id": entry.event_id, **why, "event": event}
 
 
-def _lost(entry: BatchesLost) -> dict[str, Any]:
+def _lost(entry: entries.BatchesLost) -> dict[str, Any]:
     batches = {"start": entry.batches.start, "stop": entry.batches.stop, "observed": entry.text}
     return {**who((entry.worker_id, entry.dp_rank)), **batches}
 
 
-def _recovered(entry: Recovered) -> dict[str, Any]:
+def _recovered(entry: entries.Recovered) -> dict[str, Any]:
     published = entry.published
     parts = (published, *published.groups.values())
     events = {id(event): event for part in parts for event in part.events}.values()
@@ -189,15 +177,15 @@ def _injected(injection: Injection) -> dict[str, Any]:
 
 
 _LINES: Final[Mapping[type, Callable[[Any], tuple[str, Any]]]] = {
-    Opened: lambda entry: ("stream", _opened(entry)),
-    Missed: lambda entry: ("missed", _missed(entry)),
-    BatchesLost: lambda entry: ("lost", _lost(entry)),
-    Skipped: lambda entry: ("skipped", {**who(entry.key), "due": entry.due, "got": entry.got}),
-    HashesChained: lambda entry: ("hashes_of", entry.position),
-    IdsPublished: lambda entry: ("published", {**who(entry.key), "next_id": entry.next_id}),
-    Counted: lambda _: ("full", True),
-    Recovered: lambda entry: ("recovered", _recovered(entry)),
-    Injected: lambda entry: ("injected", _injected(entry.injection)),
+    entries.Opened: lambda entry: ("stream", _opened(entry)),
+    entries.Missed: lambda entry: ("missed", _missed(entry)),
+    entries.BatchesLost: lambda entry: ("lost", _lost(entry)),
+    entries.Skipped: lambda entry: ("skipped", {**who(entry.key), "due": entry.due, "got": entry.got}),
+    entries.HashesChained: lambda entry: ("hashes_of", entry.position),
+    entries.IdsPublished: lambda entry: ("published", {**who(entry.key), "next_id": entry.next_id}),
+    entries.Counted: lambda _: ("full", True),
+    entries.Recovered: lambda entry: ("recovered", _recovered(entry)),
+    entries.Injected: lambda entry: ("injected", _injected(entry.injection)),
 }
 """The key and the value of the line of an entry."""
 

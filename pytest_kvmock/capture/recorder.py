@@ -16,7 +16,7 @@ from pytest_kvmock.capture.capturing_journal import CapturingJournal
 from pytest_kvmock.capture.lines import CaptureError, header
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.events import RouterEvent
-from pytest_kvmock.hygiene.journal import BatchesLost, Opened
+from pytest_kvmock.hygiene.entries import BatchesLost, Opened
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem

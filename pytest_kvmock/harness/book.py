@@ -30,8 +30,8 @@ from pytest_kvmock.events import Cleared, RouterEvent, StreamKey
 from pytest_kvmock.harness.survival import SurvivalOracle
 from pytest_kvmock.hygiene.attribution import Attribution
 from pytest_kvmock.hygiene.delivery import Delivery, Published
+from pytest_kvmock.hygiene.entries import Missed, WorkerRemoved
 from pytest_kvmock.hygiene.injection import Injection
-from pytest_kvmock.hygiene.journal import Missed, WorkerRemoved
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.router.index import RadixIndex

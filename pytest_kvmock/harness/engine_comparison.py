@@ -10,7 +10,7 @@ from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import StorageTier, StreamKey, check_block_hashes
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.hygiene.drift import differences, oldest_first
-from pytest_kvmock.hygiene.journal import Counted, IdsPublished, Resident
+from pytest_kvmock.hygiene.entries import Counted, IdsPublished, Resident
 from pytest_kvmock.hygiene.problem import Problem
 
 Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]

@@ -16,22 +16,10 @@ from pytest_kvmock.events import Removed, RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import IndexComparison, QueuedEvent, Sync
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, TierScores, WorkerScores, arun, run
+from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.delivery import Delivery, Published
 from pytest_kvmock.hygiene.drift import oldest_first
 from pytest_kvmock.hygiene.injection import Injection
-from pytest_kvmock.hygiene.journal import (
-    Attributed,
-    BatchesLost,
-    HashesChained,
-    Injected,
-    Journal,
-    Missed,
-    Opened,
-    Recovered,
-    Replayed,
-    Unpublished,
-    WorkerRemoved,
-)
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
@@ -43,7 +31,7 @@ InputFilter = Callable[[RouterEvent], tuple[Injection | None, RouterEvent]]
 """Returns the record of a fault in the input of the index under test, if there is one, and what the index is given."""
 
 UnpublishedBlocks: TypeAlias = Callable[[StorageTier], Container[int]]
-"""Returns the blocks of a tier that an engine has there without a Stored; see `journal.Unpublished`."""
+"""Returns the blocks of a tier that an engine has there without a Stored; see `entries.Unpublished`."""
 
 
 class RecoveryAnswer(NamedTuple):
@@ -91,7 +79,7 @@ class Judge:
         rng: Random,
         *,
         semantics: Literal["e1"] | None,
-        journal: Journal,
+        journal: entries.Journal,
     ) -> None:
         self.log = log
         self.ledger = Ledger(journal)
@@ -113,7 +101,7 @@ class Judge:
         """Whether the index under test is to be awaited."""
         return self.under_test is not None and self.under_test.is_async
 
-    def open(self, entry: Opened, unpublished: UnpublishedBlocks | None = None) -> None:
+    def open(self, entry: entries.Opened, unpublished: UnpublishedBlocks | None = None) -> None:
         """Open the stream of a worker and rank.
 
         Args:
@@ -139,7 +127,7 @@ class Judge:
         if self._unpublished and isinstance(event.data, Removed):
             blocks = self.unpublished(event.key, event.storage_tier, event.data.block_hashes)
             if blocks:
-                ledger.take(Unpublished(event.key, blocks))
+                ledger.take(entries.Unpublished(event.key, blocks))
         return ledger.take(event)
 
     def keep_book(self) -> Book:
@@ -166,7 +154,7 @@ class Judge:
             self.book.attribution.classify(found, real, delivery)
             for problem in found:
                 if problem.fault is not None:
-                    self.ledger.take(Attributed(problem))
+                    self.ledger.take(entries.Attributed(problem))
         self.log.note(found)
 
     # ----------------------------------------------------------------------------------------------- events
@@ -190,14 +178,14 @@ class Judge:
             streams = [self.ledger.streams[key] for key in injection.keys if key in self.ledger.streams]
             emptied.update(block for stream in streams for held in stream.tiers.values() for block in held)
         self.keep_book().injected(injection, event, emptied)
-        self.ledger.take(Injected(injection))
+        self.ledger.take(entries.Injected(injection))
         if injection.fails_sink and event is not None:
             self.sink_failed("a sink raised on purpose", event, missed=True, fault=injection)
 
     def mismatched(self, key: StreamKey, injection: Injection) -> None:
         """Attribute all that is wrong with the events of a worker to the fault that it is."""
         self.keep_book().attribution.mismatched[key] = injection
-        self.ledger.take(Injected(injection))
+        self.ledger.take(entries.Injected(injection))
 
     def received(self, delivery: Delivery) -> None:
         """Receive an event that arrives: judge it, and apply it to the indexes."""
@@ -210,7 +198,7 @@ class Judge:
         problems: list[Problem] = []
         refused = False
         if ledger.is_replay(event):
-            ledger.take(Replayed(event))
+            ledger.take(entries.Replayed(event))
         else:
             problems = self._take(ledger, event) if self._unpublished else ledger.take(event)
             if problems:
@@ -244,7 +232,7 @@ class Judge:
     def judge_hashes(self, events: Iterable[RouterEvent]) -> None:
         """Judge the hashes of events that may have arrived before they were found to be a chain."""
         for entry in self.log.find(events):
-            found = self.ledger.take(HashesChained(entry.event, entry.position))
+            found = self.ledger.take(entries.HashesChained(entry.event, entry.position))
             self.note(found, found)  # it arrived as it was published
 
     def sink_failed(self, observed: str, event: RouterEvent, *, missed: bool, fault: Injection | None = None) -> None:
@@ -261,18 +249,18 @@ class Judge:
             self.log.note([Problem("sink_failure", *event.key, observed, expected, event, position=self.log.total - 1)])
             return
         observed += "; the router never got the event"
-        entry = Missed(event.key, event.event_id, "sink_failure", observed, expected, event)
+        entry = entries.Missed(event.key, event.event_id, "sink_failure", observed, expected, event)
         (problem,) = self.ledger.take(entry)
         problem.fault = fault
         self.log.note([problem])
         if fault is not None:
-            self.ledger.take(Attributed(problem))
+            self.ledger.take(entries.Attributed(problem))
             return
         self.first_lost = self.first_lost or problem
         if self.book is not None:
             self.book.lost_to_failure(problem, entry)
 
-    def lost_batches(self, lost: BatchesLost) -> None:
+    def lost_batches(self, lost: entries.BatchesLost) -> None:
         """Record batches of a wire that did not arrive."""
         found = self.ledger.take(lost)
         self.note(found, found)
@@ -291,7 +279,8 @@ class Judge:
                 with suppress(KvEventError):  # of events that come again
                     self.reference.apply(event)
             self.note(
-                self.ledger.take(Recovered(published, ids)), () if self.book is None else self.book.left_behind(key)
+                self.ledger.take(entries.Recovered(published, ids)),
+                () if self.book is None else self.book.left_behind(key),
             )
             if self.book is not None:
                 self.book.recovered(key, ids)
@@ -320,7 +309,7 @@ class Judge:
             calls = self.under_test.removal_calls(worker_id, ranks, whole=keys == of_worker)
             self._comparison.removed(keys, calls)
         self.log.worker_removed(worker_id, dp_rank, keys)
-        self.ledger.take(WorkerRemoved(worker_id, dp_rank, first_id, tuple(keys)))
+        self.ledger.take(entries.WorkerRemoved(worker_id, dp_rank, first_id, tuple(keys)))
         for key in keys:
             self.reference.remove_worker_dp_rank(*key)
             if self.book is not None:

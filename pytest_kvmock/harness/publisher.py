@@ -12,7 +12,7 @@ from pytest_kvmock.faults.injector import FaultInjector
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.hygiene.delivery import Delivery
-from pytest_kvmock.hygiene.journal import BatchesLost, Skipped, Subscribed
+from pytest_kvmock.hygiene.entries import BatchesLost, Skipped, Subscribed
 from pytest_kvmock.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]

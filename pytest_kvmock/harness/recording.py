@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pytest_kvmock.engine.worker import KvWorker, Request
 from pytest_kvmock.events import RouterEvent
-from pytest_kvmock.hygiene.journal import Arrival, HashesChained, Journal, NoEvent, Replayed
+from pytest_kvmock.hygiene import entries
 from pytest_kvmock.programs.operations import Decode, Finish, Operation, Preempt, Prefill, Resume, RunPasses
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Recording:
 
     __slots__ = ("_journal", "_log", "bursts", "engines", "operations", "requests")
 
-    def __init__(self, log: EventLog, journal: Journal) -> None:
+    def __init__(self, log: EventLog, journal: entries.Journal) -> None:
         self.operations: list[tuple[type[Operation], tuple[Any, ...], int]] = []
         self.requests = 0
         self.bursts = False
@@ -65,17 +65,17 @@ class Recording:
         self._journal = journal
 
     @property
-    def arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[entries.Arrival]:
         """What the router received, and what stands among that; events that were found to be a chain are marked as such."""
-        chained = {entry.position for entry in self._journal if isinstance(entry, HashesChained)}
-        arrivals: list[Arrival] = []
+        chained = {entry.position for entry in self._journal if isinstance(entry, entries.HashesChained)}
+        arrivals: list[entries.Arrival] = []
         position = 0
         for entry in self._journal:
-            event = entry.event if isinstance(entry, Replayed) else entry
+            event = entry.event if isinstance(entry, entries.Replayed) else entry
             if isinstance(event, RouterEvent):
                 arrivals.append(replace(event, chained=True) if position in chained else event)
                 position += 1
-            elif isinstance(event, NoEvent):
+            elif isinstance(event, entries.NoEvent):
                 arrivals.append(event)
         return arrivals[:MOST]
 

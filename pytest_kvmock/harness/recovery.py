@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import Stored
 from pytest_kvmock.harness.judge import Judge, RecoveryAnswer
-from pytest_kvmock.hygiene.journal import IdsBegun
+from pytest_kvmock.hygiene.entries import IdsBegun
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.router.recovery import RING, Events, LocalIndex, TreeDump, WorkerQuery, ring_size

@@ -26,7 +26,7 @@ from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.user_sink import KvSink, Publishable
 from pytest_kvmock.harness.verdict import Verdict, Verdicts
 from pytest_kvmock.harness.workers import WorkerKey, Workers
-from pytest_kvmock.hygiene.journal import BatchesLost, Journal
+from pytest_kvmock.hygiene.entries import BatchesLost, Journal
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.log_entry import STATUSES
 from pytest_kvmock.hygiene.problem import KvEventsError, Problem
@@ -341,7 +341,7 @@ class RouterHarness:
         self._by_hand.publish(events, worker_id, dp_rank)
 
     def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:
-        """Record batches of a wire that did not arrive, as a `KvSubscriber` does; see `journal.BatchesLost`."""
+        """Record batches of a wire that did not arrive, as a `KvSubscriber` does; see `entries.BatchesLost`."""
         self.publisher.lost_batches(BatchesLost(worker_id, dp_rank, batches, observed))
 
     def losses_at(self, endpoints: Sequence[str]) -> Losses:

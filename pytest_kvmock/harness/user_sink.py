@@ -21,7 +21,7 @@ from pytest_kvmock.events import (
     check_block_hashes,
 )
 from pytest_kvmock.hygiene.content import FoundChain
-from pytest_kvmock.hygiene.journal import BatchesLost
+from pytest_kvmock.hygiene.entries import BatchesLost
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.publisher import Losses, Publisher

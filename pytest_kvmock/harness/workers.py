@@ -20,7 +20,7 @@ from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
 from pytest_kvmock.hygiene.content import DynamoChain
-from pytest_kvmock.hygiene.journal import Opened
+from pytest_kvmock.hygiene.entries import Opened
 from pytest_kvmock.hygiene.stream_spec import Residency, StreamSpec, check_residency
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ def differences(
     tier: StorageTier = StorageTier.DEVICE,
     unpublished: Collection[int] = (),
 ) -> list[tuple[list[int], str, str]]:
-    """Blocks in which stream and engine differ: (blocks, what was expected, what the engine has); see `journal.Resident`."""
+    """Blocks in which stream and engine differ: (blocks, what was expected, what the engine has); see `entries.Resident`."""
     held, copies = stream.held(tier), stream.copies.get(tier, {})
     there = resident if isinstance(resident, (set, frozenset, dict)) else dict.fromkeys(resident)
     extra = [block for block in held if block not in there]

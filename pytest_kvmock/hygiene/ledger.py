@@ -22,29 +22,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
+from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.content import DynamoChain, own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.drift import confirm, differences, over_capacity
 from pytest_kvmock.hygiene.folding import fold, parts_of, problem_of
-from pytest_kvmock.hygiene.journal import (
-    Attributed,
-    BatchesLost,
-    Counted,
-    Entry,
-    HashesChained,
-    IdsBegun,
-    IdsPublished,
-    Injected,
-    Journal,
-    Missed,
-    Opened,
-    Recovered,
-    Replayed,
-    Resident,
-    Skipped,
-    Subscribed,
-    Unpublished,
-    WorkerRemoved,
-)
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.story import story_of, where_text
 from pytest_kvmock.hygiene.stream import LAST, Desync, Stream
@@ -72,7 +53,7 @@ class Ledger:
         position: the number of the last event that arrived, from 0; -1 before the first.
     """
 
-    def __init__(self, journal: Journal | None = None, *, judges_hashes: bool = True) -> None:
+    def __init__(self, journal: entries.Journal | None = None, *, judges_hashes: bool = True) -> None:
         self.streams: dict[StreamKey, Stream] = {}
         self.journal = journal
         self.position = -1
@@ -83,7 +64,7 @@ class Ledger:
 
     def open(self, key: StreamKey, *, first_id: int | None = None, **about: Any) -> Stream:
         """Open the stream of a worker and rank; `about` are the fields of its `StreamSpec`."""
-        self.take(Opened(key, first_id, StreamSpec(**about)))
+        self.take(entries.Opened(key, first_id, StreamSpec(**about)))
         return self.streams[key]
 
     def stream(self, key: StreamKey) -> Stream:
@@ -94,7 +75,7 @@ class Ledger:
             spec = None
             if first is not None:
                 spec = dataclasses.replace(first.spec, tier_blocks=first.spec.tier_blocks or {}, chain=DynamoChain)
-            self.take(Opened(key, None, spec))
+            self.take(entries.Opened(key, None, spec))
             stream = self.streams[key]
         return stream
 
@@ -105,7 +86,7 @@ class Ledger:
 
     # --------------------------------------------------------------------------------------------- entries
 
-    def take(self, entry: Entry) -> list[Problem]:
+    def take(self, entry: entries.Entry) -> list[Problem]:
         """Take the next entry: judge it, apply it, and append it to the journal.
 
         Returns:
@@ -158,7 +139,7 @@ class Ledger:
                 self.journal.note(problems)
         return problems
 
-    def _take(self, entry: Entry, arm: Callable[[Any, Any], _Answer]) -> list[Problem]:
+    def _take(self, entry: entries.Entry, arm: Callable[[Any, Any], _Answer]) -> list[Problem]:
         found, is_kept = arm(self, entry)
         for problem in found:
             if problem.position < 0:
@@ -400,18 +381,18 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------- comparisons
 
-    def _opened(self, entry: Opened) -> _Answer:
+    def _opened(self, entry: entries.Opened) -> _Answer:
         before = self.streams.get(entry.key)
         stream = self.streams[entry.key] = Stream(entry.key, entry.spec or UNKNOWN, first_id=entry.first_id)
         stream.restarts = () if before is None else before.restarts
         return [], True
 
-    def _replayed(self, entry: Replayed) -> _Answer:
+    def _replayed(self, entry: entries.Replayed) -> _Answer:
         self.position += 1
         self.stream(entry.event.key).take_late(entry.event.event_id)
         return [], True
 
-    def _removed_worker(self, entry: WorkerRemoved) -> _Answer:
+    def _removed_worker(self, entry: entries.WorkerRemoved) -> _Answer:
         for key in entry.keys:
             stream = self.streams.get(key)
             if stream is not None:
@@ -422,7 +403,7 @@ class Ledger:
                 stream.late.clear()
         return [], True
 
-    def _missed(self, entry: Missed) -> _Answer:
+    def _missed(self, entry: entries.Missed) -> _Answer:
         stream = self.stream(entry.key)
         stream.holes.append(range(entry.event_id, entry.event_id + 1))
         stream.next_id = entry.event_id + 1
@@ -430,25 +411,25 @@ class Ledger:
         self._desync(stream, problem)
         return [problem], True
 
-    def _lost(self, entry: BatchesLost) -> _Answer:
+    def _lost(self, entry: entries.BatchesLost) -> _Answer:
         stream = self.stream((entry.worker_id, entry.dp_rank))
         problem = problem_of("event_id_gap", stream, entry.text, f"batch {entry.batches.start}", ())
         problem.of_batches, stream.restored = True, {}
         self._desync(stream, problem)
         return [problem], True
 
-    def _ids_begun(self, entry: IdsBegun) -> _Answer:
+    def _ids_begun(self, entry: entries.IdsBegun) -> _Answer:
         stream = self.streams.get(entry.key)
         changes = stream is not None and bool(stream.late)
         if stream is not None:
             stream.late.clear()
         return [], changes
 
-    def _unpublished(self, entry: Unpublished) -> _Answer:
+    def _unpublished(self, entry: entries.Unpublished) -> _Answer:
         self.stream(entry.key).unpublished = entry.blocks
         return [], True
 
-    def _chained(self, entry: HashesChained) -> _Answer:
+    def _chained(self, entry: entries.HashesChained) -> _Answer:
         event, before = entry.event, self._of_the_chain.get(entry.position)
         assert isinstance(event.data, Stored)
         found = self._wrong_hash(self.stream(event.key), event, event.data, () if before is None else (before,))
@@ -456,7 +437,7 @@ class Ledger:
             problem.event, problem.position = event, entry.position
         return found, True
 
-    def _recovered(self, entry: Recovered) -> _Answer:
+    def _recovered(self, entry: entries.Recovered) -> _Answer:
         """Problems: those among the events that had not arrived that left blocks resident after a Removed, or orphaned."""
         stream = self.stream((entry.published.worker_id, entry.published.dp_rank))
         before = {*stream.removed_but_resident.values(), *stream.orphaned.values()}
@@ -470,7 +451,7 @@ class Ledger:
                     table[block] = news[problem]
         return list(news.values()), True
 
-    def _skipped(self, entry: Skipped) -> _Answer:
+    def _skipped(self, entry: entries.Skipped) -> _Answer:
         stream = self.streams.get(entry.key)
         if stream is None:
             return [], False
@@ -495,9 +476,9 @@ class Ledger:
         removed = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
         return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(removed)))
 
-    def _published(self, entry: IdsPublished) -> _Answer:
+    def _published(self, entry: entries.IdsPublished) -> _Answer:
         if entry.key not in self.streams:
-            self.take(Opened(entry.key, 0))
+            self.take(entries.Opened(entry.key, 0))
         stream, next_id = self.streams[entry.key], entry.next_id
         due = next_id - 1 if stream.next_id is None else stream.next_id  # what came before the first is unknown
         if next_id <= due:
@@ -517,11 +498,11 @@ class Ledger:
         self._desync(stream, problem)
         return [problem], True
 
-    def _counted(self, _: Counted) -> _Answer:
+    def _counted(self, _: entries.Counted) -> _Answer:
         problems = [problem for stream in self.streams.values() for problem in over_capacity(stream)]
         return problems, bool(problems)
 
-    def _resident(self, entry: Resident) -> _Answer:
+    def _resident(self, entry: entries.Resident) -> _Answer:
         """Problems: each block in which stream and engine differ once."""
         stream, tier, resident = self.stream(entry.key), entry.tier, entry.blocks
         problems = []
@@ -544,7 +525,7 @@ class Ledger:
         observed = f"{had} {blocks_text(blocks)}{where_text(stream, tier)}; {story_of(stream, blocks[0], tier)}"
         return problem_of("engine_drift", stream, observed, expected, blocks, tier=tier)
 
-    def _known(self, _: Subscribed | Injected | Attributed) -> _Answer:
+    def _known(self, _: entries.Subscribed | entries.Injected | entries.Attributed) -> _Answer:
         return [], True
 
     # ---------------------------------------------------------------------------------------------- desyncs
@@ -556,22 +537,22 @@ class Ledger:
             part.desync = Desync(cause if cause.cause is None else cause.cause)
 
     _arms: ClassVar[Mapping[type, Callable[[Any, Any], _Answer]]] = {
-        Opened: _opened,
-        Replayed: _replayed,
-        WorkerRemoved: _removed_worker,
-        Missed: _missed,
-        Skipped: _skipped,
-        Subscribed: _known,
-        BatchesLost: _lost,
-        IdsBegun: _ids_begun,
-        Unpublished: _unpublished,
-        HashesChained: _chained,
-        Recovered: _recovered,
-        IdsPublished: _published,
-        Counted: _counted,
-        Resident: _resident,
-        Injected: _known,
-        Attributed: _known,
+        entries.Opened: _opened,
+        entries.Replayed: _replayed,
+        entries.WorkerRemoved: _removed_worker,
+        entries.Missed: _missed,
+        entries.Skipped: _skipped,
+        entries.Subscribed: _known,
+        entries.BatchesLost: _lost,
+        entries.IdsBegun: _ids_begun,
+        entries.Unpublished: _unpublished,
+        entries.HashesChained: _chained,
+        entries.Recovered: _recovered,
+        entries.IdsPublished: _published,
+        entries.Counted: _counted,
+        entries.Resident: _resident,
+        entries.Injected: _known,
+        entries.Attributed: _known,
     }
 
 

@@ -47,7 +47,7 @@ class Stream(History):
 
     Attributes:
         spec: what is known of its engine.
-        unpublished: the blocks that the next Removed below the device names and no Stored did (`journal.Unpublished`).
+        unpublished: the blocks that the next Removed below the device names and no Stored did (`entries.Unpublished`).
         hash_chain: how the engine names blocks.
         tiers: per tier what is held: each block, and the child that was stored after it, `LAST` or `FORK`. That costs
             nothing to keep, and shows at a Removed which children the block may still have. Below the device, where

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import MOST, Recorded
-from pytest_kvmock.hygiene.journal import BatchesLost, NoEvent, WorkerRemoved
+from pytest_kvmock.hygiene.entries import BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.programs.operations import Decode, DropNext, Prefill, Submit
 from pytest_kvmock.reduce.breach import Breach as Breach
@@ -32,7 +32,7 @@ from pytest_kvmock.tokens import Prompt
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
     from pytest_kvmock.harness import RouterHarness
-    from pytest_kvmock.hygiene.journal import Arrival
+    from pytest_kvmock.hygiene.entries import Arrival
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.hygiene.stream_spec import StreamSpec
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
-from pytest_kvmock.hygiene.journal import Arrival, BatchesLost, NoEvent, WorkerRemoved
+from pytest_kvmock.hygiene.entries import Arrival, BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.hygiene.text import NOBODY
 from pytest_kvmock.prompt_keys import part_of
 from pytest_kvmock.reduce.mending import Mender, Renamer, Roots

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.events import Removed, RouterEvent, Stored
-from pytest_kvmock.hygiene.journal import Arrival, BatchesLost, NoEvent, WorkerRemoved
+from pytest_kvmock.hygiene.entries import Arrival, BatchesLost, NoEvent, WorkerRemoved
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey

@@ -15,7 +15,7 @@ from pytest_kvmock.engine.driver import WouldWait
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.harness import RouterHarness, Verdict
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
-from pytest_kvmock.hygiene.journal import BatchesLost, WorkerRemoved
+from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import Run, RunPasses, WithPrompt
 from pytest_kvmock.reduce.program import NotReduced

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_kvmock import Prompt, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.hygiene.journal import Opened
+from pytest_kvmock.hygiene.entries import Opened
 from pytest_kvmock.hygiene.stream_spec import StreamSpec
 
 DEVICE, HOST, DISK, EXTERNAL = StorageTier

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.hygiene.journal import Counted, Recovered, Resident, WorkerRemoved
+from pytest_kvmock.hygiene.entries import Counted, Recovered, Resident, WorkerRemoved
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.story import story_of
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.hygiene.journal import BatchesLost, IdsPublished, Resident, WorkerRemoved
+from pytest_kvmock.hygiene.entries import BatchesLost, IdsPublished, Resident, WorkerRemoved
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.story import story_of
 from pytest_kvmock.tokens import block_hashes, sequence_hashes

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.hygiene.journal import Resident
+from pytest_kvmock.hygiene.entries import Resident
 from pytest_kvmock.hygiene.ledger import Ledger
 
 BLOCKS = st.integers(1, 8)

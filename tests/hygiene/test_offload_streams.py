@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.hygiene.journal import Counted
+from pytest_kvmock.hygiene.entries import Counted
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.router.index import ParentBlockNotFound, RadixIndex
 

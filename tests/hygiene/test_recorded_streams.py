@@ -7,7 +7,7 @@ import pytest
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.hygiene.journal import Counted
+from pytest_kvmock.hygiene.entries import Counted
 from pytest_kvmock.hygiene.ledger import Ledger
 
 U64 = 2**64 - 1

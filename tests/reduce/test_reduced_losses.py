@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_kvmock import Removed, RouterHarness, Stored
-from pytest_kvmock.hygiene.journal import BatchesLost
+from pytest_kvmock.hygiene.entries import BatchesLost
 from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.scenarios import load_scenarios, play
 from pytest_kvmock.scenarios.player import ScenarioFailure
