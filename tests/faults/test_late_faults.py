@@ -1,10 +1,12 @@
 """Faults that a test asks for late: what was published until then is told from what they do."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from pytest_kvmock import EngineProfile, KvCacheEvent, Recovery, Removed, RouterEvent, RouterHarness, Stored
+from pytest_kvmock.capture import CaptureFile, CapturingJournal, check_file
 
 PROFILE = EngineProfile(block_size=4, num_blocks=24)
 
@@ -26,10 +28,11 @@ def test_the_book_of_a_late_fault_leaves_out_what_a_recovery_had_before():
     before = [problem.rule for problem in kv.events.problems]
 
     kv.faults.lose(1)
+    arrived, published = kv._judge.ledger.streams[0, 0], kv._judge.book.ledger.streams[0, 0]
+    assert arrived.tiers == published.tiers
+    assert [] == arrived.late == published.late
     kv.apply([Removed((4,)), Removed((3,))])
 
-    arrived, published = kv._judge.ledger.streams[0, 0], kv._judge.book.ledger.streams[0, 0]
-    assert [] == arrived.late == published.late
     assert ["event_id_gap", "parent_block_not_found"] == before
     assert before == [problem.rule for problem in kv.events.problems if problem.fault is None]
 
@@ -70,6 +73,37 @@ def test_what_was_found_at_a_flush_before_a_late_fault_is_found_once():
 
     assert ["engine_drift"] == [problem.rule for problem in kv.events.problems]
     assert [None] == [problem.fault for problem in kv.events.problems]
+
+
+def test_the_book_of_a_late_fault_has_found_what_was_found_at_a_flush():
+    kv = RouterHarness(PROFILE)
+    kv.worker(0).serve(kv.prompt(2))
+    kv.apply(Stored(None, (1,), (1,)))
+    kv.flush()
+    kv.faults.at_random({"lose": 0})
+
+    arrived, published = kv._judge.ledger.streams[0, 0], kv._judge.book.ledger.streams[0, 0]
+    assert 1 == len(arrived.drifted)
+    assert arrived.drifted == published.drifted
+
+
+def test_what_a_recovery_waited_for_ends_with_a_restart_in_captures_and_books_too(tmp_path):
+    recovery = Recovery()
+    with CaptureFile(tmp_path / "a.jsonl", {}) as file:
+        kv = RouterHarness(PROFILE, recovery=recovery, journal=CapturingJournal(file))
+        kv.publisher.transport = lambda event: [] if event.event_id == 1 else [event]
+        kv.apply([stored(0, 1), stored(1, 2, parent=1), stored(2, 3, parent=2)])
+        recovery(0, 1)
+        assert kv._judge.ledger.streams[0, 0].late
+        kv.worker(0).restart()
+        kv.faults.at_random({"lose": 0})
+        assert [] == kv._judge.ledger.streams[0, 0].late == kv._judge.book.ledger.streams[0, 0].late
+        kv.apply(stored(0, 5))
+
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    assert [True] == [json.loads(line)["anew"] for line in lines if '"anew"' in line]
+    again = [(problem.rule, problem.position) for problem in check_file(tmp_path / "a.jsonl").log.problems]
+    assert again == [(problem.rule, problem.position) for problem in kv.events.problems]
 
 
 def test_an_event_for_a_request_that_is_published_again_by_hand_has_free_hashes():
