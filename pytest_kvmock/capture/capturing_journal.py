@@ -14,11 +14,12 @@ from pytest_kvmock.capture.lines import event_line, lines_of, who
 from pytest_kvmock.capture.publishers import Consumer, FaultyPublisher, Publishers
 from pytest_kvmock.events import RouterEvent, StreamKey
 from pytest_kvmock.hygiene import entries
+from pytest_kvmock.hygiene.entries import Journal
 from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.problem import Problem
 
 
-class CapturingJournal(entries.Journal):
+class CapturingJournal(Journal):
     """A journal that writes down each entry that a check has to know.
 
     Args:
