@@ -92,8 +92,7 @@ class Ledger:
         Returns:
             The problems that it shows, with the number of the last event.
         """
-        arm = self._arms.get(type(entry))
-        if arm is not None:
+        if type(entry) is not RouterEvent and (arm := self._arms.get(type(entry))) is not None:
             return self._take(entry, arm)
         event: RouterEvent = entry  # type: ignore[assignment]  # nothing else has no arm
         self.position += 1
@@ -294,7 +293,9 @@ class Ledger:
             plain = held.keys().isdisjoint(hashes)
         problems: list[Problem] = []
         removed: dict[int, int | None] = {}
-        unpublished, stream.unpublished = stream.unpublished, frozenset()
+        unpublished = stream.unpublished
+        if unpublished:
+            stream.unpublished = frozenset()
         if not plain:
             unknown: list[int] = []
             for block, child in zip(hashes, after, strict=True):
