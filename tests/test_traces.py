@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock.tokens import sequence_hashes
+from pytest_kvmock.tokens import block_hashes, sequence_hashes
 from pytest_kvmock.traces import TraceError, TraceRequest, read_mooncake, synthetic_trace
 
 GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}'
@@ -61,6 +61,40 @@ def test_a_prompt_needs_one_id_for_each_block():
 def test_a_trace_block_size_of_0_is_refused():
     with pytest.raises(ValueError, match="block_size must be an integer of at least 1"):
         TraceRequest(0.0, 1300, 5, (7, 8, 9)).prompt(0)
+
+
+def test_a_prompt_of_tokens_repeats_each_id_and_ends_with_the_input():
+    prompt = TraceRequest(0.0, 10, 5, (7, 8, 9)).prompt(4, tokens=True)
+    assert (7, 7, 7, 7, 8, 8, 8, 8, 9, 9) == prompt.tokens
+
+
+def test_a_prompt_of_tokens_has_their_hashes_at_any_block_size():
+    prompt = TraceRequest(0.0, 1300, 5, (7, 8, 9)).prompt(tokens=True)
+    tokens = [7] * 512 + [8] * 512 + [9] * 276
+    assert block_hashes(tokens, 512) == prompt.block_hashes(512)
+    assert block_hashes(tokens, 16) == prompt.block_hashes(16)
+    assert 1300 == prompt.length(16)
+
+
+def test_a_token_is_the_low_half_of_its_id():
+    assert (1, 2**32 - 1) == TraceRequest(0.0, 2, 5, (2**32 + 1, 2**64 - 1)).prompt(1, tokens=True).tokens
+
+
+def test_whole_blocks_of_tokens_are_not_cut():
+    prompt = TraceRequest(0.0, 5, 5, (7, 8)).prompt(4, tokens=True, whole_blocks=True)
+    assert (7, 7, 7, 7, 8, 8, 8, 8) == prompt.tokens
+
+
+def test_a_prompt_of_tokens_needs_one_id_for_each_block_too():
+    with pytest.raises(ValueError, match="3 are expected"):
+        TraceRequest(0.0, 1300, 5, (7, 8)).prompt(tokens=True)
+
+
+def test_a_request_with_tokens_makes_them_unless_it_is_asked_for_hashes():
+    request = TraceRequest(0.0, 4, 5, (7,), with_tokens=True)
+    assert (7, 7, 7, 7) == request.prompt(4).tokens
+    assert request.prompt(4, tokens=False).tokens is None
+    assert TraceRequest(0.0, 4, 5, (7,)) == request
 
 
 # ------------------------------------------------------------------------------------------------------ reading

@@ -112,7 +112,9 @@ class Publishers:
         heard = [
             (number, worker)
             for number, (worker, publisher) in enumerate(self._publishers)
-            if dp_rank < publisher.ranks and (publisher.batches(dp_rank) or publisher.faults.restarts(dp_rank))
+            if dp_rank < publisher.ranks
+            and (publisher.batches(dp_rank) or publisher.faults.restarts(dp_rank))
+            and self._at(publisher.endpoints[dp_rank]) == (number, dp_rank)  # not where another took its place
         ]
         own = [each for each in heard if each[1] == worker_id]
         found = own or heard

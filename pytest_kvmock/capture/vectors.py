@@ -8,8 +8,10 @@ A folder a dialect, with
   each worker holds;
 - `capture.jsonl`: the same events as a capture, which `check` reads.
 
-In folders inside it two more sets, of the same files: `ranks`, of engines with two data-parallel ranks, and `keys`, of prompts
-with what the dialect can carry of an adapter, a salt and multimodal items.
+In folders inside it more sets, of the same files: `ranks`, of engines with two data-parallel ranks, `near`, of hashes that
+agree in a part, and `keys`, of prompts with what the dialect can carry of an adapter, a salt and multimodal items.
+
+One subject: a set of vectors, from its traffic to its files.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pytest_kvmock.backends import BackendSpec, EngineProfile, speaker_of
 from pytest_kvmock.capture.capture_file import CaptureFile
 from pytest_kvmock.capture.capturing_journal import CapturingJournal
 from pytest_kvmock.capture.lines import CaptureError, header, version
+from pytest_kvmock.capture.near_vectors import NamedBlocks, near_steps
 from pytest_kvmock.capture.payload_file import write_payloads
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.engine.worker import KvWorker
@@ -68,6 +71,9 @@ Folders in it have further sets of these files; `sets` of `index.json` lists the
 - `ranks`: each engine has {ranks} data-parallel ranks with a cache of its own each. Rank 1 is in `worker-0-dp1{suffix}`, as it
   has a socket of its own; some dialects leave the rank of a batch nil. `by_rank` of a query has the leading blocks of each
   worker by rank, `overlap` the most of them.
+- `near`: hashes agree in their low 32, 53 or 63 bits, their high 32, or as floats of 64 bits: those of tokens, as `local_hashes`
+  of a query shows them, and the names of blocks. An index that keeps only a part of a hash takes two blocks for one. Blocks are
+  named by hand: but for Dynamo's dialects, their names do not follow from their tokens.
 - `keys`: prompts carry what the dialect has a field for. `keys` of a query has `lora_name`, `cache_salt` and `multimodal`
   (identifier, first token, tokens) where they are given, and `local_hashes` respects them. `extra_keys` has for each whole block
   what vLLM hashes beside its tokens, as on the wire: the adapter, [identifier, offset] of each multimodal item, in the first
@@ -124,11 +130,13 @@ class _Set:
         name: of its folder in that of the dialect; empty: the folder of the dialect itself.
         ranks: data-parallel ranks of each engine.
         keys: what prompts may carry.
+        near: two engines that publish hashes which agree in a part.
     """
 
     name: str = ""
     ranks: int = 1
     keys: tuple[str, ...] = ()
+    near: bool = False
 
 
 class _Collector:
@@ -204,7 +212,7 @@ def _write_dialect(home: Path, dialect: Dialect, seed: int) -> dict[str, Any]:
     keys = _keys_carried(spec, dialect)
     about = {"name": dialect.name, "models": dialect.models, "engine": spec.models, "hashes": dialect.hashes}
     about |= _write_set(home, _Set(), spec, dialect, seed)
-    others = [_Set("ranks", ranks=_RANKS)] + [_Set("keys", keys=keys)] * bool(keys)
+    others = [_Set("ranks", ranks=_RANKS), _Set("near", near=True)] + [_Set("keys", keys=keys)] * bool(keys)
     sets = []
     for each in others:
         found = _write_set(home / each.name, each, spec, dialect, seed)
@@ -222,12 +230,15 @@ def _write_set(home: Path, which: _Set, spec: BackendSpec, dialect: Dialect, see
         arrivals: list[tuple[int, int, int]] = []
         collectors = []
         for worker in range(profile.workers):
-            wires[worker] = KvWire(dialect, ranks=which.ranks, digests=_digests(spec, dialect, which.ranks))
+            wires[worker] = KvWire(dialect, ranks=which.ranks, digests=_digests(spec, dialect, which))
             collectors.append(_Collector(worker, wires[worker], arrivals))
             harness.add_sink(collectors[-1], worker_id=worker)
-        harness.use_backend(spec)
-        name = f"vectors:{seed}:{which.name}" if which.name else f"vectors:{seed}"
-        queries = _traffic(harness, collectors, arrivals, Random(name), which)  # noqa: S311 - mock data
+        if which.near:
+            queries = _near_traffic(harness, dialect, collectors, arrivals)
+        else:
+            harness.use_backend(spec)
+            name = f"vectors:{seed}:{which.name}" if which.name else f"vectors:{seed}"
+            queries = _traffic(harness, collectors, arrivals, Random(name), which)  # noqa: S311 - mock data
         harness.assert_no_event_errors()
     suffix = ".msgpack" if dialect.is_msgpack else ".jsonl"
     places = {}
@@ -267,11 +278,13 @@ def _keys_carried(spec: BackendSpec, dialect: Dialect) -> tuple[str, ...]:
     return tuple(key for key, has in on_wire.items() if key in able and (has or not dialect.is_msgpack))
 
 
-def _digests(spec: BackendSpec, dialect: Dialect, ranks: int) -> dict[int, StreamDigests]:
-    """What a dialect of whole digests needs; they follow from the engine's options alone."""
+def _digests(spec: BackendSpec, dialect: Dialect, which: _Set) -> dict[int, StreamDigests]:
+    """What a dialect of whole digests needs; they follow from the engine's options alone, or from the names of blocks."""
     if dialect.hashes != "bytes":
         return {}
-    return {rank: StreamDigests.of_manager(_manager(spec, rank)) for rank in range(ranks)}
+    if which.near:
+        return {0: StreamDigests(NamedBlocks(near_steps(dialect, _PROFILE.block_size)))}
+    return {rank: StreamDigests.of_manager(_manager(spec, rank)) for rank in range(which.ranks)}
 
 
 def _manager(spec: BackendSpec, dp_rank: int) -> Any:
@@ -320,6 +333,22 @@ def _traffic(
         if step == _STEPS // 3:
             _serve_twice(worker, ask, _with_keys(_fresh(3 * size, rng), Prompt([]), which.keys, rng), rng)
     return [*queries.values()]
+
+
+def _near_traffic(
+    harness: RouterHarness, dialect: Dialect, collectors: Sequence[_Collector], arrivals: Sequence[Any]
+) -> list[Query]:
+    """Have the engines publish hashes that agree in a part; ask for prompts of both after each event."""
+    size = harness.profile.block_size
+    sinks = [harness.make_sink(worker_id=worker, chained=False) for worker in range(len(collectors))]
+    queries = []
+    for step in near_steps(dialect, size):
+        sinks[step.worker].publish(step.data, token_ids=step.tokens)
+        collectors[step.worker].flush()
+        for prompt in step.asked:
+            scores = harness.reference.find_matches(prompt.block_hashes(size)).scores
+            queries.append(Query(len(arrivals), prompt, {key: blocks for key, blocks in scores.items() if blocks}))
+    return queries
 
 
 def _serve_twice(worker: KvWorker, ask: Callable[[Prompt], None], prompt: Prompt, rng: Random) -> None:

@@ -53,7 +53,10 @@ class OutOfBlocks(RuntimeError):  # noqa: N818 - the name that engines use
         self.available = available
 
     def __str__(self) -> str:
-        return f"{self.requested} blocks are needed and {self.available} are available (num_blocks is the capacity)"
+        return (
+            f"{self.requested} blocks are needed and {self.available} are available "
+            "(capacity: @pytest.mark.kvmock(num_blocks=...), or EngineProfile(num_blocks=...))"
+        )
 
 
 class RequestError(RuntimeError):

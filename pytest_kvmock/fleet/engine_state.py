@@ -135,5 +135,5 @@ class RequestTooLarge(OutOfBlocks):
     def __str__(self) -> str:
         return (
             f"{self.request} can never fit: {self.requested} blocks are needed for prompt and output, and "
-            f"num_gpu_blocks is {self.available} in {self.engines}"
+            f"num_gpu_blocks is {self.available} in {self.engines} (of a test: @pytest.mark.kvmock(num_blocks=...))"
         )

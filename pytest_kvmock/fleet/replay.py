@@ -60,7 +60,8 @@ def replay(
         concurrency: how many requests are open at once, whatever their timestamps; None: they arrive by those.
         arrival_speedup: by what arrival times and delays are divided; above 0.
         trace_block_size: tokens for each hash id; a prompt has then the tokens of Dynamo's loader, each id repeated
-            so often. None: an id is the local hash of a block of the engines' size, and prompts have no tokens.
+            so often. None: an id is a block of the engines' size, its local hash, or its tokens where the trace was read
+            `with_tokens`.
 
     Raises:
         EngineStalled: an engine can never make progress. Requests stay open then: `MockEngine.close` drops them.

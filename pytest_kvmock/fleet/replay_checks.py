@@ -147,12 +147,7 @@ def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int
             f"a prompt of {request.input_length} tokens has {count} hash ids, where {whose} of {size} makes {expected}; "
             "trace_block_size must be the one that the trace was made with (512 in Mooncake traces)"
         )
-    if trace_block_size is None:
-        return request.prompt(block_size)
-    tokens: list[int] = []
-    for hash_id in request.hash_ids:
-        tokens += [hash_id & 0xFFFFFFFF] * trace_block_size
-    return Prompt(tokens[: request.input_length])
+    return request.prompt(size, tokens=True if trace_block_size is not None else None)
 
 
 # ----------------------------------------------------------------------------------------------------------- sizes

@@ -11,11 +11,12 @@ from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import RecordedRequest, Recording
+from pytest_kvmock.harness.under_test import question
 from pytest_kvmock.programs.operations import Clear, Restart, Tick
 
 if TYPE_CHECKING:
     from pytest_kvmock.sinks import Sink
-    from pytest_kvmock.tokens import Prompt
+    from pytest_kvmock.tokens import Prompt, TokenIds
 
 _MANAGERS: Final[set[type]] = set()
 """Classes that were found to have the methods of a manager: each test makes some."""
@@ -32,6 +33,7 @@ class HarnessWorker(KvWorker):
         publisher: where it publishes.
         recording: records the operations on it.
         rng: source of generated tokens and of the names of partial blocks.
+        takes_tokens: whether the index under test is asked by tokens.
 
     Raises:
         ValueError: the backend refused, raised, or made what is no manager or one of another backend.
@@ -50,8 +52,10 @@ class HarnessWorker(KvWorker):
         publisher: Publisher,
         recording: Recording,
         rng: Random,
+        takes_tokens: bool = False,
     ) -> None:
         self.spec = spec
+        self._takes_tokens = takes_tokens
         self._publisher = publisher
         self._recording = recording
         super().__init__(
@@ -68,6 +72,16 @@ class HarnessWorker(KvWorker):
 
     def _request(self, prompt: Prompt, *, wait: bool) -> RecordedRequest:
         return RecordedRequest(self, prompt, self._recording, wait=wait)
+
+    def accept(self, prompt: Prompt | TokenIds) -> Prompt:
+        """As `KvWorker.accept`; a prompt without tokens is refused where the index under test could not be asked for it.
+
+        What the worker published for it would be one failure of the index an event.
+        """
+        accepted = super().accept(prompt)
+        if self._takes_tokens and self.publishes:
+            question((), accepted.tokens, takes_tokens=True)
+        return accepted
 
     def tick(self, now: float) -> None:
         """As `KvWorker.tick`."""

@@ -185,6 +185,9 @@ class Publisher:
                 sink.publish(event)
             except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
                 observed = f"{sink_text(sink)} raised {type(error).__name__}: {error}"
+                if getattr(given_sink(sink), "closed", False) is True:  # it would raise at each event: once is enough
+                    self.remove_sink(given_sink(sink))
+                    observed += "; it gets no further events"
                 self._judge.sink_failed(observed, event, missed=missed)
                 return False
         return True

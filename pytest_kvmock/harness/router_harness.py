@@ -290,7 +290,7 @@ class RouterHarness:
         """Publish each event to one more sink.
 
         Args:
-            sink: gets each event; of any shape of `sinks.GivenSink`.
+            sink: of any shape of `sinks.GivenSink`; one that raises and whose `closed` is True gets no more.
             before: publish to it before the router; an exception of it then keeps the event from the router, as that of
                 the first of Dynamo's publishers does.
             worker_id: the worker whose events it gets; None for all.

@@ -95,6 +95,20 @@ class UnreadableAnswer(ValueError):  # noqa: N818 - named for what it is
     """Raised where the index under test returned no mapping of workers to numbers of blocks."""
 
 
+_BY_TOKENS: Final = "match_tokens"
+
+
+def _asked_by(index: object) -> str | None:
+    """The method by which an index is asked; None where it has none."""
+    methods = ("find_matches", _BY_TOKENS, "find_tiered")
+    return next((method for method in methods if callable(getattr(index, method, None))), None)
+
+
+def asked_by_tokens(index: object) -> bool:
+    """Whether an index is asked by tokens, and not by local hashes."""
+    return _asked_by(index) == _BY_TOKENS
+
+
 class IndexUnderTest:
     """Wraps a user's index in one interface.
 
@@ -122,8 +136,7 @@ class IndexUnderTest:
         apply = getattr(index, "apply", None)
         if not callable(apply):
             raise TypeError(f"the index under test ({name}) has no apply(event), which takes a RouterEvent")
-        methods = ("find_matches", "match_tokens", "find_tiered")
-        asked = next((method for method in methods if callable(getattr(index, method, None))), None)
+        asked = _asked_by(index)
         if asked is None:
             raise TypeError(
                 f"the index under test ({name}) has none of find_matches(local_hashes), match_tokens(tokens) and "
@@ -131,7 +144,7 @@ class IndexUnderTest:
             )
         self.apply: Callable[[RouterEvent], Any] = apply
         self.asked: str = asked
-        self.takes_tokens = asked == "match_tokens"
+        self.takes_tokens = asked == _BY_TOKENS
         self.ask: Callable[[Any], Any] = getattr(index, asked)
         self.find_tiered = self._method("find_tiered")
         self.flush = self._method("flush")
@@ -410,7 +423,8 @@ def question(hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_token
         return hashes
     if tokens is None:
         raise ValueError(
-            "the index under test takes tokens (match_tokens), and this prompt has only hashes; "
-            "ask with a prompt of tokens, or give the index a find_matches(local_hashes)"
+            "the index under test takes tokens (match_tokens), and this prompt has only hashes; give a prompt of tokens "
+            "(of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or --kv-trace-tokens), or "
+            "give the index a find_matches(local_hashes)"
         )
     return tokens

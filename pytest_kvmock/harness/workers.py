@@ -224,6 +224,7 @@ class Workers:
             raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
         rng = Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
         # The worker is made before the judge has its stream: it may be refused, and some engines publish as they begin.
+        under_test = self._judge.under_test
         worker = HarnessWorker(
             spec,
             worker_id,
@@ -232,6 +233,7 @@ class Workers:
             publisher=self._publisher,
             recording=self._recording,
             rng=rng,
+            takes_tokens=under_test is not None and under_test.takes_tokens,
         )
         self._workers[self.key(worker_id, dp_rank)] = worker
         tiers = self._profile.tiers

@@ -17,6 +17,7 @@ def problem_of(
     blocks: tuple[int, ...],
     *,
     tier: StorageTier = StorageTier.DEVICE,
+    case: str = "",
 ) -> Problem:
     """Make the problem of a stream.
 
@@ -27,11 +28,12 @@ def problem_of(
         expected: likewise.
         blocks: likewise.
         tier: the tier of the blocks.
+        case: which of the rule's cases it is.
     """
     if stream.group_idx:
         observed += f" (cache group {stream.group_idx})"
     problem = Problem(rule, stream.worker_id, stream.dp_rank, observed, expected, blocks=blocks, storage_tier=tier)
-    problem.restarts = stream.restarts
+    problem.restarts, problem.case = stream.restarts, case
     return problem
 
 

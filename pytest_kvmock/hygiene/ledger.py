@@ -152,20 +152,19 @@ class Ledger:
         got, due = event.event.event_id, stream.next_id
         assert due is not None
         if got > due:
-            missing = range(due, got)
-            stream.holes.append(missing)
-            lost, skipped = stream.take_skipped(missing)
+            stream.holes.append(range(due, got))
+            case, (lost, skipped) = "skip", stream.take_skipped(range(due, got))
             never = f"; the worker never published {_several(skipped)}" if skipped else ""
             observed = f"{_several(lost)} did not arrive" + (f" after event {due - 1}" if due else "") + never
             if not lost:
                 observed = f"non-consecutive event id: expected {due}, got {got}{never}"
         elif event == stream.last:
-            observed = f"event {got} had arrived already"
+            case, observed = "repeat", f"event {got} had arrived already"
         else:
-            before = "another event" if got == due - 1 else "event"
+            case, before = "backwards", "another event" if got == due - 1 else "event"
             observed = f"{before} {due - 1} had arrived: ids went backwards, as after an unannounced restart"
             stream.begin_anew("backwards")
-        problem = problem_of("event_id_gap", stream, observed, f"event {due}", ())
+        problem = problem_of("event_id_gap", stream, observed, f"event {due}", (), case=case)
         problem.event, problem.position = event, self.position
         problems.append(problem)
         if event == stream.last:  # a repeat of the event before: only its own consequences follow from it
@@ -414,7 +413,8 @@ class Ledger:
 
     def _lost(self, entry: entries.BatchesLost) -> _Answer:
         stream = self.stream((entry.worker_id, entry.dp_rank))
-        problem = problem_of("event_id_gap", stream, entry.text, f"batch {entry.batches.start}", ())
+        case = "batch" if entry.batches else "batch_backwards"
+        problem = problem_of("event_id_gap", stream, entry.text, f"batch {entry.batches.start}", (), case=case)
         problem.of_batches, stream.restored = True, {}
         self._desync(stream, problem)
         return [problem], True
@@ -493,6 +493,7 @@ class Ledger:
             f"the worker published ids up to {next_id - 1}; {_several(lost)} did not arrive{never}",
             "what is published arrives",
             (),
+            case="never_arrived",
         )
         stream.holes.append(missing)
         stream.next_id = next_id

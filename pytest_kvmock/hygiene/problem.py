@@ -48,6 +48,7 @@ class Problem:
         fault: the injected fault that it is a result of; None: it is real.
         storage_tier: the tier of its blocks.
         of_batches: whether it is that batches of a wire are missing, in whole or in part.
+        case: which of the rule's `cases` it is; empty where the rule has none.
     """
 
     rule: str
@@ -68,6 +69,7 @@ class Problem:
     restarts: tuple[str, ...] = ()
     storage_tier: StorageTier = StorageTier.DEVICE
     of_batches: bool = False
+    case: str = ""
 
     def __post_init__(self) -> None:
         if RULES[self.rule].kind == "warning":
@@ -88,6 +90,12 @@ class Problem:
     def block(self) -> int | None:
         """The block that its sentence is about; None where the problem names none."""
         return self.blocks[0] if self.blocks else None
+
+    @property
+    def broken_when(self) -> str:
+        """What broke the rule, in one sentence: its case where the rule has several."""
+        rule = RULES[self.rule]
+        return rule.cases.get(self.case, rule.broken_when)
 
     @property
     def event_id(self) -> int | None:

@@ -39,7 +39,7 @@ def problem_text(problem: Problem) -> str:
         compared = "" if problem.of_batches else "compared "
         lines.append(f"  {worker_text(problem.worker_id, problem.dp_rank)}, {compared}{after}")
     lines += [
-        f"    rule:      {problem.rule}: {RULES[problem.rule].broken_when}",
+        f"    rule:      {problem.rule}: {problem.broken_when}",
         f"    observed:  {problem.observed}",
         f"    expected:  {problem.expected}",
     ]
@@ -111,8 +111,9 @@ def failure_text(
         advice = [f'  expected? for the test:  {log}.expect_error("{rule}")']
         if not RULES[rule].at_end:
             advice.insert(0, f'  expected? mark it:       with {log}.expect_error("{rule}"):')
-        allow = f'RouterHarness(allow=["{rule}"])' if harness else f'@pytest.mark.kvmock(allow=["{rule}"])'
-        advice.append(f"  not your concern?        {allow}")
+        if rule not in INDEX_RULES:  # the index under test is what the test is about
+            allow = f'RouterHarness(allow=["{rule}"])' if harness else f'@pytest.mark.kvmock(allow=["{rule}"])'
+            advice.append(f"  not your concern?        {allow}")
         fault = errors[0].fault
         if fault is not None and fault.survivable and not fault.survived and rule not in INDEX_RULES:
             faults = "kv.faults" if harness else "kv_harness.faults"

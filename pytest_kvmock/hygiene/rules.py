@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -18,6 +18,7 @@ class Rule:
         name: the name of the rule, in markers, options and messages.
         kind: an "error" fails a test by default, a "warning" is recorded and shown with the log.
         broken_when: what breaks it, in one sentence.
+        cases: the ways to break it, each in one sentence by its name, where a message says which it was; none: there is one.
         at_end: a breach is found only at the end of a test, so a `with` block cannot expect it.
         unless: where it is of the other kind; empty: nowhere.
     """
@@ -27,6 +28,7 @@ class Rule:
     broken_when: str
     at_end: bool = False
     unless: str = ""
+    cases: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def kind_text(self) -> str:
@@ -56,7 +58,15 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
             Rule(
                 "event_id_gap",
                 "error",
-                "an event id is neither the next one nor a missing one, or a published event, or a batch of a wire, never arrived",
+                "event ids skip, repeat or go backwards, or a published event, or a batch of a wire, never arrived",
+                cases={
+                    "skip": "an event id is above the next one: ids between them are missing",
+                    "repeat": "the event before arrived again",
+                    "backwards": "event ids go backwards, and no event of this id is missing",
+                    "never_arrived": "a published event never arrived",
+                    "batch": "what a batch of a wire had is missing",
+                    "batch_backwards": "batch numbers of a wire go backwards",
+                },
             ),
             Rule("sparse_tokens", "error", "token ids given, but not block_size for every block"),
             Rule(

@@ -423,8 +423,11 @@ def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
 
 @pytest.fixture
 def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Sequence[TraceRequest]:
-    """The requests of the trace that `--kv-trace` names, else of a synthetic one."""
+    """The requests of the trace that `--kv-trace` names, else of a synthetic one; `kvmock(trace_tokens=True)` gives them tokens."""
+    from dataclasses import replace
+
     from pytest_kvmock.plugin.case import effective_profile, fail_in_one_line
+    from pytest_kvmock.plugin.precedence import marker_values, resolve_trace_tokens
     from pytest_kvmock.traces import read_mooncake, synthetic_trace
 
     config = request.config
@@ -432,16 +435,16 @@ def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> 
     path = trace_path(config, settings)
     limit = settings.get("trace_limit")
     seed = effective_profile(request.node, kv_base_profile).seed
-    key = (path, limit) if path else (limit, seed)
+    source = (path, limit) if path else (limit, seed)
+    with_tokens = resolve_trace_tokens(settings.command_line, marker_values(request.node), settings.ini)
     traces = config.stash.setdefault(_TRACES, {})
-    if key not in traces:
+    if (source, with_tokens) not in traces:
         try:
-            traces[key] = tuple(
-                read_mooncake(path, limit=limit) if path else synthetic_trace(limit or SYNTHETIC_REQUESTS, seed=seed)
-            )
+            read = read_mooncake(path, limit=limit) if path else synthetic_trace(limit or SYNTHETIC_REQUESTS, seed=seed)
+            traces[source, with_tokens] = tuple(replace(each, with_tokens=with_tokens) for each in read)
         except (OSError, ValueError) as error:
             fail_in_one_line(request.node, f"kv_trace: {error}")
-    return traces[key]
+    return traces[source, with_tokens]
 
 
 FIXTURE_PREFIXES: Final = ("kv_", "make_kv_")

@@ -15,6 +15,7 @@ from pytest_kvmock.plugin.options import (
     REACTIONS,
     SCHEDULER_MATRIX,
     SYNCS,
+    boolean,
     fault_names,
     fault_rates,
     index_semantics,
@@ -28,7 +29,17 @@ if TYPE_CHECKING:
     from pytest_kvmock.profiles import NamedProfile
 
 POLICY_KEYS: Final = ("event_errors", "event_warnings", "allow")
-KVMOCK_KEYS: Final = (*PROFILE_KEYS, "profile", "sync", "index_semantics", *POLICY_KEYS, "faults", "survive", "engine")
+KVMOCK_KEYS: Final = (
+    *PROFILE_KEYS,
+    "profile",
+    "sync",
+    "index_semantics",
+    *POLICY_KEYS,
+    "faults",
+    "survive",
+    "engine",
+    "trace_tokens",
+)
 
 
 def wrong_names(mark: pytest.Mark) -> Iterator[str]:
@@ -57,6 +68,7 @@ def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> 
         "profile": lambda value: None if value is None else profile_name(value, profiles),
         "faults": fault_rates,
         "survive": fault_names,
+        "trace_tokens": boolean,
     }
     for key, value in mark.kwargs.items():
         if key not in KVMOCK_KEYS:

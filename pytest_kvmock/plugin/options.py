@@ -39,9 +39,9 @@ MARKERS: Final = (
     ),
     (
         "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, tiers={'host': blocks}, profile=, "
-        "sync='every|auto|burst|end', index_semantics=None|'e1', event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,), "
+        "sync='every|auto|burst|end', index_semantics=None|'e1', trace_tokens=False, event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,), "
         "faults={fault: rate}, survive=(faults,), engine={field: value}): size the mock engines of the test, say what a "
-        "broken event rule does, which faults strike, and what kv_engine is; keys of module, class and function "
+        "broken event rule does, which faults strike, what kv_engine is, and whether kv_trace has tokens; keys of module, class and function "
         "are merged, the inner wins, and so are the fields of engine."
     ),
     (
@@ -78,6 +78,13 @@ def index_semantics(value: object) -> str | None:
     if value not in (None, "e1"):
         raise ValueError(f"got {value!r}; allowed: None, 'e1'")
     return None if value is None else str(value)
+
+
+def boolean(value: object) -> bool:
+    """Read True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"got {value!r:.80}; allowed: True, False")  # noqa: TRY004 - one family of errors
+    return value
 
 
 def integer(value: object) -> int:
@@ -254,7 +261,7 @@ AXES: Final = (BACKENDS, DIALECTS)
 class Option(NamedTuple):  # a dataclass takes 0.7 ms longer to make, which everybody would pay
     """One setting: its key in `Settings`, its flag on the command line and its name in the ini file.
 
-    `check` gets what the command line or ini file gave.
+    `check` gets what the command line or ini file gave. A flag without a metavar takes no value, and gives True.
     """
 
     key: str
@@ -371,6 +378,14 @@ OPTIONS: Final = (
         ini_type=_INT,
     ),
     Option(
+        "trace_tokens",
+        bool,  # pytest has read the text
+        "prompts of kv_trace have tokens, for an index that hashes them itself (default: hashes alone)",
+        flag="--kv-trace-tokens",
+        ini="kvmock_trace_tokens",
+        ini_type="bool",
+    ),
+    Option(
         "scenarios",
         names,
         "globs of scenario files (*.kv.yaml) to collect as tests, relative to the root directory (default: none)",
@@ -428,7 +443,9 @@ def add_options(parser: pytest.Parser) -> None:
     """Register all options."""
     group = parser.getgroup("kvmock", "KV-cache mocks (pytest-kvmock)")
     for option in OPTIONS:
-        if option.flag:
+        if option.flag and not option.metavar:
+            group.addoption(option.flag, action="store_true", dest=dest_of(option), default=None, help=option.help)
+        elif option.flag:
             group.addoption(
                 option.flag,
                 action="append" if option.key in ("backends", "dialects") else "store",

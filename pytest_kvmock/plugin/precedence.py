@@ -56,13 +56,32 @@ def resolve_policy(
         markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
         ini: what was given there, by key.
     """
-    given: dict[str, Any] = dict(ini)
-    for values in markers:
-        given.update(values)
-    given.update(command_line)
+    given = _laid_over(command_line, markers, ini)
     allow = frozenset(name for values in (ini, *markers) for name in names(values.get("allow", ())))
     given["allow"] = allow
     return Policy(**{key: given[key] for key in Policy._fields if key in given})
+
+
+def resolve_trace_tokens(
+    command_line: Mapping[str, Any], markers: Sequence[Mapping[str, Any]], ini: Mapping[str, Any]
+) -> bool:
+    """Whether prompts of `kv_trace` have tokens, by the rule of policy: command line over marker over ini over default.
+
+    Args:
+        command_line: what was given there, by key.
+        markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
+        ini: what was given there, by key.
+    """
+    return bool(_laid_over(command_line, markers, ini).get("trace_tokens", False))
+
+
+def _laid_over(
+    command_line: Mapping[str, Any], markers: Sequence[Mapping[str, Any]], ini: Mapping[str, Any]
+) -> dict[str, Any]:
+    given: dict[str, Any] = dict(ini)
+    for values in (*markers, command_line):
+        given.update(values)
+    return given
 
 
 def resolve_matrix(

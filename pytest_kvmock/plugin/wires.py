@@ -35,6 +35,7 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
     A fault that was asked for and not injected fails a test that passed so far.
     """
     made: list[KvPublisher] = []
+    of_worker: dict[int, KvPublisher] = {}
     with ExitStack() as stack:
 
         def make(worker: int = 0, **options: Any) -> KvPublisher:
@@ -48,6 +49,11 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
                 publisher = stack.enter_context(KvPublisher(dialect, **options))
             except (ImportError, ValueError) as error:
                 fail_in_one_line(case.item, f"kv_publisher: {error}")
+            former = of_worker.get(worker)
+            if former is not None and former.closed:  # the engine's process has died, and comes back
+                harness.publisher.remove_sink(former)
+                publisher.take_over(former)
+            of_worker[worker] = publisher
             harness.add_sink(publisher, worker_id=worker)
             stack.callback(harness.publisher.remove_sink, publisher)  # what teardowns publish later has no wire
             made.append(publisher)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, get_args
 
 from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.events import BlockTokens, Stored
 from pytest_kvmock.programs.operations import (
     Abort,
     Burst,
@@ -28,6 +29,7 @@ from pytest_kvmock.programs.operations import (
     Run,
     RunPasses,
     Serve,
+    ServeNear,
     Step,
     Submit,
     Tick,
@@ -86,6 +88,12 @@ class Engine(Protocol):
     def run(self, until_ms: float | None, /) -> object: ...  # noqa: D102 - likewise
 
 
+class Sink(Protocol):
+    """What a program needs of a sink (`harness.user_sink.KvSink`)."""
+
+    def publish(self, event: Stored, /, *, token_ids: BlockTokens | None) -> None: ...  # noqa: D102 - as KvSink has it
+
+
 class Harness(Protocol):
     """What a program needs of the harness it is played on (`harness.RouterHarness`)."""
 
@@ -95,6 +103,7 @@ class Harness(Protocol):
     def engine(self, worker_id: int, dp_rank: int, /) -> Engine: ...  # noqa: D102 - likewise
     def remove_worker(self, worker_id: int, /) -> None: ...  # noqa: D102 - likewise
     def drop_next(self, n: int, /, *, kind: str | None) -> object: ...  # noqa: D102 - likewise
+    def make_sink(self, *, chained: bool | None) -> Sink: ...  # noqa: D102 - likewise
     def burst(self) -> AbstractContextManager[None]: ...  # noqa: D102 - likewise
 
 
@@ -105,17 +114,25 @@ class Interpreter:
         harness: whose workers serve.
         make_prompt: makes the prompt of a `Prefill` or `Serve` for a block size. By default each is made anew; who plays
             a program many times keeps them, since a prompt keeps its hashes.
+        by_tokens: the index under test is asked by tokens: a `ServeNear` has such prompts.
 
     Attributes:
         requests: the requests that were admitted, by the names that their `Prefill` gave them.
         submitted: the requests that engines were given, by the names that their `Submit` gave them.
     """
 
-    def __init__(self, harness: Harness, make_prompt: Callable[[WithPrompt, int], Prompt] = WithPrompt.prompt) -> None:
+    def __init__(
+        self,
+        harness: Harness,
+        make_prompt: Callable[[WithPrompt, int], Prompt] = WithPrompt.prompt,
+        *,
+        by_tokens: bool = False,
+    ) -> None:
         self.requests: dict[Name, OpenRequest] = {}
         self.submitted: dict[Name, SubmittedRequest] = {}
         self._harness = harness
         self._make_prompt = make_prompt
+        self._by_tokens = by_tokens
 
     def do(self, step: Operation) -> Any:
         """Do one operation.
@@ -176,6 +193,12 @@ class Interpreter:
                 with harness.burst():
                     for served in step.served:
                         self.do(served)
+            case ServeNear():
+                size, by_tokens = harness.profile.block_size, self._by_tokens
+                sink = harness.make_sink(chained=False)
+                for data, tokens in step.published(size, by_tokens=by_tokens):
+                    sink.publish(data, token_ids=tokens)
+                self.do(step.served(size, by_tokens=by_tokens))
             case Restart():
                 harness.worker(step.worker, step.rank).restart(announced=step.announced)
             case RemoveWorker():

@@ -3,6 +3,8 @@
 One model for all who have programs: what a harness records, what is cut down to a reproduction, what a scenario file
 asks for, and the traffic that contracts draw. Operations compare by value, and their repr is Python that makes them
 again.
+
+One subject: the operations of a program.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from pytest_kvmock.events import BlockTokens, Stored
+from pytest_kvmock.programs.near_hashes import hash_pair, token_pair
 from pytest_kvmock.prompt_keys import PromptKeys
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.tokens import Prompt, block_hashes
 
 Name: TypeAlias = str | int
 """What a program calls a request; requests that a harness records are numbered from 1."""
@@ -312,6 +316,52 @@ class Burst(Operation):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class ServeNear(Operation):
+    """Serve a prompt whose hash agrees in a part with that of a block of one more worker; that one's blocks have such names, too.
+
+    It is what shows an index that keeps only that part of local hashes or of block hashes. The other worker is a sink, of an
+    engine that names its blocks as it likes: what an engine of `lineage` keeps of a hash is less than 64 bits itself.
+
+    Attributes:
+        kept: the part in which they agree: "low32", "high32", "low53", "float53" or "low63".
+        worker: on which worker.
+        rank: on which of its ranks.
+    """
+
+    kind = "serve_near"
+
+    kept: str = "low63"
+    worker: int = 0
+    rank: int = 0
+
+    def published(self, block_size: int, *, by_tokens: bool = False) -> Iterator[tuple[Stored, BlockTokens | None]]:
+        """What the other worker stores: two blocks of such names, one below each, and one of such a local hash.
+
+        Args:
+            block_size: tokens a block.
+            by_tokens: with the tokens of each block, for an index that is asked by them.
+        """
+        first, second = hash_pair(self.kept)
+        near = self._near(block_size, by_tokens=by_tokens)[0]
+        plain = [(number,) * block_size for number in range(1, 5)]
+        local = block_hashes([token for tokens in plain for token in tokens], block_size)
+        for place, (parent, name) in enumerate(((None, first), (None, second), (first, 1), (second, 2))):
+            yield Stored(parent, (name,), (local[place],)), [plain[place]]
+        if isinstance(near, tuple):
+            yield Stored(None, (3,), (block_hashes(near, block_size)[0],)), [near]
+        else:
+            yield Stored(None, (3,), (near,)), None
+
+    def served(self, block_size: int, *, by_tokens: bool = False) -> Serve:
+        """The prompt, as it is served; arguments as of `published`."""
+        near = self._near(block_size, by_tokens=by_tokens)[1]
+        return Serve((near,), 0, self.worker, self.rank, hashed=not by_tokens)
+
+    def _near(self, block_size: int, *, by_tokens: bool) -> tuple[int | tuple[int, ...], int | tuple[int, ...]]:
+        return token_pair(block_size, self.kept) if by_tokens else hash_pair(self.kept)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Restart(Operation):
     """Restart a worker, as after a crash.
 
@@ -366,6 +416,7 @@ Step: TypeAlias = (
     | Tick
     | Clear
     | Burst
+    | ServeNear
     | Restart
     | RemoveWorker
     | DropNext

@@ -21,6 +21,7 @@ from pytest_kvmock.programs.operations import (
     Run,
     RunPasses,
     Serve,
+    ServeNear,
     Submit,
     Tick,
 )
@@ -111,6 +112,10 @@ def _lines(step: Operation, block_size: int, *, named: bool) -> Iterator[str]:
             yield "with kv.burst():"
             yield f"    for number in range({step.count}):"
             yield f"        {_worker(step.worker, step.rank)}.serve([number] * {block_size})"
+        case ServeNear():
+            yield "sink = kv.make_sink(chained=False)"
+            yield from (f"sink.publish({data!r})" for data, _ in step.published(block_size))
+            yield from _lines(step.served(block_size), block_size, named=False)
         case Restart():
             yield f"{_worker(step.worker, step.rank)}.restart({'announced=True' if step.announced else ''})"
         case RemoveWorker():

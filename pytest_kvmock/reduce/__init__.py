@@ -55,6 +55,7 @@ def reproduce(
     allow: Collection[str] = (),
     work: int = WORK,
     expired: Callable[[], bool] | None = None,
+    make_index: Callable[[], Any] | None = None,
 ) -> Reproduction:
     """Cut what a harness has seen down to the fewest events or requests that break the same rule.
 
@@ -70,6 +71,7 @@ def reproduce(
         allow: rules that a replay may break besides.
         work: how many steps, over all replays, to spend at most, for each level and way of comparing.
         expired: asked before each step; True ends the search with what it has by then.
+        make_index: makes an index like the one under test; None: as said above.
 
     Raises:
         NotReduced: nothing smaller breaks the rule again; the message is one line with the reason.
@@ -82,21 +84,21 @@ def reproduce(
         problem = next((p for p in kv.events.errors if not p.covered() and p.rule not in ignored), None)
         if problem is None:
             raise NotReduced("there is no problem to reproduce")
-    whole, make_index = _whole(kv, problem)
+    whole, remade = _whole(kv, problem, make_index)
     levels = _levels(kv, problem) if level is None else (level,)
 
     def search(is_over: Callable[[], bool] | None) -> Reproduction:
         def replayer() -> Replayer:
-            return Replayer(make_index, ignored, Budget(work, is_over), kv.backends)
+            return Replayer(remade, ignored, Budget(work, is_over), kv.backends)
 
-        if make_index is not None:
-            make_index.probe(replayer().budget)
+        if remade is not None:
+            remade.probe(replayer().budget)
         try:
             return _search(kv, problem, whole, levels, replayer)
         except NotReduced as reason:
-            if make_index is None or "limit" in str(reason):
+            if remade is None or "limit" in str(reason):
                 raise
-            raise NotReduced(f"{reason}{make_index.why_not()}") from None
+            raise NotReduced(f"{reason}{remade.why_not()}") from None
 
     return search(expired) if whole.aflush is None else in_a_thread(search, expired)
 
@@ -140,7 +142,9 @@ def _ways(whole: Reproduction, *, bursts: bool) -> Iterator[Reproduction]:
         yield whole.replace(sync="burst" if bursts else "end")
 
 
-def _whole(kv: RouterHarness, problem: Problem) -> tuple[Reproduction, MakeIndex | None]:
+def _whole(
+    kv: RouterHarness, problem: Problem, make: Callable[[], Any] | None
+) -> tuple[Reproduction, MakeIndex | None]:
     """The failing test as a program without steps, and how an index like its own is made."""
     if problem.rule in _OF_NO_STREAM:
         raise NotReduced(f"{problem.rule} is not about the events of a stream")
@@ -150,7 +154,7 @@ def _whole(kv: RouterHarness, problem: Problem) -> tuple[Reproduction, MakeIndex
             raise NotReduced("the router asks workers for what it missed, which is not replayed")
         if problem.fault is not None and problem.fault.survived:
             raise NotReduced("the router must survive faults, which are not replayed")
-        make_index = MakeIndex(kv.index, kv.profile, is_async=kv.is_async)
+        make_index = MakeIndex(kv.index, kv.profile, is_async=kv.is_async, make=make)
     made = [
         ((worker.worker_id, worker.dp_rank), None if worker.backend == kv.backend else worker.backend)
         for worker in kv.workers.values()

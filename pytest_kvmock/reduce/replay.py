@@ -194,13 +194,14 @@ class Replayer:
 class MakeIndex:
     """Makes empty indexes like the one under test.
 
-    By its `new()`, where it has one; else by its class, called with nothing, or with what of the profile its parameters
+    By `make`, if that is given; by its `new()`, where it has one; else by its class, called with nothing, or with what of the profile its parameters
     are named after (`block_size`).
 
     Args:
         index: the index under test.
         profile: what the parameters of its class are named after.
         is_async: whether it is to be awaited; then it may need an event loop to be made in.
+        make: makes one.
 
     Raises:
         NotReduced: its class needs something else.
@@ -209,12 +210,14 @@ class MakeIndex:
         failures: how those that were made have failed, in replays of what is no `index_failure`.
     """
 
-    def __init__(self, index: Any, profile: EngineProfile, *, is_async: bool) -> None:
+    def __init__(
+        self, index: Any, profile: EngineProfile, *, is_async: bool, make: Callable[[], Any] | None = None
+    ) -> None:
         self.failures: list[str] = []
         self._kind: Any = type(index)
         self._call = f"{self._kind.__name__}()"
         self._profile, self._is_async = profile, is_async
-        new = getattr(index, "new", None)
+        new = getattr(index, "new", None) if make is None else make
         self._has_new = callable(new)
         self._make: Callable[[], Any] = new if callable(new) else self._by_class()
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.programs.operations import Restart as Restart
     from pytest_kvmock.programs.operations import Resume as Resume
     from pytest_kvmock.programs.operations import Serve as Serve
+    from pytest_kvmock.programs.operations import ServeNear as ServeNear
     from pytest_kvmock.programs.operations import Tick as Tick
     from pytest_kvmock.testing.drafts import play as play
     from pytest_kvmock.testing.eviction import EvictionContract as EvictionContract
@@ -51,6 +52,7 @@ _HOME = {
     "Restart": "programs.operations",
     "Resume": "programs.operations",
     "Serve": "programs.operations",
+    "ServeNear": "programs.operations",
     "Tick": "programs.operations",
     "play": "testing.drafts",
     "traffic": "testing.strategies",

@@ -14,7 +14,9 @@ from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.events import StreamKey
 from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.harness.under_test import asked_by_tokens
 from pytest_kvmock.programs.interpreter import Interpreter
+from pytest_kvmock.programs.near_hashes import TRUNCATIONS
 from pytest_kvmock.programs.operations import (
     Abort,
     Burst,
@@ -27,6 +29,7 @@ from pytest_kvmock.programs.operations import (
     Prefill,
     Program,
     Resume,
+    ServeNear,
     Step,
     Submit,
     Tick,
@@ -53,6 +56,9 @@ class Player(Interpreter):
     Attributes:
         requests: the requests that were admitted, by the names that their Prefill gave them.
     """
+
+    def __init__(self, harness: RouterHarness) -> None:
+        super().__init__(harness, by_tokens=asked_by_tokens(harness.index))
 
     def do(self, step: Operation) -> Any:
         """Do one step, and return its answer; None where it does not fit.
@@ -108,7 +114,7 @@ def play(harness: RouterHarness, program: Iterable[Step]) -> None:
 # ---------------------------------------------------------------------------------------------------- any traffic
 
 Kind: TypeAlias = Literal[
-    "prefill", "decode", "finish", "preempt", "resume", "clear", "serve", "again", "burst", "tick"
+    "prefill", "decode", "finish", "preempt", "resume", "clear", "serve", "again", "burst", "tick", "near"
 ]
 
 
@@ -118,7 +124,7 @@ class Draft:
 
     Attributes:
         kind: what is done; "serve" is to prefill and finish at once, "again" is that of the blocks of an earlier prompt.
-        which: which of the requests that it may be done to, counted round.
+        which: which of the requests that it may be done to, counted round; of "near", which of `TRUNCATIONS`.
         worker: for what begins a request, and for a clear, on which worker.
         blocks: for a prefill, its blocks.
         tokens: its tail, or what is decoded; of a burst, how many prompts; of a tick, how many ms later than the last.
@@ -179,6 +185,10 @@ def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:
         if kind == "tick":
             now[draft.worker, draft.rank] += draft.tokens
             steps.append(Tick(float(now[draft.worker, draft.rank]), draft.worker, draft.rank))
+            continue
+        if kind == "near":
+            kept = [*TRUNCATIONS][draft.which % len(TRUNCATIONS)]
+            steps.append(ServeNear(kept, draft.worker, draft.rank))
             continue
         if kind == "burst":
             if bursts == MOST_BURSTS:

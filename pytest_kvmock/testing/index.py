@@ -5,17 +5,20 @@ One subject, one class: the promises, each a test.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.engine.driver import Traits
+import pytest
+
+from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.harness.router_harness import RouterHarness
-from pytest_kvmock.harness.under_test import IndexUnderTest
+from pytest_kvmock.programs.operations import Program
+from pytest_kvmock.reduce import NotReduced, reproduce
+from pytest_kvmock.testing.distinct_blocks import DistinctBlocks
 from pytest_kvmock.testing.drafts import Player, random_traffic
 from pytest_kvmock.testing.index_driver import IndexDriver, prompt_of
-from pytest_kvmock.testing.subject import call_with, check_backends, refuse
+from pytest_kvmock.testing.index_subject import SURVIVED
+from pytest_kvmock.testing.subject import refuse
 
 _HOST: Final = StorageTier.HOST_PINNED
 _DISK: Final = StorageTier.DISK
@@ -25,8 +28,11 @@ _PAIRS: Final = 10_000
 
 _MOST_IN_A_BURST: Final = 100
 
+_REDUCED: Final = 20_000
+"""How many steps are replayed at most to cut a failure in live traffic down."""
 
-class IndexContract:
+
+class IndexContract(DistinctBlocks):
     """Tests that hold for every index, asked by local hashes or by tokens (see `kv_index` for what it offers).
 
     A subclass defines `make_index`::
@@ -44,7 +50,9 @@ class IndexContract:
                 return MyIndex(count_copies=self.traits.copies)
 
     An async index needs a loop of yours to run in: `run`. Where the index has a method `size()`, its number of entries
-    must stay bounded over any number of events. Where it has `find_tiered`, it tells tiers apart, and is asked for each.
+    must stay bounded over any number of events. Where it has `find_tiered`, it tells tiers apart, and is asked for each; where
+    it has `match_tokens(tokens, extra)`, for prompts with adapters, salts and multimodal items. A test of what the index
+    does not have is skipped, and says what was not checked.
 
     Attributes:
         block_size: tokens a block.
@@ -52,67 +60,10 @@ class IndexContract:
             of the contract has more than one.
         backends: whose traffic the index must follow, by name or as `BackendSpec`s; None: those of the default matrix.
         index_semantics: what a Cleared empties, as in `RouterHarness`: None for a rank, "e1" for all ranks of a worker.
+        survives: the faults that the index must survive: "double" (an event is delivered twice), "restart" (a worker restarts
+            unannounced). What is not named is skipped, and the skip says so.
         traits: of the engine that the next index is made for.
     """
-
-    block_size: ClassVar[int] = 4
-    tells_ranks_apart: ClassVar[bool] = True
-    backends: ClassVar[Sequence[str | BackendSpec] | None] = None
-    index_semantics: ClassVar[Literal["e1"] | None] = None
-    traits: Traits = Traits()
-
-    def make_index(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
-        """Make a new index; to be defined by a subclass, with the tokens a block as argument or with none."""
-        __tracebackhide__ = True
-        refuse(self, "define make_index(self) or make_index(self, block_size), which makes a new index")
-
-    def run(self, awaitable: Awaitable[Any]) -> Any:
-        """Wait for what an async index answers; to be defined for one, with a loop that outlives the test."""
-        __tracebackhide__ = True
-        close = getattr(awaitable, "close", None)
-        if close is not None:  # or Python warns that it was never awaited
-            close()
-        refuse(
-            self, "the index is async, and a contract has no loop: define run(self, awaitable), which runs it in yours"
-        )
-
-    def _made(self) -> Any:
-        __tracebackhide__ = True
-        return call_with(self, self.make_index, "make_index", self.block_size)
-
-    def _specs(self) -> list[BackendSpec]:
-        """The backends whose traffic the index must follow."""
-        __tracebackhide__ = True
-        return check_backends(self, self.backends, self.block_size)
-
-    def _harness(self, spec: BackendSpec, num_blocks: int, workers: int = 1, dp_size: int = 1) -> RouterHarness:
-        """A world of a backend, with an index made for it."""
-        __tracebackhide__ = True
-        self.traits = spec.traits
-        profile = EngineProfile(self.block_size, num_blocks, workers, dp_size)
-        return RouterHarness(profile, spec, self._made(), sync="every", index_semantics=self.index_semantics)
-
-    def _check(self, harness: RouterHarness) -> None:
-        """Compare the index, and raise if anything is wrong."""
-        __tracebackhide__ = True
-        if harness.is_async:
-            self.run(harness.aflush())
-        harness.events.check()
-
-    def _start(self) -> IndexDriver:
-        __tracebackhide__ = True
-        if self.index_semantics not in (None, "e1"):
-            refuse(self, f"index_semantics must be None or 'e1', got {self.index_semantics!r:.80}")
-        self._specs()
-        index = self._made()
-        wrong = None
-        try:
-            under_test = IndexUnderTest(index)
-        except (TypeError, ValueError) as error:
-            wrong = str(error)
-        if wrong is not None:
-            refuse(self, f"make_index gave {index!r:.80}: {wrong}")
-        return IndexDriver(under_test, self.block_size, self.run)
 
     # ------------------------------------------------------------------------------------------------ stored
 
@@ -308,9 +259,16 @@ class IndexContract:
         index.expect("abcd", {0: 2})
         index.expect("xy", {})
 
+    def _start_tiered(self) -> IndexDriver:
+        """As `_start`; the test is skipped for an index that does not tell tiers apart."""
+        index = self._start()
+        if index.index.find_tiered is None:
+            pytest.skip(f"{index.index.name} has no find_tiered(local_hashes): tiers below the device were not checked")
+        return index
+
     def test_a_tier_goes_on_where_the_faster_ones_end(self) -> None:
         """With `find_tiered`: the blocks of a tier are those by which it extends the match of the faster tiers."""
-        index = self._start()
+        index = self._start_tiered()
         index.store("ab", 0)
         index.store("cd", 0, after="ab", tier=_HOST)
         index.store("ef", 0, after="abcd", tier=_DISK)
@@ -322,14 +280,14 @@ class IndexContract:
 
     def test_a_tier_goes_on_from_the_root_where_the_faster_ones_have_nothing(self) -> None:
         """With `find_tiered`: a worker whose device has nothing of a prompt may have it in a tier below."""
-        index = self._start()
+        index = self._start_tiered()
         index.store("abcd", 0, tier=_HOST)
         index.store("ab", 1, tier=StorageTier.EXTERNAL)
         index.expect_tiers("abcd", {"host_pinned": {0: 4}, "external": {1: 2}})
 
     def test_offloaded_blocks_need_no_parent(self) -> None:
         """With `find_tiered`: offloaded blocks come in the order of their eviction, the last of a chain first."""
-        index = self._start()
+        index = self._start_tiered()
         index.store("ab")
         index.store("d", after="abc", tier=_HOST)
         index.expect_tiers("abcd", {"device": {0: 2}})
@@ -338,7 +296,7 @@ class IndexContract:
 
     def test_a_block_of_two_tiers_counts_in_the_faster(self) -> None:
         """With `find_tiered`: what the device has is not found again below; nor is what stands before its end."""
-        index = self._start()
+        index = self._start_tiered()
         index.store("abc")
         index.store("abcd", tier=_HOST)
         index.expect_tiers("abcd", {"device": {0: 3}, "host_pinned": {0: 1}})
@@ -347,7 +305,7 @@ class IndexContract:
 
     def test_a_hole_ends_the_match_of_a_tier(self) -> None:
         """With `find_tiered`: a block behind one that no tier goes on with is not found."""
-        index = self._start()
+        index = self._start_tiered()
         index.store("ab")
         index.store("cde", after="ab", tier=_HOST)
         index.remove("abcd", tier=_HOST)
@@ -357,7 +315,7 @@ class IndexContract:
 
     def test_a_removed_takes_blocks_from_its_own_tier(self) -> None:
         """With `find_tiered`: a Removed of one tier leaves the same block in the others."""
-        index = self._start()
+        index = self._start_tiered()
         index.store("abc", tier=_HOST)
         index.store("abc", tier=_DISK)
         index.remove("abc", "ab", tier=_HOST)
@@ -367,7 +325,7 @@ class IndexContract:
 
     def test_a_cleared_or_removed_worker_has_nothing_in_any_tier(self) -> None:
         """With `find_tiered`: a Cleared, and `remove_worker`, empty all tiers of the worker."""
-        index = self._start()
+        index = self._start_tiered()
         for worker in (0, 1, 2):
             index.store("ab", worker)
             index.store("cd", worker, after="ab", tier=_HOST)
@@ -435,7 +393,7 @@ class IndexContract:
         """`remove_worker` removes every rank, not rank 0 alone."""
         index = self._start()
         if index.index.remove_worker is None:
-            return
+            pytest.skip(f"{index.index.name} has no remove_worker(worker_id): what it leaves was not checked")
         for rank in (0, 1, 2) if self.tells_ranks_apart else (2,):
             index.store("abcd", rank=rank)
         index.store("ab", 1)
@@ -446,13 +404,58 @@ class IndexContract:
         """`remove_worker`, where the index has it, empties a worker, which may come back."""
         index = self._start()
         if index.index.remove_worker is None:
-            return
+            pytest.skip(f"{index.index.name} has no remove_worker(worker_id): what it leaves was not checked")
         index.store("abcd", 0)
         index.store("abc", 1)
         index.remove_worker(0)
         index.expect("abcd", {1: 3})
         index.store("ab", 0)
         index.expect("abcd", {0: 2, 1: 3})
+
+    # ------------------------------------------------------------------------------------------------ survived
+
+    def test_a_redelivered_event_changes_nothing(self) -> None:
+        """With "double" in `survives`: an event that is delivered twice counts once."""
+        index = self._start_surviving("double")
+        index.store("abcd")
+        index.redeliver()
+        index.expect("abcd", {0: 4})
+        index.remove("abcd")
+        index.expect("abcd", {0: 3})
+        index.redeliver()
+        index.expect("abcd", {0: 3})
+        index.store("d", after="abc")
+        index.expect("abcd", {0: 4})
+        index.clear()
+        index.redeliver()
+        index.expect("abcd", {})
+        for spec in self._specs():
+            with self._harness(spec, num_blocks=8) as harness:
+                harness.faults.survive("double")
+                with harness.faults.double(None):
+                    for letters in ("abc", "abc", "abd", "efgh", "abc"):
+                        harness.worker(0).serve(prompt_of(letters, self.block_size))
+                        self._check(harness)
+
+    def test_an_unannounced_restart_is_noticed(self) -> None:
+        """With "restart" in `survives`: what a worker had is gone when its event ids begin anew, as after a crash."""
+        index = self._start_surviving("restart")
+        index.store("abcd", 0)
+        index.store("abc", 1)
+        index.remove("abcd", worker=0)
+        index.restart(0)
+        index.store("xy", 0)
+        index.expect("abcd", {1: 3})
+        index.expect("xy", {0: 2})
+        index.store("ab", 0)
+        index.expect("abcd", {0: 2, 1: 3})
+
+    def _start_surviving(self, fault: str) -> IndexDriver:
+        """As `_start`; the test is skipped unless the contract declares that the index survives a fault."""
+        index = self._start()
+        if fault not in self.survives:
+            pytest.skip(f"{type(self).__name__}.survives does not name {fault!r}: {SURVIVED[fault]} was not checked")
+        return index
 
     # -------------------------------------------------------------------------------------------- all the while
 
@@ -494,10 +497,13 @@ class IndexContract:
     def test_it_does_not_grow_with_events(self) -> None:
         """`size()`, where the index has it, stays bounded over 10,000 blocks that are stored and removed."""
         index = self._start()
+        if index.size() is None:
+            pytest.skip(
+                f"{index.index.name} has no size(): whether it grows over {_PAIRS:,} blocks that are stored and removed was "
+                "not checked"
+            )
         sizes = []
         for first in range(0, _PAIRS, _PAIRS // 10):
-            if index.size() is None:
-                return
             letters = [chr(1000 + number) for number in range(first, first + _PAIRS // 10)]
             index.publish([(kind, letter) for letter in letters for kind in ("store", "remove")])
             sizes.append(index.size() or 0)
@@ -516,12 +522,35 @@ class IndexContract:
             ranks = 2 if several else 1
             for seed in range(3):
                 program = random_traffic(seed, 60, workers=2, ranks=ranks, most_in_a_burst=_MOST_IN_A_BURST)
+                harness = self._harness(spec, 8, 2, ranks)
+                played = Program()
                 try:
-                    with self._harness(spec, 8, 2, ranks) as harness:
+                    with harness:
                         player = Player(harness)
                         for step in program:
+                            played = Program(*played, step)
                             player.do(step)
                             self._check(harness)
                 except Exception as error:
-                    error.add_note(f"in traffic over {spec.name}")
+                    profile = f"EngineProfile(block_size={self.block_size}, num_blocks=8, workers=2, dp_size={ranks})"
+                    error.add_note(
+                        f"in traffic over {spec.name}, seed {seed}; play(RouterHarness({profile}, {spec.name!r}, index, "
+                        f"sync='every'), program) shows it, where\nprogram = {played!r}"
+                    )
+                    error.add_note(self._reproduction(harness, spec))
                     raise
+
+    def _reproduction(self, harness: RouterHarness, spec: BackendSpec) -> str:
+        """The smallest stream that shows what is wrong in a harness, or why there is none."""
+
+        def made() -> Any:
+            self.traits = spec.traits
+            return self._made()
+
+        try:
+            found = reproduce(harness, work=_REDUCED, make_index=made)
+        except NotReduced as reason:
+            return f"no smaller reproduction: {reason}"
+        except Exception as error:  # noqa: BLE001 - of the user's index, replayed; its failure must be reported all the same
+            return f"no smaller reproduction: the search ended in {type(error).__name__}: {error}"
+        return f"the smallest reproduction, cut from {found.cut_from:,} {found.level} to {found.size:,}:\n{found.as_test()}"

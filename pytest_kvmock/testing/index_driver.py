@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from inspect import isawaitable
-from typing import Any
+from typing import Any, Literal
 
+from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, UnreadableAnswer, WorkerScores, agree, question
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair
+from pytest_kvmock.prompt_keys import EventExtra
+from pytest_kvmock.tokens import Prompt, sequence_hashes
 
 
-def prompt_of(letters: str, block_size: int, tail: int = 0) -> Prompt:
-    """A prompt with a block for each letter, whose tokens are all that letter's; and some tokens more."""
-    return Prompt([*(ord(letter) for letter in letters for _ in range(block_size)), *[0] * tail])
+def prompt_of(letters: str, block_size: int, tail: int = 0, **keys: Any) -> Prompt:
+    """A prompt with a block for each letter, whose tokens are all that letter's; some tokens more; and what it carries."""
+    return Prompt([*(ord(letter) for letter in letters for _ in range(block_size)), *[0] * tail], **keys)
 
 
 class IndexDriver:
@@ -34,6 +37,51 @@ class IndexDriver:
         self._wait = wait
         self._ids: dict[tuple[int, int], int] = {}
         self._applied: list[str] = []
+        self._last_event: RouterEvent | None = None
+        self._about = ""
+        self._tokens: dict[str, tuple[int, ...]] = {}
+        self._hashes: dict[str, int] = {}
+        self._roots: dict[str, int] = {}
+
+    @property
+    def takes_keys(self) -> bool:
+        """Whether it can be asked for prompts that carry more than tokens."""
+        return not self.index.takes_tokens or has_parameter(self.index.ask, "extra")
+
+    def near(self, what: Literal["local", "block"], kept: str) -> None:
+        """From here on, p and q are first blocks whose hashes agree in a part, which a truncating index keeps.
+
+        To an index that is asked by local hashes, they have them in common and are named by them. One that is asked by tokens
+        gets tokens that have such local hashes; or, as its blocks have any name, such names.
+
+        Args:
+            what: which of their hashes: of their tokens, or the names of blocks.
+            kept: the part; a name of `TRUNCATIONS`.
+        """
+        if not self.index.takes_tokens:
+            self._hashes = dict(zip("pq", hash_pair(kept), strict=True))
+        elif what == "local":
+            self._tokens = dict(zip("pq", token_pair(self._size, kept), strict=True))
+        else:
+            self._roots = dict(zip("pq", hash_pair(kept), strict=True))
+        self._about = f"p and q are blocks whose {what} hashes agree {TRUNCATIONS[kept].words}\n"
+
+    def _prompt(self, letters: str, tail: int = 0, keys: Mapping[str, Any] | None = None) -> Prompt:
+        """A prompt of these letters, and what it carries."""
+        if letters[:1] not in self._hashes:
+            prompt = prompt_of(letters, self._size, tail, **(keys or {}))
+            first = self._tokens.get(letters[:1])
+            return prompt if first is None else Prompt((*first, *(prompt.tokens or ())[self._size :]))
+        local = prompt_of(letters, self._size).block_hashes(self._size)
+        return Prompt(hashes=[self._hashes[letters[0]], *local[1:]])
+
+    def _names(self, letters: str, keys: Mapping[str, Any] | None = None) -> list[int]:
+        """The block hashes of a chain."""
+        prompt = self._prompt(letters, keys=keys)
+        root = self._roots.get(letters[:1])
+        if root is None:
+            return prompt.sequence_hashes(self._size)
+        return [root, *sequence_hashes(prompt.block_hashes(self._size)[1:], parent=root)]
 
     def store(
         self,
@@ -43,23 +91,42 @@ class IndexDriver:
         after: str = "",
         rank: int = 0,
         tier: StorageTier = StorageTier.DEVICE,
+        keys: Mapping[str, Any] | None = None,
     ) -> None:
-        """Apply a Stored: the blocks of these letters, after those of `after`."""
-        prompt = prompt_of(after + letters, self._size)
-        start = len(after)
-        local, blocks = prompt.block_hashes(self._size), prompt.sequence_hashes(self._size)
-        tokens = [[ord(letter)] * self._size for letter in letters]
+        """Apply a Stored: the blocks of these letters, after those of `after`, of a prompt that carries `keys`."""
+        prompt = self._prompt(after + letters, keys=keys)
+        start, size = len(after), self._size
+        local, blocks = prompt.block_hashes(size), self._names(after + letters, keys)
+        flat, extra = prompt.tokens, None
+        tokens = None if flat is None else [list(flat[at : at + size]) for at in range(start * size, len(flat), size)]
+        if prompt.keys is not None:
+            extra = prompt.keys.carried(start, len(local), size)
         data = Stored(blocks[start - 1] if start else None, tuple(blocks[start:]), tuple(local[start:]))
-        what = f"stored {letters}" + (f" after {after}" if after else "")
-        self._apply(worker, rank, data, what, tokens, tier=tier)
+        what = f"stored {letters}" + (f" after {after}" if after else "") + _with(keys)
+        self._apply(worker, rank, data, what, tokens, tier=tier, extra=extra)
 
-    def remove(self, *chains: str, worker: int = 0, rank: int = 0, tier: StorageTier = StorageTier.DEVICE) -> None:
+    def remove(
+        self,
+        *chains: str,
+        worker: int = 0,
+        rank: int = 0,
+        tier: StorageTier = StorageTier.DEVICE,
+        keys: Mapping[str, Any] | None = None,
+    ) -> None:
         """Apply a Removed: the last block of each chain."""
-        blocks = tuple(self._last(chain) for chain in chains)
-        self._apply(worker, rank, Removed(blocks), f"removed the last block of {', '.join(chains)}", tier=tier)
+        blocks = tuple(self._names(chain, keys)[-1] for chain in chains)
+        what = f"removed the last block of {', '.join(chains)}{_with(keys)}"
+        self._apply(worker, rank, Removed(blocks), what, tier=tier)
 
-    def _last(self, chain: str) -> int:
-        return prompt_of(chain, self._size).sequence_hashes(self._size)[-1]
+    def redeliver(self) -> None:
+        """Apply the last event once more, with the id that it had."""
+        assert self._last_event is not None
+        self._give(self._last_event, f"{self._applied[-1]}, delivered again")
+
+    def restart(self, worker: int = 0) -> None:
+        """Have a worker of one rank restart unannounced: its event ids begin anew."""
+        del self._ids[worker, 0]
+        self._applied.append(f"worker {worker} restarted, unannounced: its event ids begin with 0")
 
     def publish(self, steps: Iterable[tuple[str, str]]) -> None:
         """Publish many events of worker 0, without a flush or a look-up in between.
@@ -77,7 +144,7 @@ class IndexDriver:
                 data: EventData = Stored(None, tuple(blocks), tuple(local))
                 tokens = [[ord(letter)] * self._size for letter in chain]
             else:
-                data = Removed((self._last(chain),))
+                data = Removed((self._names(chain)[-1],))
             event_id = self._ids.get((0, 0), 0)
             self._ids[0, 0] = event_id + 1
             events.append(RouterEvent(0, KvCacheEvent(event_id, data), token_ids=tokens))
@@ -138,13 +205,19 @@ class IndexDriver:
         tokens: list[list[int]] | None = None,
         *,
         tier: StorageTier = StorageTier.DEVICE,
+        extra: EventExtra | None = None,
     ) -> None:
         __tracebackhide__ = True
         event_id = self._ids.get((worker, rank), 0)
         self._ids[worker, rank] = event_id + 1
-        event = RouterEvent(worker, KvCacheEvent(event_id, data, rank), tier, tokens)
+        self._last_event = event = RouterEvent(worker, KvCacheEvent(event_id, data, rank), tier, tokens, extra)
         where = "" if tier is StorageTier.DEVICE else f" in {tier.value}"
-        self._applied.append(f"worker {worker}{f' rank {rank}' if rank else ''} {what}{where}")
+        self._give(event, f"worker {worker}{f' rank {rank}' if rank else ''} {what}{where}")
+
+    def _give(self, event: RouterEvent, what: str) -> None:
+        """Give the index an event."""
+        __tracebackhide__ = True
+        self._applied.append(what)
         try:
             self._do(self.index.apply, event)
         except Exception as error:
@@ -157,6 +230,7 @@ class IndexDriver:
         *,
         tail: int = 0,
         any_rank: bool = False,
+        keys: Mapping[str, Any] | None = None,
     ) -> None:
         """Look up a prompt of these letters, and compare the answer.
 
@@ -165,14 +239,15 @@ class IndexDriver:
             expected: leading blocks by worker (of rank 0), or by (worker, rank).
             tail: tokens after the blocks.
             any_rank: whether the index may answer of any rank of the worker.
+            keys: what the prompt carries beside its tokens.
         """
         __tracebackhide__ = True
         due: Scores = {key if isinstance(key, tuple) else (key, 0): blocks for key, blocks in expected.items()}
-        answer = self.ask(letters, tail=tail)
+        answer = self.ask(letters, tail=tail, keys=keys)
         if any_rank:
             answer = {key[0] if isinstance(key, tuple) else key: blocks for key, blocks in answer.items()}
         assert agree(answer, due), (
-            f"looked up {letters[:40] or 'an empty prompt'}: expected {expected}, the index answered {answer}\n{self._story()}"
+            f"looked up {letters[:40] or 'an empty prompt'}{_with(keys)}: expected {expected}, the index answered {answer}\n{self._story()}"
         )
 
     def expect_tiers(self, letters: str, expected: dict[str, dict[int, int]]) -> None:
@@ -203,15 +278,16 @@ class IndexDriver:
                 f"{self._story()}"
             )
 
-    def ask(self, letters: str, *, tail: int = 0) -> Scores | WorkerScores:
+    def ask(self, letters: str, *, tail: int = 0, keys: Mapping[str, Any] | None = None) -> Scores | WorkerScores:
         """The answer of the index for a prompt of these letters, zeros dropped."""
         __tracebackhide__ = True
         under_test = self.index
-        prompt = prompt_of(letters, self._size, tail)
+        prompt = self._prompt(letters, tail, keys)
+        extra = None if prompt.keys is None else prompt.keys.carried(0, len(letters), self._size)
         asked = question(list(prompt.block_hashes(self._size)), prompt.tokens, takes_tokens=under_test.takes_tokens)
         self._flush()
         try:
-            return under_test.read(self._do(under_test.ask, asked))
+            return under_test.read(self._do(under_test.asking(extra), asked))
         except UnreadableAnswer as error:
             raise AssertionError(f"{error}\n{self._story()}") from error
         except Exception as error:
@@ -228,4 +304,9 @@ class IndexDriver:
         """The events that the index was given: the last of them."""
         shown = [line if len(line) <= 100 else line[:97] + "..." for line in self._applied[-12:]]
         more = [f"  ... {len(self._applied) - 12} events before"] if len(self._applied) > 12 else []
-        return "\n".join(["the index was given, in this order:", *more, *(f"  {line}" for line in shown)])
+        return "\n".join([f"{self._about}the index was given, in this order:", *more, *(f"  {line}" for line in shown)])
+
+
+def _with(keys: Mapping[str, Any] | None) -> str:
+    """What a prompt carries, for a message."""
+    return "".join(f" with {name}={value!r:.40}" for name, value in (keys or {}).items())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from pytest_kvmock.checks import check_integer
+from pytest_kvmock.programs.near_hashes import TRUNCATIONS
 from pytest_kvmock.programs.operations import Program
 from pytest_kvmock.testing.drafts import Draft, resolve
 
@@ -24,6 +25,7 @@ def traffic(
     most_tokens: int = 9,
     most_in_a_burst: int = 100,
     tiers: bool = False,
+    near_hashes: bool = True,
 ) -> SearchStrategy[Program]:
     """Any mix of requests: prefill, decode, finish, preempt, resume and clear, on some workers, sharing prefixes.
 
@@ -43,9 +45,10 @@ def traffic(
         most_in_a_burst: prompts of the longest `Burst`, each up to two events; 0 for no bursts.
         tiers: whether time passes too, for workers with host memory below the device: with a `Tick` now and then, and
             prefills that do not wait for what is under way.
+        near_hashes: whether there are now and then hashes that agree in a part (`ServeNear`), of one more worker.
 
     Raises:
-        ValueError: a count below 1, or below 0 where none is allowed; or `tiers` is no truth value.
+        ValueError: a count below 1, or below 0 where none is allowed; or `tiers` or `near_hashes` is no truth value.
     """
     for name, value, least in (
         ("workers", workers, 1),
@@ -57,8 +60,9 @@ def traffic(
         ("most_in_a_burst", most_in_a_burst, 0),
     ):
         check_integer(f"traffic: {name}", value, least)
-    if not isinstance(tiers, bool):
-        raise ValueError(f"traffic: tiers must be True or False, got {tiers!r:.80}")  # noqa: TRY004 - one error
+    for name, flag in (("tiers", tiers), ("near_hashes", near_hashes)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"traffic: {name} must be True or False, got {flag!r:.80}")  # noqa: TRY004 - one error
     # At most five choices a step, that of going on counted: Hypothesis deletes runs of up to five when it shrinks.
     number, which = st.integers(0, numbers - 1), st.integers(0, 7)
     worker = st.integers(0, workers - 1) if workers > 1 else st.just(0)
@@ -78,6 +82,9 @@ def traffic(
     if most_in_a_burst:
         count = st.integers(1, most_in_a_burst)
         drafts.append(st.builds(Draft, st.just("burst"), worker=worker, rank=rank, tokens=count))
+    if near_hashes:
+        kept = st.integers(0, len(TRUNCATIONS) - 1)
+        drafts.append(st.builds(Draft, st.just("near"), kept, worker=worker, rank=rank))
     if tiers:
         impatient = st.builds(
             Draft, st.just("prefill"), worker=worker, rank=rank, blocks=blocks, tokens=tail, wait=st.just(False)

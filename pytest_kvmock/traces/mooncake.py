@@ -2,7 +2,7 @@
 
 A trace names blocks, not tokens: one id for each `trace_block_size` tokens of a prompt. The ids are *prefix* ids: equal
 ids stand at the same place behind equal prefixes, so an id can serve as the block's local hash. That is what
-`TraceRequest.prompt` makes of it.
+`TraceRequest.prompt` makes of it; or, for routers that hash tokens themselves, the block's tokens.
 
 The last id may name a block that is only partly filled. In the real traces such an id never names a full block too: the
 next turn of the conversation, which fills the block, has another id in its place. `synthetic_trace` does the same.
@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -26,6 +26,7 @@ MOONCAKE_BLOCK_SIZE: Final = 512
 """Tokens for each hash id in the Mooncake traces."""
 
 _U64: Final = 2**64 - 1
+_TOKEN: Final = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class TraceRequest:
             session of its own (Dynamo calls it `request_<n>`).
         delay: milliseconds between the end of the session's turn before and this one; None where the trace leaves it
             to the timestamps.
+        with_tokens: whether `prompt` makes tokens where its `tokens` is not given; `kv_trace` sets it by
+            `kvmock(trace_tokens=...)`.
     """
 
     timestamp: float | None
@@ -49,29 +52,47 @@ class TraceRequest:
     hash_ids: tuple[int, ...]
     session_id: str | None = None
     delay: float | None = None
+    with_tokens: bool = field(default=False, compare=False)
 
-    def prompt(self, trace_block_size: int = MOONCAKE_BLOCK_SIZE, *, whole_blocks: bool = False) -> Prompt:
-        """Return the request's prompt: hashes and no tokens, each id the local hash of a block.
+    def prompt(
+        self,
+        trace_block_size: int = MOONCAKE_BLOCK_SIZE,
+        *,
+        whole_blocks: bool = False,
+        tokens: bool | None = None,
+    ) -> Prompt:
+        """Return the request's prompt: hashes and no tokens, each id the local hash of a block; or tokens.
 
         Args:
-            trace_block_size: tokens for each id. It is also the block size that the prompt has for a worker, unless
-                `whole_blocks`.
+            trace_block_size: tokens for each id. It is also the block size that a prompt of hashes has for a worker,
+                unless `whole_blocks`.
             whole_blocks: count the last block as full, whatever `input_length` is. Every id is then one block of
-                any size, as in the recorded runs of the real managers; the length in tokens is left open.
+                any size, as in the recorded runs of the real managers; the length in tokens is left open. With `tokens`
+                it is a block of `trace_block_size`.
+            tokens: make tokens, for an index that hashes them itself: each id's low 32 bits, `trace_block_size` times,
+                cut at `input_length` (Dynamo's loader). Block hashes are then those of the tokens, at any block size.
+                None: as `with_tokens` says.
 
         Raises:
             TypeError: the block size is not an integer.
             ValueError: the block size is below 1, or there is not one id for each `trace_block_size` tokens.
         """
         check_block_size(trace_block_size)
-        if whole_blocks:
-            return Prompt(hashes=self.hash_ids)
+        if tokens is None:
+            tokens = self.with_tokens
         expected = -(-self.input_length // trace_block_size)
-        if len(self.hash_ids) != expected:
+        if not whole_blocks and len(self.hash_ids) != expected:
             raise ValueError(
                 f"a request of {self.input_length} tokens has {len(self.hash_ids)} hash ids: {expected} are expected, "
                 f"one for each {trace_block_size} tokens (trace_block_size), of which the last may be partial"
             )
+        if tokens:
+            made: list[int] = []
+            for hash_id in self.hash_ids:
+                made += [hash_id & _TOKEN] * trace_block_size
+            return Prompt(made if whole_blocks else made[: self.input_length])
+        if whole_blocks:
+            return Prompt(hashes=self.hash_ids)
         return Prompt(hashes=self.hash_ids[: self.input_length // trace_block_size], num_tokens=self.input_length)
 
 

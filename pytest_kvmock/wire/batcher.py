@@ -275,6 +275,11 @@ class Batcher(ABC):
             self._next_event_id = 0
         return ranks
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed: it takes no event any more."""
+        return self._closed
+
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(f"this {type(self).__name__} is closed")

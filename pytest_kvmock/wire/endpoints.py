@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
+from time import monotonic
 from typing import Any, Final, TypeVar
 
 from pytest_kvmock.checks import check_integer, install_text, is_utf8, unknown_text
@@ -28,6 +29,10 @@ number may be taken for a minute after they were closed."""
 MOST_RANKS: Final = 1024
 """So many ranks can have ports that the system picks; an engine has some hundred at most."""
 
+_CLOSING: Final = 1.0
+"""How long a thread of ZMQ may take to close what listened at an endpoint, in seconds."""
+
+_released: Final[set[str]] = set()
 _names: Final = itertools.count()
 _random: Final = SystemRandom()  # no seed: two runs at once look elsewhere
 
@@ -229,18 +234,36 @@ def allow_ipv6(socket: Any, endpoint: str) -> None:
 
 
 def release(socket: Any) -> None:
-    """Close a socket that was bound; its name is free at once, and not only when the context has closed it."""
+    """Close a socket that was bound; its name is free a moment later, and not only when the context has closed it."""
     zmq = load_zmq()
     with suppress(zmq.ZMQError):  # it was not bound, or its context has ended
-        socket.unbind(socket.last_endpoint.rstrip(b"\0").decode())
+        endpoint = socket.last_endpoint.rstrip(b"\0").decode()
+        _released.add(endpoint)
+        socket.unbind(endpoint)
     socket.close(linger=0)
+
+
+def _bind_when_free(socket: Any, endpoint: str) -> None:
+    """Bind a socket; where one of this process was closed, wait until it has gone."""
+    zmq = load_zmq()
+    until = monotonic() + (_CLOSING if endpoint in _released else 0.0)
+    while True:
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or monotonic() >= until:
+                raise
+            socket.poll(1)  # a socket that is bound nowhere has nothing: this waits a millisecond
+        else:
+            _released.discard(endpoint)
+            return
 
 
 def _bind(socket: Any, endpoint: str) -> None:
     zmq = load_zmq()
     allow_ipv6(socket, endpoint)
     try:
-        socket.bind(endpoint)
+        _bind_when_free(socket, endpoint)
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
             other = (

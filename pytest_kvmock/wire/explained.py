@@ -27,6 +27,7 @@ class PublishedRank:
         endpoint: where it is bound.
         batches: how many batches it has published.
         since: for each subscription to its topic, the number of the first batch that was published to it.
+        before: how many it had published before its numbers began anew; 0: they never did, or it had published none.
         unheard: how many of the first batches went out when nobody had subscribed.
         restarted_alone: whether it was restarted, and its worker was not.
         replays: whether it can be asked for replays.
@@ -37,6 +38,7 @@ class PublishedRank:
     batches: int
     since: Sequence[int]
     unheard: int
+    before: int
     restarted_alone: bool
     replays: bool
 
@@ -53,6 +55,9 @@ class PublishedRank:
         lines = [
             f"{who} has published {batches_text(self.batches) or 'no batch'}, to {len(self.since)} subscriptions{since}"
         ]
+        if self.before:
+            gone = f"{batches_text(self.before)} went before that, and no replay has {'it' if self.before == 1 else 'them'}"
+            lines.append(f"{who} began anew: its numbers begin with 0 again; {gone} any more")
         if self.unheard and not any(each.start == 0 and each.sent for each in asked):
             lines.append(
                 f"{who}: {batches_text(self.unheard)} went out with 0 subscriptions: call wait_subscribed first"

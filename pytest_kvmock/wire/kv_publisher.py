@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -44,21 +45,26 @@ _LOOKS: Final = 100
 MOST_QUEUED: Final = 2**30
 """The longest queue of a socket: ZMQ counts in 31 bits, and a replay has an end marker."""
 
+_MADE: Final[set[Path]] = set()
+"""The directories for ipc sockets that were made here: one that was removed is made again for who is bound there next."""
+
 
 class _Rank:
     """What one rank has: a socket, the next number, the batches that a replay can have, subscriptions."""
 
-    __slots__ = ("buffer", "looks_until", "number", "restarted_alone", "subscriptions", "unheard", "xpub")
+    __slots__ = ("before", "buffer", "looks_until", "number", "restarted_alone", "subscriptions", "unheard", "xpub")
 
     def __init__(self, xpub: Any, buffer_steps: int) -> None:
         self.xpub = xpub
         self.restarted_alone = False  # and not with a worker
         self.buffer: deque[Numbered] = deque(maxlen=buffer_steps)
         self.subscriptions: list[tuple[bytes, int]] = []  # the topic, and the number that was next when it was seen
+        self.number = self.before = 0
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Number batches from 0, with nothing for a replay."""
+        """Number batches from 0, with nothing for a replay; `before` is how many had a number until then."""
+        self.before = self.number or self.before
         self.number = self.unheard = 0
         self.looks_until = _LOOKS
         self.buffer.clear()
@@ -131,6 +137,7 @@ class KvPublisher(Batcher):
         self.topic = topic
         self._topic = topic.encode()
         self.faults = WireFaults(self.dialect, self.restart, self.check_rank)
+        self._took_over = False
         self._made: str | None = None  # a directory for ipc sockets
         self._server: ReplayServer | None = None
         self._owns_context = context is None
@@ -218,6 +225,23 @@ class KvPublisher(Batcher):
                 self.faults.begun_anew(rank)
             self._ranks[rank].begin_anew()
         return begun
+
+    def take_over(self, closed: KvPublisher) -> None:
+        """Publish in place of one that was closed, as an engine's process that comes back: to who reads, numbers begin anew.
+
+        Timestamps go on, so that a batch is never byte for byte one of the former life; faults that wait there stay there.
+
+        Raises:
+            ValueError: it is not closed.
+        """
+        if not closed.closed:
+            raise ValueError(f"{closed!r} is open: close it first")
+        with self._lock:
+            self._took_over = True
+            self._sent = max(self._sent, closed._sent)
+            for dp_rank, (rank, former) in enumerate(zip(self._ranks, closed._ranks, strict=False)):
+                rank.before = former.number or former.before
+                self.faults.take_over(closed.faults, dp_rank, published=former.number > 0)
 
     def batches(self, dp_rank: int = 0) -> int:
         """How many batches of a rank have a number: the number of its next one."""
@@ -403,6 +427,11 @@ class KvPublisher(Batcher):
         lines = [text]
         if not there:
             lines += inproc_lines(self.endpoints[dp_rank])
+        if self._took_over:
+            lines.append(
+                "it took over from a publisher that was closed: a SUB socket subscribes again while its owner polls it; "
+                "for one in this thread, settle(lambda: subscriber.poll() or publisher.subscriptions())"
+            )
         if blocks:
             lines += loop_lines("wait_subscribed", "await_subscribed")
         return WireTimeout("\n".join(lines))
@@ -421,6 +450,7 @@ class KvPublisher(Batcher):
                     batches=rank.number,
                     since=since,
                     unheard=rank.unheard,
+                    before=rank.before,
                     restarted_alone=rank.restarted_alone,
                     replays=bool(self.replay_endpoints),
                 )
@@ -460,12 +490,18 @@ class KvPublisher(Batcher):
         return socket
 
     def _written_out(self, endpoint: Any, name: str) -> Any:
-        """An endpoint; "ipc" alone as a path in a new directory."""
-        if endpoint != "ipc":
-            return endpoint
-        if self._made is None:
-            self._made = tempfile.mkdtemp(prefix="kvmock-")
-        return f"ipc://{self._made}/{name}"
+        """An endpoint; "ipc" alone as a path in a new directory. That of one that was closed gets its directory back."""
+        if endpoint == "ipc":
+            if self._made is None:
+                self._made = tempfile.mkdtemp(prefix="kvmock-")
+                _MADE.add(Path(self._made))
+            return f"ipc://{self._made}/{name}"
+        if isinstance(endpoint, str) and endpoint.startswith("ipc://"):
+            directory = Path(endpoint.removeprefix("ipc://")).parent
+            if directory in _MADE and not directory.exists():
+                directory.mkdir(mode=0o700)
+                self._made = str(directory)
+        return endpoint
 
     def _rank(self, dp_rank: int) -> _Rank:
         return self._ranks[self.check_rank(dp_rank)]
@@ -481,6 +517,10 @@ class KvPublisher(Batcher):
         for rank in self._ranks:
             release(rank.xpub)
         self._release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"this KvPublisher is closed; another one may be bound at {self.endpoint}")
 
     def _release(self) -> None:
         if self._owns_context and hasattr(self, "context"):

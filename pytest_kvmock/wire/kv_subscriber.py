@@ -90,11 +90,12 @@ class BatchProblem:
 class _Rank:
     """What is known of one rank."""
 
-    __slots__ = ("brought", "dealer", "due", "latest", "next_event_id", "seen", "sub")
+    __slots__ = ("anew", "brought", "dealer", "due", "latest", "next_event_id", "seen", "sub")
 
     def __init__(self, sub: Any) -> None:
         self.sub = sub
         self.dealer: Any = None
+        self.anew = 0  # the number that was due when they began anew; 0: they never did
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -328,6 +329,8 @@ class KvSubscriber:
         lines = [f"{arrived} of {batches} batches arrived in {timeout:g} s"]
         for dp_rank, rank in enumerate(self._ranks):
             last = "no batch yet" if rank.due is None else f"next is batch {rank.due}"
+            if rank.anew:
+                last += f"; its numbers began anew after batch {rank.anew - 1}"
             lines.append(f"rank {dp_rank} at {self.endpoints[dp_rank]}: {last}")
         lines += map(str, [*self.lost[-3:], *self.problems[-3:], *more])
         return WireTimeout("\n".join(lines))
@@ -377,7 +380,7 @@ class KvSubscriber:
             return False
         observed = f"batch {number} came after batch {due - 1}: numbers went backwards, as after an unannounced restart"
         rank.begin_anew()
-        rank.due = 0
+        rank.anew, rank.due = due, 0
         self._report(dp_rank, range(due, due), observed)
         return True
 

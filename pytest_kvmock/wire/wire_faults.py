@@ -230,6 +230,10 @@ class WireFaults:
         """Take note that a rank numbers batches from 0 again, after it had published."""
         self._restarts[dp_rank] += 1
 
+    def take_over(self, closed: WireFaults, dp_rank: int, *, published: bool) -> None:
+        """Go on to count the restarts of a rank after a publisher that was closed; where that had published, this is one more."""
+        self._restarts[dp_rank] = closed.restarts(dp_rank) + published
+
     def restarts(self, dp_rank: int) -> int:
         """How often a rank has begun anew after it had published."""
         return self._restarts[dp_rank]

@@ -7,6 +7,8 @@ import msgspec
 import pytest
 
 from pytest_kvmock.capture import write_vectors
+from pytest_kvmock.programs.near_hashes import TRUNCATIONS, truncated
+from pytest_kvmock.tokens import block_hashes
 from pytest_kvmock.wire import DIALECTS
 
 SIZE = 4
@@ -35,13 +37,24 @@ class Index:
         self.dialect, self.mutant = dialect, mutant
         self.held = defaultdict(dict)
 
+    def name(self, name):
+        """A block's name as the index keeps it: of a whole digest the last 64 bits."""
+        if not str(self.mutant).startswith("names "):
+            return name
+        return truncated(int.from_bytes(name[-8:], "big") if isinstance(name, bytes) else name, self.mutant.split()[1])
+
+    def local(self, local_hashes):
+        """The local hashes of blocks as the index keeps them."""
+        is_kept = str(self.mutant).startswith("local hashes ")
+        return [truncated(each, self.mutant.split()[2]) if is_kept else each for each in local_hashes]
+
     def apply(self, worker, rank, payload):
         held = self.held[worker, 0 if self.mutant == "rank ignored" else rank]
         for kind, event in self.events(payload):
             if kind == "stored":
                 self.store(held, *event)
             elif kind == "removed" and self.mutant != "Removed ignored":
-                for name in event:
+                for name in map(self.name, event):
                     chain, copies = held.pop(name, ((), 1))
                     if copies > 1:
                         held[name] = chain, copies - 1
@@ -49,8 +62,11 @@ class Index:
                 held.clear()
 
     def store(self, held, parent, names, blocks):
-        chain = () if parent is None or self.mutant == "parent ignored" else held.get(parent, (("unknown",), 0))[0]
-        for name, block in zip(names, blocks, strict=True):
+        if parent is None or self.mutant == "parent ignored":
+            chain = ()
+        else:
+            chain = held.get(self.name(parent), (("unknown",), 0))[0]
+        for name, block in zip(map(self.name, names), blocks, strict=True):
             chain = (*chain, block)
             copies = 0 if self.mutant == "copies not counted" else held.get(name, (chain, 0))[1]
             held[name] = chain, copies + 1
@@ -65,7 +81,7 @@ class Index:
                 if kind == "stored":
                     blocks = data["blocks"]
                     names = [block["block_hash"] for block in blocks]
-                    yield kind, (data["parent_hash"], names, [block["tokens_hash"] for block in blocks])
+                    yield kind, (data["parent_hash"], names, self.local(block["tokens_hash"] for block in blocks))
                 else:
                     yield kind, kind == "removed" and data["block_hashes"]
             return
@@ -103,13 +119,15 @@ class Index:
             cache_salt = None
         if self.mutant == "multimodal ignored":
             items = []
+        if str(self.mutant).startswith("local hashes "):  # it hashes tokens itself, as Dynamo's router does
+            tokens = self.local(block_hashes(tokens, SIZE))
         return json.dumps([tokens, lora_name, cache_salt, items])
 
     def overlap(self, query):
         """The leading blocks of a prompt by worker and rank, as `by_rank` has them."""
         tokens, count = query["tokens"], len(query["tokens"]) // SIZE
         if not DIALECTS[self.dialect].is_msgpack:
-            asked = query["local_hashes"]
+            asked = self.local(query["local_hashes"])
         else:
             keys, extra = query.get("keys", {}), query.get("extra_keys", [None] * count)
             lora, salt = keys.get("lora_name"), keys.get("cache_salt")
@@ -146,7 +164,9 @@ def wrong_answers(folder, dialect, mutant=None):
 
 def folders(vectors, dialect):
     return {
-        name: path for name in (".", "ranks", "keys") if (path := vectors / dialect / name / "queries.jsonl").exists()
+        name: path
+        for name in (".", "ranks", "near", "keys")
+        if (path := vectors / dialect / name / "queries.jsonl").exists()
     }
 
 
@@ -169,6 +189,7 @@ def test_an_index_must_count_copies(vectors, dialect):
     wrong = {
         name: wrong_answers(path.parent, dialect, "copies not counted")
         for name, path in folders(vectors, dialect).items()
+        if name != "near"  # no engine's: nothing is there twice
     }
     assert [] == [name for name, count in wrong.items() if not count]
 
@@ -176,6 +197,19 @@ def test_an_index_must_count_copies(vectors, dialect):
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_an_index_must_tell_ranks_apart(vectors, dialect):
     assert 1 <= wrong_answers(vectors / dialect / "ranks", dialect, "rank ignored")
+
+
+@pytest.mark.parametrize("kept", TRUNCATIONS)
+@pytest.mark.parametrize("what", ["names", "local hashes"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_index_must_compare_all_of_a_hash(vectors, dialect, what, kept):
+    assert 1 <= wrong_answers(vectors / dialect / "near", dialect, f"{what} {kept}")
+
+
+@pytest.mark.parametrize("what", ["names", "local hashes"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_only_hashes_that_agree_in_a_part_show_that_it_does_not(vectors, dialect, what):
+    assert 0 == wrong_answers(vectors / dialect, dialect, f"{what} low63")
 
 
 KEYS = {"lora_name": "adapter ignored", "cache_salt": "salt ignored", "multimodal": "multimodal ignored"}

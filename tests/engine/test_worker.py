@@ -247,7 +247,10 @@ def test_a_prefill_that_does_not_fit_changes_nothing(worker, state_of):
         worker.prefill(prompt(1, 2, 6, 7, 8, 10))
     assert before == state_of(worker)
     assert (4, 3) == (raised.value.requested, raised.value.available)
-    assert "4 blocks are needed and 3 are available (num_blocks is the capacity)" == str(raised.value)
+    assert (
+        "4 blocks are needed and 3 are available "
+        "(capacity: @pytest.mark.kvmock(num_blocks=...), or EngineProfile(num_blocks=...))"
+    ) == str(raised.value)
 
 
 def test_a_prefill_that_just_fits_is_admitted(worker):

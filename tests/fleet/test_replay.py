@@ -92,6 +92,11 @@ def test_ids_are_hashes_or_become_the_tokens_of_the_loader():
     assert (1, 1, 1, 1, 2, 2, 2, 2) == tuple(by_tokens.requests[0].prompt.tokens)
 
 
+def test_a_trace_with_tokens_keeps_them_where_an_id_is_a_block_of_the_engines():
+    trace = [TraceRequest(0.0, 7, 1, (1, 2), with_tokens=True)]
+    assert (1, 1, 1, 1, 2, 2, 2) == tuple(replay(trace, [engine()]).requests[0].prompt.tokens)
+
+
 def test_ids_of_another_size_than_a_block_become_tokens():
     engines = [MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=20))]
     requests = [TraceRequest(0.0, 20, 3, (1, 2, 3)), TraceRequest(1.0, 24, 3, (1, 2, 3))]
@@ -125,7 +130,7 @@ def test_what_can_never_fit_is_refused_before_anything_happens():
         replay(trace, [one])
     assert (
         "replay: requests[1] of 36 tokens and 5 of output can never fit: 11 blocks are needed for prompt and output, "
-        "and num_gpu_blocks is 10 in engines"
+        "and num_gpu_blocks is 10 in engines (of a test: @pytest.mark.kvmock(num_blocks=...))"
     ) == str(caught.value)
     assert (11, 10) == (caught.value.requested, caught.value.available)
     assert str(caught.value) == str(pickle.loads(pickle.dumps(caught.value)))

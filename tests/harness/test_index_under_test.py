@@ -24,7 +24,9 @@ from faulty_indexes import (
 
 from pytest_kvmock import KvEventsError, Prompt, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.fleet import replay
 from pytest_kvmock.router.index import OverlapScores
+from pytest_kvmock.traces import TraceRequest
 
 BY_RANK = (Sound, ScoresObject, WithZeros, ByTokens, Manageable, Queued)
 
@@ -112,6 +114,47 @@ def test_an_index_of_tokens_cannot_be_compared_on_events_without_them(make_kv):
     (problem,) = kv.judge().errors
     assert "index_failure" == problem.rule
     assert "takes tokens (match_tokens), and this prompt has only hashes" in problem.observed
+
+
+ONLY_HASHES = (
+    "the index under test takes tokens (match_tokens), and this prompt has only hashes; give a prompt of tokens "
+    "(of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or --kv-trace-tokens), or "
+    "give the index a find_matches(local_hashes)"
+)
+
+
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang"])
+def test_a_prompt_without_tokens_is_refused_for_an_index_of_tokens_before_anything_is_published(make_kv, backend):
+    kv = make_kv(backend, index=ByTokens())
+    prompt = TraceRequest(0.0, 10, 1, (7, 8, 9)).prompt(4)
+    engine, worker = kv.engine(0), kv.next_worker()
+    begun = kv.events.total  # sglang publishes a Cleared as it begins
+    for serve in (worker.serve, worker.prefill, lambda prompt: engine.submit(prompt, 1)):
+        with pytest.raises(ValueError) as refused:
+            serve(prompt)
+        assert ONLY_HASHES == str(refused.value)
+    with pytest.raises(ValueError) as refused:
+        replay([TraceRequest(0.0, 10, 1, (7, 8, 9))], [engine])
+    assert ONLY_HASHES == str(refused.value)
+    assert ([], begun) == (worker.requests, kv.events.total)
+    assert [] == kv.judge().errors
+
+
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang"])
+def test_an_index_of_tokens_follows_a_trace_with_tokens(make_kv, backend):
+    kv = make_kv(backend, index=ByTokens())
+    for ids in ((7, 8, 9), (7, 8, 10)):
+        prompt = TraceRequest(0.0, 12, 1, ids).prompt(4, tokens=True)
+        kv.worker(0).serve(prompt)
+        assert {0: 3} == kv.overlap(prompt)
+    assert kv.events.total
+    assert [] == kv.judge().errors
+
+
+def test_a_worker_that_publishes_nothing_serves_what_the_index_could_not_be_asked_for(make_kv):
+    kv = make_kv(index=ByTokens(), prefix_caching=False)
+    assert 0 == kv.worker(0).serve(Prompt(hashes=[1, 2])).cached_tokens
+    assert [] == kv.judge().errors
 
 
 # -------------------------------------------------------------------------------------- flush, dump_events, remove

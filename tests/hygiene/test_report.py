@@ -19,7 +19,8 @@ from pytest_kvmock import (
     create_manager,
 )
 from pytest_kvmock.hygiene.log_text import log_text
-from pytest_kvmock.hygiene.report import problems_text
+from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.report import failure_text, problems_text
 from pytest_kvmock.moves import Deref, Promote, Use
 from pytest_kvmock.reduce import Breach, Reproduction
 from pytest_kvmock.router.index import BlockNotFound
@@ -46,6 +47,50 @@ def test_of_many_problems_the_first_of_each_rule_is_shown_and_the_others_are_cou
         line.partition("observed:")[2].strip() for line in lines if "observed:" in line
     ]
     assert "  and 1,212 more: 1,212 block_not_found" == lines[-1]
+
+
+def stored(event_id, block):
+    return KvCacheEvent(event_id, Stored(None, (block,), (block,)))
+
+
+def lose_a_batch(kv):
+    kv.lost_batches(0, 0, range(3, 4))
+
+
+def begin_batches_anew(kv):
+    kv.lost_batches(0, 0, range(3, 3), "numbers went backwards")
+
+
+def lose_the_last_event(kv):
+    kv.drop_next()
+    kv.apply(stored(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("happens", "broken_when"),
+    [
+        (lambda kv: kv.apply(stored(2, 2)), "an event id is above the next one: ids between them are missing"),
+        (lambda kv: kv.apply(stored(0, 1)), "the event before arrived again"),
+        (lambda kv: kv.apply(stored(0, 2)), "event ids go backwards, and no event of this id is missing"),
+        (lose_the_last_event, "a published event never arrived"),
+        (lose_a_batch, "what a batch of a wire had is missing"),
+        (begin_batches_anew, "batch numbers of a wire go backwards"),
+    ],
+)
+def test_a_gap_of_ids_says_which_it_is(happens, broken_when):
+    kv = RouterHarness()
+    kv.apply(stored(0, 1))
+    happens(kv)
+    text = problems_text([problem for problem in kv.judge().errors if problem.rule == "event_id_gap"][:1])
+    assert f"    rule:      event_id_gap: {broken_when}" in text.splitlines()
+
+
+@pytest.mark.parametrize("rule", ["index_drift", "index_failure", "not_flushed"])
+def test_what_the_index_under_test_does_wrong_is_not_offered_to_be_allowed(rule):
+    text = failure_text([Problem(rule, 0, 0, "observed", "expected")])
+    assert f'expected? for the test:  kv_events.expect_error("{rule}")' in text
+    assert "not your concern?" not in text
+    assert "not your concern?" in failure_text([Problem("engine_drift", 0, 0, "observed", "expected")])
 
 
 @pytest.mark.parametrize(

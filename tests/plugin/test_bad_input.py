@@ -206,6 +206,7 @@ MARKERS = [
     ),
     ("kvmock(event_errors='oops')", "event_errors: got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock(event_warnings=True)", "event_warnings: got True; allowed: fail, warn, ignore"),
+    ("kvmock(trace_tokens=1)", "trace_tokens: got 1; allowed: True, False"),
     ("kvmock(sync='never')", "sync: got 'never'; did you mean 'every'? allowed: every, auto, burst, end"),
     ("kvmock(index_semantics='e2')", "index_semantics: got 'e2'; allowed: None, 'e1'"),
     ("kvmock(allow=['nonsense'])", "allow: unknown rule 'nonsense'; known: parent_block_not_found, *"),

@@ -509,7 +509,7 @@ def test_the_cache_trace_is_in_the_log_of_pytest(nested):
     source = "def test(kv_manager): kv_manager.use([1, 2]); assert 0"
 
     nested(source, "--log-level=DEBUG", "--kv-backend=lru").stdout.fnmatch_lines(
-        ["DEBUG*pytest_kvmock.cache:*KV cache trace event=allocation * backend=lru block_ids=[[]1, 2[]]"]
+        ["INFO*pytest_kvmock.cache:*KV cache trace * event=allocation * backend=lru * block_ids=[[]1, 2[]]"]
     )
     nested(source).stdout.no_fnmatch_line("*KV cache trace*")
 

@@ -13,6 +13,7 @@ import re
 import runpy
 import tomllib
 from dataclasses import asdict, fields
+from functools import reduce
 
 import msgspec
 import pytest
@@ -28,7 +29,7 @@ from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
 from pytest_kvmock.plugin.options import LISTS, OPTIONS
-from pytest_kvmock.plugin.precedence import Policy
+from pytest_kvmock.plugin.precedence import Policy, resolve_trace_tokens
 from pytest_kvmock.wire import DEFECTS, DIALECTS, Batch, encode
 
 REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.items() if "docs/reference/" in name}
@@ -180,6 +181,7 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
         "faults": {},
         "survive": (),
         "engine": {},
+        "trace_tokens": resolve_trace_tokens({}, (), {}),
     }
     assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
 
@@ -293,3 +295,49 @@ def test_every_public_name_is_in_the_api_reference():
     for module in map(importlib.import_module, ["pytest_kvmock", *sorted(modules)]):
         public = [name for name in getattr(module, "__all__", ()) if not name.startswith("__")]
         assert [] == [name for name in public if not {f"{module.__name__}.{name}", f"pytest_kvmock.{name}"} & listed]
+
+
+def attribute_of(owner, name):
+    """The attribute of a module or class; None where only its objects have it, as its annotations or docstring say."""
+    if hasattr(owner, name):
+        return getattr(owner, name)
+    if inspect.ismodule(owner):
+        return importlib.import_module(f"{owner.__name__}.{name}")
+    declared = {field for cls in owner.__mro__ for field in getattr(cls, "__annotations__", ())}
+    attributes = "".join((inspect.getdoc(cls) or "").partition("Attributes:")[2] for cls in owner.__mro__)
+    if name not in declared | set(re.findall(r"^ +(\w+):", attributes, re.MULTILINE)):
+        raise AttributeError(f"{owner.__name__} has no {name}")
+    return None
+
+
+def exists(name):
+    """Whether a name of ours is there: a fixture, a marker, or what stands below the package."""
+    if re.match(r"(make_)?kv_", name):
+        return name in plugin.__all__ or f"`{name}" in REFERENCE["markers.md"].text
+    try:
+        reduce(attribute_of, name.split("."), importlib.import_module("pytest_kvmock"))
+    except (AttributeError, ModuleNotFoundError):
+        return False
+    return True
+
+
+def test_each_name_of_the_originals_has_ours_or_the_reason_why_not():
+    text = REFERENCE["names.md"].text
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\| .*\|$", text, re.MULTILINE)
+    ]
+    rows = [row for row in rows if row[0] != "name"]
+    assert 5 == text.count("| name | ours | remarks |")
+    assert [] == [row for row in rows if len(row) != 3 or not row[0] or not (row[1] or row[2])]
+    named = {name for _, ours, _ in rows for name in re.findall(r"`([^`]*)`", ours)}
+    named |= {name for *_, remarks in rows for name in re.findall(r"`(\w+(?:\.\w+)+)`", remarks)}
+    assert [] == sorted(name for name in named if not exists(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Stored.parent_hash", True), ("KvManager.max_capacity", True), ("kv_worker", True), ("kv_backends", True)]
+    + [(name, False) for name in ("Stored.parent", "nothing", "moves.Free", "KvManager.capacity", "kv_free")],
+)
+def test_a_name_that_is_not_there_is_found_out(name, expected):
+    assert expected == exists(name)

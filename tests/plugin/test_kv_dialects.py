@@ -317,6 +317,52 @@ def test_what_a_teardown_publishes_when_the_publisher_is_closed_is_no_failure(ne
     ).assert_outcomes(passed=1)
 
 
+@pytest.mark.parametrize("args", [[], ["--kv-capture=captures"]])
+def test_a_worker_publishes_to_the_publisher_that_takes_the_place_of_a_closed_one(nested, args):
+    nested(
+        """
+        from pytest_kvmock.wire.zmq import KvSubscriber
+
+        @pytest.mark.kv_dialects("vllm-0.33")
+        @pytest.mark.parametrize("endpoint", ["tcp", "ipc"])
+        def test(make_kv_publisher, kv_harness, kv_prompt, endpoint):
+            worker, prompt, received = kv_harness.worker(0), kv_prompt(), []
+            publisher = make_kv_publisher(endpoint=endpoint)
+            places = dict(endpoint=publisher.endpoint, replay=publisher.replay_endpoint)
+            with KvSubscriber(publisher.endpoint, received.append, dialect="vllm-0.33") as subscriber:
+                for life in range(3):
+                    publisher.settle(lambda: subscriber.poll() or publisher.subscriptions())
+                    worker.serve(prompt)
+                    subscriber.receive()
+                    assert (life + 1, 1) == (len(received), publisher.batches())
+                    publisher.close()
+                    worker.restart(announced=True)
+                    publisher = make_kv_publisher(**places)
+                assert 2 == len(subscriber.lost)
+        """,
+        *args,
+    ).assert_outcomes(passed=2)
+
+
+def test_a_worker_whose_publisher_is_closed_gets_one_error(nested):
+    result = nested(
+        """
+        @pytest.mark.kv_dialects("vllm-0.33")
+        def test(kv_publisher, kv_worker, kv_prompt):
+            kv_publisher.close()
+            for _ in range(3):
+                kv_worker.serve(kv_prompt())
+        """
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "1 KV event error: sink_failure (worker 0, event 0)",
+            "*this KvPublisher is closed; another one may be bound at tcp://127.0.0.1:*; it gets no further events",
+        ]
+    )
+
+
 UNUSED = {
     "injected": ("kv_publisher.faults.lose(); kv_worker.serve([1] * 16)", {"passed": 1}),
     "not injected": ("kv_publisher.faults.lose()", {"passed": 1, "errors": 1}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
+
 import pytest
 
 from pytest_kvmock.backends import BACKENDS, EngineProfile
@@ -174,6 +176,69 @@ def test_kv_trace_gives_the_requests_asked_for(nested, args, ini, expected):
     )
 
     result.assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize(
+    ("args", "ini", "marked", "plain"),
+    [
+        ([], "", "True", "False"),
+        ([], "kvmock_trace_tokens = true", "False", "True"),
+        (["--kv-trace-tokens"], "kvmock_trace_tokens = false", "False", "True"),
+        (["--kv-trace-tokens", "--kv-trace=t.jsonl"], "", "False", "True"),
+    ],
+)
+def test_prompts_of_kv_trace_have_tokens_where_that_is_asked_for(nested, args, ini, marked, plain):
+    """Both tests share one trace, which is read once for each kind of prompts."""
+    wins = "--kv-trace-tokens" in args
+    result = nested(
+        f"""
+        def has_tokens(trace): return {{request.prompt().tokens is not None for request in trace}}
+
+        def test(kv_trace): assert has_tokens(kv_trace) == {{{plain}}}
+
+        @pytest.mark.kvmock(trace_tokens={marked})
+        def test_marked(kv_trace): assert has_tokens(kv_trace) == {{{"True" if wins else marked}}}
+
+        def test_again(kv_trace): assert has_tokens(kv_trace) == {{{plain}}}
+        """,
+        *args,
+        files={"pytest.ini": f"[pytest]\n{ini}\n", "t.jsonl": TRACE},
+    )
+
+    result.assert_outcomes(passed=3)
+
+
+TOKEN_INDEX = """
+from pytest_kvmock import block_hashes, RadixIndex
+
+class ByTokens(RadixIndex):
+    find_matches = None
+
+    def match_tokens(self, tokens):
+        return RadixIndex.find_matches(self, block_hashes(tokens, 512))
+
+@pytest.fixture
+def kv_index(): return ByTokens()
+
+@pytest.mark.kv_backends("lineage", "vllm")
+@pytest.mark.kvmock(block_size=512, num_blocks=64)
+def test(kv_worker, kv_trace):
+    for request in kv_trace[:20]:
+        kv_worker.serve(request.prompt())
+"""
+
+
+def test_an_index_of_tokens_is_refused_a_trace_of_hashes_once_and_runs_it_with_tokens(nested):
+    result = nested(TOKEN_INDEX)
+    result.assert_outcomes(failed=2)
+    refusal = (
+        "E*ValueError: the index under test takes tokens (match_tokens), and this prompt has only hashes; give a "
+        "prompt of tokens (of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or "
+        "--kv-trace-tokens), or give the index a find_matches(local_hashes)"
+    )
+    assert 2 == sum(fnmatch(line, refusal.replace("[", "[[]")) for line in result.outlines)
+    result.stdout.no_fnmatch_line("*index_failure*")
+    nested(TOKEN_INDEX, "--kv-trace-tokens").assert_outcomes(passed=2)
 
 
 def test_a_trace_in_the_ini_file_is_found_from_anywhere(nested, pytester, monkeypatch):

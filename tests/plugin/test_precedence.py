@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.plugin.precedence import Policy, resolve_matrix, resolve_policy, resolve_profile
+from pytest_kvmock.plugin.precedence import (
+    Policy,
+    resolve_matrix,
+    resolve_policy,
+    resolve_profile,
+    resolve_trace_tokens,
+)
 from pytest_kvmock.profiles import NamedProfile
 from pytest_kvmock.strict_yaml import Place
 
@@ -59,6 +65,22 @@ POLICY = [
 @pytest.mark.parametrize(("command_line", "markers", "ini", "expected"), POLICY)
 def test_policy(command_line, markers, ini, expected):
     assert expected == resolve_policy(command_line, markers, ini)
+
+
+TRACE_TOKENS = [
+    # command line, markers from outer to inner, ini, expected
+    pytest.param({}, [], {}, False, id="default"),
+    pytest.param({}, [], {"trace_tokens": True}, True, id="ini over default"),
+    pytest.param({}, [{"trace_tokens": False}], {"trace_tokens": True}, False, id="marker over ini"),
+    pytest.param({}, [{"trace_tokens": True}, {"trace_tokens": False}], {}, False, id="inner marker over outer"),
+    pytest.param({}, [{"trace_tokens": True}, {"block_size": 4}], {}, True, id="an inner marker without it"),
+    pytest.param({"trace_tokens": True}, [{"trace_tokens": False}], {}, True, id="command line over marker"),
+]
+
+
+@pytest.mark.parametrize(("command_line", "markers", "ini", "expected"), TRACE_TOKENS)
+def test_trace_tokens(command_line, markers, ini, expected):
+    assert expected is resolve_trace_tokens(command_line, markers, ini)
 
 
 # ---------------------------------------------------------------------------------------------------- matrix

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 
-from pytest_kvmock import EngineProfile, Prompt, RouterHarness
+from pytest_kvmock import EngineProfile, Prompt, RouterHarness, Stored
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import (
     Burst,
@@ -31,7 +31,7 @@ def test_the_calls_publish_what_the_program_publishes(program):
     interpreter = Interpreter(played)
     for step in program:
         interpreter.do(step)
-    exec("\n".join(calls(program, 2)), {"kv": called, "Prompt": Prompt})
+    exec("\n".join(calls(program, 2)), {"kv": called, "Prompt": Prompt, "Stored": Stored})
     assert [entry.event for entry in played.events] == [entry.event for entry in called.events]
 
 

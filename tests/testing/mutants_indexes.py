@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from contract_runs import Mutants
+from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
 
 from pytest_kvmock import (
     BACKENDS,
@@ -475,3 +476,69 @@ class LosesTheNewestOfAQueueThatOverflows(Radix):
         def apply(self, event):
             if len(self.queue) < 9_999:
                 super().apply(event)
+
+
+@INDEXES.breaks("test_local_hashes_are_compared_whole")
+class KeepsLocalHashesAsFloats(IndexContract):
+    def make_index(self):
+        return HashIndex("float53", "local")
+
+
+@INDEXES.breaks("test_block_hashes_are_compared_whole")
+class KeepsBlockHashesWithoutTheirSign(IndexContract):
+    def make_index(self, block_size):
+        return TokenIndex("low63", "block", size=block_size)
+
+
+@INDEXES.breaks("test_adapters_are_told_apart")
+class IgnoresAdapters(IndexContract):
+    def make_index(self):
+        return KeyedTokenIndex("lora_name")
+
+
+@INDEXES.breaks("test_salts_are_told_apart")
+class IgnoresSalts(IndexContract):
+    def make_index(self):
+        return KeyedTokenIndex("cache_salt")
+
+
+@INDEXES.breaks("test_multimodal_items_are_told_apart")
+class IgnoresMultimodalItems(IndexContract):
+    def make_index(self):
+        return KeyedTokenIndex("multimodal")
+
+
+@INDEXES.breaks("test_a_redelivered_event_changes_nothing")
+class RaisesOnWhatComesTwice(Radix):
+    survives = ("double",)
+
+    class Subject(Tree):
+        pass
+
+
+@INDEXES.breaks("test_a_redelivered_event_changes_nothing")
+class CountsWhatComesTwice(IndexContract):
+    survives = ("double",)
+    backends = ("vllm",)
+
+    def make_index(self):
+        return LenientCounts()
+
+
+class LenientCounts(HashIndex):
+    """Counts copies, and raises on nothing."""
+
+    def __init__(self):
+        super().__init__(counts=True)
+
+    def apply(self, event):
+        with suppress(KeyError):
+            super().apply(event)
+
+
+@INDEXES.breaks("test_an_unannounced_restart_is_noticed")
+class KeepsWhatARestartedWorkerHad(Radix):
+    survives = ["restart"]  # noqa: RUF012 - a list is allowed, too
+
+    class Subject(Tree):
+        pass

@@ -3,7 +3,7 @@
 import pytest
 from contract_runs import failure_of, names_of_tests
 
-from pytest_kvmock import KvEventsError, RadixIndex
+from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness, testing
 from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
@@ -110,6 +110,14 @@ CASES = [
         "index_semantics must be None or 'e1', got 'e2'",
     ),
     (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), survives=("lose",)),
+        "survives must be a tuple or list of 'double' and 'restart', got ('lose',)",
+    ),
+    (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), survives="double"),
+        "survives must be a tuple or list of 'double' and 'restart', got 'double'",
+    ),
+    (
         subject(IndexContract, make_index=lambda self: {}),
         "make_index gave {}: the index under test (dict) has no apply(event), which takes a RouterEvent",
     ),
@@ -123,7 +131,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("contract", "line"), CASES, ids=[line[:40] for _, line in CASES])
+@pytest.mark.parametrize(
+    ("contract", "line"), CASES, ids=[f"{number} {line[:40]}" for number, (_, line) in enumerate(CASES)]
+)
 def test_every_test_fails_in_one_line_that_says_what_is_wrong(contract, line):
     expected = f"Failed: TestMine: {line}"
     with registered({}):
@@ -179,11 +189,93 @@ def test_an_index_that_grows_is_told_by_how_much():
     )
 
 
-def test_a_fault_in_live_traffic_is_told_with_its_backend():
-    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("lru", "vllm"))
+def failed_in_live_traffic(contract):
     with pytest.raises(KvEventsError) as raised:
         contract().test_it_follows_live_traffic()
-    assert "in traffic over vllm" in raised.value.__notes__
+    return raised.value.__notes__
+
+
+def test_a_fault_in_live_traffic_is_told_with_its_backend_seed_and_program():
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("lru", "vllm"))
+    told = failed_in_live_traffic(contract)[0]
+    assert told.startswith(
+        "in traffic over vllm, seed 0; play(RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=2, dp_size=2), "
+        "'vllm', index, sync='every'), program) shows it, where\nprogram = Program(\n    Prefill("
+    )
+    program = eval(told.partition("program = ")[2], {name: getattr(testing, name) for name in testing.__all__})
+    kv = RouterHarness(
+        EngineProfile(block_size=4, num_blocks=8, workers=2, dp_size=2), "vllm", RadixIndex(), sync="every"
+    )
+    with pytest.raises(KvEventsError) as raised:
+        testing.play(kv, program)
+    assert [f"at step {len(program) - 1} of the program: {program.steps[-1]!r}"] == raised.value.__notes__
+
+
+def test_a_fault_in_live_traffic_is_told_with_its_smallest_reproduction():
+    class Needs(RadixIndex):
+        def __init__(self, something):
+            super().__init__()
+
+    contract = subject(IndexContract, make_index=lambda self: Needs("something"), backends=("vllm",))
+    told = failed_in_live_traffic(contract)[1]
+    assert told.startswith("the smallest reproduction, cut from 156 events to 3:\nimport pytest\n")
+    assert "Removed((1,))" in told
+
+
+def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
+    class Forgets(RadixIndex):
+        made = 0
+
+        def __init__(self):
+            super().__init__()
+            type(self).made += 1
+            if self.made > 2:
+                raise OSError("no second one")
+
+    contract = subject(IndexContract, make_index=lambda self: Forgets(), backends=("vllm",))
+    told = failed_in_live_traffic(contract)[1]
+    assert told.startswith(
+        "no smaller reproduction: could not rebuild your index for the replay (OSError: no second one)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (
+            "test_it_does_not_grow_with_events",
+            "Plain has no size(): whether it grows over 10,000 blocks that are stored and removed was not checked",
+        ),
+        ("test_a_removed_worker_has_nothing", "Plain has no remove_worker(worker_id): what it leaves was not checked"),
+        (
+            "test_offloaded_blocks_need_no_parent",
+            "Plain has no find_tiered(local_hashes): tiers below the device were not checked",
+        ),
+        (
+            "test_salts_are_told_apart",
+            "match_tokens(tokens) of Plain takes no `extra`: prompts with an adapter, a salt or multimodal items were not checked",
+        ),
+        (
+            "test_a_redelivered_event_changes_nothing",
+            "TestMine.survives does not name 'double': an event that is delivered twice was not checked",
+        ),
+        (
+            "test_an_unannounced_restart_is_noticed",
+            "TestMine.survives does not name 'restart': a worker that restarts unannounced was not checked",
+        ),
+    ],
+)
+def test_a_test_of_what_an_index_does_not_have_is_skipped_and_says_what_was_not_checked(name, why):
+    class Plain:
+        def apply(self, event):
+            pass
+
+        def match_tokens(self, tokens):
+            return {}
+
+    with pytest.raises(pytest.skip.Exception) as skipped:
+        getattr(subject(IndexContract, make_index=lambda self: Plain())(), name)()
+    assert why == skipped.value.msg
 
 
 class Async(RadixIndex):

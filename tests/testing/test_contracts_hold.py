@@ -1,5 +1,7 @@
 """The contracts hold for what we ship: backends, eviction policies and the reference index."""
 
+from truncating_indexes import KeyedTokenIndex
+
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.cache.base import RequestLevel
@@ -137,6 +139,36 @@ class OneRank(RadixIndex):
 
     def size(self):
         return sum(self.num_blocks(*key) for key in self.workers)
+
+
+class NoticesRepeats(RadixIndex):
+    """A right index that drops an event which comes twice, and what a worker had that begins anew."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.last = {}
+
+    def apply(self, event):
+        key, event_id = (event.worker_id, event.event.dp_rank), event.event.event_id
+        if event_id == self.last.get(key):
+            return
+        if event_id < self.last.get(key, -1):
+            self.remove_worker_dp_rank(*key)
+        self.last[key] = event_id
+        super().apply(event)
+
+
+class TestAnIndexThatNoticesRepeats(IndexContract):
+    backends = tuple(BACKENDS)
+    survives = ("double", "restart")
+
+    def make_index(self):
+        return NoticesRepeats(count_copies=self.traits.copies)
+
+
+class TestAnIndexByTokensAndKeys(IndexContract):
+    def make_index(self):
+        return KeyedTokenIndex()
 
 
 class TestAnIndexThatDoesNotTellRanksApart(IndexContract):

@@ -22,6 +22,7 @@ from pytest_kvmock.testing import (
     Restart,
     Resume,
     Serve,
+    ServeNear,
     Tick,
     play,
     traffic,
@@ -115,11 +116,11 @@ def test_traffic_keeps_to_its_limits_and_names_requests_that_are_there(program):
         else:
             assert step.worker < 3
             assert step.rank < 2
-            assert isinstance(step, Clear) or 1 <= step.count <= 7
+            assert isinstance(step, (Clear, ServeNear)) or 1 <= step.count <= 7
     assert sum(isinstance(step, Burst) for step in program) <= 2
 
 
-@pytest.mark.parametrize("kind", [Prefill, Decode, Finish, Preempt, Resume, Clear, Burst])
+@pytest.mark.parametrize("kind", [Prefill, Decode, Finish, Preempt, Resume, Clear, Burst, ServeNear])
 def test_every_kind_of_step_is_drawn(kind):
     quick = settings(database=None, phases=(Phase.generate,), max_examples=1000)
     assert find(traffic(), lambda program: any(isinstance(step, kind) for step in program), settings=quick)
@@ -218,7 +219,7 @@ def test_what_is_no_step_is_refused():
         pytest.raises(
             TypeError,
             match=r"^a program has Prefill, Serve, Decode, Finish, Preempt, Resume, Submit, Abort, RunPasses, Run, Tick, "
-            r"Clear, Burst, Restart, RemoveWorker and DropNext, got 'run'\n",
+            r"Clear, Burst, ServeNear, Restart, RemoveWorker and DropNext, got 'run'\n",
         ),
     ):
         play(kv, ["run"])
@@ -234,6 +235,7 @@ def test_what_is_no_step_is_refused():
         ({"most_tokens": 0}, "traffic: most_tokens must be an integer of at least 1, got 0"),
         ({"ranks": 0}, "traffic: ranks must be an integer of at least 1, got 0"),
         ({"tiers": {"host": 4}}, "traffic: tiers must be True or False, got {'host': 4}"),
+        ({"near_hashes": 1}, "traffic: near_hashes must be True or False, got 1"),
         ({"most_in_a_burst": -1}, "traffic: most_in_a_burst must be an integer of at least 0, got -1"),
     ],
 )

@@ -70,6 +70,53 @@ class World:
         self.publisher.close()
 
 
+def test_a_timeout_after_a_restart_says_that_numbers_began_anew():
+    with World(replay=False) as world:
+        world.publish(2)
+        world.receive(2)
+        world.publisher.restart()
+        world.publish(1)
+        with pytest.raises(WireTimeout) as caught:
+            world.subscriber.receive(2, timeout=0.2)
+    assert [
+        "1 of 2 batches arrived in 0.2 s",
+        f"rank 0 at {world.publisher.endpoint}: next is batch 1; its numbers began anew after batch 1",
+        "rank 0: batch 0 came after batch 1: numbers went backwards, as after an unannounced restart",
+    ] == str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_an_engine_that_dies_and_comes_back_at_its_address_is_noticed_by_the_first_batch_though_it_is_the_same(
+    transport,
+):
+    harness, received = RouterHarness(backend="vllm"), []
+    prompt, worker = harness.prompt(), harness.worker(0)
+    with KvPublisher("vllm-0.33", endpoint=transport) as publisher:
+        places = {"endpoint": publisher.endpoint, "replay": publisher.replay_endpoint}
+        subscriber = KvSubscriber(
+            publisher.endpoint, received.append, dialect="vllm-0.33", replay=publisher.replay_endpoint
+        )
+        publisher.wait_subscribed()
+        harness.add_sink(publisher, worker_id=0)
+        worker.serve(prompt)
+        subscriber.receive()
+        publisher.close()
+        harness.publisher.remove_sink(publisher)
+    worker.restart(announced=True)
+    with subscriber, KvPublisher("vllm-0.33", **places) as again:
+        again.take_over(publisher)
+        harness.add_sink(again, worker_id=0)
+        again.settle(lambda: subscriber.poll() or again.subscriptions())
+        worker.serve(prompt)
+        subscriber.receive()
+        assert 2 == len(received)
+        assert received[0].event.data == received[1].event.data
+        assert ["batch 0 came after batch 0: numbers went backwards, as after an unannounced restart"] == [
+            loss.observed for loss in subscriber.lost
+        ]
+    assert [] == harness.judge().errors
+
+
 @pytest.mark.parametrize("dialect", SPOKEN)
 @pytest.mark.parametrize("transport", ["tcp", "ipc", "inproc"])
 def test_what_is_published_arrives(dialect, transport):

@@ -24,16 +24,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from logging import DEBUG
 from typing import Generic, TypeVar
 from uuid import UUID
 
-from pytest_kvmock.cache.base import LOG, ManagerBase, trace
+from pytest_kvmock.cache.base import LOG, ManagerBase
+from pytest_kvmock.cache.cache_trace import OF_1_0_2, TRACE_LEVEL, trace
 from pytest_kvmock.cache.dynamo import move_checks
 from pytest_kvmock.cache.dynamo.hash_cache_use import (
     UsePlan,
     check_lengths,
     check_token_places,
+    evicted_one_by_one,
     full_blocks,
     stored_as_1_0_2,
     stored_runs,
@@ -275,6 +276,10 @@ class HashCacheManager(ShortForms, ManagerBase):
             published = list(stored_runs(move, plan) if self.strict else stored_as_1_0_2(move, plan))
 
         active, inactive = self._active, self._inactive
+        is_traced = (plan.evicted or published) and LOG.isEnabledFor(TRACE_LEVEL)
+        if is_traced:
+            for block, sizes in evicted_one_by_one(blocks, plan, len(active), len(inactive)):
+                trace(self, "eviction", full_blocks([block]), sizes=sizes, form=OF_1_0_2)
         for block in plan.evicted:
             inactive.remove(block)
             if not isinstance(block, UUID):
@@ -285,9 +290,8 @@ class HashCacheManager(ShortForms, ManagerBase):
             active[block] = active.get(block, 0) + 1
         for stored, token_ids in published:
             self._publisher.publish(stored, token_ids)
-        if (plan.evicted or published) and LOG.isEnabledFor(DEBUG):
-            trace(self, (), full_blocks(plan.evicted))
-            trace(self, [block for stored, _ in published for block in stored.block_hashes], ())
+            if is_traced:
+                trace(self, "allocation", stored.block_hashes, form=OF_1_0_2)
         return len(blocks) if fits else 0
 
     def _plan_use(self, blocks: Sequence[Block]) -> UsePlan:
@@ -352,8 +356,8 @@ class HashCacheManager(ShortForms, ManagerBase):
         destroyed = tuple(full_blocks(blocks))
         if destroyed:
             self._publisher.publish(Removed(destroyed))
-            if LOG.isEnabledFor(DEBUG):
-                trace(self, (), destroyed)
+            if LOG.isEnabledFor(TRACE_LEVEL):
+                trace(self, "eviction", destroyed, form=OF_1_0_2)
         return 1
 
     def _promote(self, move: Promote) -> int:
@@ -368,8 +372,8 @@ class HashCacheManager(ShortForms, ManagerBase):
         if new:
             beside = None if move.token_ids is None else [move.token_ids]
             self._publisher.publish(Stored(move.parent, (move.block,), (move.local_hash,)), beside)
-            if LOG.isEnabledFor(DEBUG):
-                trace(self, (move.block,), ())
+            if LOG.isEnabledFor(TRACE_LEVEL):
+                trace(self, "allocation", (move.block,), form=OF_1_0_2)
         return 1
 
     def clear(self) -> bool:

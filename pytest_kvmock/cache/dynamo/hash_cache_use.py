@@ -34,6 +34,32 @@ def full_blocks(blocks: Iterable[Block]) -> list[int]:
     return [block for block in blocks if not isinstance(block, UUID)]
 
 
+def evicted_one_by_one(
+    blocks: Sequence[Block], plan: UsePlan, active: int, inactive: int
+) -> Iterator[tuple[Block, tuple[int, int]]]:
+    """Yield each block that a Use evicts, with how many are active and inactive then; its own place is free, not taken yet.
+
+    Args:
+        blocks: those of the Use.
+        plan: what it does.
+        active: how many are active before.
+        inactive: how many are inactive before.
+    """
+    stored, woken = set(plan.stored), set(plan.woken)
+    first = len(plan.stored) - len(plan.evicted)  # those before it had room
+    evicted = dict(zip(plan.stored[first:], plan.evicted, strict=True))
+    for place, block in enumerate(blocks[: plan.served]):
+        if place in evicted:
+            inactive -= 1
+            yield evicted[place], (active, inactive)
+        if place in stored:
+            active += 1
+        elif block in woken:
+            woken.remove(block)
+            active += 1
+            inactive -= 1
+
+
 def check_token_places(move: Use, plan: UsePlan) -> None:
     """Raise a MoveError where the original does not find the tokens of a block that it stores, in a Use that fails too."""
     places = _full_places(move, plan)

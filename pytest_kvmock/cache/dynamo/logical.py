@@ -6,10 +6,10 @@ One subject: what each move does to slots, names and references.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from logging import DEBUG
 from uuid import UUID
 
-from pytest_kvmock.cache.base import LOG, ManagerBase, trace
+from pytest_kvmock.cache.base import LOG, ManagerBase
+from pytest_kvmock.cache.cache_trace import OF_1_2_1, TRACE_LEVEL, trace
 from pytest_kvmock.cache.dynamo import move_checks
 from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 from pytest_kvmock.cache.dynamo.names import Names
@@ -179,10 +179,12 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
             served = self._use_one_by_one(move, served, pending)
         victims = None if self._offload is None else self._offload_use(move, served, pending)
         pending.publish(self._publisher, pool)
+        if (pending.stored or pending.evicted) and LOG.isEnabledFor(TRACE_LEVEL):
+            trace(self, "allocation", pending.stored, form=OF_1_2_1)
+            if not victims:
+                trace(self, "eviction", pending.removed, form=OF_1_2_1)
         if victims:
-            self._hand_over(victims)
-        if (pending.stored or pending.evicted) and LOG.isEnabledFor(DEBUG):
-            trace(self, pending.stored, pending.removed)
+            self._hand_over(victims, pending)
         return served
 
     def _hold_leading(self, move: Use, pending: PendingEvents) -> int:
@@ -444,8 +446,8 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
             self._details[plh] = BlockDetails(name, plh, move.parent, move.local_hash, move.token_ids)
         beside = None if move.token_ids is None else [move.token_ids]
         self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), beside)
-        if LOG.isEnabledFor(DEBUG):
-            trace(self, (name,), ())
+        if LOG.isEnabledFor(TRACE_LEVEL):
+            trace(self, "allocation", (name,), form=OF_1_2_1)
         return 1
 
     # ---------------------------------------------------------------------------------------------- the rest

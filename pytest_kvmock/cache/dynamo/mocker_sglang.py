@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from logging import DEBUG
 from typing import ClassVar, Final, Literal, TypeAlias
 
-from pytest_kvmock.cache.base import LOG, RequestLevel, trace
+from pytest_kvmock.cache.base import LOG, RequestLevel
+from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
 from pytest_kvmock.cache.dynamo.mocker_sglang_tree import PageNode, PageTree
 from pytest_kvmock.cache.hashed import HashedTokens
@@ -400,8 +400,8 @@ class MockerRadixManager(RequestLevel):
             extra = None if tokens.keys is None else part_of(tokens.carried(0, places[-1] + 1), places)
             data, token_ids = Stored(parent, tuple(names), local), self._token_ids(tokens, places)
             self._publisher.publish(data, token_ids, StorageTier.DEVICE, extra)
-            if LOG.isEnabledFor(DEBUG):
-                trace(self, names, ())
+            if LOG.isEnabledFor(TRACE_LEVEL):
+                trace(self, "allocation", names)
 
     def _token_ids(self, tokens: HashedTokens, places: Sequence[int]) -> BlockTokens | None:
         """The tokens of some pages, where somebody is given them; the original's events have none."""
@@ -426,5 +426,5 @@ class MockerRadixManager(RequestLevel):
         if not gone:
             return
         self._publisher.publish(Removed(tuple(gone)))
-        if LOG.isEnabledFor(DEBUG):
-            trace(self, (), gone)
+        if LOG.isEnabledFor(TRACE_LEVEL):
+            trace(self, "eviction", gone)

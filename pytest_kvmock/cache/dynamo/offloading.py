@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Sequence
-from logging import DEBUG
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from uuid import UUID
 
-from pytest_kvmock.cache.base import LOG, Publisher, trace
+from pytest_kvmock.cache.base import LOG, Publisher
+from pytest_kvmock.cache.cache_trace import OF_1_2_1, TRACE_LEVEL, trace
 from pytest_kvmock.cache.dynamo.eviction.policy import Slot
 from pytest_kvmock.cache.dynamo.move_checks import are_plhs
 from pytest_kvmock.cache.dynamo.names import Names
@@ -29,7 +29,7 @@ from pytest_kvmock.cache.offload import (
     SwapIn,
 )
 from pytest_kvmock.checks import check_time
-from pytest_kvmock.events import StorageTier, Stored
+from pytest_kvmock.events import Cleared, StorageTier, Stored
 from pytest_kvmock.moves import MoveError, Use
 
 if TYPE_CHECKING:
@@ -131,13 +131,22 @@ class Offloading:
         """Slots, among `num_outside`, that are reserved for blocks that come back."""
         return sum(len(scheduled.slots) for scheduled in self._scheduled)
 
-    def _carry_out(self, result: OffloadResult) -> None:
-        """Take back the slots that are free again, and publish the events."""
+    def _carry_out(self, result: OffloadResult, removed: Sequence[int | None] = ()) -> None:
+        """Take back the slots that are free again, and publish the events.
+
+        What the device evicted for them was published before, and is in the trace now: here are the sizes of that moment.
+        """
         for slot in result.slots:
             self._pool.give_back(slot)
         self._num_outside -= len(result.slots)
-        for event in result.events:
-            self._publisher.publish(event.data, event.token_ids, event.tier)
+        is_traced = bool(removed or result.events) and LOG.isEnabledFor(TRACE_LEVEL)
+        if is_traced:
+            trace(self, "eviction", removed, form=OF_1_2_1)  # type: ignore[arg-type]  # the whole manager is one
+        for data, tier, token_ids in result.events:
+            self._publisher.publish(data, token_ids, tier)
+            if is_traced and not isinstance(data, Cleared):
+                event: Literal["allocation", "eviction"] = "allocation" if isinstance(data, Stored) else "eviction"
+                trace(self, event, data.block_hashes, tier=tier, form=OF_1_2_1)  # type: ignore[arg-type]  # as above
 
     def _resident_below(self, tier: StorageTier) -> Collection[int]:
         """Sequence hashes of what a further tier holds."""
@@ -192,12 +201,13 @@ class Offloading:
                 name, local, ids = following
             parent = block
 
-    def _hand_over(self, victims: Sequence[Slot]) -> None:
+    def _hand_over(self, victims: Sequence[Slot], pending: PendingEvents) -> None:
         """Give evicted blocks to the engine, with their slots; their Removed is published."""
         assert self._offload is not None
         self._num_outside += len(victims)
         details = [self._details.pop(slot.plh, None) for slot in victims]
-        self._carry_out(self._offload.take([block for block in details if block is not None], victims))
+        result = self._offload.take([block for block in details if block is not None], victims)
+        self._carry_out(result, pending.removed)
 
     # ------------------------------------------------------------------------------------------------- swap-in
 
@@ -251,9 +261,7 @@ class Offloading:
         if not victims:
             return NoHits()
         pending.publish(self._publisher, self._pool)
-        if LOG.isEnabledFor(DEBUG):
-            trace(self, (), pending.removed)  # type: ignore[arg-type]  # the whole manager is one
-        self._hand_over(victims)
+        self._hand_over(victims, pending)
         return BlockedOnG1Offload()
 
     def put_down(self, scheduled: Scheduled) -> None:
@@ -324,9 +332,9 @@ class Offloading:
             self._details[block.plh] = block._replace(parent=parent)
             stored.append(block)
             parent = block.name
+        self._publish_swapped_in(anchor, stored)
         for slot in slots[::-1]:
             pool.give_back(slot)
-        self._publish_swapped_in(anchor, stored)
         if self._publisher.failure is not None:
             self._publisher.surface()
         return taken
@@ -340,8 +348,8 @@ class Offloading:
         token_ids = [block.token_ids for block in stored if block.token_ids is not None]
         data = Stored(anchor, names, tuple(block.local_hash for block in stored))
         self._publisher.publish(data, token_ids if len(token_ids) == len(stored) else None)
-        if LOG.isEnabledFor(DEBUG):
-            trace(self, names, ())  # type: ignore[arg-type]  # the whole manager is one
+        if LOG.isEnabledFor(TRACE_LEVEL):
+            trace(self, "allocation", names, form=OF_1_2_1)  # type: ignore[arg-type]  # as above
 
     # ---------------------------------------------------------------------------------------------------- pins
 

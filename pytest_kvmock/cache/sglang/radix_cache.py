@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from logging import DEBUG
 from random import Random
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
-from pytest_kvmock.cache.base import LOG, RequestLevel, trace
+from pytest_kvmock.cache.base import LOG, RequestLevel
+from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.event_queue import EventQueue, TakenEvent
 from pytest_kvmock.cache.sglang.hashes import SglangHasher
@@ -473,9 +473,9 @@ class RadixCacheManager(RequestLevel):
                 self._publisher.publish(data, token_ids)
             else:
                 self._publisher.publish(data, token_ids, StorageTier.DEVICE, extra)
-            if LOG.isEnabledFor(DEBUG):
-                stored = data.block_hashes if isinstance(data, Stored) else ()
-                trace(self, stored, data.block_hashes if isinstance(data, Removed) else ())
+            if LOG.isEnabledFor(TRACE_LEVEL):
+                trace(self, "allocation", data.block_hashes if isinstance(data, Stored) else ())
+                trace(self, "eviction", data.block_hashes if isinstance(data, Removed) else ())
 
 
 def _on_the_wire(extra: dict[str, Any] | None) -> dict[str, Any] | None:

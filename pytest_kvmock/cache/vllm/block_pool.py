@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from logging import DEBUG
 from random import Random
 from typing import TYPE_CHECKING, ClassVar
 from uuid import UUID
 
-from pytest_kvmock.cache.base import LOG, RequestLevel, trace
+from pytest_kvmock.cache.base import LOG, RequestLevel
+from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys, VllmHasher, vllm_version
 from pytest_kvmock.events import Cleared, StorageTier, Stored
@@ -323,8 +323,9 @@ class BlockPoolManager(RequestLevel):
         stored = end > start and self.enable_caching
         if stored:
             self._cache_full_blocks(request, start, end)
-        if (stored or evicted) and LOG.isEnabledFor(DEBUG):
-            trace(self, request.tokens.names[start:end] if stored else (), evicted)
+        if (stored or evicted) and LOG.isEnabledFor(TRACE_LEVEL):
+            trace(self, "eviction", evicted)
+            trace(self, "allocation", request.tokens.names[start:end] if stored else ())
         if self._publisher.failure is not None:
             self._publisher.surface()
         return taken

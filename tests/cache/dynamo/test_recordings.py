@@ -17,6 +17,7 @@ from pytest_kvmock.tokens import sequence_hashes
 FILES = (
     "logical_scenarios",
     "logical_lineage_moves",
+    "logical_lineage_woken",
     "logical_lru_moves",
     "logical_multi_lru_moves",
     "logical_lineage_requests",
@@ -48,6 +49,13 @@ OWN_FAULTS = {  # of the real manager; what follows from one is listed under it
         ("orphaned_child", None): 13,
         RESTORED: 14,
         ("engine_drift", "evicted_and_restored"): 14,
+    },
+    "logical_lineage_woken": {
+        ("orphaned_child", None): 71,
+        RESTORED: 7,
+        ("orphaned_child", "evicted_and_restored"): 3,
+        ("engine_drift", "evicted_and_restored"): 7,
+        ("parent_block_not_found", "evicted_and_restored"): 3,
     },
     "logical_lru_moves": {
         ("orphaned_child", None): 38,

@@ -1,0 +1,92 @@
+"""What a router index must tell apart, as tests: hashes that agree in a part, and prompts that differ in what they carry."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+
+from pytest_kvmock.programs.near_hashes import TRUNCATIONS
+from pytest_kvmock.testing.index_driver import IndexDriver
+from pytest_kvmock.testing.index_subject import OverIndex
+
+_IMAGES: Final = ("1c" * 32, "2d" * 32)
+"""Identifiers of multimodal items as vLLM's, 64 hexadecimal digits."""
+
+
+class DistinctBlocks(OverIndex):
+    """The part of `IndexContract` that is about blocks which are nearly the same."""
+
+    def test_local_hashes_are_compared_whole(self) -> None:
+        """Blocks whose local hashes agree in 32, 53 or 63 bits are two blocks."""
+        for kept in TRUNCATIONS:
+            index = self._start()
+            index.near("local", kept)
+            index.store("pa", 0)
+            index.expect("pa", {0: 2})
+            index.expect("q", {})
+            index.expect("qa", {})
+            index.store("q", 1)
+            index.expect("pa", {0: 2})
+            index.expect("qa", {1: 1})
+
+    def test_block_hashes_are_compared_whole(self) -> None:
+        """Blocks whose block hashes agree in 32, 53 or 63 bits are two blocks, and two parents."""
+        for kept in TRUNCATIONS:
+            index = self._start()
+            index.near("block", kept)
+            index.store("p")
+            index.store("q")
+            index.store("a", after="p")
+            index.store("b", after="q")
+            for letters, blocks in (("pa", 2), ("qb", 2), ("pb", 1), ("qa", 1)):
+                index.expect(letters, {0: blocks})
+            index.remove("qb", "q")
+            index.expect("pa", {0: 2})
+            index.expect("qb", {})
+
+    def test_adapters_are_told_apart(self) -> None:
+        """Blocks of the same tokens under two LoRA adapters, or under none, are different blocks."""
+        self._expect_apart({"lora_name": "adapter-a"}, {"lora_name": "adapter-b"})
+
+    def test_salts_are_told_apart(self) -> None:
+        """Blocks of the same tokens under two cache salts, or under none, are different blocks."""
+        self._expect_apart({"cache_salt": "tenant-1"}, {"cache_salt": "tenant-2"})
+
+    def test_multimodal_items_are_told_apart(self) -> None:
+        """Blocks of the same tokens with two images in them, or with none, are different blocks; those before are shared."""
+        first, second = ({"multimodal": [(image, 0, 2)]} for image in _IMAGES)
+        self._expect_apart(first, second)
+        index = self._start_keyed()
+        first, second = ({"multimodal": [(image, self.block_size, 1)]} for image in _IMAGES)
+        index.store("abc", 0, keys=first)
+        index.expect("abc", {0: 3}, keys=first)
+        index.expect("abc", {0: 1}, keys=second)
+        index.expect("abc", {0: 1})
+
+    def _expect_apart(self, first: dict[str, Any], second: dict[str, Any]) -> None:
+        """Prompts that carry these, or nothing, share no block."""
+        __tracebackhide__ = True
+        index = self._start_keyed()
+        index.store("abc", 0, keys=first)
+        index.expect("abc", {})
+        index.expect("abc", {}, keys=second)
+        index.store("ab", 1, keys=second)
+        index.store("a", 2)
+        index.store("d", 0, after="abc", keys=first)
+        index.expect("abcd", {0: 4}, keys=first)
+        index.expect("abcd", {1: 2}, keys=second)
+        index.expect("abcd", {2: 1})
+        index.remove("abcd", "abc", keys=first)
+        index.expect("abcd", {0: 2}, keys=first)
+        index.expect("abcd", {1: 2}, keys=second)
+
+    def _start_keyed(self) -> IndexDriver:
+        """As `_start`; the test is skipped for an index that is asked by tokens alone."""
+        index = self._start()
+        if not index.takes_keys:
+            pytest.skip(
+                f"match_tokens(tokens) of {index.index.name} takes no `extra`: prompts with an adapter, a salt or multimodal "
+                "items were not checked"
+            )
+        return index

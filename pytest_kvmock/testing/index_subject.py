@@ -1,0 +1,85 @@
+"""The index under contract: how a contract makes it, and the worlds in which it puts it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Any, ClassVar, Final, Literal
+
+from pytest_kvmock.backends import BackendSpec, EngineProfile
+from pytest_kvmock.engine.driver import Traits
+from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.harness.under_test import IndexUnderTest
+from pytest_kvmock.testing.index_driver import IndexDriver
+from pytest_kvmock.testing.subject import call_with, check_backends, refuse
+
+SURVIVED: Final = {"double": "an event that is delivered twice", "restart": "a worker that restarts unannounced"}
+"""The faults that a contract may ask an index to survive, and each in words."""
+
+
+class OverIndex:
+    """What the tests of an index share; see `IndexContract` for its attributes."""
+
+    block_size: ClassVar[int] = 4
+    tells_ranks_apart: ClassVar[bool] = True
+    backends: ClassVar[Sequence[str | BackendSpec] | None] = None
+    index_semantics: ClassVar[Literal["e1"] | None] = None
+    survives: ClassVar[Sequence[str]] = ()
+    traits: Traits = Traits()
+
+    def make_index(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
+        """Make a new index; to be defined by a subclass, with the tokens a block as argument or with none."""
+        __tracebackhide__ = True
+        refuse(self, "define make_index(self) or make_index(self, block_size), which makes a new index")
+
+    def run(self, awaitable: Awaitable[Any]) -> Any:
+        """Wait for what an async index answers; to be defined for one, with a loop that outlives the test."""
+        __tracebackhide__ = True
+        close = getattr(awaitable, "close", None)
+        if close is not None:  # or Python warns that it was never awaited
+            close()
+        refuse(
+            self, "the index is async, and a contract has no loop: define run(self, awaitable), which runs it in yours"
+        )
+
+    def _made(self) -> Any:
+        __tracebackhide__ = True
+        return call_with(self, self.make_index, "make_index", self.block_size)
+
+    def _specs(self) -> list[BackendSpec]:
+        """The backends whose traffic the index must follow."""
+        __tracebackhide__ = True
+        return check_backends(self, self.backends, self.block_size)
+
+    def _harness(self, spec: BackendSpec, num_blocks: int, workers: int = 1, dp_size: int = 1) -> RouterHarness:
+        """A world of a backend, with an index made for it."""
+        __tracebackhide__ = True
+        self.traits = spec.traits
+        profile = EngineProfile(self.block_size, num_blocks, workers, dp_size)
+        return RouterHarness(profile, spec, self._made(), sync="every", index_semantics=self.index_semantics)
+
+    def _check(self, harness: RouterHarness) -> None:
+        """Compare the index, and raise if anything is wrong."""
+        __tracebackhide__ = True
+        if harness.is_async:
+            self.run(harness.aflush())
+        harness.events.check()
+
+    def _start(self) -> IndexDriver:
+        __tracebackhide__ = True
+        if self.index_semantics not in (None, "e1"):
+            refuse(self, f"index_semantics must be None or 'e1', got {self.index_semantics!r:.80}")
+        survives = self.survives
+        if not isinstance(survives, tuple | list) or not all(each in (*SURVIVED,) for each in survives):
+            refuse(
+                self, f"survives must be a tuple or list of {' and '.join(map(repr, SURVIVED))}, got {survives!r:.80}"
+            )
+        self._specs()
+        index = self._made()
+        wrong = None
+        try:
+            under_test = IndexUnderTest(index)
+        except (TypeError, ValueError) as error:
+            wrong = str(error)
+        if wrong is not None:
+            refuse(self, f"make_index gave {index!r:.80}: {wrong}")
+        return IndexDriver(under_test, self.block_size, self.run)

@@ -1,0 +1,145 @@
+"""An index that keeps 32, 53 or 63 bits of a hash is found: by the contract, and by `traffic`."""
+
+import pytest
+from contract_runs import failure_of, names_of_tests
+from hypothesis import Phase, given, seed, settings
+from truncating_indexes import KEPT, HashIndex, TokenIndex
+
+from pytest_kvmock import BACKENDS, EngineProfile, KvEventsError, RouterHarness
+from pytest_kvmock.backends import backend_spec
+from pytest_kvmock.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair, truncated
+from pytest_kvmock.testing import IndexContract, Program, ServeNear, play, traffic
+from pytest_kvmock.tokens import block_hashes
+
+KINDS = [HashIndex, TokenIndex]
+SIZES = EngineProfile(block_size=4, num_blocks=8, workers=2)
+
+each_truncation = pytest.mark.parametrize("kept", KEPT)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+of_which = pytest.mark.parametrize("of", ["block", "local"])
+
+
+def contract_of(make, **body):
+    return type("TestMine", (IndexContract,), {"make_index": lambda self: make(), **body})
+
+
+# -------------------------------------------------------------------------------------------------- the pairs
+
+
+@each_truncation
+def test_two_hashes_agree_in_what_a_truncation_keeps_and_differ(kept):
+    first, second = hash_pair(kept)
+    assert first != second
+    assert truncated(first, kept) == truncated(second, kept)
+
+
+@each_truncation
+@pytest.mark.parametrize("block_size", [4, 8, 16, 32, 64])
+def test_the_hashes_of_two_blocks_of_tokens_agree_in_what_a_truncation_keeps_and_differ(block_size, kept):
+    first, second = token_pair(block_size, kept)
+    assert (block_size, block_size) == (len(first), len(second))
+    (one,), (other,) = block_hashes(first, block_size), block_hashes(second, block_size)
+    assert one != other
+    assert truncated(one, kept) == truncated(other, kept)
+
+
+@each_truncation
+@pytest.mark.parametrize("block_size", [1, 2, 12])
+def test_for_blocks_of_other_sizes_a_pair_of_32_bits_is_found(block_size, kept):
+    first, second = token_pair(block_size, kept)
+    (one,), (other,) = block_hashes(first, block_size), block_hashes(second, block_size)
+    bits = TRUNCATIONS[kept].otherwise
+    assert one != other
+    assert truncated(one, bits) == truncated(other, bits)
+
+
+def test_what_a_truncation_keeps_of_a_signed_hash_is_that_of_the_unsigned_one():
+    assert [truncated(2**64 - 5, kept) for kept in KEPT] == [truncated(-5, kept) for kept in KEPT]
+
+
+# ------------------------------------------------------------------------------------------------ the contract
+
+ABOUT = {"local": "test_local_hashes_are_compared_whole", "block": "test_block_hashes_are_compared_whole"}
+
+
+@each_truncation
+@of_which
+@each_kind
+def test_the_contract_finds_an_index_that_keeps_a_part_of_a_hash(kind, of, kept):
+    failure = failure_of(contract_of(lambda: kind(kept, of)), ABOUT[of], KeyError)
+    assert f"p and q are blocks whose {of} hashes agree {TRUNCATIONS[kept].words}\n" in str(failure)
+
+
+@each_kind
+def test_nothing_else_of_the_contract_finds_it(kind):
+    contract = contract_of(lambda: kind("low63", "local"))
+    others = [
+        name for name in names_of_tests(contract) if name not in ABOUT.values() and not _is_skipped(contract, name)
+    ]
+    assert [] == [name for name in others if failure_of(contract, name) is not None]
+
+
+def _is_skipped(contract, name):
+    try:
+        getattr(contract(), name)()
+    except pytest.skip.Exception:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 2])
+@each_kind
+def test_an_index_that_keeps_all_of_a_hash_passes(kind, block_size):
+    sizes = {"size": block_size} if kind is TokenIndex else {}
+    contract = contract_of(lambda: kind(**sizes), block_size=block_size)
+    assert [None, None] == [failure_of(contract, name) for name in ABOUT.values()]
+
+
+# ------------------------------------------------------------------------------------------------- the traffic
+
+
+def is_found(make, seed_of_hypothesis, backend="lineage", most=100):
+    @seed(seed_of_hypothesis)
+    @settings(max_examples=most, database=None, phases=(Phase.generate,))
+    @given(traffic(workers=2))
+    def run(program):
+        with RouterHarness(SIZES, backend, make()) as kv:
+            play(kv, program)
+
+    try:
+        run()
+    except (KvEventsError, KeyError):
+        return True
+    return False
+
+
+@each_truncation
+@of_which
+@each_kind
+def test_traffic_finds_an_index_that_keeps_a_part_of_a_hash(kind, of, kept):
+    assert is_found(lambda: kind(kept, of), 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@each_kind
+def test_an_index_that_keeps_all_of_a_hash_passes_in_traffic_over_every_backend(kind, backend):
+    counts = backend_spec(backend).traits.copies
+    assert not is_found(lambda: kind(counts=counts), 1, backend, most=20)
+
+
+@each_truncation
+@of_which
+@each_kind
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_step_is_enough_over_every_backend(backend, kind, of, kept):
+    with pytest.raises(KvEventsError), RouterHarness(SIZES.replace(workers=1), backend, kind(kept, of)) as kv:
+        play(kv, Program(ServeNear(kept)))
+
+
+def test_prompts_with_hashes_that_agree_may_be_left_out():
+    @settings(max_examples=100, database=None)
+    @given(traffic(near_hashes=False))
+    def run(program):
+        assert not any(isinstance(step, ServeNear) for step in program)
+
+    run()
