@@ -232,6 +232,8 @@ class RouterEvent:
             no part of equality, nor of Dynamo's JSON.
         extra: what else travels beside it, by the names of the wire (`prompt_keys.EventExtra`): the adapter, salt and session
             of the request that stored, and per block what was hashed beside its tokens. None: nothing. Not to be changed.
+        chained: whether it was published for a request, so that its hashes must be the engine's chain; hand-made moves have
+            free hashes. Like the two before it beside the event: no part of equality, text or JSON.
     """
 
     worker_id: int
@@ -239,6 +241,27 @@ class RouterEvent:
     storage_tier: StorageTier = StorageTier.DEVICE
     token_ids: BlockTokens | None = field(default=None, compare=False)
     extra: EventExtra | None = field(default=None, compare=False)
+    chained: bool = field(default=False, compare=False)
+
+    @property
+    def event_id(self) -> int:
+        """The id of the event: 0, 1, 2 ... for each worker and rank by itself."""
+        return self.event.event_id
+
+    @property
+    def data(self) -> EventData:
+        """The Stored, Removed or Cleared."""
+        return self.event.data
+
+    @property
+    def dp_rank(self) -> int:
+        """The data-parallel rank that published it."""
+        return self.event.dp_rank
+
+    @property
+    def key(self) -> StreamKey:
+        """Worker and rank: who counts ids and holds blocks by itself."""
+        return self.worker_id, self.event.dp_rank
 
     def __repr__(self) -> str:
         extra = "" if self.extra is None else f", extra={self.extra!r}"
@@ -303,7 +326,7 @@ def stored_event(  # noqa: PLR0917 - it is called for each event that is decoded
     event.event_id, event.data, event.dp_rank = event_id, data, dp_rank
     named = _new(RouterEvent)
     named.worker_id, named.event, named.storage_tier = worker_id, event, storage_tier
-    named.token_ids, named.extra = token_ids, None
+    named.token_ids, named.extra, named.chained = token_ids, None, False
     return named
 
 

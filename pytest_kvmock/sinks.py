@@ -3,7 +3,9 @@
 A manager publishes every event to its sink, and what the sink raises does not stop it: that is logged, the event id stays
 consumed (Dynamo, `KvEventPublishers`), and the first exception leaves the manager's call when the move is over.
 
-A sink of the original's two shapes is taken as well, wherever a sink is given: `adapted` makes one of this protocol of it.
+An event is one value, a `RouterEvent`, and `publish(event)` takes it. A manager does not know its worker and publishes in
+parts; what stands at the worker makes the value. Sinks of other shapes are taken wherever a sink is given: `event_sink` makes
+one that takes the value of them, `adapted` one that takes the parts.
 """
 
 from __future__ import annotations
@@ -20,13 +22,23 @@ if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
 
 
-class Sink(Protocol):
+class EventSink(Protocol):
     """The protocol of sinks.
 
+    `RouterEvent` has what `KvCacheEventSink` of dynamo-mocker 1.2.1 is given, by the same names (`event_id`, `data`, `dp_rank`).
+    Where a harness gives a sink the events of one worker (`add_sink(sink, worker_id=0)`), and the sink has a method
+    `worker_restarted(dp_rank)`, that is called when a rank of the worker restarts.
+    """
+
+    def publish(self, event: RouterEvent, /) -> object:
+        """Publish one event."""
+
+
+class Sink(Protocol):
+    """What a block manager publishes to: an event in parts, without its worker.
+
     Where a prompt carried more than tokens, a `publish` that has a parameter `extra` is given what travels beside the event
-    (`prompt_keys.EventExtra`); one that has none gets the event all the same. Where a harness gives a sink the events of one
-    worker (`add_sink(sink, worker_id=0)`), and the sink has a method `worker_restarted(dp_rank)`, that is called when a rank
-    of the worker restarts.
+    (`prompt_keys.EventExtra`); one that has none gets the event all the same.
     """
 
     def publish(
@@ -41,13 +53,6 @@ class Sink(Protocol):
         """
 
 
-class EventSink(Protocol):
-    """A sink that takes the event alone, as `KvCacheEventSink` of dynamo-mocker 1.2.1."""
-
-    def publish(self, event: KvCacheEvent, /) -> object:
-        """Publish one event."""
-
-
 class TokenSink(Protocol):
     """A sink that takes the event and its token ids, as `KvCacheEventSink` of earlier releases of dynamo-mocker."""
 
@@ -55,12 +60,12 @@ class TokenSink(Protocol):
         """Publish one event."""
 
 
-GivenSink: TypeAlias = "Sink | EventSink | TokenSink | Callable[..., object]"
+GivenSink: TypeAlias = "EventSink | Sink | TokenSink | Callable[..., object]"
 """A sink as a user gives it: one of three shapes, or a function that takes what their `publish` takes."""
 
 
-def adapted(given: GivenSink, what: str = "sink") -> Sink:
-    """Return the sink itself if it has the protocol of `Sink`, else an adapter to it.
+def event_sink(given: GivenSink, what: str = "sink") -> EventSink:
+    """Return the sink itself if it takes events as values, else an adapter to it.
 
     The shape is told by the positional parameters of `publish`, now; the method is looked up at each event.
 
@@ -71,6 +76,22 @@ def adapted(given: GivenSink, what: str = "sink") -> Sink:
     Raises:
         TypeError: it is neither; or it takes other arguments, or would have to be awaited.
     """
+    takes, is_function = _shape_of(given, what)
+    if takes == 1 and not is_function:
+        return given  # type: ignore[return-value]  # as was checked
+    return AdaptedSink(given, takes, is_function=is_function)
+
+
+def adapted(given: GivenSink, what: str = "sink") -> Sink:
+    """Return the sink itself if it takes what a manager publishes, else an adapter to it; see `event_sink`."""
+    takes, is_function = _shape_of(given, what)
+    if takes == 3 and not is_function:
+        return given  # type: ignore[return-value]  # as was checked
+    return AdaptedSink(given, takes, is_function=is_function)
+
+
+def _shape_of(given: GivenSink, what: str) -> tuple[int, bool]:
+    """With how many positional arguments a sink is called, and whether it is called itself, and not its `publish`."""
     publish = getattr(given, "publish", None)
     if isinstance(given, type):
         raise TypeError(f"{what} is the class {given.__name__}; it must be an object, {given.__name__}()")
@@ -81,10 +102,7 @@ def adapted(given: GivenSink, what: str = "sink") -> Sink:
     name = f"{what} {given!r:.80}" if is_function else f"{what}: {type(given).__name__}.publish"
     if iscoroutinefunction(call):
         raise TypeError(f"{name} is a coroutine function, and a manager awaits none; give it a plain function")
-    takes = _count_arguments(call, name, unknown=1 if is_function else 3)
-    if takes == 3 and not is_function:
-        return given  # type: ignore[return-value]  # as was checked
-    return AdaptedSink(given, takes, is_function=is_function)
+    return _count_arguments(call, name, unknown=1 if is_function else 3), is_function
 
 
 _SHAPES: Final = "publish(event), publish(event, token_ids) or publish(event, storage_tier, token_ids)"
@@ -116,7 +134,7 @@ def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> in
 
 
 class AdaptedSink:
-    """A sink of another shape, or a function, as a `Sink`; see `adapted`.
+    """A sink of another shape, or a function, as one that takes an event as a value or in parts; see `event_sink`.
 
     Args:
         given: what the user gave.
@@ -133,26 +151,29 @@ class AdaptedSink:
 
     def publish(
         self,
-        event: KvCacheEvent,
+        event: RouterEvent | KvCacheEvent,
         storage_tier: StorageTier = StorageTier.DEVICE,
         token_ids: BlockTokens | None = None,
         extra: EventExtra | None = None,
     ) -> None:
-        """Publish as the sink takes it."""
+        """Publish as the sink takes it; an event that a manager publishes is one of worker 0."""
         call = self.given if self._is_function else self.given.publish
-        arguments = ((event,), (event, token_ids), (event, storage_tier, token_ids))[self._takes - 1]
+        if not isinstance(event, RouterEvent):
+            event = RouterEvent(0, event, storage_tier, token_ids, extra)
+        bare, token_ids, extra = event.event, event.token_ids, event.extra
+        arguments = ((event,), (bare, token_ids), (bare, event.storage_tier, token_ids))[self._takes - 1]
         if extra is not None and has_parameter(call, "extra"):
             call(*arguments, extra=extra)
         else:
             call(*arguments)
 
 
-def given_sink(sink: Sink | None) -> Any:
+def given_sink(sink: EventSink | Sink | None) -> Any:
     """Return a sink as the user gave it."""
     return sink.given if isinstance(sink, AdaptedSink) else sink
 
 
-def sink_text(sink: Sink) -> str:
+def sink_text(sink: EventSink) -> str:
     """Return what is called of a sink, for messages: "Listener.publish"."""
     given = given_sink(sink)
     if callable(getattr(given, "publish", None)):

@@ -66,6 +66,7 @@ class WithExtra:
 
 TOKENS = [[1, 2, 3, 4]]
 NEW = KvCacheEvent(0, Stored(None, (7,), (7,)))
+WHOLE = RouterEvent(0, NEW)
 
 
 def store_one(sink, backend="lineage"):
@@ -75,7 +76,8 @@ def store_one(sink, backend="lineage"):
 def test_a_sink_that_takes_the_event_alone_gets_each_event():
     sink = OfEvent()
     store_one(sink)
-    assert [NEW] == sink.taken
+    assert [WHOLE] == sink.taken
+    assert TOKENS == [list(tokens) for tokens in sink.taken[0].token_ids]
 
 
 def test_a_sink_that_takes_event_and_token_ids_gets_both():
@@ -88,7 +90,7 @@ def test_functions_are_sinks_of_as_many_arguments_as_they_take():
     events, three = [], []
     store_one(events.append)
     store_one(lambda event, *beside: three.append((event, beside[0])))
-    assert ([NEW], [(NEW, StorageTier.DEVICE)]) == (events, three)
+    assert ([WHOLE], [(NEW, StorageTier.DEVICE)]) == (events, three)
 
 
 def test_a_sink_of_another_shape_is_given_extra_if_it_takes_that():
@@ -97,7 +99,8 @@ def test_a_sink_of_another_shape_is_given_extra_if_it_takes_that():
     adapted(sink).publish(NEW)
     without = OfEvent()
     adapted(without).publish(NEW, StorageTier.DEVICE, None, {"lora_name": "a"})
-    assert ([(NEW, {"lora_name": "a"}), (NEW, None)], [NEW]) == (sink.taken, without.taken)
+    assert ([(WHOLE, {"lora_name": "a"}), (WHOLE, None)], [WHOLE]) == (sink.taken, without.taken)
+    assert {"lora_name": "a"} == without.taken[0].extra
 
 
 def test_a_sink_of_the_house_s_shape_is_taken_as_it_is():
@@ -105,13 +108,13 @@ def test_a_sink_of_the_house_s_shape_is_taken_as_it_is():
     assert sink is adapted(sink)
 
 
-@pytest.mark.parametrize("make", [CapturingSink, OfEvent])
-def test_a_publish_that_is_replaced_later_is_the_one_that_is_called(make, monkeypatch):
+@pytest.mark.parametrize(("make", "event"), [(CapturingSink, NEW), (OfEvent, WHOLE)])
+def test_a_publish_that_is_replaced_later_is_the_one_that_is_called(make, event, monkeypatch):
     sink, taken = make(), []
     manager = create_manager("lru", num_blocks=4, block_size=4, sink=sink)
     monkeypatch.setattr(sink, "publish", lambda event, *_: taken.append(event))
     manager.use([7])
-    assert [NEW] == taken
+    assert [event] == taken
 
 
 def test_a_manager_shows_its_sink_as_it_was_given():

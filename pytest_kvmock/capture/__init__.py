@@ -4,7 +4,7 @@
 """
 
 from pytest_kvmock.capture.capture_file import CaptureFile
-from pytest_kvmock.capture.capturing_ledger import CapturingLedger
+from pytest_kvmock.capture.capturing_journal import CapturingJournal
 from pytest_kvmock.capture.check import Checked, check_file
 from pytest_kvmock.capture.lines import VERSION, CaptureError
 from pytest_kvmock.capture.recorder import Recorded, record
@@ -14,7 +14,7 @@ __all__ = [
     "VERSION",
     "CaptureError",
     "CaptureFile",
-    "CapturingLedger",
+    "CapturingJournal",
     "Checked",
     "Recorded",
     "check_file",

@@ -16,17 +16,20 @@ from typing import Any, BinaryIO, Final
 
 from pytest_kvmock.backends import backend_spec, known_backends, recorded_backend
 from pytest_kvmock.capture.injected import Injected
-from pytest_kvmock.capture.lines import HEADER, KINDS, VERSION, CaptureError, event_of
+from pytest_kvmock.capture.lines import HEADER, KINDS, VERSION, CaptureError, entry_of, event_of, key_of
 from pytest_kvmock.capture.payload_file import split_payloads
-from pytest_kvmock.checks import check_integer, unknown_text
+from pytest_kvmock.checks import check_integer, is_integer, unknown_text
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.hygiene import entries
+from pytest_kvmock.hygiene.content import Chain, DynamoChain
 from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.report import problems_text
 from pytest_kvmock.hygiene.rules import RULES
-from pytest_kvmock.hygiene.stream import Residency, Stream, check_residency
+from pytest_kvmock.hygiene.stream import Stream
+from pytest_kvmock.hygiene.stream_spec import Residency, StreamSpec, check_residency
 from pytest_kvmock.wire.decoding import decode
 from pytest_kvmock.wire.table import Dialect, find_dialect
 
@@ -195,9 +198,9 @@ def _judge_payloads(
             if dialect.is_msgpack:  # its events have no ids
                 event.event.event_id += next_ids[key[1]]
             if key not in ledger.streams:
-                ledger.open(key, first_id=None, **about)
-            entry = checked.log.append(event)
-            checked.log.note(ledger.observe(event, entry.position))
+                ledger.open(key, **about)
+            checked.log.append(event)
+            checked.log.note(ledger.take(event))
         next_ids[decoded.dp_rank or 0] += decoded.num_events
         if progress is not None and not number % _EVERY:
             progress(read, checked.log.total)
@@ -258,9 +261,9 @@ class _Replay:
             self._take_event(event_of(line), line)
         elif kind == "hashes_of":
             entry = log[check_integer(kind, value, 0)]
-            log.note(ledger.wrong_hash(entry.event, entry.position, entry.problems))
+            log.note(ledger.take(entries.HashesChained(entry.event, entry.position)))
         elif kind == "full":
-            log.note(ledger.over_capacity(log.total - 1))
+            log.note(ledger.take(entries.Counted()))
         elif kind == "end":
             counted = value.get("events") if isinstance(value, dict) else value
             if counted != log.total:
@@ -270,59 +273,60 @@ class _Replay:
             raise TypeError(f"{kind}: expected an object, got {value!r:.80}")
         elif kind == "unreadable":
             self._checked.unreadable.append(str(value["text"]))
+        elif kind in ("stream", "injected", "result", "recovered"):
+            getattr(self, f"_take_{kind}")(key_of(value), value)
         else:
-            key = (check_integer("worker_id", value["worker_id"], 0), check_integer("dp_rank", value["dp_rank"], 0))
-            getattr(self, f"_take_{kind}")(key, value)
+            self._take_entry(entry_of(kind, value), value)
+
+    def _take_entry(self, entry: entries.Entry, value: Mapping[str, Any]) -> None:
+        if isinstance(entry, entries.WorkerRemoved):
+            self._log.worker_removed(entry.worker_id, entry.dp_rank, entry.keys)
+        found = self._ledger.take(entry)
+        self._log.note(found)
+        if isinstance(entry, entries.BatchesLost):
+            self._injected.lost(found[0], entry.batches, value.get("sent_by"))
 
     def _take_event(self, event: RouterEvent, line: Mapping[str, Any]) -> None:
-        key = (event.worker_id, event.event.dp_rank)
-        entry = self._log.append(event)
-        if key not in self._ledger.streams:
-            self._ledger.open(key, first_id=None, residency=self._residency)
-        if not (line.get("replayed") and self._ledger.was_replayed(event)):
-            chained = line.get("chained") is True and key not in self._unchained
-            self._log.note(self._ledger.observe(event, entry.position, chained=chained))
+        ledger, key = self._ledger, event.key
+        self._log.append(event)
+        if key not in ledger.streams:
+            ledger.open(key, residency=self._residency)
+        if line.get("anew"):
+            ledger.take(entries.IdsBegun(key))
+        if line.get("replayed") and ledger.is_replay(event):
+            ledger.take(entries.Replayed(event))
+            return
+        if line.get("unpublished"):
+            ledger.take(entries.Unpublished(key, frozenset(_blocks(line["unpublished"]))))
+        event.chained = event.chained and key not in self._unchained
+        self._log.note(ledger.take(event))
 
     def _take_stream(self, key: StreamKey, value: dict[str, Any]) -> None:
         about = {name: value[name] for name in _ABOUT if name in value}
         _check_about(about)
-        if about.get("tier_blocks"):
-            about["tier_blocks"] = {StorageTier.of(tier): blocks for tier, blocks in about["tier_blocks"].items()}
+        tiers = {StorageTier.of(tier): blocks for tier, blocks in (about.pop("tier_blocks", None) or {}).items()}
         check_residency(about.get("residency", "unique"))
-        self._ledger.open(key, **about)
+        first_id = about.pop("first_id", None)
+        spec = StreamSpec(**about, tier_blocks=tiers, chain=self._chain_of(key, value))
+        self._ledger.take(entries.Opened(key, first_id, spec))
+
+    def _chain_of(self, key: StreamKey, value: dict[str, Any]) -> Callable[[], Chain]:
+        """What makes the rule by which an engine names blocks: Dynamo's, where none is known."""
         backend = value.get("backend")
         if backend is None:
-            return
+            return DynamoChain
         self._unchained.discard(key)
         if backend not in known_backends():
             self._unchained.add(key)
             note = f"backend {backend!r} is not known here, so its hashes are not judged"
             self._checked.notes += [note] * (note not in self._checked.notes)
-            return
+            return DynamoChain
         engine = self._checked.header.get("engine") or {}
         spec = recorded_backend(backend, engine.get("models") if engine.get("backend") == backend else None)
-        if spec.chain is not None:
-            size = value.get("block_size") or 16
-            manager = spec.make(num_blocks=1, block_size=size, dp_rank=0, sink=None)
-            self._ledger.streams[key].hash_chain = partial(spec.chain, manager)()
-
-    def _take_restarted(self, key: StreamKey, value: dict[str, Any]) -> None:
-        first_id = value["first_id"]
-        self._log.worker_removed(key[0], None if first_id is None else key[1], [key])
-        self._ledger.restarted(key, first_id=first_id)
-
-    def _take_missed(self, key: StreamKey, value: dict[str, Any]) -> None:
-        event = None if value["event"] is None else event_of(value["event"])
-        problem = Problem(value["rule"], *key, value["observed"], value["expected"], event)
-        problem.position = self._log.total - 1
-        self._log.note([problem])
-        self._ledger.missed(key, value["event_id"], problem)
-
-    def _take_lost(self, key: StreamKey, value: dict[str, Any]) -> None:
-        batches = range(value["start"], value["stop"])
-        found = self._ledger.lost_batches(key, batches, self._log.total - 1, value["observed"])
-        self._log.note(found)
-        self._injected.lost(found[0], batches, value.get("sent_by"))
+        if spec.chain is None:
+            return DynamoChain
+        manager = spec.make(num_blocks=1, block_size=value.get("block_size") or 16, dp_rank=0, sink=None)
+        return partial(spec.chain, manager)
 
     def _take_injected(self, key: StreamKey, value: dict[str, Any]) -> None:
         self._injected.take_fault(key, value)
@@ -330,24 +334,18 @@ class _Replay:
     def _take_result(self, key: StreamKey, value: dict[str, Any]) -> None:
         self._injected.take_result(key, value)
 
-    def _take_skipped(self, key: StreamKey, value: dict[str, Any]) -> None:
-        self._ledger.skipped(key, value["due"], value["got"])
-
-    def _take_published(self, key: StreamKey, value: dict[str, Any]) -> None:
-        self._log.note(self._ledger.published(key, value["next_id"], self._log.total - 1))
-
     def _take_recovered(self, key: StreamKey, value: dict[str, Any]) -> None:
-        news = self._ledger.recovered(self._published(key, value["events"]), range(value["start"], value["stop"]))
-        for problem in news:
-            problem.position = self._log.total - 1
-        self._log.note(news)
+        if value.get("anew"):
+            self._ledger.take(entries.IdsBegun(key))
+        published = self._published(key, value["events"])
+        self._log.note(self._ledger.take(entries.Recovered(published, range(value["start"], value["stop"]))))
 
     def _published(self, key: StreamKey, events: list[dict[str, Any]]) -> Stream:
         """The stream of what a worker has published."""
-        ledger, like = Ledger(), self._ledger.stream(key)
-        stream = ledger.open(key, first_id=None, residency=like.residency, prefix_closed=like.prefix_closed)
+        ledger, like = Ledger(), self._ledger.stream(key).spec
+        stream = ledger.open(key, residency=like.residency, prefix_closed=like.prefix_closed)
         for event in events:
-            ledger.observe(event_of(event), 0)
+            ledger.take(event_of(event))
         return stream
 
 
@@ -367,6 +365,13 @@ def _check_about(about: Mapping[Any, Any]) -> None:
             check_integer(name, about[name], least, ", or null")
     if not isinstance(about.get("prefix_closed", True), bool):
         raise ValueError(f"prefix_closed must be true or false, got {about['prefix_closed']!r:.80}")  # noqa: TRY004 - as the others
+
+
+def _blocks(value: object) -> list[int]:
+    """The block hashes of a list."""
+    if not isinstance(value, list) or not all(map(is_integer, value)):
+        raise ValueError(f"unpublished: expected an array of block hashes, got {value!r:.80}")
+    return value
 
 
 def _loaded(line: bytes, where: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The lines of a capture, as JSON: one object a line, a header first.
+"""The lines of a capture, as JSON: one object a line, a header first. Lines and entries of a journal, both ways.
 
 A line has one key that says what it is, and perhaps others beside it:
 
@@ -6,7 +6,7 @@ A line has one key that says what it is, and perhaps others beside it:
 |---|---|
 | `kvmock_capture` | the header: version of the format, engine, profile, seed, test |
 | `stream` | the stream of a worker and rank begins: what is known of it |
-| `event` | an event as the router received it, in Dynamo's JSON; beside it `token_ids`, `extra`, `as_published` (its parent and blocks, where hashes are signed), `chained`, `replayed` |
+| `event` | an event as the router received it, in Dynamo's JSON; beside it `token_ids`, `extra`, `as_published` (its parent and blocks, where hashes are signed), `chained`, `replayed`, `unpublished` (of the blocks that it removes, those that were there without a Stored), `anew` (event ids began anew before it) |
 | `hashes_of` | the hashes of the event at this place are a chain, found out later |
 | `restarted` | a worker and rank restarted, announced, or was removed |
 | `missed` | an event that a sink kept from the router |
@@ -24,12 +24,14 @@ A line has one key that says what it is, and perhaps others beside it:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from typing import Any, Final
 
-from pytest_kvmock.checks import MOST_U64, is_integer
-from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.checks import MOST_U64, check_integer, is_integer
+from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, Stored, StreamKey
+from pytest_kvmock.hygiene import entries
+from pytest_kvmock.hygiene.injection import Injection
 
 HEADER: Final = "kvmock_capture"
 VERSION: Final = 1
@@ -89,14 +91,122 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, Iterable) else repr(value)
 
 
-def event_line(event: RouterEvent, *, chained: bool = False, replayed: bool = False) -> dict[str, Any]:
-    """The line of an event.
+def who(key: StreamKey) -> dict[str, int]:
+    """Worker and rank, as keys of a line."""
+    return {"worker_id": key[0], "dp_rank": key[1]}
+
+
+def lines_of(entry: entries.Entry, **more: Any) -> list[dict[str, Any]]:
+    """The lines of an entry that is no event; none for one that a check need not know.
+
+    Args:
+        entry: the entry.
+        **more: what else the line says.
+    """
+    if isinstance(entry, entries.WorkerRemoved):
+        return [{"restarted": {**who(key), "first_id": entry.first_id}} for key in entry.keys]
+    make = _LINES.get(type(entry))
+    if make is None:
+        return []
+    kind, value = make(entry)
+    return [{kind: {**value, **more} if isinstance(value, dict) else value}]
+
+
+def entry_of(kind: str, value: Mapping[str, Any]) -> entries.Entry:
+    """The entry of a line of which nothing else is to be known.
+
+    Args:
+        kind: the key of the line.
+        value: what it says.
+
+    Raises:
+        ValueError: a number is none.
+        KeyError: a key is missing.
+    """
+    key = key_of(value)
+    if kind == "restarted":
+        return entries.WorkerRemoved(key[0], None if value["first_id"] is None else key[1], value["first_id"], (key,))
+    if kind == "missed":
+        event = None if value["event"] is None else event_of(value["event"])
+        return entries.Missed(key, value["event_id"], value["rule"], value["observed"], value["expected"], event)
+    if kind == "lost":
+        return entries.BatchesLost(*key, range(value["start"], value["stop"]), value["observed"])
+    if kind == "skipped":
+        return entries.Skipped(key, value["due"], value["got"])
+    if kind == "published":
+        return entries.IdsPublished(key, value["next_id"])
+    raise ValueError(f"{kind}: no entry")
+
+
+def key_of(value: Mapping[str, Any]) -> StreamKey:
+    """The worker and rank of a line."""
+    return check_integer("worker_id", value["worker_id"], 0), check_integer("dp_rank", value["dp_rank"], 0)
+
+
+def _opened(entry: entries.Opened) -> dict[str, Any]:
+    spec, line = entry.spec, {**who(entry.key), "first_id": entry.first_id}
+    if spec is None:
+        return line
+    sizes = {"block_size": spec.block_size, "num_blocks": spec.num_blocks, "tier_blocks": spec.tier_blocks}
+    return {**line, **sizes, "residency": spec.residency, "prefix_closed": spec.prefix_closed}
+
+
+def _missed(entry: entries.Missed) -> dict[str, Any]:
+    why = {"rule": entry.rule, "observed": entry.observed, "expected": entry.expected}
+    event = None if entry.event is None else bare_line(entry.event)
+    return {**who(entry.key), "event_id": entry.event_id, **why, "event": event}
+
+
+def _lost(entry: entries.BatchesLost) -> dict[str, Any]:
+    batches = {"start": entry.batches.start, "stop": entry.batches.stop, "observed": entry.text}
+    return {**who((entry.worker_id, entry.dp_rank)), **batches}
+
+
+def _recovered(entry: entries.Recovered) -> dict[str, Any]:
+    published = entry.published
+    parts = (published, *published.groups.values())
+    events = {id(event): event for part in parts for event in part.events}.values()
+    by_id = sorted(events, key=lambda each: each.event_id)
+    ids = {"start": entry.ids.start, "stop": entry.ids.stop}
+    return {**who((published.worker_id, published.dp_rank)), **ids, "events": list(map(bare_line, by_id))}
+
+
+def _injected(injection: Injection) -> dict[str, Any]:
+    what = {"fault": injection.kind, "event_id": injection.event_id, "survived": injection.survived}
+    return {**who((injection.worker_id, injection.dp_rank)), **what}
+
+
+_LINES: Final[Mapping[type, Callable[[Any], tuple[str, Any]]]] = {
+    entries.Opened: lambda entry: ("stream", _opened(entry)),
+    entries.Missed: lambda entry: ("missed", _missed(entry)),
+    entries.BatchesLost: lambda entry: ("lost", _lost(entry)),
+    entries.Skipped: lambda entry: ("skipped", {**who(entry.key), "due": entry.due, "got": entry.got}),
+    entries.HashesChained: lambda entry: ("hashes_of", entry.position),
+    entries.IdsPublished: lambda entry: ("published", {**who(entry.key), "next_id": entry.next_id}),
+    entries.Counted: lambda _: ("full", True),
+    entries.Recovered: lambda entry: ("recovered", _recovered(entry)),
+    entries.Injected: lambda entry: ("injected", _injected(entry.injection)),
+}
+"""The key and the value of the line of an entry."""
+
+
+def event_line(event: RouterEvent, *, replayed: bool = False) -> dict[str, Any]:
+    """The line of an event that arrived.
 
     Args:
         event: the event.
-        chained: whether its hashes must be the engine's chain.
         replayed: whether it was part of a recovery, and changes nothing.
     """
+    line = bare_line(event)
+    if replayed:
+        line["replayed"] = True
+    elif event.chained:
+        line["chained"] = True
+    return line
+
+
+def bare_line(event: RouterEvent) -> dict[str, Any]:
+    """The line of an event of which it is no matter whether it was published for a request."""
     line: dict[str, Any] = {"event": event.to_dict()}
     if event.token_ids is not None:
         line["token_ids"] = event.token_ids
@@ -107,10 +217,6 @@ def event_line(event: RouterEvent, *, chained: bool = False, replayed: bool = Fa
         parent = data.parent_hash if isinstance(data, Stored) else None
         if min((*data.block_hashes, parent or 0), default=0) < 0:
             line["as_published"] = [parent, data.block_hashes]
-    if chained:
-        line["chained"] = True
-    if replayed:
-        line["replayed"] = True
     return line
 
 
@@ -132,6 +238,7 @@ def event_of(line: Mapping[str, Any]) -> RouterEvent:
         )
     event.token_ids = tokens
     event.extra = None if extra is None else {key: _extra(key, value) for key, value in extra.items()}
+    event.chained = line.get("chained") is True
     return event
 
 

@@ -12,12 +12,15 @@ from urllib.parse import urlsplit
 
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.capture.capture_file import CaptureFile
-from pytest_kvmock.capture.capturing_ledger import CapturingLedger
+from pytest_kvmock.capture.capturing_journal import CapturingJournal
 from pytest_kvmock.capture.lines import CaptureError, header
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.hygiene.entries import BatchesLost, Opened
+from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.stream_spec import StreamSpec
 from pytest_kvmock.wire.table import find_dialect
 
 _LOOK: Final = 0.2
@@ -106,12 +109,12 @@ def record(
         raise CaptureError(f"{path}: the file is there already; --overwrite (overwrite=True) replaces it")
 
     def judge(event: RouterEvent) -> None:
-        entry = recorded.log.append(event)
-        recorded.log.note(ledger.observe(event, entry.position))
+        recorded.log.append(event)
+        recorded.log.note(ledger.take(event))
 
     def lose(worker_id: int, dp_rank: int, batches: range, observed: str) -> None:
         recorded.lost.append(f"rank {dp_rank}: {observed}")
-        recorded.log.note(ledger.lost_batches((worker_id, dp_rank), batches, recorded.log.total - 1, observed))
+        recorded.log.note(ledger.take(BatchesLost(worker_id, dp_rank, batches, observed)))
 
     with KvSubscriber(
         endpoint,
@@ -126,11 +129,11 @@ def record(
     ) as subscriber:
         engine = {"dialect": row.name, "models": row.models, "endpoint": endpoint, "replay": replay}
         file = CaptureFile(path, header(engine, None))
-        ledger = CapturingLedger(file)
+        ledger = Ledger(CapturingJournal(file))
         with file:
             for rank in range(len(subscriber.endpoints)):
-                about = {"residency": spec.residency, "prefix_closed": spec.prefix_closed}
-                ledger.open((subscriber.worker_id, rank), first_id=None, **about)
+                about = StreamSpec(residency=spec.residency, prefix_closed=spec.prefix_closed)
+                ledger.take(Opened((subscriber.worker_id, rank), None, about))
             try:
                 if replay is not None:
                     subscriber.catch_up()

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, speaker_of
 from pytest_kvmock.capture.capture_file import CaptureFile
-from pytest_kvmock.capture.capturing_ledger import CapturingLedger
+from pytest_kvmock.capture.capturing_journal import CapturingJournal
 from pytest_kvmock.capture.lines import CaptureError, header, version
 from pytest_kvmock.capture.near_vectors import NamedBlocks, near_steps
 from pytest_kvmock.capture.payload_file import write_payloads
@@ -225,7 +225,7 @@ def _write_set(home: Path, which: _Set, spec: BackendSpec, dialect: Dialect, see
     engine = {"backend": spec.name, "models": spec.models, "dialect": dialect.name}
     profile = _PROFILE.replace(seed=seed, dp_size=which.ranks)
     with CaptureFile(home / "capture.jsonl", header(engine, seed)) as file:
-        harness = RouterHarness(profile, None, name="vectors", ledger=CapturingLedger(file, lambda _: spec.name))
+        harness = RouterHarness(profile, None, name="vectors", journal=CapturingJournal(file, lambda _: spec.name))
         wires: dict[int, KvWire] = {}
         arrivals: list[tuple[int, int, int]] = []
         collectors = []

@@ -5,41 +5,55 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
-from pytest_kvmock.events import BlockTokens, KvCacheEvent, StorageTier, Stored
-from pytest_kvmock.sinks import Sink, publish_with_extra
+from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
+    from pytest_kvmock.sinks import EventSink
 
 
 class EventRecorder:
-    """A sink that passes every event on, at once or when it is released, and records what is stored.
+    """A sink that makes each event of a manager one of its worker, passes it on, and records what is stored.
 
-    A worker has one for all its managers, also after a restart. What its sink raises does not leave the manager's call, as that
-    is one of several of a request, which would end between two of them.
+    A manager does not know its worker. A worker has one recorder for all its managers, also after a restart. What its sink
+    raises does not leave the manager's call, as that is one of several of a request, which would end between two of them.
 
     Args:
-        sink: where events go; None: nowhere.
+        worker_id: the worker.
+        sink: where events go, at once or when they are released; None: nowhere.
+        holds: whether events are held.
 
     Attributes:
+        worker_id: as above.
         sink: as above.
         published: whether a manager ever published anything.
         stored: hashes of the blocks that were stored on the device, in order, while somebody asks for them; else None.
-        holds: whether events are held.
-        held: the events that are held, in order, with tier, token ids and what else travels with them.
+        holds: as above.
+        held: the events that are held, in order.
+        for_requests: whether all that is published is for a request, so that its hashes are the engine's
+            (`RouterEvent.chained`). Else it is while the recorder is entered as a context manager (`MoveDriver`).
         extra_of: finds what travels beside a Stored of a manager that does not say it; None: nothing does.
     """
 
     only_logged: ClassVar[bool] = True
-    __slots__ = ("extra_of", "held", "holds", "published", "sink", "stored")
+    __slots__ = ("_requests", "extra_of", "for_requests", "held", "holds", "published", "sink", "stored", "worker_id")
 
-    def __init__(self, sink: Sink | None) -> None:
+    def __init__(self, worker_id: int, sink: EventSink | None, *, holds: bool = False) -> None:
+        self.worker_id = worker_id
         self.sink = sink
         self.published = False
         self.stored: list[int] | None = None
-        self.holds = False
-        self.held: list[tuple[KvCacheEvent, StorageTier, BlockTokens | None, EventExtra | None]] = []
+        self.holds = holds
+        self.for_requests = False
+        self._requests = 0
+        self.held: list[RouterEvent] = []
         self.extra_of: Callable[[Stored], EventExtra | None] | None = None
+
+    def __enter__(self) -> None:
+        self._requests += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._requests -= 1
 
     def publish(
         self,
@@ -54,24 +68,21 @@ class EventRecorder:
             self.stored += event.data.block_hashes
         if self.extra_of is not None and extra is None and isinstance(event.data, Stored):
             extra = self.extra_of(event.data)
-        if self.holds:
-            self.held.append((event, storage_tier, token_ids, extra))
-        elif self.sink is not None:
-            if extra is None:
-                self.sink.publish(event, storage_tier, token_ids)
+        if self.sink is not None:
+            chained = (self.for_requests or self._requests > 0) and type(event.data) is not Cleared  # that is for none
+            named = RouterEvent(self.worker_id, event, storage_tier, token_ids, extra, chained)
+            if self.holds:
+                self.held.append(named)
             else:
-                publish_with_extra(self.sink, event, storage_tier, token_ids, extra)
+                self.sink.publish(named)
 
     def release(self) -> None:
         """Pass on what is held, in order, and hold nothing from now on."""
         self.holds = False
         held, self.held = self.held, []
         if self.sink is not None:
-            for event, storage_tier, token_ids, extra in held:
-                if extra is None:
-                    self.sink.publish(event, storage_tier, token_ids)
-                else:
-                    publish_with_extra(self.sink, event, storage_tier, token_ids, extra)
+            for event in held:
+                self.sink.publish(event)
 
     def drop(self) -> None:
         """Forget what is held, as its worker restarts."""

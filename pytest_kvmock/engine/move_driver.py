@@ -9,6 +9,7 @@ from uuid import UUID
 
 from pytest_kvmock.cache.base import RequestLevel
 from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits
+from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.moves import Deref, Destroy, Use
 from pytest_kvmock.tokens import Prompt, chained_hash, keyed_block_hashes
@@ -16,7 +17,7 @@ from pytest_kvmock.tokens import Prompt, chained_hash, keyed_block_hashes
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.events import Stored
-    from pytest_kvmock.moves import Block
+    from pytest_kvmock.moves import Block, Move
     from pytest_kvmock.prompt_keys import EventExtra, PromptKeys
 
 _NO_LIMIT = 2**62  # a worker decodes for as long as the test asks it to
@@ -49,6 +50,10 @@ class MoveDriver:
 
     Raises:
         ValueError: the manager takes no moves.
+
+    Attributes:
+        recorder: what the manager publishes to, set by its worker. A move by hand has free hashes, so what is published is
+            marked as for a request only while the recorder is entered: `process` does that, and the clock of its tiers.
     """
 
     traits = Traits()
@@ -67,6 +72,12 @@ class MoveDriver:
         self._rng = rng
         # Moves carry tokens and hashes alone, as Dynamo's do: of each block of a prompt that carries more, that and its place.
         self._keyed: dict[int, tuple[PromptKeys, int]] = {}
+        self.recorder = EventRecorder(0, None)
+
+    def process(self, move: Move) -> int:
+        """Give the manager a move of a request; return what it returns."""
+        with self.recorder:
+            return self.manager.process(move)
 
     def _sequence(self, prompt: Prompt, rng: Random | None = None) -> ActiveSequence:
         return ActiveSequence(
@@ -137,7 +148,7 @@ class MoveDriver:
         """Use the blocks of the first `upto` tokens that it does not hold yet."""
         move = request.sequence.allocate_blocks_for_chunk(upto)
         if move is not None:
-            self.manager.process(move)
+            self.process(move)
 
     def plan(self, request: _MoveRequest, tokens: Sequence[int]) -> tuple[int, int]:
         """(needed, free): the most blocks that the steps hold at once beyond today's, and how many are free.
@@ -162,7 +173,7 @@ class MoveDriver:
                 if sequence.keys is not None or self._keyed:
                     self._remember(sequence, max(0, len(sequence.block_hashes) - 1))
                 for move in moves:
-                    self.manager.process(move)
+                    self.process(move)
                 sequence.commit_allocation(len(sequence))
         sequence.commit_allocation(len(sequence))
 
@@ -187,7 +198,7 @@ class MoveDriver:
             return upto
         move = sequence.prepare_allocation(upto)
         if move is not None:
-            served = self.manager.process(move)
+            served = self.process(move)
             if served < len(move.blocks):
                 held = -(-sequence.num_allocated_tokens // sequence.block_size) + served
                 upto = min(held * sequence.block_size, upto)
@@ -206,13 +217,13 @@ class MoveDriver:
             self.allocate(request, cached)
         request.reserved = [UUID(int=self._rng.getrandbits(128), version=4) for _ in range(new)]
         for block in request.reserved:
-            manager.process(Use([block]))
+            self.process(Use([block]))
         return True
 
     def claim(self, request: _MoveRequest, upto: int) -> None:
         """Give the unnamed blocks of a reservation their names."""
         for block in request.reserved:
-            self.manager.process(Deref([block]))
+            self.process(Deref([block]))
         request.reserved = []
         self.allocate(request, upto)
 
@@ -224,7 +235,7 @@ class MoveDriver:
             if sequence.keys is not None or self._keyed:
                 self._remember(sequence, max(0, len(sequence.block_hashes) - 1))
             for move in moves:
-                if not self.manager.process(move):
+                if not self.process(move):
                     sequence.pop()
                     return False
         sequence.num_allocated_tokens = sequence.num_input_tokens + sequence.generated_tokens
@@ -247,10 +258,10 @@ class MoveDriver:
         # so it makes no difference.
         blocks = request.sequence.allocated_blocks[::-1]
         if blocks and isinstance(blocks[0], UUID):
-            self.manager.process(Deref(blocks[:1]))
+            self.process(Deref(blocks[:1]))
             del blocks[0]
         if blocks:
-            self.manager.process(Deref(blocks))
+            self.process(Deref(blocks))
 
     def preempt(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first; the sequence keeps what it generated."""
@@ -276,7 +287,7 @@ class WholeMoveDriver(MoveDriver):
         """Use all blocks, when the first chunk comes."""
         move = request.sequence.take_creation_signal()
         if move is not None:
-            self.manager.process(move)
+            self.process(move)
 
     def extend(self, request: _MoveRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
@@ -286,7 +297,7 @@ class WholeMoveDriver(MoveDriver):
             if moves and (sequence.keys is not None or self._keyed):
                 self._remember(sequence, max(0, len(sequence.block_hashes) - 1))
             for move in moves:
-                self.manager.process(move)
+                self.process(move)
         sequence.commit_allocation(len(sequence))
 
     def allocate(self, request: _MoveRequest, upto: int) -> int:
@@ -311,7 +322,7 @@ class WholeMoveDriver(MoveDriver):
             if start < len(blocks):
                 hashes = sequence.block_hashes[start : len(blocks)]
                 parent = blocks[start - 1] if start else None
-                self.manager.process(Use(blocks[start:], hashes, (), None, parent))
+                self.process(Use(blocks[start:], hashes, (), None, parent))
             sequence.commit_allocation(max(upto, held))
         return max(upto, held)
 
@@ -321,9 +332,9 @@ class WholeMoveDriver(MoveDriver):
         # A scheduler may have allocated a part of them.
         blocks = sequence.unique_blocks[: -(-sequence.num_allocated_tokens // sequence.block_size)][::-1]
         if blocks and isinstance(blocks[0], UUID):
-            self.manager.process(Destroy(blocks[:1]))
+            self.process(Destroy(blocks[:1]))
             del blocks[0]
-        self.manager.process(Deref(blocks))
+        self.process(Deref(blocks))
 
     def preempt(self, request: _MoveRequest) -> None:
         """Free all blocks, tail first; the sequence keeps what it generated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from pytest_kvmock.cache.offload import NoHits
-from pytest_kvmock.engine.parking import Parked, park
+from pytest_kvmock.engine.parking import Parked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ class ParkedRequests:
         done = [request for request, parked in self._parked.items() if parked.is_complete or not parked.is_open]
         for request in done:
             parked = self._parked.pop(request)
-            blocks = parked.resume() if parked.is_open else 0
+            blocks = self._clock.resume(parked) if parked.is_open else 0
             request.onboarded_tokens += blocks * self._manager.block_size
         return done
 
@@ -68,7 +68,7 @@ class ParkedRequests:
         Returns:
             "parked"; "blocked" where blocks of the device must travel to the host first; "none" where nothing comes.
         """
-        outcome = park(self._manager, request.state.sequence, cached_tokens, now_ms)
+        outcome = self._clock.park(request.state.sequence, cached_tokens, now_ms)
         if isinstance(outcome, Parked):
             self._parked[request] = outcome
             return "parked"
@@ -78,4 +78,4 @@ class ParkedRequests:
         """Forget a parked request; what is on its way for it comes for nothing."""
         parked = self._parked.pop(request)
         if parked.is_open:
-            parked.give_up()
+            self._clock.give_up(parked)

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
-from pytest_kvmock.cache.offload import NoHits
+from pytest_kvmock.cache.offload import BlockedOnG1Offload, NoHits
 from pytest_kvmock.checks import check_time
 from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.move_driver import MoveDriver
@@ -15,6 +15,7 @@ from pytest_kvmock.events import StorageTier
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.driver import Driver
+    from pytest_kvmock.engine.sequence import ActiveSequence
     from pytest_kvmock.tokens import Prompt
 
 
@@ -59,7 +60,8 @@ class TierClock:
         if check_time(now) < self.now:
             raise ValueError(f"tick: time does not go backwards; it is {self.now} ms, got {now}")
         self._now = float(now)
-        self.manager.tick(self._now)
+        with self._driver.recorder:
+            self.manager.tick(self._now)
         self._parked = [each for each in self._parked if each.is_open]  # without what the manager cancelled
         for parked in [each for each in self._parked if each.is_complete]:
             self._parked.remove(parked)
@@ -68,7 +70,7 @@ class TierClock:
             }
             self._came = {plhs: here for plhs, blocks in self._came.items() if (here := blocks & cached)}
             self._came.setdefault(parked.plhs, set()).update(parked.plhs[parked.skip :])
-            parked.resume()
+            self.resume(parked)
 
     def pass_to(self, now: float) -> None:
         """Move the time forward from the end of one transfer to the next, so that each that was queued starts in its turn."""
@@ -77,6 +79,21 @@ class TierClock:
             self.tick(max(deadline, self.now))
             deadline = self.manager.offload_deadline()
         self.tick(now)
+
+    def park(self, sequence: ActiveSequence, cached_tokens: int, now: float) -> Parked | NoHits | BlockedOnG1Offload:
+        """Start to bring back what the host has of a request; see `parking.park`."""
+        with self._driver.recorder:
+            return park(self.manager, sequence, cached_tokens, now)
+
+    def resume(self, parked: Parked) -> int:
+        """Cache the blocks that came for a parked request; return how many."""
+        with self._driver.recorder:
+            return parked.resume()
+
+    def give_up(self, parked: Parked) -> None:
+        """Give up a swap-in; see `Parked.give_up`."""
+        with self._driver.recorder:
+            parked.give_up()
 
     def forget(self) -> None:
         """Forget what is parked, and what came back: its manager cancelled it."""
@@ -142,7 +159,7 @@ class TierClock:
         plhs = tuple(state.sequence.positional_lineage_hashes)
         while True:
             parked = next((each for each in self._parked if each.is_open and each.plhs == plhs[: len(each.plhs)]), None)
-            outcome = parked or park(self.manager, state.sequence, self._driver.cached(state), self.now)
+            outcome = parked or self.park(state.sequence, self._driver.cached(state), self.now)
             if isinstance(outcome, NoHits):
                 size = self.manager.block_size
                 came = set().union(*(self._came[asked] for asked in self._asked(plhs)))

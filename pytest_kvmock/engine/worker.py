@@ -9,7 +9,6 @@ One subject: a request on a worker, and what becomes of it when the worker clear
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
@@ -28,7 +27,7 @@ from pytest_kvmock.engine.driver import (
 from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.events import StorageTier
-from pytest_kvmock.sinks import adapted
+from pytest_kvmock.sinks import event_sink
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.tier_clock import TierClock
     from pytest_kvmock.moves import Block
-    from pytest_kvmock.sinks import GivenSink, Sink
+    from pytest_kvmock.sinks import EventSink, GivenSink, Sink
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818 - the name that engines use
@@ -165,11 +164,10 @@ class Request:
             available = clock.room()
         if requested > available:
             raise OutOfBlocks(requested, available)
-        with self._worker._serving():
-            if clock is None:
-                self._driver.extend(self._state, steps)
-            else:
-                clock.generate(self._state, steps)
+        if clock is None:
+            self._driver.extend(self._state, steps)
+        else:
+            clock.generate(self._state, steps)
 
     def lose(self) -> None:
         """Give the request up, as its worker restarts."""
@@ -182,8 +180,7 @@ class Request:
             RequestError: it is finished, or its worker restarted.
         """
         self._need("finish", "running", "preempted")
-        with self._worker._serving():
-            self._driver.release(self._state)
+        self._driver.release(self._state)
         self._end("finished")
 
     def preempt(self) -> None:
@@ -193,8 +190,7 @@ class Request:
             RequestError: the request is not running.
         """
         self._need("preempt", "running")
-        with self._worker._serving():
-            self._driver.preempt(self._state)
+        self._driver.preempt(self._state)
         self._status = "preempted"
 
     def resume(self) -> None:
@@ -220,9 +216,8 @@ class Request:
         self.cached_tokens = driver.cached(state)
         length = len(state)
         chunk = self._worker.chunk or length
-        with self._worker._serving():
-            for upto in range(chunk, length + chunk, chunk):
-                driver.admit(state, min(upto, length))
+        for upto in range(chunk, length + chunk, chunk):
+            driver.admit(state, min(upto, length))
         self._status = "running"
 
     def _admit_in_time(self, clock: TierClock, *, wait: bool, onboard: bool) -> None:
@@ -233,16 +228,15 @@ class Request:
             raise OutOfBlocks(requested, available)
         length = len(state)
         chunk = self._worker.chunk or length
-        with self._worker._serving():
-            try:
-                # As Dynamo's scheduler: only what waits is swapped in, not what was preempted.
-                self.onboarded_tokens = clock.onboard(state, wait=wait) if onboard else 0
-                self.cached_tokens = driver.cached(state)
-                for upto in range(chunk, length + chunk, chunk):
-                    clock.allocate(state, min(upto, length), wait=wait)
-            except (WouldWait, SlotsLost):
-                driver.preempt(state)
-                raise
+        try:
+            # As Dynamo's scheduler: only what waits is swapped in, not what was preempted.
+            self.onboarded_tokens = clock.onboard(state, wait=wait) if onboard else 0
+            self.cached_tokens = driver.cached(state)
+            for upto in range(chunk, length + chunk, chunk):
+                clock.allocate(state, min(upto, length), wait=wait)
+        except (WouldWait, SlotsLost):
+            driver.preempt(state)
+            raise
         clock.admitted(state)
         self._status = "running"
 
@@ -272,11 +266,11 @@ class KvWorker:
         driver: makes the driver of a manager, from it, `prefix_caching` and `rng` (`BackendSpec.driver`); by default
             one for managers that take moves.
         publishes: False: nothing is published, as by a decode engine.
+        holds_events: hold what its manager publishes when it is made, until `release_events`.
 
     Attributes:
         manager: its block manager; another one after a restart.
         requests: the requests that are open, oldest first; those of an engine that uses it too.
-        serving: True while a request makes the manager move; what is published then has real hashes.
     """
 
     def __init__(
@@ -291,6 +285,7 @@ class KvWorker:
         rng: Random | None = None,
         driver: MakeDriver | None = None,
         publishes: bool = True,
+        holds_events: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.dp_rank = dp_rank
@@ -298,11 +293,11 @@ class KvWorker:
         self.chunk = chunk
         self.publishes = publishes and prefix_caching
         self.requests: list[OpenRequest] = []
-        self.serving = False
         self._engine: Engine | None = None
-        self._watch: Sink | None = None
+        self._watch: EventRecorder | None = None
         self._make_manager = make_manager
-        self._recorder = EventRecorder(None if sink is None else adapted(sink))
+        taken = None if sink is None else event_sink(sink)
+        self._recorder = EventRecorder(worker_id, taken, holds=holds_events)
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
         self._clock: TierClock | None = None
@@ -312,6 +307,9 @@ class KvWorker:
         self._recorder.extra_of = None
         sink = self._recorder if self.publishes else self._watch
         driver = self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
+        if isinstance(driver, MoveDriver):
+            driver.recorder = self._recorder
+        self._recorder.for_requests = not isinstance(driver, MoveDriver)
         now, self._clock = self.now, None
         if getattr(driver.manager, "offload", None) is not None:
             from pytest_kvmock.engine.tier_clock import TierClock
@@ -346,8 +344,7 @@ class KvWorker:
         """
         if self._clock is None:
             raise ValueError(f"tick: {self!r} has no tiers below the device, so no time passes in it")
-        with self._serving():
-            self._clock.tick(now)
+        self._clock.tick(now)
 
     @property
     def backend(self) -> str:
@@ -505,22 +502,18 @@ class KvWorker:
         """Whether somebody is given the events that it would publish and does not."""
         return self._watch is not None and not self.publishes
 
-    def watch(self, sink: Sink) -> None:
+    def watch(self, sink: EventSink) -> None:
         """Give a sink the events that this worker would publish and does not, without prefix caching for instance.
 
         While no request is open, its manager is made anew.
         """
-        self._watch = sink
+        self._watch = EventRecorder(self.worker_id, sink)
         if self.publishes:
             return
         if self.requests:
-            self.manager.sink = sink
+            self.manager.sink = self._watch
         else:  # a manager may have put something of its own between itself and its sink
             self._driver = self._start()
-
-    def serving_requests(self) -> AbstractContextManager[None]:
-        """Mark what the manager publishes meanwhile as published for requests."""
-        return self._serving()
 
     def hold_events(self) -> None:
         """Hold what is published from now on, until `release_events`."""
@@ -528,8 +521,7 @@ class KvWorker:
 
     def release_events(self) -> None:
         """Publish the events that are held, in order, and hold none from now on."""
-        with self._serving():  # as they were published
-            self._recorder.release()
+        self._recorder.release()
 
     def _steps(self, tokens: int | Sequence[int]) -> Sequence[int]:
         """The tokens of so many decode steps."""
@@ -541,22 +533,3 @@ class KvWorker:
         if steps is None:
             raise ValueError(f"decode takes tokens, or how many; got {tokens!r}")
         return steps
-
-    def _serving(self) -> _Serving:
-        return _Serving(self)
-
-
-class _Serving:
-    """Marks what a manager publishes meanwhile as published for a request."""
-
-    __slots__ = ("_before", "_worker")
-
-    def __init__(self, worker: KvWorker) -> None:
-        self._worker = worker
-
-    def __enter__(self) -> None:
-        self._before = self._worker.serving
-        self._worker.serving = True
-
-    def __exit__(self, *raised: object) -> None:
-        self._worker.serving = self._before

@@ -224,14 +224,12 @@ class MockEngine:
     def reserve(self, request: EngineRequest) -> bool:
         """Reserve blocks for the whole prompt of a request that was not submitted; False: they are not there."""
         assert isinstance(self._driver, ReservingDriver)
-        with self.worker.serving_requests():
-            return self._driver.reserve(request.state, request.prompt_tokens)
+        return self._driver.reserve(request.state, request.prompt_tokens)
 
     def activate(self, request: EngineRequest) -> None:
         """Submit a request whose prompt was computed elsewhere, into the blocks that were reserved for it."""
         assert isinstance(self._driver, ReservingDriver)
-        with self.worker.serving_requests():
-            self._driver.claim(request.state, request.prompt_tokens)
+        self._driver.claim(request.state, request.prompt_tokens)
         request.computed_tokens = request.prompt_tokens
         self.scheduler.submit(request)
 
@@ -241,8 +239,7 @@ class MockEngine:
 
     def release(self, request: EngineRequest) -> None:
         """Free the blocks of a finished request that keeps them."""
-        with self.worker.serving_requests():
-            self._driver.release(request.state)
+        self._driver.release(request.state)
         self.worker.requests.remove(request)
 
     # ---------------------------------------------------------------------------------------------- opening requests
@@ -318,12 +315,11 @@ class MockEngine:
         if request in self._arriving:
             self._arriving.remove(request)
         else:
-            with self.worker.serving_requests():
-                scheduler = self.scheduler
-                if request in scheduler.running or request in scheduler.waiting or request in scheduler.parked:
-                    scheduler.abort(request)
-                else:  # its prompt is computed by another engine, or for one
-                    self._driver.release(request.state)
+            scheduler = self.scheduler
+            if request in scheduler.running or request in scheduler.waiting or request in scheduler.parked:
+                scheduler.abort(request)
+            else:  # its prompt is computed by another engine, or for one
+                self._driver.release(request.state)
         if request.is_open:
             request.status = "aborted"
 
@@ -396,8 +392,7 @@ class MockEngine:
             self.now_ms = max(self.now_ms, until_ms)
             tiers = self.worker.tiers
             if tiers is not None and not self.has_work:  # else its next pass lets the time pass
-                with self.worker.serving_requests():
-                    tiers.pass_to(max(tiers.now, self.now_ms))
+                tiers.pass_to(max(tiers.now, self.now_ms))
         return self.report
 
     def _check_until(self, until_ms: float | None) -> None:
@@ -438,8 +433,7 @@ class MockEngine:
         if self.args.events_visible_at == "pass_end":
             worker.hold_events()
         try:
-            with worker.serving_requests():
-                done = self.scheduler.execute_pass(now_ms)
+            done = self.scheduler.execute_pass(now_ms)
         except BaseException:  # of a performance model of a user's own; what was computed by then stays
             worker.release_events()
             raise

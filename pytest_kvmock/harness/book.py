@@ -24,14 +24,13 @@ wrong hashes in a sound stream.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from pytest_kvmock.events import Cleared, RouterEvent, StreamKey
 from pytest_kvmock.harness.survival import SurvivalOracle
 from pytest_kvmock.hygiene.attribution import Attribution
 from pytest_kvmock.hygiene.delivery import Delivery, Published
+from pytest_kvmock.hygiene.entries import Missed, WorkerRemoved
 from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.problem import Problem
@@ -41,9 +40,10 @@ from pytest_kvmock.router.index import RadixIndex
 class Book:
     """A record of what workers published, beside what arrived.
 
+    Its ledger replays the journal of what arrived; until now that is what was published.
+
     Args:
-        arrived: the ledger of what arrived; until now that is what was published.
-        noted: the problems so far.
+        arrived: the ledger of what arrived, which has a journal that was not replayed.
 
     Attributes:
         ledger: of what is published.
@@ -51,8 +51,16 @@ class Book:
         survival: what an index that survives faults should answer; None where no test asks for it.
     """
 
-    def __init__(self, arrived: Ledger, noted: Iterable[Problem]) -> None:
-        self.ledger, twins = arrived.copy_with(noted)
+    def __init__(self, arrived: Ledger) -> None:
+        self.ledger = Ledger()
+        journal, take = arrived.journal, self.ledger.take
+        assert journal is not None
+        twins: dict[Problem, Problem] = {}
+        for place, entry in enumerate(journal):
+            found = take(entry)
+            if found:
+                twins.update(zip(found, journal.found[place], strict=True))
+        journal.close()
         self.attribution = Attribution(arrived, self.ledger, twins)
         self.survival: SurvivalOracle | None = None
         self._emptied: dict[Injection, Collection[int]] = {}
@@ -63,26 +71,20 @@ class Book:
             self.survival = SurvivalOracle(self.ledger, reference)
         return self.survival
 
-    def open(self, key: StreamKey, **about: Any) -> None:
-        """Open the stream of a worker and rank; the arguments are those of `Ledger.open`."""
-        self.ledger.open(key, **about)
-
     # -------------------------------------------------------------------------------------- what is published
 
-    def published(self, event: RouterEvent, position: int, *, chained: bool) -> Published:
-        """Record an event that a worker publishes; `position` is the log's next."""
-        problems = self.ledger.observe(event, position, chained=chained)
+    def published(self, event: RouterEvent, problems: Sequence[Problem]) -> Published:
+        """Record an event that a worker publishes, which its ledger has taken, and what is wrong with it."""
         return Published(event, problems, 0 if self.survival is None else self.survival.published(event))
 
-    def lost_to_failure(self, problem: Problem, event: RouterEvent) -> None:
+    def lost_to_failure(self, problem: Problem, missed: Missed) -> None:
         """Record an event that a real failure kept from the router; no router can detect that."""
-        twin = replace(problem, cause=None, folded=[])
-        self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, twin)
+        (twin,) = self.ledger.take(missed)
         self.attribution.lost_to_failure(problem, twin)
 
     def begin_anew(self, key: StreamKey, *, first_id: int | None) -> None:
         """Begin anew with a worker and rank: it restarts, announced, or the router removes it."""
-        self.ledger.restarted(key, first_id=first_id)
+        self.ledger.take(WorkerRemoved(*key, first_id, (key,)))
         self.attribution.begin_anew(key)
         if self.survival is not None:
             self.survival.begin_anew(key, announced=True)
@@ -101,7 +103,7 @@ class Book:
             self._emptied[injection] = emptied
         if injection.event_id is None:  # an unannounced restart
             key = (injection.worker_id, injection.dp_rank)
-            self.ledger.restarted(key, first_id=0)
+            self.ledger.take(WorkerRemoved(*key, 0, (key,)))
             if self.survival is not None:
                 self.survival.begin_anew(key, announced=False)
         self.attribution.injected(injection, emptied)

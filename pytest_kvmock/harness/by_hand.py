@@ -50,8 +50,8 @@ class ByHand:
             event = RouterEvent(worker_id, event)
         if not is_event(event):
             _refuse(event)
-        if type(event.storage_tier) is not StorageTier:
-            event = replace(event, storage_tier=StorageTier.of(event.storage_tier))
+        if type(event.storage_tier) is not StorageTier or event.chained:  # by hand it is for no request
+            event = replace(event, storage_tier=StorageTier.of(event.storage_tier), chained=False)
         if event.worker_id in self._workers.sink_ids:
             raise ValueError(f"worker {event.worker_id} is a sink of this test; publish its events through the sink")
         return event

@@ -10,6 +10,7 @@ from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import StorageTier, StreamKey, check_block_hashes
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.hygiene.drift import differences, oldest_first
+from pytest_kvmock.hygiene.entries import Counted, IdsPublished, Resident
 from pytest_kvmock.hygiene.problem import Problem
 
 Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]
@@ -56,7 +57,7 @@ class EngineComparison:
             if worker.is_watched or (worker.publishes and (worker.has_published or worker.manager.resident())):
                 key = (worker.worker_id, worker.dp_rank)
                 sources.append((key, StorageTier.DEVICE, worker.manager.resident))
-                tiers = self._judge.ledger.stream(key).tier_blocks
+                tiers = self._judge.ledger.stream(key).spec.tier_blocks or ()
                 sources += [(key, tier, partial(worker.manager.resident, tier)) for tier in tiers]
         return sources
 
@@ -67,22 +68,27 @@ class EngineComparison:
             next_ids: the id after the last one that was published, by worker and rank.
             workers: the engines.
         """
-        judge = self._judge
-        ledger, book, position = judge.ledger, judge.book, judge.log.total - 1
+        judge, book = self._judge, self._judge.book
         for key, next_id in next_ids.items():
-            real = () if book is None else book.ledger.published(key, next_id, position)
-            judge.note(ledger.published(key, next_id, position), real)
-        judge.note(ledger.over_capacity(position), () if book is None else book.ledger.over_capacity(position))
+            self._compare(IdsPublished(key, next_id))
+        self._compare(Counted())
         drift: list[Problem] = []
         for key, tier, resident in self._residents(workers):
             blocks = self._resident_blocks(key, resident)
             if blocks is not None:
-                real = () if book is None else book.ledger.drift(key, blocks, position, tier)
-                found = ledger.drift(key, blocks, position, tier)
+                entry = Resident(key, tier, blocks, judge.unpublished(key, tier, blocks))
+                real = () if book is None else book.ledger.take(entry)
+                found = judge.ledger.take(entry)
                 if book is not None:
                     book.attribution.classify(found, real)
                 drift += found
-        judge.log.note(oldest_first(drift, ledger.streams, judge.log))
+        judge.log.note(oldest_first(drift, judge.ledger.streams, judge.log))
+
+    def _compare(self, entry: IdsPublished | Counted) -> None:
+        """Have each ledger take an entry, and report what is new."""
+        book = self._judge.book
+        real = () if book is None else book.ledger.take(entry)
+        self._judge.note(self._judge.ledger.take(entry), real)
 
     def _resident_blocks(self, key: StreamKey, resident: Callable[[], Iterable[int]]) -> list[int] | None:
         """The resident blocks that a callable returns; None, and a problem reported once, where it raises."""
@@ -108,7 +114,8 @@ class EngineComparison:
         found = []
         for key, tier, resident in self._residents(workers):
             stream = ledger.streams[key]
-            for blocks, expected, had in differences(stream, self._resident_blocks(key, resident) or [], tier):
+            there = self._resident_blocks(key, resident) or []
+            for blocks, expected, had in differences(stream, there, tier, judge.unpublished(key, tier, there)):
                 if blocks:
                     found.append(ledger.drift_problem(stream, tuple(blocks), expected, had, tier))
         for problem in found:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.harness.recording import Recording, recorded_prompt
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.fleet.report import EngineReport
-    from pytest_kvmock.harness.judge import Judge
-    from pytest_kvmock.prompt_keys import EventExtra
     from pytest_kvmock.tokens import Prompt, TokenIds
 
 
@@ -124,32 +121,6 @@ def _wrong_together(fields: Mapping[str, Any]) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
-
-
-class WatchingSink:
-    """The sink of a worker that does not publish: its events are judged by the rules of the ledger alone.
-
-    Args:
-        judge: judges them.
-        worker_id: the worker.
-    """
-
-    only_logged: ClassVar[bool] = True
-    __slots__ = ("_judge", "_worker_id")
-
-    def __init__(self, judge: Judge, worker_id: int) -> None:
-        self._judge = judge
-        self._worker_id = worker_id
-
-    def publish(
-        self,
-        event: KvCacheEvent,
-        storage_tier: StorageTier = StorageTier.DEVICE,
-        token_ids: BlockTokens | None = None,
-        extra: EventExtra | None = None,
-    ) -> None:
-        """Judge an event."""
-        self._judge.watched(RouterEvent(self._worker_id, event, storage_tier, token_ids, extra))
 
 
 def engine_profile(

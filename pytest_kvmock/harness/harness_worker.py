@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
 from pytest_kvmock.engine.worker import KvWorker
-from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import RecordedRequest, Recording
 from pytest_kvmock.harness.under_test import question
 from pytest_kvmock.programs.operations import Clear, Restart, Tick
 
 if TYPE_CHECKING:
-    from pytest_kvmock.prompt_keys import EventExtra
     from pytest_kvmock.sinks import Sink
     from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -24,40 +22,8 @@ _MANAGERS: Final[set[type]] = set()
 """Classes that were found to have the methods of a manager: each test makes some."""
 
 
-class _WorkerSink:
-    """The sink of a worker: adds its id to events, and passes them to the publisher, once the worker has begun."""
-
-    __slots__ = ("_before", "_publisher", "_worker_id", "worker")
-
-    def __init__(self, publisher: Publisher, worker_id: int) -> None:
-        self.worker: KvWorker | None = None
-        self._publisher = publisher
-        self._worker_id = worker_id
-        self._before: list[RouterEvent] = []
-
-    def publish(
-        self,
-        event: KvCacheEvent,
-        storage_tier: StorageTier = StorageTier.DEVICE,
-        token_ids: BlockTokens | None = None,
-        extra: EventExtra | None = None,
-    ) -> None:
-        """Publish an event; what a worker publishes for a request has its engine's hashes."""
-        named, worker = RouterEvent(self._worker_id, event, storage_tier, token_ids, extra), self.worker
-        if worker is None:
-            self._before.append(named)
-        else:
-            self._publisher.publish(named, chained=worker.serving)
-
-    def begin(self, worker: KvWorker) -> None:
-        """Publish from now on; first what the worker published when it was made."""
-        self.worker = worker
-        for event in self._before:
-            self._publisher.publish(event)
-
-
 class HarnessWorker(KvWorker):
-    """A worker of a harness: made by a profile, and recorded; it may announce a restart.
+    """A worker of a harness: made by a profile, and recorded; it may announce a restart. Events are held until it is known.
 
     Args:
         spec: its backend.
@@ -92,21 +58,17 @@ class HarnessWorker(KvWorker):
         self._takes_tokens = takes_tokens
         self._publisher = publisher
         self._recording = recording
-        self._events = _WorkerSink(publisher, worker_id)
         super().__init__(
             partial(_make_manager, spec, profile, dp_rank),
             worker_id,
             dp_rank,
-            sink=self._events,
+            sink=publisher,
             prefix_caching=profile.prefix_caching,
             chunk=profile.chunk,
             rng=rng,
             driver=spec.driver,
+            holds_events=True,
         )
-
-    def begin(self) -> None:
-        """Publish to the router from now on; first what it published when it was made."""
-        self._events.begin(self)
 
     def _request(self, prompt: Prompt, *, wait: bool) -> RecordedRequest:
         return RecordedRequest(self, prompt, self._recording, wait=wait)

@@ -41,6 +41,7 @@ from pytest_kvmock.hygiene.folding import fold
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.orphans import stored_as
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.story import story_of
 from pytest_kvmock.hygiene.stream import Desync
 from pytest_kvmock.hygiene.text import NOBODY, worker_text
 from pytest_kvmock.router.index import RadixIndex
@@ -421,7 +422,7 @@ class IndexComparison:
                 named = stored_as(own, chain.local)
                 block = min(named) if named else block
             if own.was_stored(block):
-                return block, own.history(block, tier)
+                return block, story_of(own, block, tier)
         others = [other for other, stream in streams.items() if other != key and stream.was_stored(block)]
         others.sort(key=lambda other: other[0] != key[0])  # another rank of the worker first
         if others:
@@ -454,7 +455,7 @@ class IndexComparison:
     def _left_a_copy(self, event: RouterEvent, block: int) -> bool:
         data, stream = event.event.data, self._ledger.streams[event.worker_id, event.event.dp_rank]
         return (
-            stream.residency == "counted"
+            stream.spec.residency == "counted"
             and isinstance(data, Removed)
             and block in data.block_hashes
             and block in stream.held(event.storage_tier)
@@ -495,7 +496,7 @@ class IndexComparison:
             return None
         least, most = dict(expected), dict(expected)
         for key, stream in self._ledger.streams.items():
-            if not stream.prefix_closed:
+            if not stream.spec.prefix_closed:
                 run, due = leading_run(stream, chain), expected.get(key, 0)
             elif (found := orphaned_in(stream, chain)) is not None:
                 run, due = found.run, expected.get(key, 0)

@@ -1,22 +1,22 @@
 """The judge: receives every event that arrives, and records in the log what is wrong with it.
 
-An event is applied to the ledger, to the reference index and to the index under test, in this order. The comparison with
-the engines is in `engine_comparison.py`.
+One subject: what is done with an arrival, and with all else that a ledger learns. An event is applied to the ledger, to the
+reference index and to the index under test, in this order. The comparison with the engines is in `engine_comparison.py`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.events import Removed, RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import IndexComparison, QueuedEvent, Sync
-from pytest_kvmock.harness.recording import BatchesLost, Recording, WorkerRemoved
 from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, run
+from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.delivery import Delivery, Published
 from pytest_kvmock.hygiene.drift import oldest_first
 from pytest_kvmock.hygiene.injection import Injection
@@ -29,6 +29,9 @@ from pytest_kvmock.tokens import Prompt
 
 InputFilter = Callable[[RouterEvent], tuple[Injection | None, RouterEvent]]
 """Returns the record of a fault in the input of the index under test, if there is one, and what the index is given."""
+
+UnpublishedBlocks: TypeAlias = Callable[[StorageTier], Container[int]]
+"""Returns the blocks of a tier that an engine has there without a Stored; see `entries.Unpublished`."""
 
 
 class RecoveryAnswer(NamedTuple):
@@ -55,9 +58,8 @@ class Judge:
         index: the index under test; None for the reference alone.
         sync: when it is compared; see `RouterHarness`.
         rng: source of what a comparison picks at random.
-        recording: records what arrives.
-        reference: an empty reference index.
-        ledger: an empty ledger; None: one is made.
+        semantics: of the reference index; see `RadixIndex`.
+        journal: the journal of the ledger, empty.
 
     Attributes:
         ledger: what is held according to the events.
@@ -75,20 +77,19 @@ class Judge:
         index: Any,
         sync: Sync,
         rng: Random,
-        recording: Recording,
         *,
-        reference: RadixIndex,
-        ledger: Ledger | None = None,
+        semantics: Literal["e1"] | None,
+        journal: entries.Journal,
     ) -> None:
         self.log = log
-        self.ledger = Ledger() if ledger is None else ledger
-        self.reference = reference
+        self.ledger = Ledger(journal)
+        self.reference = RadixIndex(semantics=semantics)
         self.under_test = None if index is None else IndexUnderTest(index)
         self.book: Book | None = None
         self.index_input_filter: InputFilter | None = None
         self.pending_recoveries: deque[RecoveryAnswer] = deque()
         self.first_lost: Problem | None = None
-        self._recording = recording
+        self._unpublished: dict[StreamKey, UnpublishedBlocks] = {}
         self._comparison = None
         if self.under_test is not None:
             self._comparison = IndexComparison(
@@ -100,16 +101,39 @@ class Judge:
         """Whether the index under test is to be awaited."""
         return self.under_test is not None and self.under_test.is_async
 
-    def open(self, key: StreamKey, **about: Any) -> None:
-        """Open the stream of a worker and rank; the arguments are those of `Ledger.open`."""
-        self.ledger.open(key, **about)
+    def open(self, entry: entries.Opened, unpublished: UnpublishedBlocks | None = None) -> None:
+        """Open the stream of a worker and rank.
+
+        Args:
+            entry: what is known of it.
+            unpublished: what its engine has without a Stored below the device; it is asked before such a block is removed.
+        """
+        self.ledger.take(entry)
         if self.book is not None:
-            self.book.open(key, **about)
+            self.book.ledger.take(entry)
+        if unpublished is not None:
+            self._unpublished[entry.key] = unpublished
+
+    def unpublished(self, key: StreamKey, tier: StorageTier, blocks: Iterable[int]) -> frozenset[int]:
+        """Those of some blocks that an engine may have in a tier without a Stored."""
+        ask = self._unpublished.get(key)
+        if ask is None or tier is StorageTier.DEVICE:
+            return frozenset()
+        there = ask(tier)
+        return frozenset(block for block in blocks if block in there)
+
+    def _take(self, ledger: Ledger, event: RouterEvent) -> list[Problem]:
+        """Have a ledger take an event, with what it has to know of the engine beside it."""
+        if self._unpublished and isinstance(event.data, Removed):
+            blocks = self.unpublished(event.key, event.storage_tier, event.data.block_hashes)
+            if blocks:
+                ledger.take(entries.Unpublished(event.key, blocks))
+        return ledger.take(event)
 
     def keep_book(self) -> Book:
         """Keep from here on a book of what is published, beside what arrives."""
         if self.book is None:
-            self.book = Book(self.ledger, self.log.problems)
+            self.book = Book(self.ledger)
         return self.book
 
     def survive(self) -> None:
@@ -130,14 +154,17 @@ class Judge:
             self.book.attribution.classify(found, real, delivery)
             for problem in found:
                 if problem.fault is not None:
-                    self.ledger.attributed(problem)
+                    self.ledger.take(entries.Attributed(problem))
         self.log.note(found)
 
     # ----------------------------------------------------------------------------------------------- events
 
-    def published(self, event: RouterEvent, *, chained: bool) -> Published | None:
+    def published(self, event: RouterEvent) -> Published | None:
         """Record an event that a worker publishes; None where no book is kept."""
-        return None if self.book is None else self.book.published(event, self.log.total, chained=chained)
+        book = self.book
+        if book is None:
+            return None
+        return book.published(event, self._take(book.ledger, event))
 
     def injected(self, injection: Injection, event: RouterEvent | None = None) -> None:
         """Record an injection.
@@ -151,17 +178,14 @@ class Judge:
             streams = [self.ledger.streams[key] for key in injection.keys if key in self.ledger.streams]
             emptied.update(block for stream in streams for held in stream.tiers.values() for block in held)
         self.keep_book().injected(injection, event, emptied)
-        self.ledger.injected(injection)
+        self.ledger.take(entries.Injected(injection))
         if injection.fails_sink and event is not None:
-            key = (injection.worker_id, injection.dp_rank)
-            observed = "a sink raised on purpose; the router never got the event"
-            problem = Problem("sink_failure", *key, observed, "a sink takes every event", event, fault=injection)
-            self.sink_failed(problem, event, missed=True)
+            self.sink_failed("a sink raised on purpose", event, missed=True, fault=injection)
 
     def mismatched(self, key: StreamKey, injection: Injection) -> None:
         """Attribute all that is wrong with the events of a worker to the fault that it is."""
         self.keep_book().attribution.mismatched[key] = injection
-        self.ledger.injected(injection)
+        self.ledger.take(entries.Injected(injection))
 
     def received(self, delivery: Delivery) -> None:
         """Receive an event that arrives: judge it, and apply it to the indexes."""
@@ -170,16 +194,17 @@ class Judge:
             book.receiving(delivery)
         if self.pending_recoveries:
             self.apply_pending_recoveries()
-        entry = self.log.append(event)
-        self._recording.arrive((event, delivery.chained))
+        entry, ledger = self.log.append(event), self.ledger
         problems: list[Problem] = []
         refused = False
-        if not self.ledger.was_replayed(event):
-            problems = self.ledger.observe(event, entry.position, chained=delivery.chained)
+        if ledger.is_replay(event):
+            ledger.take(entries.Replayed(event))
+        else:
+            problems = self._take(ledger, event) if self._unpublished else ledger.take(event)
             if problems:
                 self.note(problems, () if delivery.published is None else delivery.published.problems, delivery)
             try:
-                self.reference.apply(self.ledger.uncounted(event))
+                self.reference.apply(ledger.uncounted(event))
             except KvEventError:  # the ledger has found it already
                 refused = True
         if self._comparison is not None:
@@ -189,9 +214,8 @@ class Judge:
 
     def watched(self, event: RouterEvent) -> None:
         """Judge an event that is not published, by the rules of the ledger alone: no index is given it."""
-        entry = self.log.append(event)
-        self._recording.arrive((event, False))  # so that what arrived and the log have the same positions
-        found = self.ledger.observe(event, entry.position, chained=False)
+        self.log.append(event)
+        found = self._take(self.ledger, event)
         self.note(found, found)
 
     def _compare_at(self, queued: QueuedEvent, comparison: IndexComparison) -> None:
@@ -207,27 +231,38 @@ class Judge:
 
     def judge_hashes(self, events: Iterable[RouterEvent]) -> None:
         """Judge the hashes of events that may have arrived before they were found to be a chain."""
-        entries = self.log.find(events)
-        for entry in entries:
-            found = self.ledger.wrong_hash(entry.event, entry.position, entry.problems)
+        for entry in self.log.find(events):
+            found = self.ledger.take(entries.HashesChained(entry.event, entry.position))
             self.note(found, found)  # it arrived as it was published
-        self._recording.chain({entry.position for entry in entries})
 
-    def sink_failed(self, problem: Problem, event: RouterEvent, *, missed: bool) -> None:
-        """Record that a sink raised; the event is missed where the sink is between worker and router."""
-        problem.position = self.log.total - 1
+    def sink_failed(self, observed: str, event: RouterEvent, *, missed: bool, fault: Injection | None = None) -> None:
+        """Record that a sink raised.
+
+        Args:
+            observed: what it raised.
+            event: the event that it was given.
+            missed: whether the sink is between worker and router: then the event is missed.
+            fault: the fault that it is; None: it is real.
+        """
+        expected = "a sink takes every event"
+        if not missed:
+            self.log.note([Problem("sink_failure", *event.key, observed, expected, event, position=self.log.total - 1)])
+            return
+        observed += "; the router never got the event"
+        entry = entries.Missed(event.key, event.event_id, "sink_failure", observed, expected, event)
+        (problem,) = self.ledger.take(entry)
+        problem.fault = fault
         self.log.note([problem])
-        if missed:
-            if problem.fault is None:
-                self.first_lost = self.first_lost or problem
-            self.ledger.missed((event.worker_id, event.event.dp_rank), event.event.event_id, problem)
-            if self.book is not None and problem.fault is None:
-                self.book.lost_to_failure(problem, event)
+        if fault is not None:
+            self.ledger.take(entries.Attributed(problem))
+            return
+        self.first_lost = self.first_lost or problem
+        if self.book is not None:
+            self.book.lost_to_failure(problem, entry)
 
-    def lost_batches(self, key: StreamKey, batches: range, observed: str, consumer: object = None) -> None:
-        """Record batches of a wire that did not arrive; see `Ledger.lost_batches`."""
-        self._recording.arrive(BatchesLost(*key, batches, observed))
-        found = self.ledger.lost_batches(key, batches, self.log.total - 1, observed, consumer)
+    def lost_batches(self, lost: entries.BatchesLost) -> None:
+        """Record batches of a wire that did not arrive."""
+        found = self.ledger.take(lost)
         self.note(found, found)
 
     def apply_pending_recoveries(self) -> None:
@@ -243,9 +278,10 @@ class Judge:
             for event in events:
                 with suppress(KvEventError):  # of events that come again
                     self.reference.apply(event)
-            for problem in (news := self.ledger.recovered(published, ids)):
-                problem.position = self.log.total - 1
-            self.note(news, () if self.book is None else self.book.left_behind(key))
+            self.note(
+                self.ledger.take(entries.Recovered(published, ids)),
+                () if self.book is None else self.book.left_behind(key),
+            )
             if self.book is not None:
                 self.book.recovered(key, ids)
             if self._comparison is not None:
@@ -272,11 +308,10 @@ class Judge:
             ranks = [rank for _, rank in keys]
             calls = self.under_test.removal_calls(worker_id, ranks, whole=keys == of_worker)
             self._comparison.removed(keys, calls)
-        self._recording.arrive(WorkerRemoved(worker_id, dp_rank, first_id))
         self.log.worker_removed(worker_id, dp_rank, keys)
+        self.ledger.take(entries.WorkerRemoved(worker_id, dp_rank, first_id, tuple(keys)))
         for key in keys:
             self.reference.remove_worker_dp_rank(*key)
-            self.ledger.restarted(key, first_id=first_id)
             if self.book is not None:
                 self.book.begin_anew(key, first_id=first_id)
         return keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from threading import RLock
 from typing import Protocol, TypeAlias
 
@@ -11,8 +12,8 @@ from pytest_kvmock.faults.injector import FaultInjector
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.hygiene.delivery import Delivery
-from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.sinks import GivenSink, Sink, adapted, given_sink, publish_with_extra, sink_text
+from pytest_kvmock.hygiene.entries import BatchesLost, Skipped, Subscribed
+from pytest_kvmock.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
 """Returns the events that arrive for one that is published: none when it is lost."""
@@ -20,7 +21,7 @@ Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
 Losses: TypeAlias = Callable[[int, int, range, str], None]
 """What is called for lost batches: of which worker and rank, their numbers, and what happened."""
 
-_SinkOf: TypeAlias = tuple[Sink, int | None]
+_SinkOf: TypeAlias = tuple[EventSink, int | None]
 """A sink, and the worker whose events it gets; None: it gets those of all."""
 
 
@@ -82,7 +83,7 @@ class Publisher:
         Raises:
             TypeError: that is no sink.
         """
-        (self._before if before else self._after).append((adapted(sink, "add_sink: sink"), worker_id))
+        (self._before if before else self._after).append((event_sink(sink, "add_sink: sink"), worker_id))
 
     def remove_sink(self, sink: GivenSink) -> None:
         """Publish no further events to a sink."""
@@ -115,30 +116,26 @@ class Publisher:
         """The id after the last one that a worker and rank published."""
         return self.next_ids.get((worker_id, dp_rank), 0)
 
-    def publish(self, event: RouterEvent, *, chained: bool = False) -> None:
-        """Publish an event of a worker.
-
-        Args:
-            event: the event, with its worker and id.
-            chained: whether its hashes must be the engine's chain.
-        """
+    def publish(self, event: RouterEvent) -> None:
+        """Publish an event of a worker."""
         with self.lock:
             inner = event.event
             key = (event.worker_id, inner.dp_rank)
             due = self.next_ids.get(key)
             if inner.event_id > (due or 0):
-                self._judge.ledger.skipped(key, due, inner.event_id)
+                self._judge.ledger.take(Skipped(key, due, inner.event_id))
             self.next_ids[key] = inner.event_id + 1
             if self._recovery is not None:
                 self._recovery.keep(event)
             if self._before and not self._publish_to(self._before, event, missed=True):
                 return
             judge, injector = self._judge, self._injector
-            sent = Delivery(event, chained, None if injector is None else judge.published(event, chained=chained))
-            if injector is None:
-                self.deliver(sent)
+            if injector is None and self.transport is None:
+                judge.received(Delivery(event))
+            elif injector is None:
+                self.deliver(Delivery(event))
             else:
-                injection, deliveries = injector.publish(sent)
+                injection, deliveries = injector.publish(Delivery(event, judge.published(event)))
                 if injection is not None:
                     judge.injected(injection, event)
                 for delivery in deliveries:
@@ -154,6 +151,8 @@ class Publisher:
             self._judge.received(delivery)
         else:
             for event in self.transport(delivery.event):
+                if event.chained is not delivery.event.chained:  # no transport carries it
+                    event = replace(event, chained=delivery.event.chained)  # noqa: PLW2901 - the same event
                 self._judge.received(delivery._replace(event=event))
 
     def losses_at(self, endpoints: Sequence[str], sink: int | None = None) -> Losses:
@@ -164,17 +163,18 @@ class Publisher:
             sink: the worker whose losses they are; None: the one that is said at each.
         """
         with self.lock:
-            consumer = self._judge.ledger.subscribed(endpoints)
+            consumer = Subscribed(tuple(endpoints))
+            self._judge.ledger.take(consumer)
 
         def lose(worker_id: int, dp_rank: int, batches: range, observed: str) -> None:
-            self.lost_batches((worker_id if sink is None else sink, dp_rank), batches, observed, consumer)
+            self.lost_batches(BatchesLost(worker_id if sink is None else sink, dp_rank, batches, observed, consumer))
 
         return lose
 
-    def lost_batches(self, key: StreamKey, batches: range, observed: str = "", consumer: object = None) -> None:
-        """Record batches of a wire that did not arrive; see `Ledger.lost_batches`."""
+    def lost_batches(self, lost: BatchesLost) -> None:
+        """Record batches of a wire that did not arrive."""
         with self.lock:
-            self._judge.lost_batches(key, batches, observed, consumer)
+            self._judge.lost_batches(lost)
 
     def _publish_to(self, sinks: list[_SinkOf], event: RouterEvent, *, missed: bool) -> bool:
         """Publish to sinks in order; the first that raises keeps the event from those after it (dynamo-mocker)."""
@@ -182,20 +182,13 @@ class Publisher:
             if worker_id is not None and worker_id != event.worker_id:
                 continue
             try:
-                if event.extra is None:
-                    sink.publish(event.event, event.storage_tier, event.token_ids)
-                else:
-                    publish_with_extra(sink, event.event, event.storage_tier, event.token_ids, event.extra)
+                sink.publish(event)
             except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
                 observed = f"{sink_text(sink)} raised {type(error).__name__}: {error}"
                 if getattr(given_sink(sink), "closed", False) is True:  # it would raise at each event: once is enough
                     self.remove_sink(given_sink(sink))
                     observed += "; it gets no further events"
-                if missed:
-                    observed += "; the router never got the event"
-                rank = event.event.dp_rank
-                problem = Problem("sink_failure", event.worker_id, rank, observed, "a sink takes every event", event)
-                self._judge.sink_failed(problem, event, missed=missed)
+                self._judge.sink_failed(observed, event, missed=missed)
                 return False
         return True
 

@@ -1,27 +1,30 @@
 """The recording of a harness, from which a failure is replayed and reduced (`pytest_kvmock.reduce`).
 
-Two levels are kept: the events as they arrived, and the operations on the workers. A passing test pays for a tuple an
-event and a tuple an operation, and for nothing else.
+Two levels are kept: the events as they arrived, which the journal has, and the operations on the workers. A passing test
+pays for a tuple an operation, and for nothing else.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pytest_kvmock.engine.worker import KvWorker, Request
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.hygiene import entries
 from pytest_kvmock.programs.operations import Decode, Finish, Operation, Preempt, Prefill, Resume, RunPasses
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.args import MockEngineArgs
-    from pytest_kvmock.events import RouterEvent, StreamKey
+    from pytest_kvmock.events import StreamKey
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.tokens import Prompt
 
 MOST: Final = 200_000
-"""How many events, and how many operations, are kept; what comes later is not."""
+"""How many events, and how many operations, a failure is reduced from; what comes later is left out."""
 
 
 class Recorded(NamedTuple):
@@ -36,41 +39,14 @@ class Recorded(NamedTuple):
     at: int
 
 
-class WorkerRemoved(NamedTuple):
-    """Among the events: a worker, or one rank of it, was removed from the router, or restarted, announced.
-
-    Attributes:
-        worker_id: which worker.
-        dp_rank: which rank; None for all.
-        first_id: the id that its next event has; None for any.
-    """
-
-    worker_id: int
-    dp_rank: int | None
-    first_id: int | None
-
-
-class BatchesLost(NamedTuple):
-    """Among the events: batches of a wire did not arrive; the fields are the arguments of `RouterHarness.lost_batches`."""
-
-    worker_id: int
-    dp_rank: int
-    batches: range
-    observed: str
-
-
-NoEvent: TypeAlias = WorkerRemoved | BatchesLost
-"""What stands among the events, and is none."""
-
-Arrival: TypeAlias = "tuple[RouterEvent, bool] | NoEvent"
-"""An event as it arrived, and whether its hashes must be Dynamo's chain; or what stands among them."""
-
-
 class Recording:
     """Events and operations of a harness, in order, each up to `MOST`.
 
+    Args:
+        log: counts the events.
+        journal: has them.
+
     Attributes:
-        arrivals: what the router received.
         operations: the operations on the workers: the class of each, its fields, and `Recorded.at`. The value is made
             when it is wanted (`recorded`).
         requests: how many requests there were.
@@ -78,34 +54,35 @@ class Recording:
         engines: of each worker and rank that had an engine, its arguments and the worker's backend.
     """
 
-    __slots__ = ("_log", "arrivals", "bursts", "engines", "operations", "requests")
+    __slots__ = ("_journal", "_log", "bursts", "engines", "operations", "requests")
 
-    def __init__(self, log: EventLog) -> None:
-        self.arrivals: list[Arrival] = []
+    def __init__(self, log: EventLog, journal: entries.Journal) -> None:
         self.operations: list[tuple[type[Operation], tuple[Any, ...], int]] = []
         self.requests = 0
         self.bursts = False
         self.engines: dict[StreamKey, tuple[MockEngineArgs, BackendSpec]] = {}
         self._log = log
+        self._journal = journal
+
+    @property
+    def arrivals(self) -> list[entries.Arrival]:
+        """What the router received, and what stands among that; events that were found to be a chain are marked as such."""
+        chained = {entry.position for entry in self._journal if isinstance(entry, entries.HashesChained)}
+        arrivals: list[entries.Arrival] = []
+        position = 0
+        for entry in self._journal:
+            event = entry.event if isinstance(entry, entries.Replayed) else entry
+            if isinstance(event, RouterEvent):
+                arrivals.append(replace(event, chained=True) if position in chained else event)
+                position += 1
+            elif isinstance(event, entries.NoEvent):
+                arrivals.append(event)
+        return arrivals[:MOST]
 
     def next_request(self) -> int:
         """Number one more request, from 1."""
         self.requests += 1
         return self.requests
-
-    def arrive(self, arrival: Arrival) -> None:
-        """Record what the router receives."""
-        if len(self.arrivals) < MOST:
-            self.arrivals.append(arrival)
-
-    def chain(self, positions: Collection[int]) -> None:
-        """Mark events, by their positions in the log, as those whose hashes must be Dynamo's chain."""
-        position = 0
-        for i, arrival in enumerate(self.arrivals):
-            if not isinstance(arrival, NoEvent):
-                if position in positions:
-                    self.arrivals[i] = arrival[0], True
-                position += 1
 
     def operate(self, operation: type[Operation], *fields: Any) -> None:
         """Record an operation, before it runs: one that raises changes nothing, or a part of what it should."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import Stored
 from pytest_kvmock.harness.judge import Judge, RecoveryAnswer
+from pytest_kvmock.hygiene.entries import IdsBegun
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.router.recovery import RING, Events, LocalIndex, TreeDump, WorkerQuery, ring_size
@@ -44,7 +45,7 @@ class Recovery:
         self.queries: list[WorkerQuery] = []
         self.answers: list[Answer] = []
         self._local: dict[StreamKey, LocalIndex] = {}
-        self._published = Ledger()
+        self._published = Ledger(judges_hashes=False)  # of what it answers, no hash is judged
         # What the reference index of a stream is built of that is not prefix-closed: there, events that come again after
         # others that came too early would leave other links than the same events in their order. And of one whose copies are
         # counted, as the reference counts none.
@@ -147,7 +148,7 @@ class Recovery:
         with self._lock:
             key = (event.worker_id, event.event.dp_rank)
             local = self._local.get(key) or self._begin(key)
-            self._published.observe(event, 0)
+            self._published.take(event)
             shown = self._published.uncounted(event)
             local.apply(event, shown)
             if not self._is_plain(self._published.streams[key]):
@@ -155,7 +156,7 @@ class Recovery:
 
     @staticmethod
     def _is_plain(published: Stream) -> bool:
-        return published.prefix_closed and published.residency == "unique"
+        return published.spec.prefix_closed and published.spec.residency == "unique"
 
     def restarted(self, key: StreamKey) -> None:
         """Begin anew with a worker and rank: what it published before is dropped."""
@@ -165,10 +166,9 @@ class Recovery:
     def _begin(self, key: StreamKey) -> LocalIndex:
         assert self._judge is not None
         local = self._local[key] = LocalIndex(self._ring)
-        arrived = self._judge.ledger.streams.get(key)
-        if arrived is None:
-            arrived = Stream(key, first_id=None)
-        arrived.late.clear()  # its ids begin anew
-        self._published.streams[key] = arrived.fresh()
+        ledger = self._judge.ledger
+        ledger.take(IdsBegun(key))
+        arrived = ledger.streams.get(key)
+        self._published.streams[key] = Stream(key) if arrived is None else arrived.fresh()
         self._built[key] = []
         return local

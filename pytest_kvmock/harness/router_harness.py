@@ -26,12 +26,14 @@ from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.user_sink import KvSink, Publishable
 from pytest_kvmock.harness.verdict import Verdict, Verdicts
 from pytest_kvmock.harness.workers import WorkerKey, Workers
+from pytest_kvmock.hygiene.entries import BatchesLost, Journal
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.log_entry import STATUSES
 from pytest_kvmock.hygiene.problem import KvEventsError, Problem
 from pytest_kvmock.hygiene.report import failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
-from pytest_kvmock.hygiene.stream import Residency, Stream
+from pytest_kvmock.hygiene.stream import Stream
+from pytest_kvmock.hygiene.stream_spec import Residency
 from pytest_kvmock.programs.operations import DropNext, RemoveWorker
 from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.tokens import Prompt, TokenIds
@@ -44,8 +46,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.faults.fault import Fault
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.harness.faults import Faults
-    from pytest_kvmock.hygiene.ledger import Ledger
-    from pytest_kvmock.sinks import GivenSink, Sink
+    from pytest_kvmock.sinks import EventSink, GivenSink
 
 
 class RouterHarness:
@@ -69,7 +70,7 @@ class RouterHarness:
         judge_unpublished: judge what workers without prefix caching would publish, too, by the rules of the ledger alone.
         index_semantics: what a Cleared empties: None for the rank that published it (Dynamo from 1.6), "e1" for all ranks
             of its worker (Dynamo up to 1.3); see `RadixIndex`.
-        ledger: judges what arrives: a `CapturingLedger` writes it down too; None: a plain `Ledger`.
+        journal: keeps what the harness learns of its streams: a `CapturingJournal` writes it down too; None: a plain one.
 
     Raises:
         ValueError: an unknown backend, rule, fault, `sync` or `index_semantics`; a rate out of range; an index
@@ -79,10 +80,9 @@ class RouterHarness:
     Attributes:
         events: every event that arrived, with its verdict.
         profile: the profile in force.
-        sync: when an index under test is compared.
         publisher: from worker to router: ids, sinks, the lock.
         recording: the events and operations, for a replay.
-        index_semantics: as above.
+        sync: as above, and so is `index_semantics`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RouterHarness:
         index_semantics: Literal["e1"] | None = None,
         engine: Mapping[str, Any] | None = None,
         judge_unpublished: bool = False,
-        ledger: Ledger | None = None,
+        journal: Journal | None = None,
     ) -> None:
         if sync not in SYNC:
             raise ValueError(unknown_text("sync", sync, SYNC))
@@ -122,10 +122,10 @@ class RouterHarness:
         self._rng = Random(self._seed)  # noqa: S311 - mock data
         # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
         comparing = Random(self._rng.getrandbits(64))  # noqa: S311 - as above
-        self.recording = Recording(self.events)
+        journal = Journal() if journal is None else journal
+        self.recording = Recording(self.events, journal)
         self.index_semantics = index_semantics
-        reference = RadixIndex(semantics=index_semantics)
-        self._judge = Judge(self.events, index, sync, comparing, self.recording, reference=reference, ledger=ledger)
+        self._judge = Judge(self.events, index, sync, comparing, semantics=index_semantics, journal=journal)
         self.publisher = Publisher(self._judge)
         self._engines, self._verdicts = EngineComparison(self._judge), Verdicts(self.events)
         self._workers = Workers(
@@ -297,7 +297,7 @@ class RouterHarness:
         """
         self.publisher.add_sink(sink, before=before, worker_id=worker_id)
 
-    def sinks_of(self, worker_id: int) -> list[tuple[Sink, int | None]]:
+    def sinks_of(self, worker_id: int) -> list[tuple[EventSink, int | None]]:
         """The sinks of `add_sink` that are given the events of a worker, each with its worker; None: it has those of all."""
         return self.publisher.sinks_of(worker_id)
 
@@ -341,8 +341,8 @@ class RouterHarness:
         self._by_hand.publish(events, worker_id, dp_rank)
 
     def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:
-        """Record batches of a wire that did not arrive, as a `KvSubscriber` does; see `Ledger.lost_batches`."""
-        self.publisher.lost_batches((worker_id, dp_rank), batches, observed)
+        """Record batches of a wire that did not arrive, as a `KvSubscriber` does; see `entries.BatchesLost`."""
+        self.publisher.lost_batches(BatchesLost(worker_id, dp_rank, batches, observed))
 
     def losses_at(self, endpoints: Sequence[str]) -> Losses:
         """Return `lost_batches` of one who subscribes at these endpoints, one a rank: a capture says who published there."""

@@ -21,11 +21,12 @@ from pytest_kvmock.events import (
     check_block_hashes,
 )
 from pytest_kvmock.hygiene.content import FoundChain
+from pytest_kvmock.hygiene.entries import BatchesLost
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.publisher import Losses, Publisher
     from pytest_kvmock.prompt_keys import EventExtra
-    from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.sinks import EventSink
 
 MOST_UNJUDGED: Final = 10_000
 """How many Stored are kept until their hashes are found to be a chain; those of other engines never are."""
@@ -145,19 +146,20 @@ class KvSink:
                 )
             self.events.append(event)
             self.is_removed = False
-            self._publisher.publish(addressed, chained=self._must_chain(addressed))
+            addressed.chained = self._must_chain(addressed)
+            self._publisher.publish(addressed)
 
     __call__ = publish
 
     def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:  # noqa: ARG002 - the sink is a worker of its own
         """Record batches of a wire that did not arrive; see `RouterHarness.lost_batches`."""
-        self._publisher.lost_batches((self.worker_id, dp_rank), batches, observed)
+        self._publisher.lost_batches(BatchesLost(self.worker_id, dp_rank, batches, observed))
 
     def losses_at(self, endpoints: Sequence[str]) -> Losses:
         """Return `lost_batches` of one who subscribes at these endpoints; see `RouterHarness.losses_at`."""
         return self._publisher.losses_at(endpoints, self.worker_id)
 
-    def sinks_of(self, worker_id: int) -> list[tuple[Sink, int | None]]:  # noqa: ARG002 - as of `lost_batches`
+    def sinks_of(self, worker_id: int) -> list[tuple[EventSink, int | None]]:  # noqa: ARG002 - as of `lost_batches`
         """The sinks that are given what this one publishes; see `RouterHarness.sinks_of`."""
         return self._publisher.sinks_of(self.worker_id)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import count
 from random import Random
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
@@ -19,7 +19,9 @@ from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
-from pytest_kvmock.hygiene.stream import Residency, check_residency
+from pytest_kvmock.hygiene.content import DynamoChain
+from pytest_kvmock.hygiene.entries import Opened
+from pytest_kvmock.hygiene.stream_spec import Residency, StreamSpec, check_residency
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.args import MockEngineArgs
@@ -237,24 +239,19 @@ class Workers:
         tiers = self._profile.tiers
         if not spec.prefix_closed:
             self._not_prefix_closed.add((worker_id, dp_rank))
-        self._judge.open(
-            (worker_id, dp_rank),
-            first_id=0,
-            block_size=self._profile.block_size,
-            num_blocks=self._profile.num_blocks,
-            tier_blocks=None if tiers is None else {StorageTier.HOST_PINNED: tiers.host},
-            residency=spec.residency,
-            prefix_closed=spec.prefix_closed,
-            chain=None if spec.chain is None else partial(spec.chain, worker.manager),
-            # A function, as copies of a ledger share it; a bound method would be copied with its worker.
-            unpublished=None if tiers is None else lambda tier: worker.unpublished(tier),  # noqa: PLW0108 - as said
+        about = StreamSpec(
+            self._profile.block_size,
+            self._profile.num_blocks,
+            None if tiers is None else {StorageTier.HOST_PINNED: tiers.host},
+            spec.residency,
+            spec.prefix_closed,
+            DynamoChain if spec.chain is None else partial(spec.chain, worker.manager),
         )
+        self._judge.open(Opened((worker_id, dp_rank), 0, about), None if tiers is None else worker.unpublished)
         if self._judge_unpublished:
-            from pytest_kvmock.harness.engines import WatchingSink  # for those who use it
-
-            worker.watch(WatchingSink(self._judge, worker_id))
+            worker.watch(SimpleNamespace(publish=self._judge.watched))
         self._publisher.begun((worker_id, dp_rank))
-        worker.begin()
+        worker.release_events()
         return worker
 
     def make_sink(
@@ -277,15 +274,8 @@ class Workers:
             worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)
         else:
             self._check_free_for_sink(worker_id)
-        self._judge.open(
-            (worker_id, 0),
-            first_id=None,
-            block_size=self._profile.block_size,
-            num_blocks=num_blocks,
-            tier_blocks=below,
-            residency=residency,
-            prefix_closed=prefix_closed,
-        )
+        about = StreamSpec(self._profile.block_size, num_blocks, below, residency, prefix_closed)
+        self._judge.open(Opened((worker_id, 0), None, about))
         sink = KvSink(worker_id, self._publisher, self._judge.judge_hashes, self._engines.compare_with, chained=chained)
         self._sinks[worker_id] = sink
         self._publisher.user_sinks.append(sink)

@@ -2,15 +2,18 @@
 
 Theory of operation. Every event takes one path, and what travels there is a value:
 
-1. A block manager publishes. Its `Publisher` counts the id, and hands the event to the sinks before the router.
-2. Where a book of what would have arrived without faults is kept, the judge enters the event there first: `Published`.
-3. A `Delivery` is made. With faults armed, `FaultInjector.publish` makes of it an `Injection` or none, and deliveries:
+1. A block manager publishes, in parts, as it does not know its worker. What stands at the worker (`EventRecorder`, `KvSink`)
+   makes a `RouterEvent` of the parts, and notes in it whether it is for a request. That is the value: what changes it makes
+   another by `replace`. Who publishes one again, by hand, takes the note out of it.
+2. The `Publisher` notes its id, and hands it to the sinks before the router.
+3. Where a book of what would have arrived without faults is kept, the judge enters the event there first: `Published`.
+4. A `Delivery` is made. With faults armed, `FaultInjector.publish` makes of it an `Injection` or none, and deliveries:
    none for a lost event or one that is held back, two for a doubled one, and those that were held back until now.
-4. The judge records the injection, and receives the deliveries, one after the other. Each is applied to the ledger, to
+5. The judge records the injection, and receives the deliveries, one after the other. Each is applied to the ledger, to
    the reference index, and to the index under test.
-5. Sinks after the router get the event as it was published.
+6. Sinks after the router get the event as it was published.
 
-Restarts and Cleared events that a fault makes up enter at 4: no worker published them.
+Restarts and Cleared events that a fault makes up enter at 5: no worker published them.
 """
 
 from __future__ import annotations
@@ -42,13 +45,11 @@ class Delivery(NamedTuple):
 
     Attributes:
         event: the event, as it arrives.
-        chained: whether its hashes must be the engine's chain; hand-made moves have free hashes.
         published: the event as it was published; None where no book is kept, or no worker published it.
         injection: the fault that changed it, delayed it or made it up; None: it arrives as it was published.
     """
 
     event: RouterEvent
-    chained: bool = False
     published: Published | None = None
     injection: Injection | None = None
 
@@ -58,4 +59,4 @@ class Delivery(NamedTuple):
 
         A fault may have moved it to another stream: then `published` has the key of the worker that published it.
         """
-        return self.event.worker_id, self.event.event.dp_rank
+        return self.event.key

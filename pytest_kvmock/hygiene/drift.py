@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.hygiene.folding import fold, problem_of
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.story import where_text
 from pytest_kvmock.hygiene.stream import Stream
 
 if TYPE_CHECKING:
@@ -21,21 +22,22 @@ DRIFTS = ("engine_drift", "index_drift")
 
 
 def differences(
-    stream: Stream, resident: Collection[int], tier: StorageTier = StorageTier.DEVICE
+    stream: Stream,
+    resident: Collection[int],
+    tier: StorageTier = StorageTier.DEVICE,
+    unpublished: Collection[int] = (),
 ) -> list[tuple[list[int], str, str]]:
-    """Blocks in which stream and engine differ: (blocks, what was expected, what the engine has)."""
+    """Blocks in which stream and engine differ: (blocks, what was expected, what the engine has); see `entries.Resident`."""
     held, copies = stream.held(tier), stream.copies.get(tier, {})
     there = resident if isinstance(resident, (set, frozenset, dict)) else dict.fromkeys(resident)
     extra = [block for block in held if block not in there]
     implied = stream.implied if tier is StorageTier.DEVICE else ()
-    silent = [block for block in there if block not in held and block not in implied]
-    if silent and stream.unpublished is not None:
-        silent = [block for block in silent if not stream.is_unpublished(block, tier)]
+    silent = [block for block in there if block not in held and block not in implied and block not in unpublished]
     found = [
         (extra, "what the engine drops is published as Removed", "the engine does not hold"),
         (silent, "what the engine caches is published as Stored", "the engine holds"),
     ]
-    if stream.residency == "counted":
+    if stream.spec.residency == "counted":
         had = Counter(resident)
         fewer = [block for block in held if 0 < had[block] < 1 + copies.get(block, 0)]
         more = [block for block in held if had[block] > 1 + copies.get(block, 0)]
@@ -58,7 +60,7 @@ def confirm(stream: Stream, found: list[Problem], drifts: list[Problem], residen
     """
     dropped = [drift for drift in drifts if drift.cause is None and resident.isdisjoint(drift.blocks)]
     extra = sum(block not in resident for block in stream.held(tier))
-    most = stream.capacity(tier)
+    most = stream.spec.capacity(tier)
     fits = most is not None and stream.count(tier) - extra <= most
     for problem in found:
         for drift in dropped:
@@ -88,7 +90,7 @@ def over_capacity(stream: Stream) -> list[Problem]:
     """The over_capacity of each tier that holds more than the engine has there, where it was not reported yet."""
     problems = []
     for tier, held in stream.tiers.items():
-        most = stream.capacity(tier)
+        most = stream.spec.capacity(tier)
         if most is None or (tier not in stream.overfull and not stream.copies and len(held) <= most):
             continue
         count, reported = stream.count(tier), tier in stream.overfull
@@ -96,7 +98,7 @@ def over_capacity(stream: Stream) -> list[Problem]:
             stream.overfull.discard(tier)
         elif not reported:
             stream.overfull.add(tier)
-            where = stream.where_text(tier)
+            where = where_text(stream, tier)
             since = f" after event {stream.last.event.event_id}" if stream.last is not None else ""
             observed = f"according to the events, {count} blocks are held{where}{since}"
             has = f"the engine has {most} block{'s' * (most != 1)}{where and ' there'}"

@@ -17,127 +17,85 @@ is `evicted_and_restored`, and what follows for the block, until an event names 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
-from pytest_kvmock.hygiene.content import Chain, own_parent, sparse, wrong_hash
+from pytest_kvmock.hygiene import entries
+from pytest_kvmock.hygiene.content import DynamoChain, own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.drift import confirm, differences, over_capacity
 from pytest_kvmock.hygiene.folding import fold, parts_of, problem_of
-from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.stream import LAST, Desync, Residency, Stream
+from pytest_kvmock.hygiene.story import story_of, where_text
+from pytest_kvmock.hygiene.stream import LAST, Desync, Stream
+from pytest_kvmock.hygiene.stream_spec import UNKNOWN, StreamSpec
 from pytest_kvmock.hygiene.text import blocks_text, ids_text
 from pytest_kvmock.prompt_keys import group_of
+
+_Answer: TypeAlias = tuple[list[Problem], bool]
+"""What an entry shows, and whether it is kept: one that changes nothing is not."""
 
 
 class Ledger:
     """Judges events one by one, and records what is held.
 
-    `observe` returns the problems that an event shows, causes before what follows from them. No problem is ever raised.
+    All that it learns is an entry, and goes through `take`, which returns the problems that the entry shows, causes before what
+    follows from them. No problem is ever raised.
+
+    Args:
+        journal: where entries are kept, once taken; None: nowhere.
+        judges_hashes: whether the hashes of events that were published for requests are judged.
+
+    Attributes:
+        streams: the streams, by worker and rank.
+        journal: as above.
+        position: the number of the last event that arrived, from 0; -1 before the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, journal: entries.Journal | None = None, *, judges_hashes: bool = True) -> None:
         self.streams: dict[StreamKey, Stream] = {}
+        self.journal = journal
+        self.position = -1
+        self._judges_hashes = judges_hashes
+        self._of_the_chain: dict[
+            int, Problem
+        ] = {}  # by the number of its event, one after which the hashes are wrong as well
 
-    def copy_with(self, problems: Iterable[Problem]) -> tuple[Ledger, dict[Problem, Problem]]:
-        """Return a ledger that holds the same, and is independent from here on.
-
-        Both share the events, which are values. All else is copied, the hash chain of a stream too: it has state.
-
-        Args:
-            problems: problems that this ledger found.
-
-        Returns:
-            The copy; and those of the problems that it refers to, by their copies.
-        """
-        events = (event for stream in self.streams.values() for event in (*stream.events, stream.last))
-        memo: dict[int, Any] = {id(event): event for event in events}  # how deepcopy shares objects
-        ledger = copy.deepcopy(self, memo)
-        return ledger, {memo[id(problem)]: problem for problem in problems if id(problem) in memo}
-
-    def open(
-        self,
-        key: StreamKey,
-        *,
-        first_id: int | None,
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        tier_blocks: Mapping[StorageTier, int] | None = None,
-        residency: Residency = "unique",
-        prefix_closed: bool = True,
-        chain: Callable[[], Chain] | None = None,
-        unpublished: Callable[[StorageTier], Container[int]] | None = None,
-    ) -> Stream:
-        """Open the stream of a worker and rank, which holds nothing.
-
-        Args:
-            key: (worker_id, dp_rank).
-            first_id: the id that its first event has; None for any.
-            block_size: tokens a block, to judge token ids by; None: unknown.
-            num_blocks: how many blocks it has on the device; None: unknown, and over_capacity is not judged.
-            tier_blocks: likewise in the tiers below, by tier.
-            residency: see `BackendSpec`; where it is "counted", a block may be stored and removed several times.
-            prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning, and an orphaned child is none.
-            chain: makes the rule by which it names blocks, to judge `wrong_hash` by; None: Dynamo's rule.
-            unpublished: returns the blocks of a tier that it may hold without a Stored (`Stream.is_unpublished`); a
-                function, which copies of the ledger share.
-        """
-        before = self.streams.get(key)
-        stream = self.streams[key] = Stream(
-            key,
-            first_id=first_id,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            tier_blocks=tier_blocks,
-            residency=residency,
-            prefix_closed=prefix_closed,
-            chain=None if chain is None else chain(),
-            unpublished=unpublished,
-        )
-        stream.restarts = () if before is None else before.restarts
-        return stream
+    def open(self, key: StreamKey, *, first_id: int | None = None, **about: Any) -> Stream:
+        """Open the stream of a worker and rank; `about` are the fields of its `StreamSpec`."""
+        self.take(entries.Opened(key, first_id, StreamSpec(**about)))
+        return self.streams[key]
 
     def stream(self, key: StreamKey) -> Stream:
         """The stream of a worker and rank; one that was not opened is like the worker's first rank, if there is one."""
         stream = self.streams.get(key)
-        if stream is not None:
-            return stream
-        first = self.streams.get((key[0], 0))
-        if first is None:
-            return self.open(key, first_id=None)
-        return self.open(
-            key,
-            first_id=None,
-            block_size=first.block_size,
-            num_blocks=first.num_blocks,
-            tier_blocks=first.tier_blocks,
-            residency=first.residency,
-            prefix_closed=first.prefix_closed,
-        )
+        if stream is None:
+            first = self.streams.get((key[0], 0))
+            spec = None
+            if first is not None:
+                spec = dataclasses.replace(first.spec, tier_blocks=first.spec.tier_blocks or {}, chain=DynamoChain)
+            self.take(entries.Opened(key, None, spec))
+            stream = self.streams[key]
+        return stream
 
-    def restarted(self, key: StreamKey, *, first_id: int | None) -> None:
-        """Record an announced restart, or a removal: nothing is held, and ids begin with `first_id`."""
-        stream = self.streams.get(key)
-        if stream is not None:
-            stream.clear()
-            stream.begin_anew("removal" if first_id is None else "restart")
-            stream.next_id, stream.last = first_id, None
-            stream.holes.clear()
-            stream.late.clear()
+    def is_replay(self, event: RouterEvent) -> bool:
+        """Whether an event that arrives was part of a recovery, and had not arrived by itself: it is taken as `Replayed`."""
+        stream = self.streams.get((event.worker_id, event.event.dp_rank))
+        return stream is not None and bool(stream.late) and stream.is_late(event.event.event_id)
 
-    # ------------------------------------------------------------------------------------------------ events
+    # --------------------------------------------------------------------------------------------- entries
 
-    def observe(self, event: RouterEvent, position: int, *, chained: bool = False) -> list[Problem]:
-        """Judge one event, and apply it.
+    def take(self, entry: entries.Entry) -> list[Problem]:
+        """Take the next entry: judge it, apply it, and append it to the journal.
 
-        Args:
-            event: as it arrived.
-            position: its number in the log.
-            chained: whether its hashes must be the engine's chain; hand-made moves have free hashes.
+        Returns:
+            The problems that it shows, with the number of the last event.
         """
+        if type(entry) is not RouterEvent and (arm := self._arms.get(type(entry))) is not None:
+            return self._take(entry, arm)
+        event: RouterEvent = entry  # type: ignore[assignment]  # nothing else has no arm
+        self.position += 1
         inner = event.event
         key = (event.worker_id, inner.dp_rank)
         stream = self.streams.get(key) or self.stream(key)
@@ -148,23 +106,25 @@ class Ledger:
         restored, cause = part.restored, None
         if inner.event_id != stream.next_id and stream.next_id is not None:
             if not stream.take_hole(inner.event_id):
-                cause = self._gap(stream, event, position, problems)
+                cause = self._gap(stream, event, problems)
                 if cause is None:  # a repeat leaves the next id as it was
                     stream.next_id = inner.event_id + 1
         else:
             stream.next_id = inner.event_id + 1
         data = inner.data
         if isinstance(data, Stored):
-            found = self._stored(part, event, data, chained=chained)
+            found = self._stored(part, event, data)
         elif isinstance(data, Removed):
             found = self._removed(part, event, data)
         else:
             found = []
         for problem in found:
-            problem.event, problem.position = event, position
+            problem.event, problem.position = event, self.position
             if cause is not None and problem.cause is None:
                 problem.follows_from(cause)
         problems += found
+        if problems and problems[0].rule in _OF_THE_CHAIN:
+            self._of_the_chain[self.position] = problems[0]
         if isinstance(data, Cleared):
             for each in (stream, *stream.groups.values()):
                 each.events.append(event)
@@ -172,9 +132,22 @@ class Ledger:
         if cause is not None:  # a repeat does not count as the event before
             part.restored = restored
         stream.last = part.last = event
+        if self.journal is not None:
+            self.journal.append(event)
+            if problems:
+                self.journal.note(problems)
         return problems
 
-    def _gap(self, stream: Stream, event: RouterEvent, position: int, problems: list[Problem]) -> Problem | None:
+    def _take(self, entry: entries.Entry, arm: Callable[[Any, Any], _Answer]) -> list[Problem]:
+        found, is_kept = arm(self, entry)
+        for problem in found:
+            if problem.position < 0:
+                problem.position = self.position
+        if self.journal is not None and is_kept:
+            self.journal.add(entry, found)
+        return found
+
+    def _gap(self, stream: Stream, event: RouterEvent, problems: list[Problem]) -> Problem | None:
         """Add the problem of an id out of turn. Return the cause of what else the event breaks, where it opens no desync."""
         got, due = event.event.event_id, stream.next_id
         assert due is not None
@@ -192,7 +165,7 @@ class Ledger:
             observed = f"{before} {due - 1} had arrived: ids went backwards, as after an unannounced restart"
             stream.begin_anew("backwards")
         problem = problem_of("event_id_gap", stream, observed, f"event {due}", (), case=case)
-        problem.event, problem.position = event, position
+        problem.event, problem.position = event, self.position
         problems.append(problem)
         if event == stream.last:  # a repeat of the event before: only its own consequences follow from it
             fold(stream, problem)
@@ -200,7 +173,7 @@ class Ledger:
         self._desync(stream, problem)
         return None
 
-    def _stored(self, stream: Stream, event: RouterEvent, data: Stored, *, chained: bool) -> list[Problem]:
+    def _stored(self, stream: Stream, event: RouterEvent, data: Stored) -> list[Problem]:
         hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
         on_device = tier is StorageTier.DEVICE
         held = stream.device if on_device else stream.held(tier)
@@ -210,17 +183,17 @@ class Ledger:
         plain = due and fresh and len(set(hashes)) == len(hashes)
         again = set() if fresh else held.keys() & hashes
         before: list[Problem] = []
-        if stream.tier_blocks or (
-            stream.num_blocks is not None
-            and (stream.overfull or stream.copies or len(stream.device) > stream.num_blocks)
+        spec = stream.spec
+        if spec.tier_blocks or (
+            spec.num_blocks is not None and (stream.overfull or stream.copies or len(stream.device) > spec.num_blocks)
         ):
             before = over_capacity(stream)
         problems = [] if plain else self._unsound(stream, event, data, again)
-        if event.token_ids is not None and (flaw := sparse(event, data, stream.block_size)) is not None:
+        if event.token_ids is not None and (flaw := sparse(event, data, spec.block_size)) is not None:
             problems.append(problem_of("sparse_tokens", stream, flaw.observed, flaw.expected, (flaw.block,), tier=tier))
-        if chained:
+        if event.chained and self._judges_hashes:
             problems += self._wrong_hash(stream, event, data, problems)
-        if again and stream.residency == "unique":
+        if again and spec.residency == "unique":
             problems += self._repeated(stream, hashes, again, tier, alone=not problems)
         elif stream.restored:
             stream.restored = {}
@@ -245,28 +218,13 @@ class Ledger:
                 desync.resynced.add(parent)
         return before + problems if before else problems
 
-    def wrong_hash(self, event: RouterEvent, position: int, before: Sequence[Problem]) -> list[Problem]:
-        """Judge the hashes of a Stored that was observed before it was known that they are a chain.
-
-        Args:
-            event: the event.
-            position: its number in the log.
-            before: what else is wrong with it.
-        """
-        data = event.event.data
-        assert isinstance(data, Stored)
-        problems = self._wrong_hash(self.stream((event.worker_id, event.event.dp_rank)), event, data, before)
-        for problem in problems:
-            problem.event, problem.position = event, position
-        return problems
-
     def _wrong_hash(self, stream: Stream, event: RouterEvent, data: Stored, before: Sequence[Problem]) -> list[Problem]:
         """The wrong_hash of a Stored, if it has one; it follows from a wrong parent among the problems `before`."""
-        flaw = wrong_hash(event, data, stream.block_size, stream.hash_chain, stream.parents_of)
+        flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)
         if flaw is None:
             return []
         problem = problem_of("wrong_hash", stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
-        problem.is_error = stream.prefix_closed
+        problem.is_error = stream.spec.prefix_closed
         if before and before[0].rule in _OF_THE_CHAIN and before[0].cause is None:
             problem.follows_from(before[0])  # the parent is wrong, so the chain is: one fault
         return [problem]
@@ -303,7 +261,9 @@ class Ledger:
                 if had.get(block, local) == local:
                     continue
                 # SGLang's plain names do not tell adapters apart: each has a copy of its own.
-                if not (stream.residency == "counted" and block in again and stream.is_of_other_adapter(event, block)):
+                if not (
+                    stream.spec.residency == "counted" and block in again and stream.is_of_other_adapter(event, block)
+                ):
                     observed = f"block {block_text(block)} is held with local hash {block_text(had[block])}"
                     expected = f"one block hash has one local hash, not {block_text(local)} too"
                     problem = problem_of("invalid_block", stream, observed, expected, (block,), tier=tier)
@@ -312,7 +272,7 @@ class Ledger:
             return []
         if parent is not None and parent not in stream.device and parent not in stream.implied:
             expected = "the parent is a block that this worker and rank holds, or none for a root"
-            problem = problem_of("parent_block_not_found", stream, stream.history(parent), expected, (parent,))
+            problem = problem_of("parent_block_not_found", stream, story_of(stream, parent), expected, (parent,))
             return [fold(stream, problem)]
         return []
 
@@ -328,20 +288,23 @@ class Ledger:
         )
         if not on_device:
             plain = None not in after
-        elif plain and stream.residency == "counted":  # a copy may be left, whose parent is removed
+        elif plain and stream.spec.residency == "counted":  # a copy may be left, whose parent is removed
             plain = held.keys().isdisjoint(hashes)
         problems: list[Problem] = []
         removed: dict[int, int | None] = {}
+        unpublished = stream.unpublished
+        if unpublished:
+            stream.unpublished = frozenset()
         if not plain:
             unknown: list[int] = []
             for block, child in zip(hashes, after, strict=True):
-                if child is None and not (block in stream.implied if on_device else stream.is_unpublished(block, tier)):
+                if child is None and block not in (stream.implied if on_device else unpublished):
                     unknown.append(block)
                 elif removed.get(block, LAST) == LAST:
                     removed[block] = child
             expected = "a Removed names blocks that are held"
             for part in parts_of(stream, unknown, tier):
-                observed = stream.history(part[0], tier)
+                observed = story_of(stream, part[0], tier)
                 if part[0] in removed:
                     times, over = hashes.count(part[0]), unknown.count(part[0])
                     observed = f"block {block_text(part[0])} is named {times} times, and was held {times - over}"
@@ -356,7 +319,7 @@ class Ledger:
             resident = zip((problem.blocks[0] for problem in restored), firsts, strict=True)
             stream.removed_but_resident.update(resident)
             problems += restored
-        if removed and on_device and stream.prefix_closed:
+        if removed and on_device and stream.spec.prefix_closed:
             problems += self._orphaned(stream, removed)
         if stream.desync is not None:
             stream.desync.named(tier).update(hashes)
@@ -404,7 +367,7 @@ class Ledger:
         problems = []
         for cause, pairs in orphans.items():
             (orphan, parent), blocks = pairs[0], tuple(orphan for orphan, _ in pairs)
-            observed = f"{stream.history(orphan)}, and its parent {block_text(parent)} is no longer held"
+            observed = f"{story_of(stream, orphan)}, and its parent {block_text(parent)} is no longer held"
             if len(pairs) > 1:
                 observed += f"; likewise {len(pairs) - 1} more"
             problem = problem_of("orphaned_child", stream, observed, "a block is removed before its parent is", blocks)
@@ -418,70 +381,87 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------- comparisons
 
-    def missed(self, key: StreamKey, event_id: int, cause: Problem) -> None:
-        """Record that an event did not arrive because of `cause`: its id is no gap, and its blocks are unknown."""
-        stream = self.stream(key)
-        stream.holes.append(range(event_id, event_id + 1))
-        stream.next_id = event_id + 1
-        self._desync(stream, cause)
+    def _opened(self, entry: entries.Opened) -> _Answer:
+        before = self.streams.get(entry.key)
+        stream = self.streams[entry.key] = Stream(entry.key, entry.spec or UNKNOWN, first_id=entry.first_id)
+        stream.restarts = () if before is None else before.restarts
+        return [], True
 
-    def subscribed(self, endpoints: Sequence[str]) -> object | None:
-        """Return who a consumer is that subscribes at endpoints, for `lost_batches`; a `CapturingLedger` looks who publishes."""
+    def _replayed(self, entry: entries.Replayed) -> _Answer:
+        self.position += 1
+        self.stream(entry.event.key).take_late(entry.event.event_id)
+        return [], True
 
-    def lost_batches(
-        self,
-        key: StreamKey,
-        batches: range,
-        position: int,
-        observed: str = "",
-        consumer: object = None,  # noqa: ARG002 - as of `subscribed`
-    ) -> list[Problem]:
-        """Record batches of a wire that did not arrive, and could not be had: what was in them is unknown.
+    def _removed_worker(self, entry: entries.WorkerRemoved) -> _Answer:
+        for key in entry.keys:
+            stream = self.streams.get(key)
+            if stream is not None:
+                stream.clear()
+                stream.begin_anew("removal" if entry.first_id is None else "restart")
+                stream.next_id, stream.last = entry.first_id, None
+                stream.holes.clear()
+                stream.late.clear()
+        return [], True
 
-        A wire numbers batches and no events, so the ids of events show no gap.
-
-        Args:
-            key: (worker_id, dp_rank).
-            batches: their numbers; none where numbers went backwards, and `start` is the number that was due.
-            position: number of the last event so far, for the record.
-            observed: what happened; by default that they did not arrive.
-            consumer: who lost them: what `subscribed` returned.
-        """
-        stream = self.stream(key)
-        names = f"batch {batches.start}" if len(batches) == 1 else f"batches {batches.start} to {batches.stop - 1}"
-        observed, case = observed or f"{names} did not arrive", "batch" if batches else "batch_backwards"
-        problem = problem_of("event_id_gap", stream, observed, f"batch {batches.start}", (), case=case)
-        problem.position, problem.of_batches, stream.restored = position, True, {}
+    def _missed(self, entry: entries.Missed) -> _Answer:
+        stream = self.stream(entry.key)
+        stream.holes.append(range(entry.event_id, entry.event_id + 1))
+        stream.next_id = entry.event_id + 1
+        problem = Problem(entry.rule, *entry.key, entry.observed, entry.expected, entry.event)
         self._desync(stream, problem)
-        return [problem]
+        return [problem], True
 
-    def recovered(self, published: Stream, ids: range) -> list[Problem]:
-        """Record a recovery: a worker and rank was asked for some event ids, up to the newest, and these have arrived.
+    def _lost(self, entry: entries.BatchesLost) -> _Answer:
+        stream = self.stream((entry.worker_id, entry.dp_rank))
+        case = "batch" if entry.batches else "batch_backwards"
+        problem = problem_of("event_id_gap", stream, entry.text, f"batch {entry.batches.start}", (), case=case)
+        problem.of_batches, stream.restored = True, {}
+        self._desync(stream, problem)
+        return [problem], True
 
-        Args:
-            published: all that it has published, in order.
-            ids: the ids that it was asked for.
+    def _ids_begun(self, entry: entries.IdsBegun) -> _Answer:
+        stream = self.streams.get(entry.key)
+        changes = stream is not None and bool(stream.late)
+        if stream is not None:
+            stream.late.clear()
+        return [], changes
 
-        Returns:
-            The problems, among the events that had not arrived, that left blocks resident after a Removed or without
-            their parent.
-        """
-        stream = self.stream((published.worker_id, published.dp_rank))
+    def _unpublished(self, entry: entries.Unpublished) -> _Answer:
+        self.stream(entry.key).unpublished = entry.blocks
+        return [], True
+
+    def _chained(self, entry: entries.HashesChained) -> _Answer:
+        event, before = entry.event, self._of_the_chain.get(entry.position)
+        assert isinstance(event.data, Stored)
+        found = self._wrong_hash(self.stream(event.key), event, event.data, () if before is None else (before,))
+        for problem in found:
+            problem.event, problem.position = event, entry.position
+        return found, True
+
+    def _recovered(self, entry: entries.Recovered) -> _Answer:
+        """Problems: those among the events that had not arrived that left blocks resident after a Removed, or orphaned."""
+        stream = self.stream((entry.published.worker_id, entry.published.dp_rank))
         before = {*stream.removed_but_resident.values(), *stream.orphaned.values()}
-        stream.recover(published, ids)
+        stream.recover(entry.published, entry.ids)
         news: dict[Problem, Problem] = {}
         for table in (stream.removed_but_resident, stream.orphaned):
             for block, problem in table.items():
                 if problem not in before:
                     if problem not in news:
-                        news[problem] = dataclasses.replace(problem, cause=None, folded=[])
+                        news[problem] = dataclasses.replace(problem, cause=None, folded=[], position=self.position)
                     table[block] = news[problem]
-        return list(news.values())
+        return list(news.values()), True
 
-    def was_replayed(self, event: RouterEvent) -> bool:
-        """Whether an event that arrives was part of a recovery, so that it changes nothing. True once for each event."""
-        stream = self.streams.get((event.worker_id, event.event.dp_rank))
-        return stream is not None and stream.take_late(event.event.event_id)
+    def _skipped(self, entry: entries.Skipped) -> _Answer:
+        stream = self.streams.get(entry.key)
+        if stream is None:
+            return [], False
+        first = stream.next_id if entry.due is None else entry.due
+        if first is not None and first < entry.got:
+            stream.skipped.append(range(first, entry.got))
+        return [], True
+
+    # ------------------------------------------------------------------------------------------- comparisons
 
     def uncounted(self, event: RouterEvent) -> RouterEvent:
         """The event to apply to an index that counts no copies, for the event that was just observed.
@@ -491,30 +471,19 @@ class Ledger:
         """
         data = event.event.data
         stream = self.streams.get((event.worker_id, event.event.dp_rank))
-        if stream is None or stream.residency == "unique" or not isinstance(data, Removed):
+        if stream is None or stream.spec.residency == "unique" or not isinstance(data, Removed):
             return event
         held = stream.groups.get(group_of(event.extra), stream).held(event.storage_tier)
         removed = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
         return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(removed)))
 
-    def skipped(self, key: StreamKey, due: int | None, got: int) -> None:
-        """Record that a worker published an event and left out ids before it: they will not arrive.
-
-        Args:
-            key: (worker_id, dp_rank).
-            due: the id after the last one that it published; None: it has published nothing before.
-            got: the id that it published.
-        """
-        stream = self.streams.get(key)
-        if stream is not None and (first := stream.next_id if due is None else due) is not None and first < got:
-            stream.skipped.append(range(first, got))
-
-    def published(self, key: StreamKey, next_id: int, position: int) -> list[Problem]:
-        """Compare with what the worker published: ids below `next_id`, all of which must have arrived by now."""
-        stream = self.streams.get(key) or self.open(key, first_id=0)
+    def _published(self, entry: entries.IdsPublished) -> _Answer:
+        if entry.key not in self.streams:
+            self.take(entries.Opened(entry.key, 0))
+        stream, next_id = self.streams[entry.key], entry.next_id
         due = next_id - 1 if stream.next_id is None else stream.next_id  # what came before the first is unknown
         if next_id <= due:
-            return []
+            return [], False
         missing = range(due, next_id)
         lost, skipped = stream.take_skipped(missing)
         never = f"; it never published {_several(skipped)}" if skipped else ""
@@ -526,61 +495,40 @@ class Ledger:
             (),
             case="never_arrived",
         )
-        problem.position = position
         stream.holes.append(missing)
         stream.next_id = next_id
         self._desync(stream, problem)
-        return [problem]
+        return [problem], True
 
-    def over_capacity(self, position: int) -> list[Problem]:
-        """Compare what each worker and rank holds with its capacity; for a flush, when events are complete.
-
-        Args:
-            position: number of the last event so far, for the record.
-        """
+    def _counted(self, _: entries.Counted) -> _Answer:
         problems = [problem for stream in self.streams.values() for problem in over_capacity(stream)]
-        for problem in problems:
-            problem.position = position
-        return problems
+        return problems, bool(problems)
 
-    def drift(
-        self, key: StreamKey, resident: Collection[int], position: int, tier: StorageTier = StorageTier.DEVICE
-    ) -> list[Problem]:
-        """Compare the blocks held according to the events with those that the engine holds. A block is reported once.
-
-        Args:
-            key: (worker_id, dp_rank).
-            resident: block hashes that the engine holds in the tier; where residency is counted, one for each copy.
-            position: number of the last event so far, for the record.
-            tier: which tier.
-        """
-        stream = self.stream(key)
+    def _resident(self, entry: entries.Resident) -> _Answer:
+        """Problems: each block in which stream and engine differ once."""
+        stream, tier, resident = self.stream(entry.key), entry.tier, entry.blocks
         problems = []
-        for differing, expected, had in differences(stream, resident, tier):
+        for differing, expected, had in differences(stream, resident, tier, entry.unpublished):
             fresh = [block for block in differing if (tier, block) not in stream.drifted]
             stream.drifted.update((tier, block) for block in fresh)
-            for part in parts_of(stream, fresh, tier):
-                problem = self.drift_problem(stream, part, expected, had, tier)
-                problem.position = position
-                problems.append(fold(stream, problem))
-        unconfirmed = [problem for where, problem in stream.unconfirmed if where is tier and problem.cause is None]
+            parts = parts_of(stream, fresh, tier)
+            problems += [fold(stream, self.drift_problem(stream, part, expected, had, tier)) for part in parts]
+        waiting = [pair for pair in stream.unconfirmed if pair[0] is tier]
         stream.unconfirmed = [pair for pair in stream.unconfirmed if pair[0] is not tier]
+        unconfirmed = [problem for _, problem in waiting if problem.cause is None]
         if unconfirmed and problems:
             confirm(stream, unconfirmed, problems, set(resident), tier)
-        return problems
+        return problems, bool(problems or waiting)
 
     def drift_problem(
         self, stream: Stream, blocks: tuple[int, ...], expected: str, had: str, tier: StorageTier
     ) -> Problem:
         """The problem for blocks in which stream and engine differ in a tier."""
-        observed = f"{had} {blocks_text(blocks)}{stream.where_text(tier)}; {stream.history(blocks[0], tier)}"
+        observed = f"{had} {blocks_text(blocks)}{where_text(stream, tier)}; {story_of(stream, blocks[0], tier)}"
         return problem_of("engine_drift", stream, observed, expected, blocks, tier=tier)
 
-    def injected(self, injection: Injection) -> None:
-        """Take note of a fault that was injected into a stream; a `CapturingLedger` writes it down."""
-
-    def attributed(self, problem: Problem) -> None:
-        """Take note of a problem that was found to be a result of an injected fault; likewise."""
+    def _known(self, _: entries.Subscribed | entries.Injected | entries.Attributed) -> _Answer:
+        return [], True
 
     # ---------------------------------------------------------------------------------------------- desyncs
 
@@ -589,6 +537,25 @@ class Ledger:
         fold(stream, cause)
         for part in (stream, *stream.groups.values()):
             part.desync = Desync(cause if cause.cause is None else cause.cause)
+
+    _arms: ClassVar[Mapping[type, Callable[[Any, Any], _Answer]]] = {
+        entries.Opened: _opened,
+        entries.Replayed: _replayed,
+        entries.WorkerRemoved: _removed_worker,
+        entries.Missed: _missed,
+        entries.Skipped: _skipped,
+        entries.Subscribed: _known,
+        entries.BatchesLost: _lost,
+        entries.IdsBegun: _ids_begun,
+        entries.Unpublished: _unpublished,
+        entries.HashesChained: _chained,
+        entries.Recovered: _recovered,
+        entries.IdsPublished: _published,
+        entries.Counted: _counted,
+        entries.Resident: _resident,
+        entries.Injected: _known,
+        entries.Attributed: _known,
+    }
 
 
 def _several(parts: Sequence[range]) -> str:

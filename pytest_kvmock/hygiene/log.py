@@ -95,7 +95,7 @@ class EventLog:
         self._missing: tuple[WorkerNote, int] | None = (
             None  # the last note of missing batches, and of how many gaps it is
         )
-        self._counts: Counter[tuple[int, int, str]] = Counter()  # events by worker, rank and kind
+        self._counts: Counter[tuple[int, int, type]] = Counter()  # events by worker, rank and kind
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -116,7 +116,8 @@ class EventLog:
         entry = LogEntry(self.total, event)
         self.total += 1
         self._entries.append(entry)
-        self._counts[event.worker_id, event.event.dp_rank, kind_of(event)] += 1
+        inner = event.event
+        self._counts[event.worker_id, inner.dp_rank, type(inner.data)] += 1
         return entry
 
     def find(self, events: Iterable[RouterEvent]) -> list[LogEntry]:
@@ -257,7 +258,8 @@ class EventLog:
             if problem.rule in STATUSES and problem.event is not None and kind_of(problem.event) == kind:
                 wrong.setdefault(problem.position, problem.rule)
         if status == "ok":
-            return sum(count for (*_, counted), count in self._counts.items() if counted == kind) - len(wrong)
+            counts = self._counts.items()
+            return sum(count for (*_, counted), count in counts if counted.__name__.lower() == kind) - len(wrong)
         return sum(rule == status for rule in wrong.values())
 
     def for_worker(self, worker_id: int, dp_rank: int | None = None) -> EventLog:

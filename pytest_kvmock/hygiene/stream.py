@@ -5,38 +5,15 @@ One subject: the state of a stream between two events. The ledger judges what ch
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise, repeat
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
-from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
-from pytest_kvmock.hygiene.content import Chain, DynamoChain
+from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.hygiene.history import Below, History, Links
 from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.text import event_name, worker_text
-
-Residency: TypeAlias = Literal["unique", "counted"]
-"""Whether a block is published once while it is held, or every copy of it."""
-RESIDENCIES: Final[tuple[Residency, ...]] = ("unique", "counted")
-
-
-def check_residency(value: object, where: str = "") -> Residency:
-    """Return `value` if it is a residency.
-
-    Args:
-        value: what was passed in.
-        where: what the message begins with: "make_kv_sink: ".
-
-    Raises:
-        ValueError: it is none; the nearest and both are listed.
-    """
-    for residency in RESIDENCIES:
-        if residency == value:
-            return residency
-    raise ValueError(f"{where}{unknown_text('residency', value, RESIDENCIES)}")
-
+from pytest_kvmock.hygiene.stream_spec import UNKNOWN, StreamSpec
 
 LAST: Final = 2**64
 """Stands for the block after another where there is none."""
@@ -69,12 +46,8 @@ class Stream(History):
     """The events of one worker and rank, and the blocks that are held according to them.
 
     Attributes:
-        num_blocks: how many blocks the engine has on the device; None: unknown.
-        tier_blocks: how many it has in each tier below; a tier without is unknown.
-        unpublished: returns the blocks of a tier that the engine may hold, and remove, without a Stored; see
-            `is_unpublished`.
-        residency: see `BackendSpec`.
-        prefix_closed: see `BackendSpec`.
+        spec: what is known of its engine.
+        unpublished: the blocks that the next Removed below the device names and no Stored did (`entries.Unpublished`).
         hash_chain: how the engine names blocks.
         tiers: per tier what is held: each block, and the child that was stored after it, `LAST` or `FORK`. That costs
             nothing to keep, and shows at a Removed which children the block may still have. Below the device, where
@@ -127,16 +100,13 @@ class Stream(History):
         "late",
         "links",
         "next_id",
-        "num_blocks",
         "orphaned",
         "overfull",
-        "prefix_closed",
         "removed_but_resident",
-        "residency",
         "restarts",
         "restored",
         "skipped",
-        "tier_blocks",
+        "spec",
         "tiers",
         "unconfirmed",
         "unmarked",
@@ -144,28 +114,13 @@ class Stream(History):
         "worker_id",
     )
 
-    def __init__(
-        self,
-        key: StreamKey,
-        *,
-        first_id: int | None,
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        tier_blocks: Mapping[StorageTier, int] | None = None,
-        residency: Residency = "unique",
-        prefix_closed: bool = True,
-        chain: Chain | None = None,
-        unpublished: Callable[[StorageTier], Container[int]] | None = None,
-    ) -> None:
-        super().__init__(block_size)
+    def __init__(self, key: StreamKey, spec: StreamSpec = UNKNOWN, *, first_id: int | None = None) -> None:
+        super().__init__(spec.block_size)
         self.worker_id, self.dp_rank = key
+        self.spec = spec
         self.next_id = first_id
-        self.num_blocks = num_blocks
-        self.tier_blocks = dict(tier_blocks or {})
-        self.unpublished = unpublished
-        self.residency = residency
-        self.prefix_closed = prefix_closed
-        self.hash_chain = chain or DynamoChain()
+        self.hash_chain = spec.chain()
+        self.unpublished: frozenset[int] = frozenset()
         self.device: dict[int, int] = {}
         self.tiers: dict[StorageTier, dict[int, int]] = {StorageTier.DEVICE: self.device}
         self.forks: dict[int, set[int]] = {}
@@ -208,14 +163,6 @@ class Stream(History):
             block, lambda parent, child: any(child in held for held in lower) and self.parent(child) == parent
         )
 
-    def is_unpublished(self, block: int, tier: StorageTier) -> bool:
-        """Whether the engine may hold a block below the device without a Stored, and remove it.
-
-        Dynamo's offload engine does, for a block that the device evicted again while its first copy was on its way: the
-        engine names each of them (`OffloadEngine.unpublished`). No such block is drift, nor is its Removed wrong.
-        """
-        return self.unpublished is not None and tier is not StorageTier.DEVICE and block in self.unpublished(tier)
-
     def add(self, held: dict[int, int], hashes: tuple[int, ...], parent: int | None) -> None:
         """Hold blocks of which none is held yet, under a parent that is: nearly every Stored."""
         held.update(pairwise(hashes))
@@ -249,7 +196,7 @@ class Stream(History):
 
     def _add_copies(self, tier: StorageTier, hashes: tuple[int, ...], again: set[int]) -> None:
         """Count the copies beyond the first, where they are counted."""
-        if self.residency == "counted" and (again or len(set(hashes)) < len(hashes)):
+        if self.spec.residency == "counted" and (again or len(set(hashes)) < len(hashes)):
             copies, seen = self.copies.setdefault(tier, {}), again.copy()
             for block in hashes:
                 if block in seen:
@@ -308,10 +255,6 @@ class Stream(History):
         """How many blocks are held in a tier, every copy counted."""
         return len(self.held(tier)) + sum(self.copies.get(tier, {}).values())
 
-    def capacity(self, tier: StorageTier) -> int | None:
-        """How many blocks the engine has in a tier; None: unknown."""
-        return self.num_blocks if tier is StorageTier.DEVICE else self.tier_blocks.get(tier)
-
     def begin_anew(self, why: str) -> None:
         """Record that event ids begin anew from here on; `why` is a key of `EVENTS_BEGAN_ANEW`."""
         self.anew.append((len(self.events), why))
@@ -368,31 +311,27 @@ class Stream(History):
         """Take an id out of the missing ones; return whether it was there."""
         return _take(self.holes, event_id)
 
+    def is_late(self, event_id: int) -> bool:
+        """Whether an id is one of the recovered ones, and had not arrived by itself until now."""
+        return event_id != self.next_id and any(event_id in ids for ids in self.late)
+
     def take_late(self, event_id: int) -> bool:
-        """Take an id out of the recovered ones; return whether it was there, and had not arrived by itself until now."""
-        return event_id != self.next_id and _take(self.late, event_id)
+        """Take an id out of the recovered ones; return whether it was there."""
+        return _take(self.late, event_id)
 
     def group(self, group_idx: int) -> Stream:
         """The blocks of a cache group from 1 on, of which nothing is held at first. How many it may have is not known."""
         part = self.groups.get(group_idx)
         if part is None:
             part = self.groups[group_idx] = self.fresh()
-            part.group_idx, part.num_blocks, part.tier_blocks = group_idx, None, {}
+            part.group_idx, part.spec = group_idx, replace(self.spec, num_blocks=None, tier_blocks=None)
             part.hash_chain = self.hash_chain
             part.desync = None if self.desync is None else Desync(self.desync.cause)
         return part
 
     def fresh(self) -> Stream:
         """Return an empty stream of the same worker and rank."""
-        return Stream(
-            (self.worker_id, self.dp_rank),
-            first_id=None,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            tier_blocks=self.tier_blocks,
-            residency=self.residency,
-            prefix_closed=self.prefix_closed,
-        )
+        return Stream((self.worker_id, self.dp_rank), self.spec)
 
     def copy(self) -> Stream:
         """Return a copy that holds the same, without what is missing of it."""
@@ -440,143 +379,6 @@ class Stream(History):
         self.late += [part for part in answered if part]
         self.next_id = ids.stop
         self.desync = desync if self.holes else None
-
-    # --------------------------------------------------------------------------------------------- messages
-
-    def history(self, block: int, tier: StorageTier = StorageTier.DEVICE) -> str:
-        """The state of a block according to the events, for messages.
-
-        Args:
-            block: which block.
-            tier: the tier that is asked about; it matters where there are several.
-        """
-        name = f"block {block_text(block)}"
-        if block in self.implied and tier is StorageTier.DEVICE:
-            return f"{name} was named as a parent and never stored"
-        stored, removed = self.stored_at.get(block), self.removed_at.get(block)
-        if stored is None:
-            return f"{name} was {'never stored' if removed is None else f'removed by {self._called(removed)}'}"
-        if self.has_tiers and (by_tier := self._history_by_tier(block, tier)):
-            return f"{name} was {by_tier}"
-        if block in self.device:
-            return f"{name} was stored{self._held(block, stored, -1 if removed is None else removed)}"
-        if removed is not None and removed > stored:
-            after = ", right after it was stored again" if block in self.removed_but_resident else ""
-            return f"{name} was removed by {self._called(removed)}{after}"
-        return f"{name} was stored by {self._emptied_by(stored)}"
-
-    @property
-    def has_tiers(self) -> bool:
-        """Whether anything is known of tiers below the device; messages name the tiers then."""
-        return len(self.tiers) > 1 or bool(self.tier_blocks)
-
-    def where_text(self, tier: StorageTier) -> str:
-        """The tier that a message is about, to be put after its blocks; empty where there is but the device."""
-        return f" in {tier}" if self.has_tiers or tier is not StorageTier.DEVICE else ""
-
-    def _history_by_tier(self, block: int, tier: StorageTier) -> str:
-        """The state of a block that was stored, each tier by its own events; empty where they do not show it.
-
-        Args:
-            block: which block.
-            tier: the tier that is asked about.
-        """
-        tiers = [each for each in StorageTier if block in self.tiers.get(each, ())]
-        if moved := self._moved(block, tier, tiers):
-            return moved
-        if tiers:
-            found = [(each, *self._last(block, each, range(self._begun(), len(self.events)))) for each in tiers]
-            if any(stored < 0 for _, stored, _ in found):
-                return ""
-            if len(tiers) > 1 and not self.copies and all(removed < stored for _, stored, removed in found):
-                where = ", ".join(f"in {each} by {self._called(stored)}" for each, stored, _ in found)
-                return f"stored {where}, and never removed"
-            held = [f" in {each}{self._held(block, stored, removed, each)}" for each, stored, removed in found]
-            return f"stored{';'.join(held)}"
-        if block in self.removed_but_resident:
-            return ""
-        # All tiers were emptied at once: it was dropped where it was then.
-        last = max(self.stored_at[block], self.removed_at.get(block, 0))
-        ends = [*self.cleared_at, *(when for when, why in self.anew if why != "backwards")]
-        places = range(max((end for end in ends if end <= last), default=0), last + 1)
-        found = [(each, *self._last(block, each, places)) for each in StorageTier]
-        dropped = [(each, stored) for each, stored, removed in found if removed < stored]
-        gone = {each: removed for each, stored, removed in found if removed > stored}
-        if not dropped:
-            place, where = max((removed, where) for where, removed in gone.items())
-            return f"removed from {where} by {self._called(place)}"
-        before = f"removed from {tier} by {self._called(gone[tier])}, " if tier in gone else ""
-        *others, (where, stored) = dropped
-        listed = "".join(f"in {each} by {self._called(place)}, " for each, place in others)
-        return f"{before}stored {listed}in {where} by {self._emptied_by(stored, comma=bool(others))}"
-
-    def _last(self, block: int, tier: StorageTier, places: range) -> tuple[int, int]:
-        """The places in `events` of the last Stored and the last Removed of a block in a tier, among some; -1: none."""
-        return self._last_of(Stored, block, tier, places), self._last_of(Removed, block, tier, places)
-
-    def _last_of(self, kind: type[Stored | Removed], block: int, tier: StorageTier, places: range) -> int:
-        return next((place for place in reversed(places) if _names(self.events[place], block, kind) is tier), -1)
-
-    def _moved(self, block: int, tier: StorageTier, tiers: list[StorageTier]) -> str:
-        """Where a block went that the tier does not hold: what removed it there, and where it is since.
-
-        Args:
-            block: which block.
-            tier: the tier that is asked about.
-            tiers: those that hold it.
-
-        Returns:
-            Empty where no Removed took it from there, or since all blocks were dropped.
-        """
-        if tier in tiers or block in self.removed_but_resident:
-            return ""
-        places = range(self._begun(), len(self.events))
-        removed = self._last_of(Removed, block, tier, places)
-        if removed < 0:  # it was never there; say what became of it elsewhere
-            removed, last = max((self._last_of(Removed, block, each, places), each) for each in StorageTier)
-            return "" if removed < 0 or tiers else f"removed from {last} by {self._called(removed)}; in no tier since"
-        found = [(each, self._last_of(Stored, block, each, places)) for each in tiers]
-        since = [f"in {each} since {self._called(stored)}" for each, stored in found if stored >= 0]
-        return f"removed from {tier} by {self._called(removed)}; {', '.join(since) or 'in no tier since'}"
-
-    def _begun(self) -> int:
-        """The place in `events` after the last event before which nothing counts: a Cleared, or what began anew."""
-        cleared = self.cleared_at[-1] + 1 if self.cleared_at else 0
-        return max([cleared, *(when for when, why in self.anew if why != "backwards")])
-
-    def _held(self, block: int, stored: int, removed: int, tier: StorageTier = StorageTier.DEVICE) -> str:
-        """Since when a tier holds a block; `stored` and `removed` are the places in `events` of the last of both there (-1: none)."""
-        copies = 1 + self.copies.get(tier, {}).get(block, 0)
-        if removed < stored:
-            count = f"; {copies} copies are held" if copies > 1 else ""
-            return f" by {self._called(stored)} and never removed{count}"
-        left = f"{copies} {'is' if copies == 1 else 'are'} held"
-        return f" by {self._called(stored)}; {self._called(removed)} removed a copy, and {left}"
-
-    def _called(self, place: int) -> str:
-        """The name of an event, by its id and whether ids have begun anew since."""
-        return event_name(self.events[place].event.event_id, [why for when, why in self.anew if when > place])
-
-    def _emptied_by(self, stored: int, *, comma: bool = False) -> str:
-        """The name of a Stored, and what removed its blocks that no Removed has named since; `comma`: it ends a list."""
-        and_ = ", and" if comma else " and"
-        called, cleared_at = self._called(stored), self.cleared_at
-        later = [why for when, why in self.anew if when > stored]
-        cleared = next(iter(cleared_at[bisect_right(cleared_at, stored) :]), None)
-        end = next(((when, why) for when, why in self.anew if when > stored and why != "backwards"), None)
-        if cleared is not None and (end is None or cleared < end[0]):
-            return f"{called}{and_} cleared by {self._called(cleared)}"
-        if end is None:
-            return f"{called}{and_} is no longer held"
-        called = event_name(self.events[stored].event.event_id, later if len(later) > 1 else ())
-        what = "restarted" if end[1] == "restart" else "was removed"
-        return f"{called}{and_} dropped when {worker_text(self.worker_id, self.dp_rank)} {what}"
-
-
-def _names(event: RouterEvent, block: int, kind: type[Stored | Removed]) -> StorageTier | None:
-    """The tier in which an event stores, or removes, a block, if it does."""
-    data = event.event.data
-    return event.storage_tier if isinstance(data, kind) and block in data.block_hashes else None
 
 
 def _take(ranges: list[range], event_id: int) -> bool:

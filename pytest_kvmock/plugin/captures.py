@@ -12,7 +12,7 @@ import pytest
 from xxhash import xxh3_64_hexdigest
 
 from pytest_kvmock.capture.capture_file import CaptureFile
-from pytest_kvmock.capture.capturing_ledger import CapturingLedger
+from pytest_kvmock.capture.capturing_journal import CapturingJournal
 from pytest_kvmock.capture.lines import CaptureError, header
 from pytest_kvmock.plugin.settings import SETTINGS
 
@@ -36,7 +36,7 @@ class TestCapture:
     A test has one file, whoever runs it: the workers of pytest-xdist do not meet, and a rerun replaces what was there.
 
     Attributes:
-        ledger: the ledger that writes it.
+        journal: the journal that writes it.
     """
 
     __test__ = False
@@ -50,10 +50,10 @@ class TestCapture:
             self._file = CaptureFile(path, self._header)
         except CaptureError as error:
             pytest.fail(f"kvmock: --kv-capture: {error}", pytrace=False)
-        self.ledger = CapturingLedger(self._file, self._backend_of)
+        self.journal = CapturingJournal(self._file, self._backend_of)
 
     def of(self, harness: RouterHarness) -> Self:
-        """Name the harness whose ledger it is; nothing was published in it."""
+        """Name the harness whose journal it is; nothing was published in it."""
         self._harness = harness
         return self
 

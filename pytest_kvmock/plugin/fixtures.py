@@ -97,7 +97,7 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
             allow=policy.allow,
             recovery=item.stash.get(_RECOVERY, None),
             name=item.nodeid,
-            ledger=None if capture is None else capture.ledger,
+            journal=None if capture is None else capture.journal,
             **harness_options(item),
         )
     except (TypeError, ValueError) as error:

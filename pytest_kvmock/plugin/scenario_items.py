@@ -144,7 +144,7 @@ class ScenarioItem(pytest.Item):
                 allow=policy.allow,
                 name=self.nodeid,
                 engine=self._scenario.engine,
-                ledger=None if capture is None else capture.ledger,
+                journal=None if capture is None else capture.journal,
             )
             if capture is not None:
                 capture.of(harness)

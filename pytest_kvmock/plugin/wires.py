@@ -58,12 +58,12 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
             stack.callback(harness.publisher.remove_sink, publisher)  # what teardowns publish later has no wire
             made.append(publisher)
             if case.capture is not None:
-                case.capture.ledger.publishes(worker, publisher)
+                case.capture.journal.publishes(worker, publisher)
             return publisher
 
         yield make
     if case.capture is not None:
-        case.capture.ledger.injected_on_wire()
+        case.capture.journal.injected_on_wire()
     unused = [fault for publisher in made for fault in publisher.faults.unused]
     if unused and case.passed:
         pytest.fail(f"kvmock: faults of the wire were asked for and not injected: {', '.join(unused)}", pytrace=False)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import MOST, BatchesLost, NoEvent, Recorded, WorkerRemoved
+from pytest_kvmock.harness.recording import MOST, Recorded
+from pytest_kvmock.hygiene.entries import BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.programs.operations import Decode, DropNext, Prefill, Submit
 from pytest_kvmock.reduce.breach import Breach as Breach
@@ -31,8 +32,9 @@ from pytest_kvmock.tokens import Prompt
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
     from pytest_kvmock.harness import RouterHarness
-    from pytest_kvmock.harness.recording import Arrival
+    from pytest_kvmock.hygiene.entries import Arrival
     from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.hygiene.stream_spec import StreamSpec
 
 WORK: Final = 500_000
 """How many steps a search replays at most, by default."""
@@ -200,7 +202,7 @@ def _by_hand(arrival: Arrival) -> bool:
     """Whether it was not published for a request."""
     if isinstance(arrival, BatchesLost):
         return True
-    return not isinstance(arrival, WorkerRemoved) and not arrival[1] and not isinstance(arrival[0].event.data, Cleared)
+    return not isinstance(arrival, WorkerRemoved) and not arrival.chained and not isinstance(arrival.data, Cleared)
 
 
 def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Replayer) -> Reproduction:
@@ -226,17 +228,13 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     whole = whole.replace(cut_from=kv.events.total)
     # What is published must be the engine's chain only where that is what is wrong: else blocks get other names. And a
     # capacity only makes a test longer that is about something else.
-    chained = {a[0].worker_id for a in arrivals if not isinstance(a, NoEvent) and a[1] and problem.rule == "wrong_hash"}
+    chained = {
+        a.worker_id for a in arrivals if not isinstance(a, NoEvent) and a.chained and problem.rule == "wrong_hash"
+    }
     with_capacity = problem.rule == "over_capacity"
     tier = problem.storage_tier
     kinds = {
-        worker_id: SinkKind(
-            worker_id in chained,
-            about.num_blocks if with_capacity and tier is StorageTier.DEVICE else None,
-            {tier.value: about.tier_blocks[tier]} if with_capacity and tier in about.tier_blocks else None,
-            about.residency,
-            about.prefix_closed,
-        )
+        worker_id: _sink_kind(about.spec, tier if with_capacity else None, chained=worker_id in chained)
         for (worker_id, rank), about in kv.streams.items()
         if not rank
     }
@@ -245,6 +243,14 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
             held = _held(arrivals, whole.breach.worker, tier)
             return EventCutter(whole, held, replayer, kinds, sinks=kv.sink_ids).cut()
     return EventCutter(whole, arrivals, replayer, kinds, sinks=kv.sink_ids, later=later).cut()
+
+
+def _sink_kind(spec: StreamSpec, tier: StorageTier | None, *, chained: bool) -> SinkKind:
+    """The sink that stands for an engine, with its capacity in one tier, or in none."""
+    most = None if tier is None else spec.capacity(tier)
+    on_device = tier is StorageTier.DEVICE
+    below = None if tier is None or most is None or on_device else {tier.value: most}
+    return SinkKind(chained, most if on_device else None, below, spec.residency, spec.prefix_closed)
 
 
 def _engines(kv: RouterHarness) -> dict[str, Any]:
@@ -300,8 +306,8 @@ def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Ar
             continue
         if isinstance(arrival, BatchesLost):
             continue
-        event, data = arrival[0], arrival[0].event.data
-        if (event.worker_id, event.event.dp_rank) != key:
+        event, data = arrival, arrival.data
+        if event.key != key:
             continue
         if isinstance(data, Cleared):
             held.clear()
@@ -317,7 +323,7 @@ def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Ar
     out: list[Arrival] = []
     while held:
         data = Stored(None, tuple(held), tuple(copies[0] for copies in held.values()))
-        out.append((RouterEvent(worker_id, KvCacheEvent(len(out), data, rank), tier), False))
+        out.append(RouterEvent(worker_id, KvCacheEvent(len(out), data, rank), tier))
         held = {block: copies[1:] for block, copies in held.items() if copies[1:]}
     return out
 
@@ -331,12 +337,11 @@ def _around(kv: RouterHarness, problem: Problem) -> list[int]:
         if isinstance(arrival, NoEvent):
             continue
         position += 1
-        event: RouterEvent = arrival[0]
-        data = event.event.data
+        data = arrival.data
         if (
             isinstance(data, (Stored, Removed))
             and problem.block in data.block_hashes
-            and event.worker_id == problem.worker_id
+            and arrival.worker_id == problem.worker_id
         ):
             named = position
     return places if named is None or named in places else [*places, named]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import Arrival, BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.entries import Arrival, BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.hygiene.text import NOBODY
 from pytest_kvmock.prompt_keys import part_of
 from pytest_kvmock.reduce.mending import Mender, Renamer, Roots
@@ -269,7 +269,7 @@ class EventCutter:
         known = {block for piece in kept for block in piece.blocks}
         fresh = islice((block for block in count(1) if block not in known), others)
         events = (KvCacheEvent(block, Stored(None, (block,), (block,)), rank) for block in fresh)
-        fillers = [Piece((RouterEvent(worker_id, event), False), 0) for event in events]
+        fillers = [Piece(RouterEvent(worker_id, event), 0) for event in events]
         return [*kept[:gap], *fillers, *kept[gap:]]
 
     def _fewest(self, kept: Sequence[Piece], gap: int, enough: int) -> list[Piece]:
@@ -311,14 +311,14 @@ class EventCutter:
                     names[worker_id] = free
                     free += 1
             if isinstance(arrival, WorkerRemoved):
-                steps.append(arrival._replace(worker_id=names[worker_id]))
+                steps.append(arrival._replace(worker_id=names[worker_id], keys=()))
                 mender.forget(piece.key)
                 counts.pop(piece.key, None)
                 continue
             if isinstance(arrival, BatchesLost):
-                steps.append(arrival._replace(worker_id=names[worker_id]))
+                steps.append(arrival._replace(worker_id=names[worker_id], consumer=None))
                 continue
-            event = arrival[0]
+            event = arrival
             tier, tokens = StorageTier.DEVICE if look.bare else event.storage_tier, event.token_ids
             data = mender.mend(piece.key, event.event.data, piece.places, on_device=tier is StorageTier.DEVICE)
             if data is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.events import Removed, RouterEvent, Stored
-from pytest_kvmock.harness.recording import NoEvent
+from pytest_kvmock.hygiene.entries import NoEvent
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import EventData, StreamKey

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.events import Removed, RouterEvent, Stored
-from pytest_kvmock.harness.recording import Arrival, BatchesLost, NoEvent, WorkerRemoved
+from pytest_kvmock.hygiene.entries import Arrival, BatchesLost, NoEvent, WorkerRemoved
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
@@ -30,7 +30,7 @@ class Piece:
     @property
     def event(self) -> RouterEvent | None:
         """The whole event; None where it is none."""
-        return None if isinstance(self.arrival, NoEvent) else self.arrival[0]
+        return None if isinstance(self.arrival, NoEvent) else self.arrival
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -79,10 +79,8 @@ def pieces_of(arrivals: Iterable[Arrival]) -> Iterator[Piece]:
         if isinstance(arrival, BatchesLost):
             yield Piece(arrival, 0)
             continue
-        inner = arrival[0].event
-        key = (arrival[0].worker_id, inner.dp_rank)
-        number = counts[key] = counts.get(key, -1) + 1
-        yield Piece(arrival, inner.event_id - number)
+        number = counts[arrival.key] = counts.get(arrival.key, -1) + 1
+        yield Piece(arrival, arrival.event_id - number)
 
 
 def longest_stored(pieces: Iterable[Piece]) -> int | None:
@@ -103,7 +101,7 @@ def parents_of(arrivals: Iterable[Arrival]) -> dict[StreamKey, dict[int, int | N
     """The parent of each block of each stream, as last stored."""
     out: dict[StreamKey, dict[int, int | None]] = {}
     for arrival in arrivals:
-        if not isinstance(arrival, NoEvent) and isinstance(data := arrival[0].event.data, Stored):
-            parents = out.setdefault((arrival[0].worker_id, arrival[0].event.dp_rank), {})
+        if not isinstance(arrival, NoEvent) and isinstance(data := arrival.data, Stored):
+            parents = out.setdefault(arrival.key, {})
             parents.update(zip(data.block_hashes, (data.parent_hash, *data.block_hashes), strict=False))
     return out

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile, known_backends
 from pytest_kvmock.events import RouterEvent, Stored
-from pytest_kvmock.harness.recording import NoEvent
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.content import is_chained
-from pytest_kvmock.hygiene.stream import Residency
+from pytest_kvmock.hygiene.entries import NoEvent
+from pytest_kvmock.hygiene.stream_spec import Residency
 from pytest_kvmock.programs.operations import Operation, Prefill, Submit
 from pytest_kvmock.programs.python import calls, is_literal, literal, quoted
 from pytest_kvmock.reduce.breach import Breach

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from pytest_kvmock.engine.driver import WouldWait
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.harness import RouterHarness, Verdict
-from pytest_kvmock.harness.recording import BatchesLost, WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import Run, RunPasses, WithPrompt
 from pytest_kvmock.reduce.program import NotReduced
@@ -156,9 +156,9 @@ class Replayer:
             if isinstance(step, RouterEvent):
                 if begun and (first := begun.get((step.worker_id, step.event.dp_rank))):
                     step = replace(step, event=replace(step.event, event_id=step.event.event_id + first))  # noqa: PLW2901 - the same step, with another id
-                receive(step, chained=step.worker_id in chained)
+                receive(replace(step, chained=step.worker_id in chained))
             elif isinstance(step, BatchesLost):
-                kv.lost_batches(*step)
+                kv.lost_batches(*step[:4])
             elif isinstance(step, WorkerRemoved):
                 if step.first_id is None:
                     kv.remove_worker(step.worker_id)

@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
-from pytest_kvmock.harness.recording import BatchesLost, WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.python import literal, number_parts, token_list
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from pytest_kvmock.checks import is_integer, not_allowed_text
 from pytest_kvmock.events import TIER_NAMES, StorageTier
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
-from pytest_kvmock.hygiene.stream import RESIDENCIES, Residency
+from pytest_kvmock.hygiene.stream_spec import RESIDENCIES, Residency
 from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.scenarios.values import Numbers, WorkerName
 from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, number, plain, string

@@ -360,9 +360,11 @@ class _Player:
         self._make_sinks(worker, given)
         event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]
-        event = RouterEvent(worker[0], KvCacheEvent(event_id, data, worker[1]), tier, tokens, extra)
+        event = KvCacheEvent(event_id, data, worker[1])
         self._harness.by_hand.add(worker)
-        self._harness.publisher.publish(event, chained=given.get("chained", False))
+        self._harness.publisher.publish(
+            RouterEvent(worker[0], event, tier, tokens, extra, chained=given.get("chained", False))
+        )
 
     def _do_lost_batches(
         self, first: int, count: int, worker: WorkerName = FIRST, observed: str = "", **given: Any

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.recording import BatchesLost, WorkerRemoved
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.operations import (
     Clear,
     Decode,

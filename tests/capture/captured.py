@@ -3,7 +3,7 @@
 from random import Random
 
 from pytest_kvmock import EngineProfile, RouterHarness
-from pytest_kvmock.capture import CaptureFile, CapturingLedger, check_file
+from pytest_kvmock.capture import CaptureFile, CapturingJournal, check_file
 
 PROFILE = EngineProfile(block_size=4, num_blocks=24, workers=2)
 NOT_OF_THE_STREAM = {"engine_drift", "index_drift", "index_failure", "not_flushed", "leaked_requests"}
@@ -18,7 +18,8 @@ class Captured:
     def __init__(self, path, backend=None, profile=PROFILE, **given):
         self.path = path
         self.file = CaptureFile(path, {"engine": None, "seed": 0})
-        self.kv = RouterHarness(profile, None, ledger=CapturingLedger(self.file, self.backend_of), **given)
+        self.journal = CapturingJournal(self.file, self.backend_of)
+        self.kv = RouterHarness(profile, None, journal=self.journal, **given)
         if backend is not None:
             self.kv.use_backend(backend)
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_kvmock import BACKENDS, Cleared, EngineProfile, RadixIndex, Recovery, Removed, RouterHarness, Stored
-from pytest_kvmock.capture import CaptureFile, CapturingLedger, check_file
+from pytest_kvmock.capture import CaptureFile, CapturingJournal, check_file
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.faults.kinds import FAULTS
+from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.router.recovery import WorkerQuery
 from pytest_kvmock.wire import find_dialect
 from pytest_kvmock.wire.wire_faults import Numbered, WireFaults, WireInjection
@@ -261,7 +262,7 @@ def test_batches_that_a_wire_lost_on_purpose_are_no_problem(captured, lost, inje
     world = captured()
     sink = world.kv.make_sink()
     publisher = WireStandIn(ranks=2)
-    world.kv._judge.ledger.publishes(0, publisher)
+    world.journal.publishes(0, publisher)
     sink(ROOT)
     if ("restart", 0) in injections:
         publisher.faults.begun_anew(0)
@@ -270,7 +271,7 @@ def test_batches_that_a_wire_lost_on_purpose_are_no_problem(captured, lost, inje
     restarts = publisher.faults.restarts(0)
     publisher.faults.injected += [WireInjection(fault, 1, batch) for fault, batch in injections if fault != "restart"]
     publisher.faults.injected += [WireInjection(fault, 0, batch, restarts) for fault, batch in injections]
-    world.kv._judge.ledger.injected_on_wire()
+    world.journal.injected_on_wire()
     world.found()
 
     checked = check_file(world.path)
@@ -352,7 +353,7 @@ def of_two_consumers(kv, a, b):
 
 def of_a_later_publisher(kv, a, b):
     a.lose(1)
-    kv._judge.ledger.publishes(1, b)
+    kv._judge.ledger.journal.publishes(1, b)
     kv.losses_at(b.endpoints)(77, 0, FIRST, "")
     kv.losses_at(a.endpoints)(77, 0, FIRST, "")
 
@@ -364,7 +365,7 @@ def of_a_publisher_that_is_not_known(kv, a, b):
 
 def of_either_of_two(kv, a, b):
     a.lose(1)
-    kv._judge.ledger.publishes(1, b)
+    kv._judge.ledger.journal.publishes(1, b)
     kv.lost_batches(77, 0, FIRST)
     kv.lost_batches(0, 0, FIRST)  # the first publishes for it
     kv.lost_batches(1, 0, FIRST)
@@ -372,7 +373,7 @@ def of_either_of_two(kv, a, b):
 
 def of_another_rank(kv, a, b):
     a.lose(1)
-    kv._judge.ledger.publishes(1, b)
+    kv._judge.ledger.journal.publishes(1, b)
     b.lose(2, dp_rank=1)
     kv.losses_at(b.endpoints[1:])(77, 0, SECOND, "")
     kv.losses_at(b.endpoints[:1])(78, 0, SECOND, "")
@@ -394,7 +395,7 @@ def of_one_that_had_a_restart_nobody_else_had(kv, a, b):
 
 
 def of_each_rank_that_restarts(kv, a, b):
-    kv._judge.ledger.publishes(1, b)
+    kv._judge.ledger.journal.publishes(1, b)
     b.faults.restart()
     for rank in (0, 1):
         kv.lost_batches(1, rank, RESTART)
@@ -431,9 +432,9 @@ def of_more_restarts_than_there_were(kv, a, b):
 def test_a_fault_of_the_wire_excuses_the_batch_that_it_struck_and_no_other(captured, what, excused):
     world = captured()
     publisher = WireStandIn()
-    world.kv._judge.ledger.publishes(0, publisher)
+    world.journal.publishes(0, publisher)
     what(world.kv, publisher, WireStandIn(ranks=2))
-    world.kv._judge.ledger.injected_on_wire()
+    world.journal.injected_on_wire()
     world.found()
 
     checked = check_file(world.path)
@@ -445,9 +446,9 @@ def test_a_fault_of_the_wire_excuses_the_batch_that_it_struck_and_no_other(captu
 def test_a_loss_of_a_capture_that_does_not_say_who_sent_it_is_real(captured):
     world = captured()
     publisher = WireStandIn()
-    world.kv._judge.ledger.publishes(0, publisher)
+    world.journal.publishes(0, publisher)
     twice(world.kv, publisher, None)
-    world.kv._judge.ledger.injected_on_wire()
+    world.journal.injected_on_wire()
     world.found()
     lines = [json.loads(line) for line in world.path.read_text().splitlines()]
     for line in lines:
@@ -486,7 +487,7 @@ def test_what_travels_beside_an_event_comes_back(captured):
 def test_digests_come_back(tmp_path):
     event = RouterEvent(0, KvCacheEvent(0, ROOT), extra={"digests": (None, (b"\1" * 32, b"\2" * 32))})
     with CaptureFile(tmp_path / "a.jsonl", {}) as file:
-        CapturingLedger(file).observe(event, 0)
+        Ledger(CapturingJournal(file)).take(event)
 
     (entry,) = check_file(tmp_path / "a.jsonl").log
 
@@ -495,9 +496,9 @@ def test_digests_come_back(tmp_path):
 
 def test_a_recovery_is_found_again(tmp_path):
     file = CaptureFile(tmp_path / "a.jsonl", {})
-    ledger = CapturingLedger(file)
+    journal = CapturingJournal(file)
     recovery = Recovery()
-    kv = RouterHarness(EngineProfile(4, 24), "lineage", RadixIndex(), recovery=recovery, ledger=ledger)
+    kv = RouterHarness(EngineProfile(4, 24), "lineage", RadixIndex(), recovery=recovery, journal=journal)
     for step in range(8):
         if step in (2, 5):
             kv.faults.lose(1)
@@ -526,12 +527,12 @@ def test_a_backend_of_a_test_is_not_known_to_a_check(captured):
     assert checked.is_clean
 
 
-def test_a_copy_of_the_ledger_writes_nothing(captured):
+def test_the_book_of_a_fault_writes_nothing(captured):
     world = captured("lineage")
     world.serve(5)
     before = world.file.events
-    copy, _ = world.kv._judge.ledger.copy_with([])
-    copy.observe(RouterEvent(0, KvCacheEvent(0, ROOT)), 0)
+    world.kv.faults.at_random({"lose": 0})
+    world.kv._judge.book.ledger.take(RouterEvent(0, KvCacheEvent(0, ROOT)))
 
     assert before == world.file.events
     world.file.close()

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from pytest_kvmock import Cleared, Removed, Stored
-from pytest_kvmock.capture import CaptureError, CaptureFile, CapturingLedger, check_file
+from pytest_kvmock.capture import CaptureError, CaptureFile, CapturingJournal, check_file
 from pytest_kvmock.events import KvCacheEvent, RouterEvent
+from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.wire import DIALECTS, KvWire
 
 ROOT = Stored(None, (2**63 + 5, 2**40), (11, 12))
@@ -262,14 +263,14 @@ def test_a_full_disk_is_said_once():
     with pytest.raises(CaptureError, match="/dev/full: cannot be written: No space left on device"):
         file.write({"event": "x" * 100_000})
     file.close()
-    CapturingLedger(file).observe(GOOD[0], 0)
+    Ledger(CapturingJournal(file)).take(GOOD[0])
 
 
 def test_the_header_is_asked_for_when_the_first_line_comes(tmp_path):
     about = {}
     with CaptureFile(tmp_path / "a" / "b.jsonl", lambda: about) as file:
         about["seed"] = 7
-        CapturingLedger(file).observe(GOOD[0], 0)
+        Ledger(CapturingJournal(file)).take(GOOD[0])
 
     first, *_, last = (tmp_path / "a" / "b.jsonl").read_text().splitlines()
     assert {"kvmock_capture": 1, "seed": 7} == json.loads(first)
@@ -286,7 +287,7 @@ def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
         0, KvCacheEvent(0, ROOT), extra={"odd": object, "range": range(2)}, token_ids=[range(2), (3, 4)]
     )
     with CaptureFile(tmp_path / "a.jsonl", {}) as file:
-        CapturingLedger(file).observe(event, 0)
+        Ledger(CapturingJournal(file)).take(event)
 
     (entry,) = check_file(tmp_path / "a.jsonl").log
     assert {"odd": "<class 'object'>", "range": [0, 1]} == entry.extra

@@ -156,12 +156,16 @@ class FailingSink:
 class World:
     """What happens by a seed.
 
+    Args:
+        seed: decides all of it.
+        harness: makes the harness.
+
     Attributes:
         facts: what was found.
         texts: in which words.
     """
 
-    def __init__(self, seed):
+    def __init__(self, seed, harness=RouterHarness):
         self.rng = rng = Random(f"world {seed}")
         self.facts, self.texts = [], []
         self.prompts, self.requests, self.sinks, self.faults = [], [], [], []
@@ -195,7 +199,7 @@ class World:
             f"world {self.backend} {engine} {self.index_name} counts={counts} recovery={self.recovery is not None} "
             f"rates={rates} survive={list(survive)} ranks={profile.dp_size} sync={sync}"
         )
-        self.kv = RouterHarness(
+        self.kv = harness(
             profile,
             spec if engine is None else altered(self.backend, BUGGY_ENGINES[engine], self.engines),
             self.index,

@@ -1,5 +1,6 @@
 """Workers over vLLM's block pool: what a router hears of them, and when."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from pytest_kvmock import BACKENDS, EngineProfile, OutOfBlocks, Prompt, RouterHarness
 from pytest_kvmock.engine.worker import KvWorker, Served
-from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
 
@@ -195,8 +196,7 @@ def test_a_variant_is_judged_by_its_own_hashes(options):
 def restored(event, **changes):
     data = event.event.data
     fields = {name: getattr(data, name) for name in ("parent_hash", "block_hashes", "tokens_hashes")}
-    inner = KvCacheEvent(event.event.event_id, Stored(**{**fields, **changes}), event.event.dp_rank)
-    return RouterEvent(event.worker_id, inner, event.storage_tier, event.token_ids)
+    return replace(event, event=replace(event.event, data=Stored(**{**fields, **changes})))
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -208,12 +208,12 @@ def test_a_block_hash_that_is_not_that_of_its_tokens_is_found(backend, place, sh
     worker.serve(first)
     publish = kv.publisher.publish
 
-    def change(event, *, chained):
+    def change(event):
         if isinstance(event.event.data, Stored):
             hashes = list(event.event.data.block_hashes)
             hashes[place] ^= 1
             event = restored(event, block_hashes=tuple(hashes))
-        publish(event, chained=chained)
+        publish(event)
 
     kv.publisher.publish = change
     worker.serve(kv.prompt(3, after=Prompt(first.tokens[: 4 * shared])))
@@ -225,9 +225,7 @@ def test_a_block_hash_that_is_not_that_of_its_tokens_is_found(backend, place, sh
 def test_a_local_hash_that_is_not_that_of_its_tokens_is_found(backend):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), backend)
     publish = kv.publisher.publish
-    kv.publisher.publish = lambda event, *, chained: publish(
-        restored(event, tokens_hashes=tuple(block_hashes(range(8), 4))), chained=chained
-    )
+    kv.publisher.publish = lambda event: publish(restored(event, tokens_hashes=tuple(block_hashes(range(8), 4))))
     kv.worker(0).serve(kv.prompt(2))
     assert ["wrong_hash"] == [problem.rule for problem in kv.events.errors]
 

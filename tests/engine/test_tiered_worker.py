@@ -39,7 +39,7 @@ def serve(worker, prompt):
 
 
 def sink_of(worker):
-    return worker._recorder.sink
+    return worker._recorder.sink.given
 
 
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])

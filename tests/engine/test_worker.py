@@ -671,8 +671,8 @@ def test_events_are_marked_as_said_for_a_request_only_while_one_makes_them(backe
     marks = []
 
     class Listener:
-        def publish(self, event, storage_tier=None, token_ids=None):
-            marks.append(worker.serving)
+        def publish(self, event):
+            marks.append(event.chained)
 
     worker = KvWorker(
         lambda sink: create_manager(backend, num_blocks=4, block_size=4, sink=sink), sink=Listener(), rng=Random(0)
@@ -682,7 +682,23 @@ def test_events_are_marked_as_said_for_a_request_only_while_one_makes_them(backe
     worker.manager.deref(1)
     worker.clear()
     assert [True, False, False] == marks
-    assert not worker.serving
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_0_19", "sglang", "mocker_sglang"])
+def test_what_a_manager_of_requests_stores_is_always_for_one(name):
+    spec, taken = BACKENDS[name], []
+    worker = KvWorker(
+        lambda sink: spec.make(num_blocks=4, block_size=4, dp_rank=0, sink=sink),
+        sink=taken.append,
+        rng=Random(0),
+        driver=spec.driver,
+    )
+    driver = spec.driver(worker.manager, True, Random(0))
+    request = driver.open(Prompt(range(8)))
+    driver.admit(request, 8)
+    driver.release(request)
+    worker.clear()
+    assert {(Stored, True), (Cleared, False)} == {(type(event.data), event.chained) for event in taken}
 
 
 def test_a_listener_that_raises_does_not_stop_the_worker(backend, caplog):

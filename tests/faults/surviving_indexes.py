@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 
-from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.router.recovery import RouterCursor
 
@@ -23,19 +22,19 @@ class AsksTheWorker:
         journal = self.journal
 
         class Tap:
-            def publish(self, event, storage_tier=None, token_ids=None):
-                events = journal.setdefault((worker.worker_id, worker.dp_rank), [])
+            def publish(self, event):
+                events = journal.setdefault(event.key, [])
                 if event.event_id == 0:
                     events.clear()
-                events.append(RouterEvent(worker.worker_id, event))
+                events.append(event)
 
         recorder = worker._recorder
         inner, tap = recorder.sink, Tap()
 
         class Both:
-            def publish(self, *events):
-                tap.publish(*events)
-                inner.publish(*events)
+            def publish(self, event):
+                tap.publish(event)
+                inner.publish(event)
 
         recorder.sink = Both()
 

@@ -1,5 +1,7 @@
 """What came of a fault is marked so, and nothing else is: over random traffic, all faults and all backends."""
 
+from dataclasses import replace
+
 import pytest
 from fault_worlds import PROFILE, Traffic
 from hypothesis import example, given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from pytest_kvmock import RadixIndex, RouterHarness
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.events import Removed, RouterEvent, Stored
+from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.faults.kinds import FAULTS
 
 RATES = [kind.name for kind in FAULTS.values() if kind.has_rate]
@@ -98,18 +100,16 @@ class Buggy:
         self.publish = traffic.kv.publisher.publish
         traffic.kv.publisher.publish = self.wrong
 
-    def wrong(self, event, *, chained):
+    def wrong(self, event):
         rng, data = self.traffic.rng, event.event.data
         if isinstance(data, Stored) and rng.random() < self.rate:
             data = Stored(rng.getrandbits(64), data.block_hashes, data.tokens_hashes)
         elif isinstance(data, Removed) and rng.random() < self.rate:
             data = Removed((*data.block_hashes, rng.getrandbits(64)))
         if data is not event.event.data:
-            event = RouterEvent(
-                event.worker_id, type(event.event)(event.event.event_id, data), token_ids=event.token_ids
-            )
+            event = replace(event, event=replace(event.event, data=data))
             self.wronged.append(event)
-        self.publish(event, chained=chained)
+        self.publish(event)
 
 
 @given(seed=st.integers(0, 2**32), rates=rates, survive=st.booleans())

@@ -28,7 +28,7 @@ def ids(deliveries):
 
 
 def test_without_a_fault_what_is_sent_is_delivered():
-    delivery = sent(0, chained=True)
+    delivery = sent(0)
     assert (None, [delivery]) == FaultInjector().publish(delivery)
 
 

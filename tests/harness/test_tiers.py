@@ -6,6 +6,8 @@ import pytest
 
 from pytest_kvmock import Prompt, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.entries import Opened
+from pytest_kvmock.hygiene.stream_spec import StreamSpec
 
 DEVICE, HOST, DISK, EXTERNAL = StorageTier
 
@@ -454,7 +456,7 @@ def test_an_event_of_another_worker_by_hand_is_judged_by_tier_too():
 def test_a_worker_is_compared_in_each_tier_that_is_known_of_it():
     kv = RouterHarness()
     worker = kv.worker(0)
-    kv._judge.open((0, 0), first_id=0, num_blocks=8, tier_blocks={HOST: 4})
+    kv._judge.open(Opened((0, 0), 0, StreamSpec(num_blocks=8, tier_blocks={HOST: 4})))
     worker.serve(kv.prompt(1))
     sink = worker.manager.sink
     sink.publish(KvCacheEvent(1, chain(1)), HOST)

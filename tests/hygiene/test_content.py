@@ -14,8 +14,8 @@ BLOCKS = tuple(sequence_hashes(LOCALS))
 def observe(tokens, blocks=(5, 6), *, chained=False, event_id=0, **options):
     ledger = Ledger()
     ledger.open((0, 0), first_id=0, **{"block_size": 4, **options})
-    event = RouterEvent(0, KvCacheEvent(event_id, Stored(None, blocks, LOCALS[: len(blocks)])), token_ids=tokens)
-    return ledger.observe(event, 0, chained=chained), ledger
+    event = KvCacheEvent(event_id, Stored(None, blocks, LOCALS[: len(blocks)]))
+    return ledger.take(RouterEvent(0, event, token_ids=tokens, chained=chained)), ledger
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_no_blocks_need_no_tokens_and_a_removed_needs_none_at_all():
     assert [] == observe([], blocks=())[0]
     assert [] == observe([()], blocks=())[0]
     _, ledger = observe(None)
-    assert [] == ledger.observe(RouterEvent(0, KvCacheEvent(1, Removed((6,))), token_ids=[()]), 1)
+    assert [] == ledger.take(RouterEvent(0, KvCacheEvent(1, Removed((6,))), token_ids=[()]))
 
 
 def test_a_chain_is_judged_without_them_and_their_hashes_only_with_them():

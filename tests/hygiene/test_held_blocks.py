@@ -6,7 +6,9 @@ from collections import Counter
 import pytest
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.entries import Counted, Recovered, Resident, WorkerRemoved
 from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.hygiene.story import story_of
 
 DEVICE, HOST, DISK, _ = StorageTier
 
@@ -21,25 +23,24 @@ class Stream:
     def __init__(self, **options):
         self.ledger = Ledger()
         self.known = self.ledger.open((0, 0), first_id=0, **options)
-        self.next_id = self.position = 0
+        self.next_id = 0
         self.problems = []
 
     def observe(self, data, event_id=None, *, tier=StorageTier.DEVICE):
         if event_id is None:
             event_id = self.next_id
         self.next_id = event_id + 1
-        problems = self.ledger.observe(RouterEvent(0, KvCacheEvent(event_id, data), tier), self.position)
-        self.position += 1
+        problems = self.ledger.take(RouterEvent(0, KvCacheEvent(event_id, data), tier))
         return self.note(problems)
 
     def observe_all(self, events):
         return [rule for data in events for rule in self.observe(data)]
 
     def flush(self):
-        return self.note(self.ledger.over_capacity(self.position - 1))
+        return self.note(self.ledger.take(Counted()))
 
     def drift(self, resident, tier=StorageTier.DEVICE):
-        return self.note(self.ledger.drift((0, 0), resident, self.position - 1, tier))
+        return self.note(self.ledger.take(Resident((0, 0), tier, resident)))
 
     def note(self, problems):
         self.problems += problems
@@ -148,7 +149,7 @@ def test_a_copy_that_is_left_is_an_orphan_when_its_parent_goes_in_the_same_event
     ledger = Ledger()
     ledger.open((0, 0), first_id=0, residency="counted")
     events = [stored(2), stored(1, 2), Removed((2, 1))]
-    found = [ledger.observe(RouterEvent(0, KvCacheEvent(number, data)), number) for number, data in enumerate(events)]
+    found = [ledger.take(RouterEvent(0, KvCacheEvent(number, data))) for number, data in enumerate(events)]
     assert [[], [], [("orphaned_child", (2,))]] == [[(p.rule, p.blocks) for p in problems] for problems in found]
 
 
@@ -231,7 +232,7 @@ def test_what_happened_to_a_block_may_happen_to_it_again():
 
 @pytest.mark.parametrize(
     "end",
-    [lambda s: s.observe(Cleared()), lambda s: s.ledger.restarted((0, 0), first_id=None)],
+    [lambda s: s.observe(Cleared()), lambda s: s.ledger.take(WorkerRemoved(0, None, None, ((0, 0),)))],
     ids=["cleared", "restarted"],
 )
 def test_it_ends_with_what_is_held(end):
@@ -264,9 +265,9 @@ def test_what_a_recovery_has_of_it_is_news_and_later_trouble_is_listed_there():
     published.observe_all([*HAZARD, stored(30)])
     stream.observe(HAZARD[0])
     assert ["event_id_gap"] == stream.observe(stored(30), 3)
-    news = stream.ledger.recovered(published.known, range(1, 4))
+    news = stream.ledger.take(Recovered(published.known, range(1, 4)))
     assert [(1,), (2,)] == [problem.blocks for problem in news]
-    assert [] == stream.ledger.recovered(published.known, range(1, 4))
+    assert [] == stream.ledger.take(Recovered(published.known, range(1, 4)))
     assert ["(parent_block_not_found)"] == stream.observe(stored(4, parent=2))
     assert news[1] is stream.problems[-1].cause
     assert [] == published.problems[1].folded
@@ -276,21 +277,21 @@ def test_after_a_recovery_the_last_event_of_it_is_the_one_before():
     published, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
     published.observe_all(HAZARD[:2])
     stream.observe(HAZARD[0])
-    stream.ledger.recovered(published.known.copy(), range(1, 2))
+    stream.ledger.take(Recovered(published.known.copy(), range(1, 2)))
     assert ["evicted_and_restored"] * 2 == stream.observe(HAZARD[2], 2)
 
 
 def test_what_a_recovery_has_of_a_parent_that_was_not_held_is_kept():
     published, stream = Stream(), Stream()
     published.observe(stored(2, parent=9))
-    stream.ledger.recovered(published.known.copy(), range(1))
+    stream.ledger.take(Recovered(published.known.copy(), range(1)))
     assert ["orphaned_child"] == stream.observe(stored(9), 1) + stream.observe(Removed((9,)))
 
 
 def test_what_a_recovery_tells_is_held_with_children_and_copies():
     published, stream = Stream(residency="counted", num_blocks=3), Stream(residency="counted", num_blocks=3)
     published.observe_all([stored(1, 2), stored(3, parent=1), stored(3, parent=1)])
-    stream.ledger.recovered(published.known.copy(), range(3))
+    stream.ledger.take(Recovered(published.known.copy(), range(3)))
     assert ["over_capacity", "orphaned_child"] == stream.flush() + stream.observe(Removed((1,)), 3)
     assert (2, 3) == stream.problems[-1].blocks
     assert [] == stream.drift([2, 3, 3])
@@ -424,7 +425,7 @@ def test_a_text_says_where_a_block_of_the_device_went(events, expected):
         stream.observe(data, tier=tier)
     # The first event is that of the disk, so all are one later.
     later = re.sub(r"event (\d)", lambda found: f"event {int(found[1]) + 1}", expected)
-    assert f"block 1 was {later}" == stream.known.history(1)
+    assert f"block 1 was {later}" == story_of(stream.known, 1)
 
 
 def test_what_a_tier_below_has_lost_is_said_of_that_tier():
@@ -575,14 +576,15 @@ def test_tiers_have_copies_of_their_own():
     stream.observe(stored(1), tier=HOST)
     assert [] == stream.drift([1], HOST) + stream.drift([1, 1])
     assert ["block_not_found"] == stream.observe(Removed((1, 1)), tier=HOST)
-    assert "block 1 was stored in device by event 1 and never removed; 2 copies are held" == stream.known.history(1)
+    assert "block 1 was stored in device by event 1 and never removed; 2 copies are held" == story_of(stream.known, 1)
 
 
 def test_a_rank_that_nobody_opened_is_like_the_first_of_its_worker():
     ledger = Ledger()
     ledger.open((5, 0), first_id=0, num_blocks=1, residency="counted", prefix_closed=False, block_size=4)
     rank = ledger.stream((5, 3))
-    traits = (rank.num_blocks, rank.residency, rank.prefix_closed, rank.block_size, rank.next_id)
+    spec = rank.spec
+    traits = (spec.num_blocks, spec.residency, spec.prefix_closed, spec.block_size, rank.next_id)
     assert (1, "counted", False, 4, None) == traits
     assert ledger.stream((5, 3)) is rank
 

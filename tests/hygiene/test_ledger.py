@@ -3,7 +3,9 @@
 import pytest
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.entries import BatchesLost, IdsPublished, Resident, WorkerRemoved
 from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.hygiene.story import story_of
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
 
 LOCALS = block_hashes(range(12), 4)
@@ -23,15 +25,13 @@ class Stream:
         self.ledger = Ledger()
         self.ledger.open((0, 0), first_id=0, block_size=4, **options)
         self.next_id = 0
-        self.position = 0
 
     def observe(self, data, event_id=None, *, tier=StorageTier.DEVICE, chained=False, tokens=None, rank=0):
         if event_id is None:
             event_id = self.next_id
         self.next_id = event_id + 1
-        event = RouterEvent(0, KvCacheEvent(event_id, data, rank), tier, tokens)
-        problems = self.ledger.observe(event, self.position, chained=chained)
-        self.position += 1
+        event = RouterEvent(0, KvCacheEvent(event_id, data, rank), tier, tokens, chained=chained)
+        problems = self.ledger.take(event)
         return [p.rule if p.cause is None else f"({p.rule})" for p in problems]
 
 
@@ -109,8 +109,8 @@ def test_hashes_are_judged_where_they_must_be_the_chain(locals_, blocks, parent,
 def test_a_wrong_hash_is_a_warning_where_the_backend_makes_them_itself():
     ledger = Ledger()
     ledger.open((0, 0), first_id=0, prefix_closed=False)
-    event = RouterEvent(0, KvCacheEvent(0, stored(5, local=[7])))
-    (problem,) = ledger.observe(event, 0, chained=True)
+    event = RouterEvent(0, KvCacheEvent(0, stored(5, local=[7])), chained=True)
+    (problem,) = ledger.take(event)
     assert ("wrong_hash", False) == (problem.rule, problem.is_error)
 
 
@@ -147,16 +147,16 @@ def test_ids_that_are_not_due_are_gaps(ids, gaps):
 )
 def test_an_id_that_comes_twice_is_a_repeat_or_a_restart(first, second, known):
     ledger = Ledger()
-    ledger.observe(RouterEvent(0, KvCacheEvent(0, first)), 0)
-    gap, *_ = ledger.observe(RouterEvent(0, KvCacheEvent(0, second)), 1)
+    ledger.take(RouterEvent(0, KvCacheEvent(0, first)))
+    gap, *_ = ledger.take(RouterEvent(0, KvCacheEvent(0, second)))
     assert ("event_id_gap", known) == (gap.rule, gap.observed)
 
 
 def test_a_stream_that_may_begin_anywhere_does():
     ledger = Ledger()
     ledger.open((3, 0), first_id=None)
-    assert [] == ledger.observe(RouterEvent(3, KvCacheEvent(41, stored(1))), 0)
-    assert ["event_id_gap"] == [p.rule for p in ledger.observe(RouterEvent(3, KvCacheEvent(43, stored(2))), 1)]
+    assert [] == ledger.take(RouterEvent(3, KvCacheEvent(41, stored(1))))
+    assert ["event_id_gap"] == [p.rule for p in ledger.take(RouterEvent(3, KvCacheEvent(43, stored(2))))]
 
 
 def test_after_a_gap_unknown_blocks_are_no_news_until_an_event_names_them():
@@ -203,7 +203,7 @@ def test_a_cleared_closes_the_wound():
 def test_an_announced_restart_closes_the_wound_and_begins_ids_anew():
     stream = Stream()
     stream.observe(stored(1), 4)
-    stream.ledger.restarted((0, 0), first_id=0)
+    stream.ledger.take(WorkerRemoved(0, 0, 0, ((0, 0),)))
     assert [] == stream.observe(stored(1), 0)
     assert ["block_not_found"] == stream.observe(Removed((77,)))
 
@@ -217,9 +217,9 @@ def test_a_wrong_hash_stands_by_itself_even_in_a_wound():
 def test_what_was_published_and_never_arrived_is_a_gap_reported_once():
     stream = Stream()
     stream.observe(stored(1))
-    (gap,) = stream.ledger.published((0, 0), 3, 0)
+    (gap,) = stream.ledger.take(IdsPublished((0, 0), 3))
     assert "the worker published ids up to 2; events 1 to 2 did not arrive" == gap.observed
-    assert [] == stream.ledger.published((0, 0), 3, 0)
+    assert [] == stream.ledger.take(IdsPublished((0, 0), 3))
     assert [] == stream.observe(stored(2), 3)
     assert [] == stream.observe(stored(3), 1)  # late, but it comes
 
@@ -227,27 +227,27 @@ def test_what_was_published_and_never_arrived_is_a_gap_reported_once():
 def test_drift_names_what_is_not_there_and_what_was_not_reported_once_each():
     stream = Stream()
     stream.observe(stored(1, 2))
-    extra, silent = stream.ledger.drift((0, 0), {2, 3, 4}, 0)
+    extra, silent = stream.ledger.take(Resident((0, 0), StorageTier.DEVICE, {2, 3, 4}))
     assert ((1,), {3, 4}) == (extra.blocks, set(silent.blocks))
     assert "the engine does not hold block 1; block 1 was stored by event 0 and never removed" == extra.observed
-    assert [] == stream.ledger.drift((0, 0), {2, 3, 4}, 0)
-    (more,) = stream.ledger.drift((0, 0), {3, 4}, 0)
+    assert [] == stream.ledger.take(Resident((0, 0), StorageTier.DEVICE, {2, 3, 4}))
+    (more,) = stream.ledger.take(Resident((0, 0), StorageTier.DEVICE, {3, 4}))
     assert (2,) == more.blocks
-    assert [] == stream.ledger.drift((0, 0), {1, 2}, 0)
+    assert [] == stream.ledger.take(Resident((0, 0), StorageTier.DEVICE, {1, 2}))
 
 
 def test_drift_in_a_wound_stands_for_blocks_that_were_named_since():
     stream = Stream()
     stream.observe(stored(1, 2))
     stream.observe(stored(3), 5)
-    problems = stream.ledger.drift((0, 0), set(), 1)
+    problems = stream.ledger.take(Resident((0, 0), StorageTier.DEVICE, set()))
     assert [((3,), None), ((1, 2), "event_id_gap")] == [(p.blocks, p.cause and p.cause.rule) for p in problems]
 
 
 def test_an_expected_cause_covers_what_follows_from_it():
     stream = Stream()
     event = RouterEvent(0, KvCacheEvent(7, Removed((9,))))
-    gap, follows = stream.ledger.observe(event, 0)
+    gap, follows = stream.ledger.take(event)
     assert not follows.covered()
     gap.expected_by = stream
     assert follows.covered()
@@ -277,7 +277,7 @@ def test_what_is_held_says_in_which_tier_where_there_are_several():
     stream = Stream()
     stream.observe(stored(1))
     stream.observe(stored(2), tier=HOST)
-    assert "block 1 was stored in device by event 0 and never removed" == stream.ledger.streams[0, 0].history(1)
+    assert "block 1 was stored in device by event 0 and never removed" == story_of(stream.ledger.streams[0, 0], 1)
 
 
 def test_a_parent_that_is_not_held_and_the_hashes_under_it_are_one_fault():
@@ -288,7 +288,7 @@ def test_a_parent_that_is_not_held_and_the_hashes_under_it_are_one_fault():
 def test_lost_batches_of_a_wire_are_a_gap_although_the_ids_of_events_show_none():
     stream = Stream()
     assert [] == stream.observe(stored(1))
-    (gap,) = stream.ledger.lost_batches((0, 0), range(4, 7), 0)
+    (gap,) = stream.ledger.take(BatchesLost(0, 0, range(4, 7)))
     assert ("event_id_gap", "batches 4 to 6 did not arrive", "batch 4", 0) == (
         gap.rule,
         gap.observed,
@@ -300,9 +300,9 @@ def test_lost_batches_of_a_wire_are_a_gap_although_the_ids_of_events_show_none()
     assert ["(duplicate_store)"] == stream.observe(stored(1))
     assert ["(block_not_found)"] == stream.observe(Removed((8,)))
     assert ["block_not_found"] == [*stream.observe(Removed((1,))), *stream.observe(Removed((1,)))]  # named since
-    (one,) = stream.ledger.lost_batches((0, 0), range(7, 8), 3)
+    (one,) = stream.ledger.take(BatchesLost(0, 0, range(7, 8)))
     assert "batch 7 did not arrive" == one.observed
-    (again,) = stream.ledger.lost_batches((0, 0), range(9, 9), 3, "batch 0 came after batch 8")
+    (again,) = stream.ledger.take(BatchesLost(0, 0, range(9, 9), "batch 0 came after batch 8"))
     assert ("batch 0 came after batch 8", "batch 9") == (again.observed, again.expected)
     assert one.cause is gap
     assert again.cause is gap
@@ -310,7 +310,7 @@ def test_lost_batches_of_a_wire_are_a_gap_although_the_ids_of_events_show_none()
 
 def test_lost_batches_of_a_stream_of_which_nothing_is_known_yet():
     ledger = Ledger()
-    (gap,) = ledger.lost_batches((3, 1), range(2), 0)
+    (gap,) = ledger.take(BatchesLost(3, 1, range(2)))
     assert ("batches 0 to 1 did not arrive", 3, 1) == (gap.observed, gap.worker_id, gap.dp_rank)
     event = RouterEvent(3, KvCacheEvent(0, stored(2, parent=1), 1))
-    assert [gap] == [problem.cause for problem in ledger.observe(event, 0)]
+    assert [gap] == [problem.cause for problem in ledger.take(event)]

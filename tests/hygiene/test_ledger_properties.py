@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.entries import Resident
 from pytest_kvmock.hygiene.ledger import Ledger
 
 BLOCKS = st.integers(1, 8)
@@ -88,7 +89,7 @@ def test_it_finds_what_a_plain_ledger_finds(residency, stream):
     ledger, plain = Ledger(), PlainLedger(residency)
     known = ledger.open((0, 0), first_id=0, num_blocks=CAPACITY, residency=residency)
     for number, data in enumerate(stream):
-        problems = ledger.observe(RouterEvent(0, KvCacheEvent(number, data)), number)
+        problems = ledger.take(RouterEvent(0, KvCacheEvent(number, data)))
         found = {}
         for problem in problems:
             found.setdefault(problem.rule, []).extend(problem.blocks)
@@ -101,4 +102,6 @@ def test_it_finds_what_a_plain_ledger_finds(residency, stream):
         assert +plain.copies == Counter(
             {block: 1 + known.copies.get(StorageTier.DEVICE, {}).get(block, 0) for block in known.device}
         )
-        assert [] == [p for p in ledger.drift((0, 0), list(plain.copies.elements()), number) if not p.cause]
+        assert [] == [
+            p for p in ledger.take(Resident((0, 0), StorageTier.DEVICE, list(plain.copies.elements()))) if not p.cause
+        ]

@@ -6,6 +6,7 @@ from pytest_kvmock import KvEventsError, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
 from pytest_kvmock.hygiene.log_text import log_text
 from pytest_kvmock.hygiene.report import MOST_PROBLEMS, failure_text, problems_text
+from pytest_kvmock.hygiene.story import story_of
 
 
 @pytest.fixture
@@ -426,4 +427,4 @@ def test_a_parent_that_was_only_named_is_said_to_be_that():
     sink(one(3, parent=1))
     (problem,) = kv.judge().errors
     assert ("block 1 was never stored", "parent_block_not_found") == (problem.observed, problem.rule)
-    assert "block 1 was named as a parent and never stored" == kv.streams[65536, 0].history(1)
+    assert "block 1 was named as a parent and never stored" == story_of(kv.streams[65536, 0], 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.entries import Counted
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.router.index import ParentBlockNotFound, RadixIndex
 
@@ -30,13 +31,13 @@ def events_of(program):
                 data = Stored(about[0], *map(tuple, zip(*about[1], strict=True)))
             else:
                 data = Removed(tuple(about[0]))
-            yield RouterEvent(0, KvCacheEvent(event_id, data), tier), operation[0] in ("alloc", "push")
+            yield RouterEvent(0, KvCacheEvent(event_id, data), tier, chained=operation[0] in ("alloc", "push"))
 
 
 def orphans_of(program):
     """The events that store a block on the device under one that is not there: moves by hand promote one so at times."""
     device = set()
-    for event, _ in events_of(program):
+    for event in events_of(program):
         data = event.event.data
         if event.storage_tier is DEVICE and isinstance(data, Stored):
             if data.parent_hash is not None and data.parent_hash not in device:
@@ -52,9 +53,9 @@ def test_a_real_stream_of_two_tiers_breaks_no_rule(program):
     host = program["offload"]["num_g2_blocks"]
     ledger.open((0, 0), first_id=0, num_blocks=program["capacity"], tier_blocks={HOST: host})
     problems = []
-    for position, (event, chained) in enumerate(events_of(program)):
-        problems += ledger.observe(event, position, chained=chained)
-    problems += ledger.over_capacity(0)
+    for event in events_of(program):
+        problems += ledger.take(event)
+    problems += ledger.take(Counted())
     promoted = [event.event.event_id for event in orphans_of(program)]
     assert [("parent_block_not_found", event_id) for event_id in promoted] == [
         (problem.rule, problem.event_id) for problem in problems if problem.is_error
@@ -65,7 +66,7 @@ def test_a_real_stream_of_two_tiers_breaks_no_rule(program):
 def test_the_index_finds_what_is_held_in_each_tier(program):
     index, held, chains = RadixIndex(), {DEVICE: set(), HOST: set()}, {None: ()}
     refused = list(orphans_of(program))
-    for event, _ in events_of(program):
+    for event in events_of(program):
         if event in refused:
             with pytest.raises(ParentBlockNotFound):
                 index.apply(event)
@@ -96,7 +97,7 @@ def test_many_of_them_offload_a_child_before_its_parent():
     tail_first = set()
     for name, program in PROGRAMS.items():
         host = set()
-        for event, _ in events_of(program):
+        for event in events_of(program):
             data = event.event.data
             if event.storage_tier is HOST and isinstance(data, Stored):
                 host.update(data.block_hashes)

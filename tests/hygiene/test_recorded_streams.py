@@ -7,6 +7,7 @@ import pytest
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.hygiene.entries import Counted
 from pytest_kvmock.hygiene.ledger import Ledger
 
 U64 = 2**64 - 1
@@ -23,10 +24,10 @@ class Replayed:
 
     def observe(self, data, *, chained=False):
         number = next(self.ids)
-        self.problems += self.ledger.observe(RouterEvent(0, KvCacheEvent(number, data)), number, chained=chained)
+        self.problems += self.ledger.take(RouterEvent(0, KvCacheEvent(number, data), chained=chained))
 
     def end(self):
-        self.problems += self.ledger.over_capacity(next(self.ids) - 1)
+        self.problems += self.ledger.take(Counted())
         return [(p.rule, p.cause and p.cause.rule) for p in self.problems]
 
     @property

@@ -143,7 +143,7 @@ def test_fields_of_the_engine_are_merged_and_its_sizes_are_those_of_the_profile(
                         args.num_gpu_blocks, args.block_size, args.max_num_seqs, args.preemption_mode
                     )
                     assert (9, 8) == (engine.worker.manager.max_capacity, engine.worker.manager.block_size)
-                assert 9 == kv_harness.streams[0, 0].num_blocks  # of the ledger
+                assert 9 == kv_harness.streams[0, 0].spec.num_blocks  # of the ledger
 
         def test_without_an_engine(kv_profile, kv_events): assert 7 == kv_profile.num_blocks
         """

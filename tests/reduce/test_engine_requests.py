@@ -278,5 +278,5 @@ def test_what_an_engine_cannot_do_is_no_reproduction(faulty_backends, failure_of
 
 def test_what_is_held_until_a_pass_ends_is_judged_as_what_is_not(driven):
     kv = driven(requests=5, engine={"events_visible": "pass_end"})
-    assert all(chained for _, chained in kv.recording.arrivals)
+    assert all(event.chained for event in kv.recording.arrivals)
     assert kv.recording.arrivals

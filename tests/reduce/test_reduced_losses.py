@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_kvmock import Removed, RouterHarness, Stored
-from pytest_kvmock.harness.recording import BatchesLost
+from pytest_kvmock.hygiene.entries import BatchesLost
 from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.scenarios import load_scenarios, play
 from pytest_kvmock.scenarios.player import ScenarioFailure
@@ -84,4 +84,4 @@ def test_a_scenario_file_has_the_loss(tmp_path, to_sink, residency):
 
     (problem,) = harness.events.errors
     assert ("event_id_gap", worker, LOSS) == (problem.rule, problem.worker_id, problem.observed)
-    assert (residency if to_sink else "unique") == harness.streams[worker, 0].residency
+    assert (residency if to_sink else "unique") == harness.streams[worker, 0].spec.residency

@@ -1,0 +1,157 @@
+"""The story of a block in a stream, as messages tell it: what stored it, what removed it, and where it is now."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
+from pytest_kvmock.hygiene.stream import Stream
+from pytest_kvmock.hygiene.text import event_name, worker_text
+
+
+def story_of(stream: Stream, block: int, tier: StorageTier = StorageTier.DEVICE) -> str:
+    """The state of a block according to the events, for messages.
+
+    Args:
+        stream: the stream.
+        block: which block.
+        tier: the tier that is asked about; it matters where there are several.
+    """
+    name = f"block {block_text(block)}"
+    if block in stream.implied and tier is StorageTier.DEVICE:
+        return f"{name} was named as a parent and never stored"
+    stored, removed = stream.stored_at.get(block), stream.removed_at.get(block)
+    if stored is None:
+        return f"{name} was {'never stored' if removed is None else f'removed by {_called(stream, removed)}'}"
+    if _has_tiers(stream) and (by_tier := _history_by_tier(stream, block, tier)):
+        return f"{name} was {by_tier}"
+    if block in stream.device:
+        return f"{name} was stored{_held(stream, block, stored, -1 if removed is None else removed)}"
+    if removed is not None and removed > stored:
+        after = ", right after it was stored again" if block in stream.removed_but_resident else ""
+        return f"{name} was removed by {_called(stream, removed)}{after}"
+    return f"{name} was stored by {_emptied_by(stream, stored)}"
+
+
+def _has_tiers(stream: Stream) -> bool:
+    """Whether anything is known of tiers below the device; messages name the tiers then."""
+    return len(stream.tiers) > 1 or bool(stream.spec.tier_blocks)
+
+
+def where_text(stream: Stream, tier: StorageTier) -> str:
+    """The tier that a message is about, to be put after its blocks; empty where there is but the device."""
+    return f" in {tier}" if _has_tiers(stream) or tier is not StorageTier.DEVICE else ""
+
+
+def _history_by_tier(stream: Stream, block: int, tier: StorageTier) -> str:
+    """The state of a block that was stored, each tier by its own events; empty where they do not show it.
+
+    Args:
+        stream: the stream.
+        block: which block.
+        tier: the tier that is asked about.
+    """
+    tiers = [each for each in StorageTier if block in stream.tiers.get(each, ())]
+    if moved := _moved(stream, block, tier, tiers):
+        return moved
+    if tiers:
+        found = [(each, *_last(stream, block, each, range(_begun(stream), len(stream.events)))) for each in tiers]
+        if any(stored < 0 for _, stored, _ in found):
+            return ""
+        if len(tiers) > 1 and not stream.copies and all(removed < stored for _, stored, removed in found):
+            where = ", ".join(f"in {each} by {_called(stream, stored)}" for each, stored, _ in found)
+            return f"stored {where}, and never removed"
+        held = [f" in {each}{_held(stream, block, stored, removed, each)}" for each, stored, removed in found]
+        return f"stored{';'.join(held)}"
+    if block in stream.removed_but_resident:
+        return ""
+    # All tiers were emptied at once: it was dropped where it was then.
+    last = max(stream.stored_at[block], stream.removed_at.get(block, 0))
+    ends = [*stream.cleared_at, *(when for when, why in stream.anew if why != "backwards")]
+    places = range(max((end for end in ends if end <= last), default=0), last + 1)
+    found = [(each, *_last(stream, block, each, places)) for each in StorageTier]
+    dropped = [(each, stored) for each, stored, removed in found if removed < stored]
+    gone = {each: removed for each, stored, removed in found if removed > stored}
+    if not dropped:
+        place, where = max((removed, where) for where, removed in gone.items())
+        return f"removed from {where} by {_called(stream, place)}"
+    before = f"removed from {tier} by {_called(stream, gone[tier])}, " if tier in gone else ""
+    *others, (where, stored) = dropped
+    listed = "".join(f"in {each} by {_called(stream, place)}, " for each, place in others)
+    return f"{before}stored {listed}in {where} by {_emptied_by(stream, stored, comma=bool(others))}"
+
+
+def _last(stream: Stream, block: int, tier: StorageTier, places: range) -> tuple[int, int]:
+    """The places in `events` of the last Stored and the last Removed of a block in a tier, among some; -1: none."""
+    return _last_of(stream, Stored, block, tier, places), _last_of(stream, Removed, block, tier, places)
+
+
+def _last_of(stream: Stream, kind: type[Stored | Removed], block: int, tier: StorageTier, places: range) -> int:
+    return next((place for place in reversed(places) if _names(stream.events[place], block, kind) is tier), -1)
+
+
+def _moved(stream: Stream, block: int, tier: StorageTier, tiers: list[StorageTier]) -> str:
+    """Where a block went that the tier does not hold: what removed it there, and where it is since.
+
+    Args:
+        stream: the stream.
+        block: which block.
+        tier: the tier that is asked about.
+        tiers: those that hold it.
+
+    Returns:
+        Empty where no Removed took it from there, or since all blocks were dropped.
+    """
+    if tier in tiers or block in stream.removed_but_resident:
+        return ""
+    places = range(_begun(stream), len(stream.events))
+    removed = _last_of(stream, Removed, block, tier, places)
+    if removed < 0:  # it was never there; say what became of it elsewhere
+        removed, last = max((_last_of(stream, Removed, block, each, places), each) for each in StorageTier)
+        return "" if removed < 0 or tiers else f"removed from {last} by {_called(stream, removed)}; in no tier since"
+    found = [(each, _last_of(stream, Stored, block, each, places)) for each in tiers]
+    since = [f"in {each} since {_called(stream, stored)}" for each, stored in found if stored >= 0]
+    return f"removed from {tier} by {_called(stream, removed)}; {', '.join(since) or 'in no tier since'}"
+
+
+def _begun(stream: Stream) -> int:
+    """The place in `events` after the last event before which nothing counts: a Cleared, or what began anew."""
+    cleared = stream.cleared_at[-1] + 1 if stream.cleared_at else 0
+    return max([cleared, *(when for when, why in stream.anew if why != "backwards")])
+
+
+def _held(stream: Stream, block: int, stored: int, removed: int, tier: StorageTier = StorageTier.DEVICE) -> str:
+    """Since when a tier holds a block; `stored` and `removed` are the places in `events` of the last of both there (-1: none)."""
+    copies = 1 + stream.copies.get(tier, {}).get(block, 0)
+    if removed < stored:
+        count = f"; {copies} copies are held" if copies > 1 else ""
+        return f" by {_called(stream, stored)} and never removed{count}"
+    left = f"{copies} {'is' if copies == 1 else 'are'} held"
+    return f" by {_called(stream, stored)}; {_called(stream, removed)} removed a copy, and {left}"
+
+
+def _called(stream: Stream, place: int) -> str:
+    """The name of an event, by its id and whether ids have begun anew since."""
+    return event_name(stream.events[place].event.event_id, [why for when, why in stream.anew if when > place])
+
+
+def _emptied_by(stream: Stream, stored: int, *, comma: bool = False) -> str:
+    """The name of a Stored, and what removed its blocks that no Removed has named since; `comma`: it ends a list."""
+    and_ = ", and" if comma else " and"
+    called, cleared_at = _called(stream, stored), stream.cleared_at
+    later = [why for when, why in stream.anew if when > stored]
+    cleared = next(iter(cleared_at[bisect_right(cleared_at, stored) :]), None)
+    end = next(((when, why) for when, why in stream.anew if when > stored and why != "backwards"), None)
+    if cleared is not None and (end is None or cleared < end[0]):
+        return f"{called}{and_} cleared by {_called(stream, cleared)}"
+    if end is None:
+        return f"{called}{and_} is no longer held"
+    called = event_name(stream.events[stored].event.event_id, later if len(later) > 1 else ())
+    what = "restarted" if end[1] == "restart" else "was removed"
+    return f"{called}{and_} dropped when {worker_text(stream.worker_id, stream.dp_rank)} {what}"
+
+
+def _names(event: RouterEvent, block: int, kind: type[Stored | Removed]) -> StorageTier | None:
+    """The tier in which an event stores, or removes, a block, if it does."""
+    data = event.event.data
+    return event.storage_tier if isinstance(data, kind) and block in data.block_hashes else None

@@ -1,0 +1,83 @@
+"""Captures of workers with a host: the same in each run, and judged again as they were, late faults included."""
+
+import contextlib
+from random import Random
+
+import pytest
+from captured import Captured
+
+from pytest_kvmock import EngineProfile, OutOfBlocks, SlotsLost
+
+BACKENDS = ["lineage", "lru", "multi_lru"]
+LATE = 45
+SEEDS = (*range(12), 78)
+
+
+def tiered(path, seed, *, fault=None):
+    """Random traffic on a small host behind a slow link; near the end, perhaps, a fault is asked for."""
+    rng = Random(seed)
+    tiers = {"host": rng.choice([1, 2, 4, 8]), "gbps": rng.choice([0.00001, 0.0001, 1.0])}
+    world = Captured(path, rng.choice(BACKENDS), EngineProfile(block_size=4, num_blocks=6, tiers=tiers))
+    kv, prompts = world.kv, []
+    worker = kv.worker(0)
+    for step in range(60):
+        repeated = prompts and rng.random() < 0.5
+        prompts.append(rng.choice(prompts) if repeated else kv.prompt(rng.randint(1, 4)))
+        with contextlib.suppress(OutOfBlocks, SlotsLost):
+            worker.serve(prompts[-1])
+        if rng.random() < 0.3:
+            worker.tick(worker.now + rng.random() * 5)
+        if step == LATE and fault is not None:
+            fault(kv)
+    return world
+
+
+def doubled(kv):
+    kv.faults.double(1)
+
+
+def never(kv):
+    kv.faults.at_random({"lose": 0})
+
+
+def test_a_capture_of_a_worker_with_tiers_is_the_same_in_each_run(tmp_path):
+    texts = []
+    for name in ("a", "b"):
+        tiered(tmp_path / name, 3).found()
+        texts.append((tmp_path / name).read_text())
+
+    assert 1 == len(set(texts))
+
+
+def test_a_capture_of_a_worker_with_tiers_is_judged_as_it_was(tmp_path):
+    differing = []
+    for seed in SEEDS:
+        world = tiered(tmp_path / f"{seed}", seed, fault=doubled)
+        if world.found() != world.again():
+            differing.append(seed)
+
+    assert [] == differing
+
+
+def test_a_late_fault_makes_no_problem_that_is_not_its_own(tmp_path):
+    for seed in SEEDS:
+        world = tiered(tmp_path / f"{seed}", seed, fault=doubled)
+        world.found()
+        assert set() == {problem.rule for problem in world.kv.events.errors if problem.fault is None}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_book_of_a_late_fault_holds_what_has_arrived(tmp_path, seed):
+    world = tiered(tmp_path / "a", seed, fault=never)
+    world.found()
+
+    arrived, published = world.kv._judge.ledger.streams, world.kv._judge.book.ledger.streams
+
+    assert {key: held(stream) for key, stream in arrived.items()} == {
+        key: held(stream) for key, stream in published.items()
+    }
+    assert [] == [problem for problem in world.kv.events.problems if problem.fault is not None]
+
+
+def held(stream):
+    return {tier: blocks for tier, blocks in stream.tiers.items() if blocks}

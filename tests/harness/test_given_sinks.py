@@ -1,0 +1,92 @@
+"""Sinks of every shape beside a harness, a worker and a manager: one value, or parts of it."""
+
+import pytest
+
+from pytest_kvmock import EngineProfile, KvCacheEvent, RouterEvent, RouterHarness, StorageTier, Stored, create_manager
+
+PROFILE = EngineProfile(block_size=4, num_blocks=8)
+
+
+class OfEvent:
+    def __init__(self):
+        self.taken = []
+
+    def publish(self, event):
+        self.taken.append(event)
+
+
+class OfTokens(OfEvent):
+    def publish(self, event, token_ids):
+        self.taken.append((event, token_ids))
+
+
+class OfParts(OfEvent):
+    def publish(self, event, storage_tier, token_ids, extra=None):
+        self.taken.append((event, storage_tier, token_ids, extra))
+
+
+class OfAll(OfEvent):
+    def publish(self, *parts):
+        self.taken.append(parts)
+
+
+def served(sink, **keys):
+    kv = RouterHarness(PROFILE)
+    kv.add_sink(sink)
+    kv.worker(0).serve(kv.prompt(1, **keys))
+    (entry,) = kv.events
+    return entry.event
+
+
+def test_a_sink_is_given_the_event_that_the_router_receives():
+    sink = OfEvent()
+    event = served(sink)
+    (taken,) = sink.taken
+    assert event is taken
+    assert (0, (0, 0), 0, Stored) == (taken.event_id, taken.key, taken.dp_rank, type(taken.data))
+    assert taken.chained
+
+
+def test_a_function_is_a_sink():
+    taken = []
+    event = served(taken.append)
+    assert [event] == taken
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (OfTokens, lambda event: (event.event, event.token_ids)),
+        (OfParts, lambda event: (event.event, StorageTier.DEVICE, event.token_ids, event.extra)),
+        (OfAll, lambda event: (event.event, StorageTier.DEVICE, event.token_ids)),
+    ],
+    ids=["tokens", "parts", "all"],
+)
+def test_a_sink_of_parts_is_given_those_that_it_takes(make, shown):
+    sink = make()
+    event = served(sink, lora_name="sql")
+    assert "sql" == event.extra["lora_name"]
+    assert [shown(event)] == sink.taken
+
+
+def test_a_manager_alone_publishes_as_worker_0():
+    sink = OfEvent()
+    create_manager("lru", num_blocks=4, block_size=4, sink=sink).use([7])
+    assert [RouterEvent(0, KvCacheEvent(0, Stored(None, (7,), (7,))))] == sink.taken
+
+
+def test_a_sink_whose_publish_is_replaced_later_is_called_by_the_new_one(monkeypatch):
+    sink, taken = OfEvent(), []
+    kv = RouterHarness(PROFILE)
+    kv.add_sink(sink)
+    monkeypatch.setattr(sink, "publish", taken.append)
+    kv.worker(0).serve(kv.prompt(1))
+    assert 1 == len(taken)
+
+
+def test_what_is_no_sink_is_refused_when_it_is_given():
+    kv = RouterHarness(PROFILE)
+    with pytest.raises(TypeError, match=r"add_sink: sink must have a method publish\(event\)"):
+        kv.add_sink([])
+    kv.worker(0).serve(kv.prompt(1))
+    assert 1 == kv.events.total
