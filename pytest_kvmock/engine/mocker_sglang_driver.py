@@ -174,7 +174,7 @@ class MockerRadixDriver:
 
     def finish(self, request: PageRequest) -> None:
         """Leave its whole pages in the cache, and free the rest as the original does; in 1.2.1 its copies are lost."""
-        self.manager.finish(request, loses_copies=self.manager.semantics == "1.2.1")
+        self.manager.finish(request, loses_copies=self.manager.loses_copies)
 
     def retract(self, request: PageRequest) -> None:
         """Free its slots as the original does, faults included (`MockerRadixManager.retract`)."""

@@ -14,8 +14,8 @@ from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequ
 from pytest_kvmock.engine.timing import rounded_ms
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.driver import RadixSchedulerDriver
+    from pytest_kvmock.engine.scheduler import SchedulerArgs
 
 # Theory of operation
 #
@@ -64,10 +64,10 @@ class SglangScheduler(Scheduler):
 
     _driver: RadixSchedulerDriver
 
-    def __init__(self, driver: RadixSchedulerDriver, args: MockEngineArgs) -> None:
+    def __init__(self, driver: RadixSchedulerDriver, args: SchedulerArgs) -> None:
         driver.begin(args.scheduler_semantics)
         super().__init__(driver, args)
-        self._newer = args.scheduler_semantics == "1.3.1"
+        self._newer = args.release.generates_together
         options = args.sglang_options
         self._lpm = options.schedule_policy == "lpm"
         self._most_prefill = _given(options.max_prefill_tokens)

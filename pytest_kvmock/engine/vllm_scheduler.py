@@ -17,8 +17,8 @@ from pytest_kvmock.engine.timing import moments, rounded_ms
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.driver import SchedulerDriver
+    from pytest_kvmock.engine.scheduler import SchedulerArgs
     from pytest_kvmock.engine.tier_clock import TierClock
 
 # Theory of operation
@@ -52,12 +52,12 @@ class VllmScheduler(Scheduler):
     def __init__(
         self,
         driver: SchedulerDriver,
-        args: MockEngineArgs,
+        args: SchedulerArgs,
         tiers: TierClock | None = None,
     ) -> None:
         super().__init__(driver, args)
         self._parked = None if tiers is None else ParkedRequests(tiers)
-        self._whole = driver.admits_whole or args.scheduler_semantics == "1.3.1"
+        self._whole = driver.admits_whole or args.release.allocates_whole
         self._budget = args.max_num_batched_tokens or math.inf
         self._max_running = args.max_num_seqs or math.inf
         self._chunked = args.enable_chunked_prefill

@@ -18,7 +18,6 @@ from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.engine.driver import (
     Driver,
     MakeDriver,
-    RadixSchedulerDriver,
     SchedulerDriver,
     SlotsLost,
     Traits,
@@ -27,6 +26,7 @@ from pytest_kvmock.engine.driver import (
 )
 from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.engine.schedulers import SCHEDULERS
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -483,9 +483,9 @@ class KvWorker:
         """
         if self._engine is not None and self._engine is not engine:
             raise ValueError(f"{self!r} is used by {self._engine!r}; a worker has one engine")
-        missing = protocol_mismatch(self._driver, SchedulerDriver)
-        if missing is not None and protocol_mismatch(self._driver, RadixSchedulerDriver) is not None:
-            raise ValueError(f"no engine can use {self!r}: its driver is {missing}")
+        missing = [protocol_mismatch(self._driver, each.driver) for each in SCHEDULERS.values()]
+        if None not in missing:
+            raise ValueError(f"no engine can use {self!r}: its driver is {missing[0]}")
         self._engine = engine
         if self.publishes and not publishes:
             self.publishes = False

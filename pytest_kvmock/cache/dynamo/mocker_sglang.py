@@ -117,6 +117,11 @@ class MockerRadixManager(RequestLevel):
         return (tree.evictable if self.semantics == "1.3.1" else tree.evictable_leaves()) * self.block_size
 
     @property
+    def loses_copies(self) -> bool:
+        """Whether a request that finishes under the scheduler loses its copies (`finish`), as in 1.2.1."""
+        return self.semantics == "1.2.1"
+
+    @property
     def num_active_blocks(self) -> int:
         """Slots in use, in pages, rounded up (`active_kv_blocks`)."""
         used = self.num_tokens - self.free_tokens - self._tree.evictable * self.block_size
