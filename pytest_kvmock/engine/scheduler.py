@@ -324,7 +324,7 @@ class Scheduler(ABC):
     def abort(self, request: ScheduledRequest) -> None:
         """Forget an open request, and free what it holds (one that waits may hold a part); full blocks stay cached."""
         (self._running if request.status == "running" else self._waiting).remove(request)
-        self._driver.release(request.state)
+        self._driver.free(request.state, done=True)
         request.status = "aborted"
 
     @abstractmethod

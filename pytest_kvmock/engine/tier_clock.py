@@ -126,8 +126,9 @@ class TierClock:
         if engine is None or engine.tier != tier:
             return 0
         size = self.manager.block_size
-        plhs = self._driver.lineage(prompt)
-        return engine.lookup(plhs[self._driver.lookup(prompt) // size :]) * size
+        request = self._driver.open(prompt, to_look=True)
+        plhs = request.sequence.positional_lineage_hashes
+        return engine.lookup(plhs[self._driver.lookup(request) // size :]) * size
 
     def onboard(self, state: Any, *, wait: bool) -> int:
         """Bring back what the host has of a request without blocks.
@@ -142,11 +143,11 @@ class TierClock:
         plhs = tuple(state.sequence.positional_lineage_hashes)
         while True:
             parked = next((each for each in self._parked if each.is_open and each.plhs == plhs[: len(each.plhs)]), None)
-            outcome = parked or park(self.manager, state.sequence, self._driver.cached(state), self.now)
+            outcome = parked or park(self.manager, state.sequence, self._driver.lookup(state), self.now)
             if isinstance(outcome, NoHits):
                 size = self.manager.block_size
                 came = set().union(*(self._came[asked] for asked in self._asked(plhs)))
-                return sum(plh in came for plh in plhs[: self._driver.cached(state) // size]) * size
+                return sum(plh in came for plh in plhs[: self._driver.lookup(state) // size]) * size
             if not isinstance(outcome, Parked):
                 self._wait(
                     wait, "blocks of the device are on their way to the host, to make room for those that come back"

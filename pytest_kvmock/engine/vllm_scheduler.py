@@ -128,7 +128,7 @@ class VllmScheduler(Scheduler):
         if request.computed_tokens != length - 1 or not request.generated_tokens:
             return False
         driver, state = self._driver, request.state
-        if (self._whole and not driver.fits(state, length)) or driver.allocate(state, length) < length:
+        if (self._whole and driver.need(state, length) > driver.room()) or driver.allocate(state, length) < length:
             return False
         request.computed_tokens = length
         self._used[request] = 1
@@ -140,10 +140,10 @@ class VllmScheduler(Scheduler):
         done, waiting, running, driver = self._pass, self._waiting, self._running, self._driver
         while not done.preempted and waiting and len(running) < self._max_running:
             head = self._next_waiting()
-            if head is None or (self._whole and not driver.fits(head.state, len(head))):
+            if head is None or (self._whole and driver.need(head.state, len(head)) > driver.room()):
                 break
             if self._parked is not None and head.status == "waiting":
-                outcome = self._parked.park(head, driver.reusable(head.state), done.start_ms)
+                outcome = self._parked.park(head, driver.lookup(head.state), done.start_ms)
                 if outcome == "parked":
                     waiting.popleft()
                     continue
@@ -169,7 +169,7 @@ class VllmScheduler(Scheduler):
         """Compute tokens of a request; how many, or why none."""
         driver, state, left = self._driver, request.state, self._left
         waits = request.status != "running"
-        cached = driver.reusable(state) if not request.computed_tokens else 0
+        cached = driver.lookup(state) if not request.computed_tokens else 0
         start = request.computed_tokens + cached
         remaining = len(request) - start
         of_prompt = max(0, request.prompt_tokens - start)
@@ -180,7 +180,8 @@ class VllmScheduler(Scheduler):
             return _BLOCKED
         target = start + int(desired)
         while True:
-            held = driver.allocate(state, target) if not self._whole or driver.fits(state, target) else 0
+            fits = not self._whole or driver.need(state, target) <= driver.room()
+            held = driver.allocate(state, target) if fits else 0
             if held >= target:
                 request.computed_tokens = target
                 break
@@ -212,7 +213,7 @@ class VllmScheduler(Scheduler):
     def _preempt(self, victim: ScheduledRequest) -> None:
         """Free the blocks of a running request; it waits again, before all others."""
         done = self._pass
-        self._driver.preempt(victim.state)
+        self._driver.free(victim.state, done=False)
         self._running.remove(victim)
         self._waiting.appendleft(victim)
         victim.status = "preempted"
@@ -259,7 +260,7 @@ class VllmScheduler(Scheduler):
             return 0
         if waiting and len(running) < self._max_running:
             head = waiting[0]
-            if not self._whole or self._driver.fits(head.state, len(head)):
+            if not self._whole or self._driver.need(head.state, len(head)) <= self._driver.room():
                 return 0
         count = None
         for request in running:
@@ -324,7 +325,7 @@ class VllmScheduler(Scheduler):
                 done.tokens.append(token)
                 if request.generated_tokens == request.max_output_tokens:
                     if not request.keeps_blocks:
-                        driver.release(request.state)
+                        driver.free(request.state, done=True)
                     running.remove(request)
                     request.status = "finished"
                     done.finished.append(request)

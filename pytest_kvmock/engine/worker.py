@@ -155,10 +155,9 @@ class Request:
         """
         self._need("decode", "running")
         steps = self._worker._steps(tokens)
-        requested, available = self._driver.plan(self._state, steps)
         clock = self._worker._clock
-        if clock is not None:
-            available = clock.room()
+        requested = self._driver.need(self._state, len(self._state), steps)
+        available = (clock or self._driver).room()
         if requested > available:
             raise OutOfBlocks(requested, available)
         with self._worker._serving():
@@ -179,7 +178,7 @@ class Request:
         """
         self._need("finish", "running", "preempted")
         with self._worker._serving():
-            self._driver.release(self._state)
+            self._driver.free(self._state, done=True)
         self._end("finished")
 
     def preempt(self) -> None:
@@ -190,7 +189,7 @@ class Request:
         """
         self._need("preempt", "running")
         with self._worker._serving():
-            self._driver.preempt(self._state)
+            self._driver.free(self._state, done=False)
         self._status = "preempted"
 
     def resume(self) -> None:
@@ -210,10 +209,10 @@ class Request:
         if self._worker._clock is not None:
             self._admit_in_time(self._worker._clock, wait=wait, onboard=onboard)
             return
-        requested, available = driver.blocks_needed(state)
+        requested, available = driver.need(state, len(state)), driver.room()
         if requested > available:
             raise OutOfBlocks(requested, available)
-        self.cached_tokens = driver.cached(state)
+        self.cached_tokens = self._lookup()
         length = len(state)
         chunk = self._worker.chunk or length
         with self._worker._serving():
@@ -223,8 +222,7 @@ class Request:
 
     def _admit_in_time(self, clock: TierClock, *, wait: bool, onboard: bool) -> None:
         driver, state = self._driver, self._state
-        requested, _ = driver.blocks_needed(state)
-        available = clock.room()
+        requested, available = driver.need(state, len(state)), clock.room()
         if requested > available:
             raise OutOfBlocks(requested, available)
         length = len(state)
@@ -233,14 +231,19 @@ class Request:
             try:
                 # As Dynamo's scheduler: only what waits is swapped in, not what was preempted.
                 self.onboarded_tokens = clock.onboard(state, wait=wait) if onboard else 0
-                self.cached_tokens = driver.cached(state)
+                self.cached_tokens = self._lookup()
                 for upto in range(chunk, length + chunk, chunk):
                     clock.allocate(state, min(upto, length), wait=wait)
             except (WouldWait, SlotsLost):
-                driver.preempt(state)
+                driver.free(state, done=False)
                 raise
         clock.admitted(state)
         self._status = "running"
+
+    def _lookup(self) -> int:
+        """Tokens of the prompt that are cached now."""
+        size = self._driver.manager.block_size
+        return min(self._driver.lookup(self._state), self.prompt.length(size))
 
     def _end(self, status: str) -> None:
         self._status = status
@@ -412,7 +415,7 @@ class KvWorker:
         """
         if tier is not StorageTier.DEVICE and StorageTier.of(tier) is not StorageTier.DEVICE:
             return 0 if self._clock is None else self._clock.cached(self.accept(prompt), StorageTier.of(tier))
-        return self._driver.lookup(self.accept(prompt))
+        return self._driver.lookup(self._driver.open(self.accept(prompt), to_look=True))
 
     def accept(self, prompt: Prompt | TokenIds) -> Prompt:
         """Return a prompt that this engine can name blocks of, for a driver.

@@ -242,7 +242,7 @@ class MockEngine:
     def release(self, request: EngineRequest) -> None:
         """Free the blocks of a finished request that keeps them."""
         with self.worker.serving_requests():
-            self._driver.release(request.state)
+            self._driver.free(request.state, done=True)
         self.worker.requests.remove(request)
 
     # ---------------------------------------------------------------------------------------------- opening requests
@@ -323,7 +323,7 @@ class MockEngine:
                 if request in scheduler.running or request in scheduler.waiting or request in scheduler.parked:
                     scheduler.abort(request)
                 else:  # its prompt is computed by another engine, or for one
-                    self._driver.release(request.state)
+                    self._driver.free(request.state, done=True)
         if request.is_open:
             request.status = "aborted"
 

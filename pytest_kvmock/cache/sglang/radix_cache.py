@@ -305,7 +305,7 @@ class RadixCacheManager(RequestLevel):
         """Count the pages that `find` would find. Changes nothing."""
         return self._tree.lookup(request.tokens.names, self._reusable(request), request.namespace)
 
-    def find(self, request: RadixRequest, upto: int | None = None) -> tuple[int, int]:
+    def find(self, request: RadixRequest, upto: int | None = None) -> int:
         """Match all of a request but its last token, which is computed anyway, for `admit`.
 
         Args:
@@ -313,14 +313,13 @@ class RadixCacheManager(RequestLevel):
             upto: match no more than so many of its tokens; None: all.
 
         Returns:
-            Pages that it needs and that no request has, and how many no request has.
+            Pages that it needs and that no request has.
         """
         count = self._reusable(request)
         if upto is not None:
             count = min(count, upto // self.block_size)
         request.node, request.found = self._tree.match(request.tokens.names, count, request.namespace)
-        needed = self._pages(len(request.tokens)) - request.found + self._tree.unlocked(request.node)
-        return needed, self._free + self._tree.evictable
+        return self._pages(len(request.tokens)) - request.found + self._tree.unlocked(request.node)
 
     def _reusable(self, request: RadixRequest) -> int:
         return (len(request.tokens) - 1) // self.block_size
