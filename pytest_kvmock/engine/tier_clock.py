@@ -10,7 +10,7 @@ from pytest_kvmock.cache.offload import NoHits
 from pytest_kvmock.checks import check_time
 from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.move_driver import MoveDriver
-from pytest_kvmock.engine.parking import Parked, park
+from pytest_kvmock.engine.parking import Parked, Parking
 from pytest_kvmock.events import StorageTier
 
 if TYPE_CHECKING:
@@ -27,13 +27,14 @@ class TierClock:
 
     Attributes:
         manager: the worker's.
+        parking: what is under way from the host to it, for requests of the worker and of a scheduler that uses it.
     """
 
     def __init__(self, driver: MoveDriver, now: float = 0.0) -> None:
         assert isinstance(driver.manager, LogicalManager)
         self._driver = driver
         self.manager = driver.manager
-        self._parked: list[Parked] = []
+        self.parking = Parking(self.manager)
         # Blocks on the device that came back, and were not counted as onboarded yet, by the blocks that were asked for.
         self._came: dict[tuple[int, ...], set[int]] = {}
         self._now = now
@@ -60,9 +61,7 @@ class TierClock:
             raise ValueError(f"tick: time does not go backwards; it is {self.now} ms, got {now}")
         self._now = float(now)
         self.manager.tick(self._now)
-        self._parked = [each for each in self._parked if each.is_open]  # without what the manager cancelled
-        for parked in [each for each in self._parked if each.is_complete]:
-            self._parked.remove(parked)
+        for parked in self.parking.take_done():
             cached = {
                 plh for blocks in self._came.values() for plh, here in self.manager.check_presence(blocks) if here
             }
@@ -80,7 +79,7 @@ class TierClock:
 
     def forget(self) -> None:
         """Forget what is parked, and what came back: its manager cancelled it."""
-        self._parked.clear()
+        self.parking.forget()
         self._came.clear()
 
     def cancel(self) -> None:
@@ -111,11 +110,11 @@ class TierClock:
     def room(self) -> int:
         """Count the blocks of the device that no request holds, those included whose slots are on their way.
 
-        What is reserved or pinned for blocks that come back is free when they are there; but if another than this clock
-        brings them, a scheduler for its requests, only when that says so.
+        What is reserved or pinned for blocks that come back is free when they are there; but if they come for requests of a
+        scheduler, only when that takes these back.
         """
         manager = self.manager
-        parked = [each for each in self._parked if each.is_open]
+        parked = self.parking.of_worker
         elsewhere = manager.num_reserved - sum(each.num_blocks for each in parked)
         pinned = manager.num_held_by(each.pin for each in parked)
         return manager.max_capacity - manager.num_active_blocks + manager.num_outside - elsewhere + pinned
@@ -142,8 +141,8 @@ class TierClock:
         """
         plhs = tuple(state.sequence.positional_lineage_hashes)
         while True:
-            parked = next((each for each in self._parked if each.is_open and each.plhs == plhs[: len(each.plhs)]), None)
-            outcome = parked or park(self.manager, state.sequence, self._driver.lookup(state), self.now)
+            parked = next((each for each in self.parking.of_worker if each.plhs == plhs[: len(each.plhs)]), None)
+            outcome = parked or self.parking.start(state.sequence, self._driver.lookup(state), self.now)
             if isinstance(outcome, NoHits):
                 size = self.manager.block_size
                 came = set().union(*(self._came[asked] for asked in self._asked(plhs)))
@@ -154,7 +153,6 @@ class TierClock:
                 )
                 continue
             if parked is None:
-                self._parked.append(outcome)
                 self.tick(self.now)  # what the start of the transfer ended elsewhere is published now
             while outcome.is_open:
                 self._wait(wait, f"{outcome.num_blocks} blocks are on their way back from the host")
@@ -192,7 +190,7 @@ class TierClock:
         """Let the time pass until the next transfer is done."""
         manager = self.manager
         deadline = manager.offload_deadline()
-        if deadline is None and any(each.is_complete for each in self._parked):  # by a tick of the manager
+        if deadline is None and any(each.is_complete for each in self.parking.of_worker):  # by a tick of the manager
             self.tick(self.now)
             return
         if deadline is None:

@@ -9,7 +9,6 @@ import math
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.engine.parked_requests import ParkedRequests
 from pytest_kvmock.engine.performance import PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
 from pytest_kvmock.engine.timing import moments, rounded_ms
@@ -56,7 +55,8 @@ class VllmScheduler(Scheduler):
         tiers: TierClock | None = None,
     ) -> None:
         super().__init__(driver, args)
-        self._parked = None if tiers is None else ParkedRequests(tiers)
+        self._tiers = tiers
+        self._parking = None if tiers is None else tiers.parking
         self._whole = driver.admits_whole or args.release.allocates_whole
         self._budget = args.max_num_batched_tokens or math.inf
         self._max_running = args.max_num_seqs or math.inf
@@ -71,14 +71,14 @@ class VllmScheduler(Scheduler):
     @property
     def parked(self) -> Sequence[ScheduledRequest]:
         """The requests that wait for blocks from the host, in the order of their parking."""
-        return () if self._parked is None else self._parked.requests
+        return () if self._parking is None else self._parking.requests
 
     def abort(self, request: ScheduledRequest) -> None:
         """Forget an open request, and free what it holds; what is on its way for a parked one comes for nothing."""
-        if self._parked is None or request not in self._parked.requests:
+        if self._parking is None or request not in self._parking.requests:
             super().abort(request)
             return
-        self._parked.give_up(request)
+        self._parking.give_up(request)
         request.status = "aborted"
 
     # ---------------------------------------------------------------------------------------------- one pass
@@ -88,17 +88,18 @@ class VllmScheduler(Scheduler):
         done = self._pass = ForwardPass(now_ms)
         self._used = {}
         self._left = self._budget
-        parked = self._parked
-        if parked is not None:
-            self._waiting.extendleft(reversed(parked.tick(now_ms)))
+        tiers = self._tiers
+        if tiers is not None:
+            tiers.tick(max(now_ms, tiers.now))
+            self._waiting.extendleft(reversed(tiers.parking.take_back()))
         self._schedule_running()
         if not done.preempted:
             self._admit()
         done.prefill_ms = self._prefill_ms()
         self._decode()
         done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
-        if parked is not None and done.end_ms <= now_ms:
-            deadline = parked.deadline
+        if tiers is not None and done.end_ms <= now_ms:
+            deadline = tiers.parking.deadline
             if deadline is not None:
                 done.end_ms = deadline
         for request in done.generated:
@@ -142,8 +143,8 @@ class VllmScheduler(Scheduler):
             head = self._next_waiting()
             if head is None or (self._whole and driver.need(head.state, len(head)) > driver.room()):
                 break
-            if self._parked is not None and head.status == "waiting":
-                outcome = self._parked.park(head, driver.lookup(head.state), done.start_ms)
+            if self._parking is not None and head.status == "waiting":
+                outcome = self._parking.park(head, driver.lookup(head.state), done.start_ms)
                 if outcome == "parked":
                     waiting.popleft()
                     continue
@@ -254,7 +255,7 @@ class VllmScheduler(Scheduler):
     def _quiet_passes(self) -> int:
         """How many passes from now on do nothing but decode every running request, within the blocks that it has."""
         running, waiting = self._running, self._waiting
-        if self._parked is not None and not self._parked.is_quiet:
+        if self._parking is not None and not self._parking.is_quiet:
             return 0
         if not running or len(running) > self._budget or not self._decodes:
             return 0
