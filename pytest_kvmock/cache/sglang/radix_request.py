@@ -143,6 +143,11 @@ class RadixRequest:
         return len(self.tokens)
 
     @property
+    def shared(self) -> int:
+        """Pages that it has in the tree; before its first checkpoint those that it found there."""
+        return max(self.protected, self.found)
+
+    @property
     def slack(self) -> int:
         """Tokens by which its last page is accounted for and that have no slot: none, as pages are taken whole."""
         return 0
