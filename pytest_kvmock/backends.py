@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.driver import MakeDriver, Traits
+    from pytest_kvmock.engine.schedulers import EngineType
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import GivenSink
     from pytest_kvmock.tiers.config import Tiers
@@ -52,7 +53,7 @@ class BackendSpec:
         chain: makes, for the stream of one manager, the rule by which block hashes follow from tokens (`wrong_hash`);
             called with the manager, whose options it may depend on. None for Dynamo's.
         options: further arguments that `make` takes, by keyword; see `variant`.
-        scheduler: whose scheduler an engine of it has: "vllm" or "sglang" (`MockEngineArgs.engine_type`).
+        scheduler: whose scheduler an engine of it has (`MockEngineArgs.engine_type`).
 
     Raises:
         ValueError: a field is not what it must be.
@@ -67,7 +68,7 @@ class BackendSpec:
     driver: MakeDriver | None = None
     chain: Callable[[Any], Chain] | None = None
     options: tuple[str, ...] = ()
-    scheduler: Literal["vllm", "sglang"] = "vllm"
+    scheduler: EngineType = "vllm"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name in _RESERVED:
@@ -81,8 +82,8 @@ class BackendSpec:
             raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004 - one error
         if self.residency not in ("unique", "counted"):
             raise ValueError(f"backend {self.name!r}: residency must be 'unique' or 'counted', got {self.residency!r}")
-        if self.scheduler not in ("vllm", "sglang"):
-            raise ValueError(f"backend {self.name!r}: scheduler must be 'vllm' or 'sglang', got {self.scheduler!r}")
+        if self.scheduler not in ("vllm", "sglang"):  # of a built-in backend: for those, no engine is imported
+            _check_scheduler(self.name, self.scheduler)
         for field in ("prefix_closed", "in_matrix"):
             value = getattr(self, field)
             if not isinstance(value, bool):
@@ -195,6 +196,14 @@ class BackendSpec:
         if not callable(policy):
             raise ValueError(f"backend {name!r}: policy must be callable, got {policy!r:.80}")  # noqa: TRY004 - one error
         return cls(name, models, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
+
+
+def _check_scheduler(name: str, scheduler: object) -> None:
+    from pytest_kvmock.engine.schedulers import SCHEDULERS
+
+    if not isinstance(scheduler, str) or scheduler not in SCHEDULERS:
+        known = " or ".join(map(repr, SCHEDULERS))
+        raise ValueError(f"backend {name!r}: scheduler must be {known}, got {scheduler!r}")
 
 
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"

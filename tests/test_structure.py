@@ -118,6 +118,31 @@ def test_no_imports_run_in_a_circle(graph):
     assert [] == cycles(graph)
 
 
+KINDS = {"vllm", "sglang", "1.2.1", "1.3.1"}
+
+
+def compared(node):
+    """The strings that an expression compares something with."""
+    if isinstance(node, ast.Compare):
+        for side in (node.left, *node.comparators):
+            for each in ast.walk(side):
+                if isinstance(each, ast.Constant):
+                    yield each.value
+
+
+def test_engine_types_and_releases_of_schedulers_are_compared_at_one_place_each():
+    found = {
+        name
+        for name, path in MODULES.items()
+        if any(not KINDS.isdisjoint(compared(node)) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert {
+        "pytest_kvmock.backends",  # built-in names, for which no engine is imported
+        "pytest_kvmock.cache.dynamo.mocker_sglang",  # its cache is of a release, too
+        "pytest_kvmock.engine.performance",  # the times of a release
+    } == found
+
+
 def test_a_long_module_says_which_its_one_subject_is():
     long = {name: lines for name in MODULES if (lines := lines_of(name)) > MOST_LINES}
     assert {} == {name: lines for name, lines in long.items() if lines > MOST_OF_ONE_SUBJECT}

@@ -23,26 +23,24 @@ from pytest_kvmock.engine.nested_args import (
     read_group,
 )
 from pytest_kvmock.engine.performance import (
-    SEMANTICS,
     InterpolatedModel,
     PerformanceModel,
     Semantics,
     make_performance_model,
 )
+from pytest_kvmock.engine.scheduler import Release
+from pytest_kvmock.engine.schedulers import SCHEDULERS, EngineType, EventsVisible, SchedulerSpec
 
-EngineType: TypeAlias = Literal["vllm", "sglang"]
 WorkerType: TypeAlias = Literal["aggregated", "prefill", "decode"]
 PreemptionMode: TypeAlias = Literal["lifo", "fifo"]
-EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "engine_type": ("vllm", "sglang"),
+    "engine_type": tuple(SCHEDULERS),
     "worker_type": ("aggregated", "prefill", "decode"),
     "preemption_mode": ("lifo", "fifo"),
 }
 _OPTIONAL_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "router_queue_policy": ("fcfs", "lcfs", "wspt"),
-    "semantics": SEMANTICS,
     "events_visible": ("pass_start", "pass_end"),
 }
 _INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
@@ -260,7 +258,7 @@ class MockEngineArgs:
     def _check(self) -> None:
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for name, choices in _OPTIONAL_CHOICES.items():
+        for name, choices in (*_OPTIONAL_CHOICES.items(), ("semantics", tuple(self.scheduler.releases))):
             if getattr(self, name) is not None:
                 check_choice(name, getattr(self, name), choices)
         for name, (least, most) in _INTEGERS.items():
@@ -277,19 +275,15 @@ class MockEngineArgs:
                 raise ValueError(f"{name} must be a string, or None, got {value!r:.80}")
 
     def _normalised_block_size(self) -> int:
-        if self.engine_type != "sglang":
-            return self.block_size or 64
-        sglang = self.sglang or SglangArgs()
-        if self.block_size and sglang.page_size and self.block_size != sglang.page_size:
+        spec = self.scheduler
+        alias = None if spec.block_size_alias is None else _value(self, spec.block_size_alias)
+        if self.block_size and alias and self.block_size != alias:
             raise ValueError(
-                f"block_size and sglang.page_size must be equal where both are set, got {self.block_size} and {sglang.page_size}"
+                f"block_size and {spec.block_size_alias} must be equal where both are set, got {self.block_size} and {alias}"
             )
-        block_size = self.block_size or sglang.page_size or 1
-        if (sglang.chunked_prefill_size or 0) % block_size:
-            raise ValueError(
-                f"sglang.chunked_prefill_size must be a multiple of the block size, {block_size}, "
-                f"got {sglang.chunked_prefill_size}"
-            )
+        block_size: int = self.block_size or alias or spec.default_block_size
+        if spec.budget_is_blocks and (budget := _value(self, spec.budget) or 0) % block_size:
+            raise ValueError(f"{spec.budget} must be a multiple of the block size, {block_size}, got {budget}")
         return block_size
 
     def _make_model(self) -> PerformanceModel:
@@ -309,14 +303,31 @@ class MockEngineArgs:
     # -------------------------------------------------------------------------------------------- what follows from them
 
     @property
+    def scheduler(self) -> SchedulerSpec:
+        """The scheduler that `engine_type` names."""
+        return SCHEDULERS[self.engine_type]
+
+    @property
     def scheduler_semantics(self) -> Semantics:
         """The release of Dynamo whose scheduler is followed: `semantics`, or the default of the engine type."""
-        return self.semantics or ("1.3.1" if self.engine_type == "sglang" else "1.2.1")
+        return self.semantics or self.scheduler.default_release
+
+    @property
+    def release(self) -> Release:
+        """What that release does that others do otherwise."""
+        return self.scheduler.releases[self.scheduler_semantics]
 
     @property
     def events_visible_at(self) -> EventsVisible:
         """When the events of a pass are published: `events_visible`, or the default of the engine type."""
-        return self.events_visible or ("pass_end" if self.engine_type == "sglang" else "pass_start")
+        return self.events_visible or self.scheduler.events_visible
+
+    @property
+    def budget(self) -> int | None:
+        """The most tokens of prompts that one pass computes, whichever argument of the scheduler says so; None: unlimited."""
+        group, _, name = self.scheduler.budget.rpartition(".")
+        budget: int | None = getattr(self.sglang_options if group else self, name)
+        return budget
 
     @property
     def performance(self) -> PerformanceModel:
@@ -434,35 +445,36 @@ class MockEngineArgs:
             ValueError: a field contradicts one that the profile sets explicitly, is unknown, or out of range.
         """
         given = _arguments(engine)
-        sglang = read_group(SglangArgs, "sglang", given.get("sglang")) or SglangArgs()
-        is_sglang = given.get("engine_type") == "sglang"
+        asked = {**given, "sglang": read_group(SglangArgs, "sglang", given.get("sglang")) or SglangArgs()}
+        engine_type = given.get("engine_type", "vllm")  # one that there is not is refused below, with all else
+        spec = SCHEDULERS.get(engine_type if isinstance(engine_type, str) else "", SCHEDULERS["vllm"])
         # By our name: how the user names it, and what he gave.
         theirs = {name: (name, given[name]) for name in _FROM_PROFILE if name in given}
-        if is_sglang and sglang.page_size and not given.get("block_size"):
-            theirs["block_size"] = ("sglang.page_size", sglang.page_size)
+        alias = spec.block_size_alias
+        if alias is not None and _value(asked, alias) and not given.get("block_size"):
+            theirs["block_size"] = (alias, _value(asked, alias))
         elif given.get("block_size") == 0:
             del theirs["block_size"]
         own = dict(_FROM_PROFILE)
+        group, _, budget = spec.budget.rpartition(".")
         if profile.chunk is not None:
             own["chunk"] = "chunk"
-            if is_sglang and sglang.chunked_prefill_size is not None:
-                theirs["chunk"] = ("sglang.chunked_prefill_size", sglang.chunked_prefill_size)
-            elif not is_sglang and "max_num_batched_tokens" in given:
-                theirs["chunk"] = ("max_num_batched_tokens", given["max_num_batched_tokens"])
+            if _value(asked, spec.budget) is not None or budget in given:
+                theirs["chunk"] = (spec.budget, _value(asked, spec.budget))
         fixed = set_fields(profile) if explicit is None else explicit
         for name, field_name in own.items():
             value = getattr(profile, field_name)
             if name not in theirs:
                 if name != "chunk":
                     given[name] = value
-                elif is_sglang:
-                    given["sglang"] = replace_fields(sglang, chunked_prefill_size=value)
+                elif group:
+                    given[group] = replace_fields(asked[group], **{budget: value})
                 else:
-                    given["max_num_batched_tokens"] = value
+                    given[budget] = value
             elif field_name in fixed and theirs[name][1] != value:
-                shown, asked = theirs[name]
+                shown, theirs_is = theirs[name]
                 raise ValueError(
-                    f"{shown}={asked!r:.80} contradicts {field_name}={value!r} of the profile; "
+                    f"{shown}={theirs_is!r:.80} contradicts {field_name}={value!r} of the profile; "
                     "set one of them, or both to the same value"
                 )
         return cls(**given)
@@ -471,6 +483,13 @@ class MockEngineArgs:
 _JSON_FIELDS: Final = tuple(
     each.name for each in fields(MockEngineArgs) if each.name not in _OURS and not each.name.startswith("_")
 )
+
+
+def _value(arguments: object, path: str) -> Any:
+    """Return an argument by its name, with a dot for one of a group; None also where the group is."""
+    for name in path.split("."):
+        arguments = arguments.get(name) if isinstance(arguments, dict) else getattr(arguments, name, None)
+    return arguments
 
 
 def set_fields(profile: object) -> set[str]:

@@ -42,38 +42,28 @@ class BlockPoolDriver:
         if not prefix_caching:
             manager.enable_caching = False
 
-    def lookup(self, prompt: Prompt) -> int:
-        """Tokens of the prompt that are cached."""
-        manager = self.manager
-        return len(manager.get_computed_blocks(manager.new_request(prompt))) * manager.block_size
-
-    def open(self, prompt: Prompt) -> PoolRequest:
+    def open(self, prompt: Prompt, *, to_look: bool = False) -> PoolRequest:
         """A request that has no block yet."""
-        return self.manager.new_request(prompt, rng=self._rng)
+        return self.manager.new_request(prompt, rng=None if to_look else self._rng)
 
-    def cached(self, request: PoolRequest) -> int:
-        """Tokens of its prompt that are cached."""
-        hits = self.manager.get_computed_blocks(request)
-        return min(len(hits) * self.manager.block_size, request.tokens.num_prompt_tokens)
+    def lookup(self, request: PoolRequest) -> int:
+        """Tokens of the request that are cached, generated ones included; its last one never counts."""
+        return len(self.manager.get_computed_blocks(request)) * self.manager.block_size
 
-    def blocks_needed(self, request: PoolRequest) -> tuple[int, int]:
-        """(needed, free): new blocks, and hits that nobody uses, as vLLM counts them."""
-        manager = self.manager
-        hits = manager.get_computed_blocks(request)
-        return manager.missing_blocks(request, request.tokens.num_tokens, hits), manager.num_free_blocks
+    def need(self, request: PoolRequest, upto: int, tokens: Sequence[int] = ()) -> int:
+        """New blocks, and hits that nobody uses, as vLLM counts them; decode steps give nothing back, so they are counted."""
+        return self.manager.missing_blocks(request, upto + len(tokens), self._hits(request))
+
+    def room(self) -> int:
+        """Blocks in the queue."""
+        return self.manager.num_free_blocks
 
     def admit(self, request: PoolRequest, upto: int) -> None:
         """Allocate for the first `upto` tokens that are not computed; with the first of them, all hits are taken."""
-        manager = self.manager
-        hits = [] if request.block_ids else manager.get_computed_blocks(request)
+        manager, hits = self.manager, self._hits(request)
         new = upto - request.num_computed_tokens - len(hits) * manager.block_size
         if new > 0:
             manager.allocate_slots(request, new, hits)
-
-    def plan(self, request: PoolRequest, tokens: Sequence[int]) -> tuple[int, int]:
-        """(needed, free): nothing is given back by decode steps, so the blocks are counted."""
-        manager = self.manager
-        return manager.missing_blocks(request, len(request) + len(tokens)), manager.num_free_blocks
 
     def extend(self, request: PoolRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token; only the first and the last of a block's do anything."""
@@ -84,17 +74,8 @@ class BlockPoolDriver:
             self.manager.allocate_slots(request, len(step))
             start += len(step)
 
-    def reusable(self, request: PoolRequest) -> int:
-        """Tokens of the request that are cached, generated ones included; its last one never counts."""
-        return len(self.manager.get_computed_blocks(request)) * self.manager.block_size
-
     def _hits(self, request: PoolRequest) -> list[int]:
         return [] if request.block_ids else self.manager.get_computed_blocks(request)
-
-    def fits(self, request: PoolRequest, upto: int) -> bool:
-        """Whether new blocks, and hits that nobody uses, are at most as many as the queue has."""
-        manager = self.manager
-        return manager.missing_blocks(request, upto, self._hits(request)) <= manager.num_free_blocks
 
     def allocate(self, request: PoolRequest, upto: int) -> int:
         """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
@@ -119,11 +100,7 @@ class BlockPoolDriver:
         request.tokens.extend(tokens)
         request.num_computed_tokens += len(tokens)
 
-    def release(self, request: PoolRequest) -> None:
-        """Free all blocks, tail first."""
-        self.manager.free(request)
-
-    def preempt(self, request: PoolRequest) -> None:
+    def free(self, request: PoolRequest, *, done: bool) -> None:  # noqa: ARG002 - nothing more is cached at the end
         """Free all blocks, tail first; what was generated is kept, and looked up when the request is resumed."""
         self.manager.free(request)
 

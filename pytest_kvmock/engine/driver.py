@@ -80,7 +80,7 @@ class SlotsLost(RuntimeError):  # noqa: N818 - as above
 
 
 class Driver(Protocol):
-    """Brings the requests of a worker to a block manager of one kind.
+    """Brings requests to a block manager of one kind: a worker's, and where it is a scheduler's driver too, an engine's.
 
     A prompt may carry more than tokens (`Prompt.keys`). A driver whose engine names blocks by that has the names in
     `prompt_keys`, such as `("lora_name", "cache_salt")`; without the attribute, prompts that have any are refused before they
@@ -98,49 +98,69 @@ class Driver(Protocol):
     def traits(self) -> Traits:
         """The traits of its engine."""
 
-    def lookup(self, prompt: Prompt) -> int:
-        """Count the tokens of the prompt that are cached now. Changes nothing, recency included."""
+    def open(self, prompt: Prompt, *, to_look: bool = False) -> Any:
+        """Open a request, without a block yet; what it returns is passed to the calls below.
 
-    def open(self, prompt: Prompt) -> Any:
-        """Open a request, without a block yet; what it returns is passed to the calls below."""
+        Args:
+            prompt: what is asked.
+            to_look: it is for `lookup` alone: nothing random is drawn for it, and nothing that it carries is remembered.
+        """
 
-    def cached(self, request: Any) -> int:
-        """Tokens of the request's prompt that are cached now."""
+    def lookup(self, request: Any) -> int:
+        """Count the leading tokens of a request that are cached now, its output included. Changes nothing, recency included."""
 
-    def blocks_needed(self, request: Any) -> tuple[int, int]:
-        """Return how many blocks the whole request needs that nobody holds (at most), and how many nobody holds."""
+    def need(self, request: Any, upto: int, tokens: Sequence[int] = ()) -> int:
+        """Count the blocks that nobody holds and that a request needs; to be compared with `room`.
+
+        Changes nothing, but where the engine's own lookup of a request without blocks does (SGLang's counts as use).
+
+        Args:
+            request: which one.
+            upto: for so many of its tokens, from the first.
+            tokens: and for these, one a step, of a request that has its blocks.
+
+        Returns:
+            At most so many; where `room` has not as many, exactly. Steps may need more at once than they do at the end.
+        """
+
+    def room(self) -> int:
+        """Count the blocks that no request holds."""
 
     def admit(self, request: Any, upto: int) -> None:
         """Allocate blocks for the first `upto` tokens; they fit, as was checked before."""
 
-    def plan(self, request: Any, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the same as `blocks_needed`, of decode steps, one a token. Changes nothing."""
-
     def extend(self, request: Any, tokens: Sequence[int]) -> None:
         """Decode, one step a token; they fit, as was checked before."""
 
-    def release(self, request: Any) -> None:
-        """Free the blocks of a request that is done."""
+    def free(self, request: Any, *, done: bool) -> None:
+        """Free the blocks of a request, if it has any.
 
-    def preempt(self, request: Any) -> None:
-        """Free the request's blocks, and keep what it has generated."""
+        Args:
+            request: which one; it keeps what it has generated.
+            done: nothing follows, and what it has computed is cached if it was not yet. False: it was preempted, and will be
+                admitted anew.
+        """
 
     def clear(self) -> bool:
         """Drop all that is cached; False, and nothing changed, while a block is in use."""
 
 
-class SchedulerDriver(Driver, Protocol):
+class GeneratingDriver(Driver, Protocol):
+    """What the drivers of all schedulers have besides: output token by token, with an answer where blocks run short."""
+
+    def generate(self, request: Any, token: int) -> bool:
+        """Append a generated token, and allocate what it needs; False: there is no room, and the token is taken back."""
+
+    def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
+        """Append tokens that need no block and fill none, as was asked before."""
+
+
+class SchedulerDriver(GeneratingDriver, Protocol):
     """Brings the requests of a scheduler to a block manager: in parts, and with an answer where blocks run short."""
 
     @property
     def admits_whole(self) -> bool:
         """Whether a request is admitted only when blocks for all its tokens are there, whatever a pass computes of it."""
-
-    def reusable(self, request: Any) -> int:
-        """Count the tokens of a request without blocks that are cached now. Changes nothing."""
-
-    def fits(self, request: Any, upto: int) -> bool:
-        """Return whether there are blocks for the first `upto` tokens. Changes nothing."""
 
     def allocate(self, request: Any, upto: int) -> int:
         """Allocate blocks for the first `upto` tokens, cached ones first.
@@ -150,14 +170,8 @@ class SchedulerDriver(Driver, Protocol):
             allocates all or nothing then has changed nothing.
         """
 
-    def generate(self, request: Any, token: int) -> bool:
-        """Append a generated token, and allocate what it needs; False: no block is free, the token is taken back."""
-
     def quiet_tokens(self, request: Any) -> int:
         """Count the tokens that can be generated, one a pass, before one needs a block or fills one."""
-
-    def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
-        """Append as many tokens as `quiet_tokens` allows, at most."""
 
 
 @runtime_checkable
@@ -177,22 +191,17 @@ class ReservingDriver(SchedulerDriver, Protocol):
         """Make the reserved blocks those of the first `upto` tokens, which are computed now."""
 
 
-class RadixSchedulerDriver(Driver, Protocol):
-    """Brings the requests of SGLang's scheduler to a radix cache, and counts what there is room for, in tokens."""
+class RadixSchedulerDriver(GeneratingDriver, Protocol):
+    """Brings the requests of SGLang's scheduler to a radix cache, and counts what is not held in tokens.
+
+    What `open` returns is a `RadixRequest`.
+    """
 
     has_priorities: bool
     """Whether waiting requests are served by priority."""
 
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that there is room for."""
-
     def begin(self, semantics: Literal["1.2.1", "1.3.1"]) -> None:
-        """Follow this release of Dynamo, where the cache is Dynamo's; called before anything else.
+        """Follow this release of Dynamo, where the cache is Dynamo's; called by a scheduler before anything else.
 
         Raises:
             ValueError: the cache was made for another one.
@@ -201,12 +210,6 @@ class RadixSchedulerDriver(Driver, Protocol):
     def unheld(self) -> int:
         """Count the tokens that are free, or cached and evictable."""
 
-    def slack(self, request: Any) -> int:
-        """Count the tokens that were allocated to a request by rounding up to pages and are unheld all the same."""
-
-    def matched(self, request: Any) -> int:
-        """Count the leading tokens of a request, its output included, that are cached. Changes nothing."""
-
     def prefill(self, request: Any, upto: int) -> int | None:
         """Compute a chunk, up to this token; the first one of a request matches what is cached.
 
@@ -214,11 +217,8 @@ class RadixSchedulerDriver(Driver, Protocol):
             Tokens before which nothing was computed in this chunk. None: there is no room.
         """
 
-    def chunk_done(self, request: Any) -> None:
-        """Cache what a chunk computed that is not the last of its request."""
-
-    def opens_page(self, request: Any) -> bool:
-        """Whether the next token of a request needs another page."""
+    def checkpoint(self, request: Any) -> None:
+        """Cache what a chunk or a token computed of a request that goes on, where the engine does so by then."""
 
     def step_tokens(self, requests: Sequence[Any]) -> int:
         """Count the tokens that must be unheld if each of these is to generate one."""
@@ -226,23 +226,14 @@ class RadixSchedulerDriver(Driver, Protocol):
     def make_room(self, requests: Sequence[Any]) -> bool:
         """Evict until each of these has room for a token; False if not all have, with all evicted that may be."""
 
-    def generate(self, request: Any, token: int) -> bool:
-        """Append a generated token; False: there is no room, and the token is taken back."""
-
-    def token_done(self, request: Any) -> None:
-        """Cache what is computed of a request that goes on."""
-
     def finish(self, request: Any) -> None:
-        """Cache what is computed of a request that is done, and free the rest."""
+        """Free a request that has generated its last token, as `free` but with what the scheduler of the original does."""
 
     def retract(self, request: Any) -> None:
-        """Free what the cache has not of a request, and keep its tokens."""
+        """Free a request that is preempted, likewise."""
 
     def quiet_passes(self, requests: Sequence[Any]) -> int:
         """Count the passes in which each of these generates a token and neither needs a page, fills one nor evicts."""
-
-    def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
-        """Append tokens to a request, as many as there are quiet passes, at most."""
 
 
 MakeDriver: TypeAlias = Callable[["KvManager", bool, Random], Driver]

@@ -25,7 +25,7 @@ class MockerRadixDriver:
 
     Args:
         manager: the cache.
-        prefix_caching: whether a worker's requests reuse and leave anything. A scheduler ignores it, as the original does.
+        prefix_caching: whether requests reuse and leave anything. With a scheduler they do all the same, as the original's.
         rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
 
     Raises:
@@ -46,26 +46,24 @@ class MockerRadixDriver:
 
     # ---------------------------------------------------------------------------------------------- a worker's
 
-    def lookup(self, prompt: Prompt) -> int:
-        """Tokens of the prompt that are cached."""
-        if not self._prefix_caching:
-            return 0
-        # With names from elsewhere: whoever only looks must not change what is generated next.
-        return self.matched(PageRequest(prompt, self.manager.block_size, Random(0)))  # noqa: S311 - mock data
-
-    def open(self, prompt: Prompt) -> PageRequest:
+    def open(self, prompt: Prompt, *, to_look: bool = False) -> PageRequest:
         """A request that has no slot yet."""
-        return PageRequest(prompt, self.manager.block_size, self._rng)
+        # With names from elsewhere: whoever only looks must not change what is generated next.
+        return PageRequest(prompt, self.manager.block_size, Random(0) if to_look else self._rng)  # noqa: S311 - mock data
 
-    def blocks_needed(self, request: PageRequest) -> tuple[int, int]:
-        """(needed, free), in pages, by which requests are accounted for. Changes nothing."""
-        if self._prefix_caching:
-            return self.manager.pages_needed(request), self.manager.unused_pages()
-        return -(-len(request) // self.manager.block_size), self.manager.unused_pages()
+    def lookup(self, request: PageRequest) -> int:
+        """Tokens of the whole request that are cached."""
+        return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
 
-    def cached(self, request: PageRequest) -> int:
-        """Tokens of its prompt that are cached now."""
-        return min(self.matched(request), request.tokens.num_prompt_tokens) if self._prefix_caching else 0
+    def need(self, request: PageRequest, upto: int, tokens: Sequence[int] = ()) -> int:
+        """Pages, by which requests are accounted for."""
+        if self._prefix_caching and request not in self.manager.requests:
+            return self.manager.pages_needed(request)
+        return -(-(upto + len(tokens)) // self.manager.block_size) - request.allocated
+
+    def room(self) -> int:
+        """Pages that no request has."""
+        return self.manager.unused_pages()
 
     def admit(self, request: PageRequest, upto: int) -> None:
         """Compute up to this token, and checkpoint."""
@@ -81,11 +79,6 @@ class MockerRadixDriver:
             manager.publish_pages(request, before)
             manager.checkpoint(request)
 
-    def plan(self, request: PageRequest, tokens: Sequence[int]) -> tuple[int, int]:
-        """(needed, free): pages that the steps open, and how many no request has."""
-        pages = -(-(len(request) + len(tokens)) // self.manager.block_size)
-        return pages - request.allocated, self.manager.unused_pages()
-
     def extend(self, request: PageRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
         for token in tokens:
@@ -93,16 +86,12 @@ class MockerRadixDriver:
             if self._prefix_caching:
                 self.manager.checkpoint(request)
 
-    def release(self, request: PageRequest) -> None:
-        """Leave the whole pages in the cache, and free the rest."""
-        if self._prefix_caching:
+    def free(self, request: PageRequest, *, done: bool) -> None:
+        """Free what the cache has not; of a request that is done, the cache has its whole pages by then."""
+        if done and self._prefix_caching:
             self.manager.finish(request)
         else:
             self.manager.release(request)
-
-    def preempt(self, request: PageRequest) -> None:
-        """Free what the cache has not."""
-        self.manager.release(request)
 
     def clear(self) -> bool:
         """Drop all that is cached."""
@@ -112,43 +101,23 @@ class MockerRadixDriver:
 
     has_priorities = False
 
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-        return self.manager.block_size
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that there is room for."""
-        return self.manager.num_tokens
-
     def begin(self, semantics: Semantics) -> None:
-        """Make it the cache of this release (`MockerRadixManager.follow`)."""
+        """Make it the cache of this release (`MockerRadixManager.follow`), whose requests always reuse."""
         self.manager.follow(semantics)
+        self._prefix_caching = True
 
     def unheld(self) -> int:
         """Tokens that are free, or cached and evictable."""
         return self.manager.free_tokens + self.manager.evictable_tokens
 
-    def slack(self, request: PageRequest) -> int:
-        """Tokens by which its last page is accounted for, and that count as unheld."""
-        return request.slack
-
-    def matched(self, request: PageRequest) -> int:
-        """Tokens of the whole request that are cached. Changes nothing."""
-        return self.manager.lookup(request) * self.manager.block_size
-
     def prefill(self, request: PageRequest, upto: int) -> int | None:
         """Compute a chunk (`MockerRadixManager.allocate`)."""
         return self.manager.allocate(request, upto)
 
-    def chunk_done(self, request: PageRequest) -> None:
-        """Insert what is computed into the tree."""
-        self.manager.checkpoint(request)
-
-    def opens_page(self, request: PageRequest) -> bool:
-        """Whether its next token needs another page."""
-        return request.computed >= request.allocated * self.manager.block_size
+    def checkpoint(self, request: PageRequest) -> None:
+        """Insert pages that are complete into the tree; with the first token that is the whole prompt."""
+        if request.computed // self.manager.block_size > request.protected:
+            self.manager.checkpoint(request)
 
     def step_tokens(self, requests: Sequence[PageRequest]) -> int:
         """One slot each."""
@@ -167,14 +136,9 @@ class MockerRadixDriver:
         manager.extend(request, request.computed + 1)
         return True
 
-    def token_done(self, request: PageRequest) -> None:
-        """Insert a page that is complete into the tree, and with its first token the whole prompt."""
-        if request.computed // self.manager.block_size > request.protected:
-            self.manager.checkpoint(request)
-
     def finish(self, request: PageRequest) -> None:
         """Leave its whole pages in the cache, and free the rest as the original does; in 1.2.1 its copies are lost."""
-        self.manager.finish(request, loses_copies=self.manager.semantics == "1.2.1")
+        self.manager.finish(request, loses_copies=self.manager.loses_copies)
 
     def retract(self, request: PageRequest) -> None:
         """Free its slots as the original does, faults included (`MockerRadixManager.retract`)."""

@@ -90,17 +90,11 @@ class MoveDriver:
             semantics=self._semantics,
         )
 
-    def lookup(self, prompt: Prompt) -> int:
-        """Tokens of the prompt that are cached."""
-        # With names from elsewhere: whoever only looks must not change what is generated next, nor meet it.
-        return self.manager.prefill_cost(self._sequence(prompt, Random("look"))).cached_tokens  # noqa: S311 - mock data
-
-    def lineage(self, prompt: Prompt) -> Sequence[int]:
-        """Lineage hashes of the prompt's full blocks."""
-        return self._sequence(prompt, Random("look")).positional_lineage_hashes  # noqa: S311 - mock data
-
-    def open(self, prompt: Prompt) -> _MoveRequest:
+    def open(self, prompt: Prompt, *, to_look: bool = False) -> _MoveRequest:
         """A request that has no block yet."""
+        if to_look:
+            # With names from elsewhere: whoever only looks must not change what is generated next, nor meet it.
+            return _MoveRequest(self._sequence(prompt, Random("look")))  # noqa: S311 - mock data
         request = _MoveRequest(self._sequence(prompt))
         if prompt.keys is not None or self._keyed:
             self._remember(request.sequence, 0)
@@ -129,19 +123,24 @@ class MoveDriver:
             extra["extra_keys"] = [None if each is None else each[0].block_keys(each[1], size) for each in found]
         return extra
 
-    def cached(self, request: _MoveRequest) -> int:
-        """Tokens of its prompt that are cached."""
+    def lookup(self, request: _MoveRequest) -> int:
+        """Tokens of its prompt that are cached; Dynamo never counts output."""
         return self.manager.prefill_cost(request.sequence).cached_tokens
 
-    def blocks_needed(self, request: _MoveRequest) -> tuple[int, int]:
-        """(needed, free): every block that no request holds takes a slot, whether it is cached or new."""
-        blocks, free = request.sequence.unique_blocks, self._free()
-        if len(blocks) <= free:  # so it fits, however many of them are held already
-            return len(blocks), free
+    def need(self, request: _MoveRequest, upto: int, tokens: Sequence[int] = ()) -> int:
+        """Blocks that no request holds: each takes a slot, whether it is cached or new."""
+        if tokens:
+            return self._need_of_steps(request, tokens)
+        sequence = request.sequence
+        size = sequence.block_size
+        start, end = -(-sequence.num_allocated_tokens // size), -(-upto // size)
+        if end - start <= self.room():  # so it fits, however many of them are held already
+            return end - start
         references = self.manager.references
-        return sum(not references(block) for block in blocks), free
+        return sum(not references(block) for block in sequence.unique_blocks[start:end])
 
-    def _free(self) -> int:
+    def room(self) -> int:
+        """Blocks that no request holds."""
         return self.manager.max_capacity - self.manager.num_active_blocks
 
     def admit(self, request: _MoveRequest, upto: int) -> None:
@@ -150,8 +149,8 @@ class MoveDriver:
         if move is not None:
             self.process(move)
 
-    def plan(self, request: _MoveRequest, tokens: Sequence[int]) -> tuple[int, int]:
-        """(needed, free): the most blocks that the steps hold at once beyond today's, and how many are free.
+    def _need_of_steps(self, request: _MoveRequest, tokens: Sequence[int]) -> int:
+        """The most blocks that decode steps hold at once beyond today's.
 
         A partial block that fills up as one that another request holds gives its own back (Promote), so the steps
         are walked through, not only counted.
@@ -162,7 +161,7 @@ class MoveDriver:
                 needed -= 1
             needed += 1
             most = max(most, needed)
-        return most, self._free()
+        return most
 
     def extend(self, request: _MoveRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
@@ -176,20 +175,6 @@ class MoveDriver:
                     self.process(move)
                 sequence.commit_allocation(len(sequence))
         sequence.commit_allocation(len(sequence))
-
-    def reusable(self, request: _MoveRequest) -> int:
-        """Tokens of its prompt that are cached."""
-        return self.cached(request)
-
-    def fits(self, request: _MoveRequest, upto: int) -> bool:
-        """Whether the blocks of the first `upto` tokens that no request holds are at most as many as are free."""
-        sequence, free = request.sequence, self._free()
-        size = sequence.block_size
-        start, end = -(-sequence.num_allocated_tokens // size), -(-upto // size)
-        if end - start <= free:
-            return True
-        references = self.manager.references
-        return sum(not references(block) for block in sequence.unique_blocks[start:end]) <= free
 
     def allocate(self, request: _MoveRequest, upto: int) -> int:
         """Use the blocks of the first `upto` tokens that it does not hold yet; the manager may serve fewer."""
@@ -211,7 +196,7 @@ class MoveDriver:
         cached = min(manager.prefill_cost(sequence).cached_tokens, upto)
         hits = sequence.unique_blocks[: cached // sequence.block_size]
         new = -(-upto // sequence.block_size) - len(hits)
-        if new + sum(not manager.references(block) for block in hits) > self._free():
+        if new + sum(not manager.references(block) for block in hits) > self.room():
             return False
         if hits:
             self.allocate(request, cached)
@@ -252,8 +237,11 @@ class MoveDriver:
         request.sequence.fill(tokens)
         request.sequence.commit_allocation(len(request.sequence))
 
-    def release(self, request: _MoveRequest) -> None:
-        """Free all blocks, tail first."""
+    def free(self, request: _MoveRequest, *, done: bool) -> None:  # noqa: ARG002 - nothing more is cached at the end
+        """Free all blocks, tail first, reserved ones too; the sequence keeps what it generated."""
+        for block in reversed(request.reserved):
+            self.process(Deref([block]))
+        request.reserved = []
         # One move for all full blocks instead of one a block, as the sequence would make them: a Deref publishes nothing,
         # so it makes no difference.
         blocks = request.sequence.allocated_blocks[::-1]
@@ -262,10 +250,6 @@ class MoveDriver:
             del blocks[0]
         if blocks:
             self.process(Deref(blocks))
-
-    def preempt(self, request: _MoveRequest) -> None:
-        """Free all blocks, tail first; the sequence keeps what it generated."""
-        self.release(request)
         request.sequence.commit_allocation(0)
 
     def clear(self) -> bool:
@@ -311,7 +295,7 @@ class WholeMoveDriver(MoveDriver):
         if upto > held:
             start, end = -(-held // size), -(-upto // size)
             blocks = sequence.unique_blocks[:end]
-            references, free = self.manager.references, self._free()
+            references, free = self.manager.references, self.room()
             for position in range(start, end):
                 if not references(blocks[position]):
                     if not free:
@@ -326,8 +310,8 @@ class WholeMoveDriver(MoveDriver):
             sequence.commit_allocation(max(upto, held))
         return max(upto, held)
 
-    def release(self, request: _MoveRequest) -> None:
-        """Free all blocks, tail first, if it has any."""
+    def free(self, request: _MoveRequest, *, done: bool) -> None:  # noqa: ARG002 - as above
+        """Free all blocks, tail first, if it has any; the sequence keeps what it generated."""
         sequence = request.sequence
         # A scheduler may have allocated a part of them.
         blocks = sequence.unique_blocks[: -(-sequence.num_allocated_tokens // sequence.block_size)][::-1]
@@ -335,11 +319,7 @@ class WholeMoveDriver(MoveDriver):
             self.process(Destroy(blocks[:1]))
             del blocks[0]
         self.process(Deref(blocks))
-
-    def preempt(self, request: _MoveRequest) -> None:
-        """Free all blocks, tail first; the sequence keeps what it generated."""
-        self.release(request)
-        request.sequence.reset_with_signal()
+        sequence.commit_allocation(0)
 
 
 def _openings(sequence: ActiveSequence, steps: Sequence[int]) -> Iterator[int | None]:

@@ -48,31 +48,24 @@ class RadixDriver:
         self._rng = rng
         self._prefilled: set[RadixRequest] = set()
 
-    def _request(self, prompt: Prompt, rng: Random) -> RadixRequest:
-        return self.manager.request(prompt, rng)
-
-    def lookup(self, prompt: Prompt) -> int:
-        """Tokens of the prompt that are cached; its last one never counts."""
+    def open(self, prompt: Prompt, *, to_look: bool = False) -> RadixRequest:
+        """A request that has no page yet."""
         # With names from elsewhere: whoever only looks must not change what is generated next.
-        request = self._request(prompt, Random(0))  # noqa: S311 - mock data
+        return self.manager.request(prompt, Random(0) if to_look else self._rng)  # noqa: S311 - mock data
+
+    def lookup(self, request: RadixRequest) -> int:
+        """Tokens of the request that are cached, without its last one."""
         return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
 
-    def open(self, prompt: Prompt) -> RadixRequest:
-        """A request that has no page yet."""
-        return self._request(prompt, self._rng)
-
-    def blocks_needed(self, request: RadixRequest) -> tuple[int, int]:
-        """(needed, free). This is the lookup of the request: recency and splits stay, as in SGLang, if it is refused."""
-        if self._prefix_caching:
+    def need(self, request: RadixRequest, upto: int, tokens: Sequence[int] = ()) -> int:
+        """Pages. Without any, this is the lookup of the request: recency and splits stay, as in SGLang, if it is refused."""
+        if self._prefix_caching and request not in self.manager.requests:
             return self.manager.find(request)
-        return -(-len(request) // self.manager.block_size), self._free()
+        return -(-(upto + len(tokens)) // self.manager.block_size) - request.allocated
 
-    def _free(self) -> int:
+    def room(self) -> int:
+        """Pages that no request has."""
         return self.manager.max_capacity - self.manager.num_active_blocks
-
-    def cached(self, request: RadixRequest) -> int:
-        """Tokens of its prompt that the lookup found."""
-        return min(request.found * self.manager.block_size, request.tokens.num_prompt_tokens)
 
     def admit(self, request: RadixRequest, upto: int) -> None:
         """Compute up to this token, and checkpoint."""
@@ -86,17 +79,13 @@ class RadixDriver:
         if self._prefix_caching:
             self._computed(request)
 
+    def _computed(self, request: RadixRequest) -> None:
+        self.manager.checkpoint(request)
+
     def _demand(self, request: RadixRequest, upto: int) -> int:
         """Free tokens that a prefill asks for: one page too many where a page has several (`alloc_for_extend`)."""
         size = self.manager.block_size
         return upto - request.computed + (size if size > 1 else 0)
-
-    def _computed(self, request: RadixRequest) -> None:
-        self.manager.checkpoint(request)
-
-    def plan(self, request: RadixRequest, tokens: Sequence[int]) -> tuple[int, int]:
-        """(needed, free): pages that the steps open, and how many no request has."""
-        return -(-(len(request) + len(tokens)) // self.manager.block_size) - request.allocated, self._free()
 
     def extend(self, request: RadixRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
@@ -107,14 +96,11 @@ class RadixDriver:
             if request.computed > request.allocated * size:
                 self.manager.allocate(request, request.computed)
 
-    def release(self, request: RadixRequest) -> None:
-        """Checkpoint for the last time, and free the pages."""
-        if self._prefix_caching and request in self.manager.requests:
+    def free(self, request: RadixRequest, *, done: bool) -> None:
+        """Free the pages; of a request that is done, after a last checkpoint."""
+        self._prefilled.discard(request)
+        if done and self._prefix_caching and request in self.manager.requests:
             self.manager.checkpoint(request)
-        self.manager.release(request)
-
-    def preempt(self, request: RadixRequest) -> None:
-        """Free the pages without a checkpoint."""
         self.manager.release(request)
 
     def clear(self) -> bool:
@@ -125,30 +111,12 @@ class RadixDriver:
 
     has_priorities = True
 
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-        return self.manager.block_size
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that there is room for."""
-        return self.manager.max_capacity * self.manager.block_size
-
     def begin(self, semantics: object) -> None:
         """Nothing: the cache follows SGLang, whichever release of Dynamo the scheduler does."""
 
     def unheld(self) -> int:
         """Tokens in pages that are free, or cached and evictable."""
         return self.manager.available_size() + self.manager.evictable_size()
-
-    def slack(self, request: RadixRequest) -> int:  # noqa: ARG002 - the signature of RadixSchedulerDriver
-        """None: pages are taken whole."""
-        return 0
-
-    def matched(self, request: RadixRequest) -> int:
-        """Tokens of the request that are cached, without its last one."""
-        return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
 
     def prefill(self, request: RadixRequest, upto: int) -> int | None:
         """Compute a chunk: match, lock, make room. It enters the tree when it is done, at the end of the pass.
@@ -172,17 +140,16 @@ class RadixDriver:
         self._prefilled.add(request)
         return before
 
-    def chunk_done(self, request: RadixRequest) -> None:
-        """Checkpoint a chunk."""
-        self.token_done(request)
-
-    def opens_page(self, request: RadixRequest) -> bool:
-        """Whether its next token needs another page."""
-        return request.computed >= request.allocated * self.manager.block_size
+    def checkpoint(self, request: RadixRequest) -> None:
+        """Checkpoint what a prefill computed; output is not cached before the request finishes."""
+        if request in self._prefilled:
+            self._prefilled.discard(request)
+            if self._prefix_caching:
+                self._computed(request)
 
     def step_tokens(self, requests: Sequence[RadixRequest]) -> int:
         """A page for each that needs one."""
-        return sum(map(self.opens_page, requests)) * self.manager.block_size
+        return sum(request.opens_page for request in requests) * self.manager.block_size
 
     def make_room(self, requests: Sequence[RadixRequest]) -> bool:
         """Evict until there is a page for each that needs one."""
@@ -193,27 +160,18 @@ class RadixDriver:
 
     def generate(self, request: RadixRequest, token: int) -> bool:
         """Compute one token; False, and nothing is computed, where it needs a page and none is free or evictable."""
-        if self.opens_page(request) and self.unheld() < self.manager.block_size:
+        if request.opens_page and self.unheld() < self.manager.block_size:
             return False
         self.extend(request, (token,))
         return True
 
-    def token_done(self, request: RadixRequest) -> None:
-        """Checkpoint a prefill; output is not cached before the request finishes."""
-        if request in self._prefilled:
-            self._prefilled.discard(request)
-            if self._prefix_caching:
-                self._computed(request)
-
     def finish(self, request: RadixRequest) -> None:
         """Checkpoint for the last time, and free the pages."""
-        self._prefilled.discard(request)
-        self.release(request)
+        self.free(request, done=True)
 
     def retract(self, request: RadixRequest) -> None:
         """Free the pages without a checkpoint."""
-        self._prefilled.discard(request)
-        self.preempt(request)
+        self.free(request, done=False)
 
     def quiet_passes(self, requests: Sequence[RadixRequest]) -> int:
         """Passes in which each generates a token and none needs a page."""

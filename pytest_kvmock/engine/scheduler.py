@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.driver import Driver
+    from pytest_kvmock.engine.nested_args import SglangArgs
+    from pytest_kvmock.engine.performance import PerformanceModel, Semantics
 
 ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "aborted", "lost"]
 
@@ -202,6 +203,78 @@ def _variance(values: Sequence[int]) -> float:
     return sum((value - mean) ** 2 for value in values) / len(values)
 
 
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What one release of Dynamo does with one scheduler that another does otherwise.
+
+    Attributes:
+        allocates_whole: blocks are allocated all or nothing, and a waiting request never preempts (vllm).
+        generates_together: all running requests generate a token in a pass, or none does, and what came with that: a limit
+            on how many run, other roundings, and the time of decode charged when nobody is retracted any more (sglang).
+        rejects_prompts: it rejects a prompt that is larger than all its blocks.
+        takes_tiers: it was recorded with tiers below the device.
+        reserves_handoffs: a decode engine reserves blocks for a prompt before that is on its way.
+        sessions_keep_place: in a closed loop a session counts as open until its last request is done.
+        arrivals_between_passes: a closed loop over one engine looks at the clock when a pass has ended, not before.
+    """
+
+    allocates_whole: bool = False
+    generates_together: bool = False
+    rejects_prompts: bool = False
+    takes_tiers: bool = False
+    reserves_handoffs: bool = False
+    sessions_keep_place: bool = False
+    arrivals_between_passes: bool = False
+
+
+class SchedulerArgs(Protocol):
+    """What schedulers read of the arguments of their engine: the fields and properties of `MockEngineArgs` of these names."""
+
+    @property
+    def release(self) -> Release:
+        """What the release does that is followed."""
+
+    @property
+    def scheduler_semantics(self) -> Semantics:
+        """Its version."""
+
+    @property
+    def performance(self) -> PerformanceModel:
+        """Predicts times."""
+
+    @property
+    def worker_type(self) -> str:
+        """Which part of the work it does: "aggregated" (all), "prefill" or "decode"."""
+
+    @property
+    def speedup_ratio(self) -> float:
+        """What all times are divided by."""
+
+    @property
+    def decode_speedup_ratio(self) -> float:
+        """What times of decode are divided by besides."""
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        """Most requests that run at once; None: unlimited."""
+
+    @property
+    def max_num_batched_tokens(self) -> int | None:
+        """Most tokens that one pass computes; None: unlimited."""
+
+    @property
+    def enable_chunked_prefill(self) -> bool:
+        """Whether a prompt may be computed in several passes."""
+
+    @property
+    def preemption_mode(self) -> str:
+        """Who is preempted: "lifo", the newest, or "fifo", the oldest."""
+
+    @property
+    def sglang_options(self) -> SglangArgs:
+        """The arguments of SGLang's scheduler, each set."""
+
+
 class Scheduler(ABC):
     """Decides what each forward pass computes; it has no clock and no arrivals, the engine has.
 
@@ -215,7 +288,7 @@ class Scheduler(ABC):
 
     holds_back_prompts: bool = False
 
-    def __init__(self, driver: Driver, args: MockEngineArgs) -> None:
+    def __init__(self, driver: Driver, args: SchedulerArgs) -> None:
         self._driver = driver
         self._performance = args.performance
         self._prefills = args.worker_type != "decode"
@@ -251,7 +324,7 @@ class Scheduler(ABC):
     def abort(self, request: ScheduledRequest) -> None:
         """Forget an open request, and free what it holds (one that waits may hold a part); full blocks stay cached."""
         (self._running if request.status == "running" else self._waiting).remove(request)
-        self._driver.release(request.state)
+        self._driver.free(request.state, done=True)
         request.status = "aborted"
 
     @abstractmethod

@@ -14,8 +14,8 @@ from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequ
 from pytest_kvmock.engine.timing import rounded_ms
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.driver import RadixSchedulerDriver
+    from pytest_kvmock.engine.scheduler import SchedulerArgs
 
 # Theory of operation
 #
@@ -64,10 +64,10 @@ class SglangScheduler(Scheduler):
 
     _driver: RadixSchedulerDriver
 
-    def __init__(self, driver: RadixSchedulerDriver, args: MockEngineArgs) -> None:
+    def __init__(self, driver: RadixSchedulerDriver, args: SchedulerArgs) -> None:
         driver.begin(args.scheduler_semantics)
         super().__init__(driver, args)
-        self._newer = args.scheduler_semantics == "1.3.1"
+        self._newer = args.release.generates_together
         options = args.sglang_options
         self._lpm = options.schedule_policy == "lpm"
         self._most_prefill = _given(options.max_prefill_tokens)
@@ -78,7 +78,8 @@ class SglangScheduler(Scheduler):
         self._decay = (self._init_ratio - self._min_ratio) / DECAY_PASSES
         self._ratio = self._init_ratio
         self._max_running = args.max_num_seqs if self._newer else None
-        self._page = driver.page_size
+        self._page = driver.manager.block_size
+        self._capacity = driver.manager.max_capacity * self._page
         self._prioritised = False
 
     @property
@@ -124,7 +125,7 @@ class SglangScheduler(Scheduler):
             seen: set[Any] = set()
             keys: dict[ScheduledRequest, tuple[bool, int]] = {}
             for request in waiting:
-                matched = self._driver.matched(request.state)
+                matched = self._driver.lookup(request.state)
                 late = False
                 if matched <= IN_BATCH_TOKENS and len(request) >= first:
                     beginning = _beginning(request.state.tokens, first)
@@ -145,8 +146,8 @@ class SglangScheduler(Scheduler):
         waiting, running, driver, newer, page = self._waiting, self._running, self._driver, self._newer, self._page
         if not waiting:
             return
-        slack = sum(driver.slack(request.state) for request in running)
-        slack += sum(driver.slack(request.state) for request in waiting if request.computed_tokens)
+        slack = sum(request.state.slack for request in running)
+        slack += sum(request.state.slack for request in waiting if request.computed_tokens)
         room = max(0, driver.unheld() - slack) - sum(self._outstanding(request) * self._ratio for request in running)
         budget, chunk = self._most_prefill, self._chunk
         seats = None if self._max_running is None else self._max_running - len(running)
@@ -200,7 +201,7 @@ class SglangScheduler(Scheduler):
         for each in done.scheduled:
             request = each.request
             if request.computed_tokens < len(request):
-                self._driver.chunk_done(request.state)
+                self._driver.checkpoint(request.state)
                 self._waiting.appendleft(request)
             else:
                 request.status = "running"
@@ -215,7 +216,7 @@ class SglangScheduler(Scheduler):
         done.decode_ms = self._decode_ms(sum(lengths), len(lengths))
 
     def _decode_ms(self, tokens: int, count: int) -> float:
-        capacity = self._driver.capacity
+        capacity = self._capacity
         ms = self._performance.decode_ms(min(tokens, capacity), capacity, tokens // count)
         return rounded_ms(ms, self._decode_speedup)
 
@@ -225,9 +226,9 @@ class SglangScheduler(Scheduler):
         while len(running) > 1:
             states = [request.state for request in running]
             unheld = driver.unheld()
-            room = max(0, unheld - sum(map(driver.slack, states)))
+            room = max(0, unheld - sum(state.slack for state in states))
             grown = self._page * sum(
-                driver.opens_page(request.state)
+                request.state.opens_page
                 for request in running
                 if not newer or request.generated_tokens != request.max_output_tokens
             )
@@ -268,7 +269,7 @@ class SglangScheduler(Scheduler):
             done.generated.append(request)
             done.tokens.append(token)
             if request.generated_tokens < request.max_output_tokens:
-                driver.token_done(request.state)
+                driver.checkpoint(request.state)
                 continue
             finished.append(at)
             if not self._newer:
@@ -321,7 +322,7 @@ class SglangScheduler(Scheduler):
         return end, len(ends)
 
     def _has_logical_room(self, states: Sequence[Any]) -> bool:
-        return len(states) == 1 or self._driver.unheld() > sum(map(self._driver.slack, states))
+        return len(states) == 1 or self._driver.unheld() > sum(state.slack for state in states)
 
 
 def _given(value: float | None) -> Any:

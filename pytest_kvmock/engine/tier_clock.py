@@ -6,16 +6,15 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
-from pytest_kvmock.cache.offload import BlockedOnG1Offload, NoHits
+from pytest_kvmock.cache.offload import NoHits
 from pytest_kvmock.checks import check_time
 from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.move_driver import MoveDriver
-from pytest_kvmock.engine.parking import Parked, park
+from pytest_kvmock.engine.parking import Parked, Parking
 from pytest_kvmock.events import StorageTier
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.driver import Driver
-    from pytest_kvmock.engine.sequence import ActiveSequence
     from pytest_kvmock.tokens import Prompt
 
 
@@ -28,13 +27,14 @@ class TierClock:
 
     Attributes:
         manager: the worker's.
+        parking: what is under way from the host to it, for requests of the worker and of a scheduler that uses it.
     """
 
     def __init__(self, driver: MoveDriver, now: float = 0.0) -> None:
         assert isinstance(driver.manager, LogicalManager)
         self._driver = driver
         self.manager = driver.manager
-        self._parked: list[Parked] = []
+        self.parking = Parking(driver, self.manager)
         # Blocks on the device that came back, and were not counted as onboarded yet, by the blocks that were asked for.
         self._came: dict[tuple[int, ...], set[int]] = {}
         self._now = now
@@ -62,15 +62,13 @@ class TierClock:
         self._now = float(now)
         with self._driver.recorder:
             self.manager.tick(self._now)
-        self._parked = [each for each in self._parked if each.is_open]  # without what the manager cancelled
-        for parked in [each for each in self._parked if each.is_complete]:
-            self._parked.remove(parked)
+        for parked in self.parking.take_done():
             cached = {
                 plh for blocks in self._came.values() for plh, here in self.manager.check_presence(blocks) if here
             }
             self._came = {plhs: here for plhs, blocks in self._came.items() if (here := blocks & cached)}
             self._came.setdefault(parked.plhs, set()).update(parked.plhs[parked.skip :])
-            self.resume(parked)
+            self.parking.resume(parked)
 
     def pass_to(self, now: float) -> None:
         """Move the time forward from the end of one transfer to the next, so that each that was queued starts in its turn."""
@@ -80,24 +78,9 @@ class TierClock:
             deadline = self.manager.offload_deadline()
         self.tick(now)
 
-    def park(self, sequence: ActiveSequence, cached_tokens: int, now: float) -> Parked | NoHits | BlockedOnG1Offload:
-        """Start to bring back what the host has of a request; see `parking.park`."""
-        with self._driver.recorder:
-            return park(self.manager, sequence, cached_tokens, now)
-
-    def resume(self, parked: Parked) -> int:
-        """Cache the blocks that came for a parked request; return how many."""
-        with self._driver.recorder:
-            return parked.resume()
-
-    def give_up(self, parked: Parked) -> None:
-        """Give up a swap-in; see `Parked.give_up`."""
-        with self._driver.recorder:
-            parked.give_up()
-
     def forget(self) -> None:
         """Forget what is parked, and what came back: its manager cancelled it."""
-        self._parked.clear()
+        self.parking.forget()
         self._came.clear()
 
     def cancel(self) -> None:
@@ -128,11 +111,11 @@ class TierClock:
     def room(self) -> int:
         """Count the blocks of the device that no request holds, those included whose slots are on their way.
 
-        What is reserved or pinned for blocks that come back is free when they are there; but if another than this clock
-        brings them, a scheduler for its requests, only when that says so.
+        What is reserved or pinned for blocks that come back is free when they are there; but if they come for requests of a
+        scheduler, only when that takes these back.
         """
         manager = self.manager
-        parked = [each for each in self._parked if each.is_open]
+        parked = self.parking.of_worker
         elsewhere = manager.num_reserved - sum(each.num_blocks for each in parked)
         pinned = manager.num_held_by(each.pin for each in parked)
         return manager.max_capacity - manager.num_active_blocks + manager.num_outside - elsewhere + pinned
@@ -143,8 +126,9 @@ class TierClock:
         if engine is None or engine.tier != tier:
             return 0
         size = self.manager.block_size
-        plhs = self._driver.lineage(prompt)
-        return engine.lookup(plhs[self._driver.lookup(prompt) // size :]) * size
+        request = self._driver.open(prompt, to_look=True)
+        plhs = request.sequence.positional_lineage_hashes
+        return engine.lookup(plhs[self._driver.lookup(request) // size :]) * size
 
     def onboard(self, state: Any, *, wait: bool) -> int:
         """Bring back what the host has of a request without blocks.
@@ -158,19 +142,18 @@ class TierClock:
         """
         plhs = tuple(state.sequence.positional_lineage_hashes)
         while True:
-            parked = next((each for each in self._parked if each.is_open and each.plhs == plhs[: len(each.plhs)]), None)
-            outcome = parked or self.park(state.sequence, self._driver.cached(state), self.now)
+            parked = next((each for each in self.parking.of_worker if each.plhs == plhs[: len(each.plhs)]), None)
+            outcome = parked or self.parking.start(state.sequence, self._driver.lookup(state), self.now)
             if isinstance(outcome, NoHits):
                 size = self.manager.block_size
                 came = set().union(*(self._came[asked] for asked in self._asked(plhs)))
-                return sum(plh in came for plh in plhs[: self._driver.cached(state) // size]) * size
+                return sum(plh in came for plh in plhs[: self._driver.lookup(state) // size]) * size
             if not isinstance(outcome, Parked):
                 self._wait(
                     wait, "blocks of the device are on their way to the host, to make room for those that come back"
                 )
                 continue
             if parked is None:
-                self._parked.append(outcome)
                 self.tick(self.now)  # what the start of the transfer ended elsewhere is published now
             while outcome.is_open:
                 self._wait(wait, f"{outcome.num_blocks} blocks are on their way back from the host")
@@ -208,7 +191,7 @@ class TierClock:
         """Let the time pass until the next transfer is done."""
         manager = self.manager
         deadline = manager.offload_deadline()
-        if deadline is None and any(each.is_complete for each in self._parked):  # by a tick of the manager
+        if deadline is None and any(each.is_complete for each in self.parking.of_worker):  # by a tick of the manager
             self.tick(self.now)
             return
         if deadline is None:

@@ -9,7 +9,6 @@ import math
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.engine.parked_requests import ParkedRequests
 from pytest_kvmock.engine.performance import PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
 from pytest_kvmock.engine.timing import moments, rounded_ms
@@ -17,8 +16,8 @@ from pytest_kvmock.engine.timing import moments, rounded_ms
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.driver import SchedulerDriver
+    from pytest_kvmock.engine.scheduler import SchedulerArgs
     from pytest_kvmock.engine.tier_clock import TierClock
 
 # Theory of operation
@@ -52,12 +51,13 @@ class VllmScheduler(Scheduler):
     def __init__(
         self,
         driver: SchedulerDriver,
-        args: MockEngineArgs,
+        args: SchedulerArgs,
         tiers: TierClock | None = None,
     ) -> None:
         super().__init__(driver, args)
-        self._parked = None if tiers is None else ParkedRequests(tiers)
-        self._whole = driver.admits_whole or args.scheduler_semantics == "1.3.1"
+        self._tiers = tiers
+        self._parking = None if tiers is None else tiers.parking
+        self._whole = driver.admits_whole or args.release.allocates_whole
         self._budget = args.max_num_batched_tokens or math.inf
         self._max_running = args.max_num_seqs or math.inf
         self._chunked = args.enable_chunked_prefill
@@ -71,14 +71,14 @@ class VllmScheduler(Scheduler):
     @property
     def parked(self) -> Sequence[ScheduledRequest]:
         """The requests that wait for blocks from the host, in the order of their parking."""
-        return () if self._parked is None else self._parked.requests
+        return () if self._parking is None else self._parking.requests
 
     def abort(self, request: ScheduledRequest) -> None:
         """Forget an open request, and free what it holds; what is on its way for a parked one comes for nothing."""
-        if self._parked is None or request not in self._parked.requests:
+        if self._parking is None or request not in self._parking.requests:
             super().abort(request)
             return
-        self._parked.give_up(request)
+        self._parking.give_up(request)
         request.status = "aborted"
 
     # ---------------------------------------------------------------------------------------------- one pass
@@ -88,17 +88,18 @@ class VllmScheduler(Scheduler):
         done = self._pass = ForwardPass(now_ms)
         self._used = {}
         self._left = self._budget
-        parked = self._parked
-        if parked is not None:
-            self._waiting.extendleft(reversed(parked.tick(now_ms)))
+        tiers = self._tiers
+        if tiers is not None:
+            tiers.tick(max(now_ms, tiers.now))
+            self._waiting.extendleft(reversed(tiers.parking.take_back()))
         self._schedule_running()
         if not done.preempted:
             self._admit()
         done.prefill_ms = self._prefill_ms()
         self._decode()
         done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
-        if parked is not None and done.end_ms <= now_ms:
-            deadline = parked.deadline
+        if tiers is not None and done.end_ms <= now_ms:
+            deadline = tiers.parking.deadline
             if deadline is not None:
                 done.end_ms = deadline
         for request in done.generated:
@@ -128,7 +129,7 @@ class VllmScheduler(Scheduler):
         if request.computed_tokens != length - 1 or not request.generated_tokens:
             return False
         driver, state = self._driver, request.state
-        if (self._whole and not driver.fits(state, length)) or driver.allocate(state, length) < length:
+        if (self._whole and driver.need(state, length) > driver.room()) or driver.allocate(state, length) < length:
             return False
         request.computed_tokens = length
         self._used[request] = 1
@@ -140,10 +141,10 @@ class VllmScheduler(Scheduler):
         done, waiting, running, driver = self._pass, self._waiting, self._running, self._driver
         while not done.preempted and waiting and len(running) < self._max_running:
             head = self._next_waiting()
-            if head is None or (self._whole and not driver.fits(head.state, len(head))):
+            if head is None or (self._whole and driver.need(head.state, len(head)) > driver.room()):
                 break
-            if self._parked is not None and head.status == "waiting":
-                outcome = self._parked.park(head, driver.reusable(head.state), done.start_ms)
+            if self._parking is not None and head.status == "waiting":
+                outcome = self._parking.park(head, driver.lookup(head.state), done.start_ms)
                 if outcome == "parked":
                     waiting.popleft()
                     continue
@@ -169,7 +170,7 @@ class VllmScheduler(Scheduler):
         """Compute tokens of a request; how many, or why none."""
         driver, state, left = self._driver, request.state, self._left
         waits = request.status != "running"
-        cached = driver.reusable(state) if not request.computed_tokens else 0
+        cached = driver.lookup(state) if not request.computed_tokens else 0
         start = request.computed_tokens + cached
         remaining = len(request) - start
         of_prompt = max(0, request.prompt_tokens - start)
@@ -180,7 +181,8 @@ class VllmScheduler(Scheduler):
             return _BLOCKED
         target = start + int(desired)
         while True:
-            held = driver.allocate(state, target) if not self._whole or driver.fits(state, target) else 0
+            fits = not self._whole or driver.need(state, target) <= driver.room()
+            held = driver.allocate(state, target) if fits else 0
             if held >= target:
                 request.computed_tokens = target
                 break
@@ -212,7 +214,7 @@ class VllmScheduler(Scheduler):
     def _preempt(self, victim: ScheduledRequest) -> None:
         """Free the blocks of a running request; it waits again, before all others."""
         done = self._pass
-        self._driver.preempt(victim.state)
+        self._driver.free(victim.state, done=False)
         self._running.remove(victim)
         self._waiting.appendleft(victim)
         victim.status = "preempted"
@@ -253,13 +255,13 @@ class VllmScheduler(Scheduler):
     def _quiet_passes(self) -> int:
         """How many passes from now on do nothing but decode every running request, within the blocks that it has."""
         running, waiting = self._running, self._waiting
-        if self._parked is not None and not self._parked.is_quiet:
+        if self._parking is not None and not self._parking.is_quiet:
             return 0
         if not running or len(running) > self._budget or not self._decodes:
             return 0
         if waiting and len(running) < self._max_running:
             head = waiting[0]
-            if not self._whole or self._driver.fits(head.state, len(head)):
+            if not self._whole or self._driver.need(head.state, len(head)) <= self._driver.room():
                 return 0
         count = None
         for request in running:
@@ -324,7 +326,7 @@ class VllmScheduler(Scheduler):
                 done.tokens.append(token)
                 if request.generated_tokens == request.max_output_tokens:
                     if not request.keeps_blocks:
-                        driver.release(request.state)
+                        driver.free(request.state, done=True)
                     running.remove(request)
                     request.status = "finished"
                     done.finished.append(request)

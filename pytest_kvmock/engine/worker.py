@@ -17,7 +17,6 @@ from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.engine.driver import (
     Driver,
     MakeDriver,
-    RadixSchedulerDriver,
     SchedulerDriver,
     SlotsLost,
     Traits,
@@ -26,6 +25,7 @@ from pytest_kvmock.engine.driver import (
 )
 from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.engine.schedulers import SCHEDULERS
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.sinks import event_sink
 from pytest_kvmock.tokens import Prompt, TokenIds
@@ -158,10 +158,9 @@ class Request:
         """
         self._need("decode", "running")
         steps = self._worker._steps(tokens)
-        requested, available = self._driver.plan(self._state, steps)
         clock = self._worker._clock
-        if clock is not None:
-            available = clock.room()
+        requested = self._driver.need(self._state, len(self._state), steps)
+        available = (clock or self._driver).room()
         if requested > available:
             raise OutOfBlocks(requested, available)
         if clock is None:
@@ -180,7 +179,7 @@ class Request:
             RequestError: it is finished, or its worker restarted.
         """
         self._need("finish", "running", "preempted")
-        self._driver.release(self._state)
+        self._driver.free(self._state, done=True)
         self._end("finished")
 
     def preempt(self) -> None:
@@ -190,7 +189,7 @@ class Request:
             RequestError: the request is not running.
         """
         self._need("preempt", "running")
-        self._driver.preempt(self._state)
+        self._driver.free(self._state, done=False)
         self._status = "preempted"
 
     def resume(self) -> None:
@@ -210,10 +209,10 @@ class Request:
         if self._worker._clock is not None:
             self._admit_in_time(self._worker._clock, wait=wait, onboard=onboard)
             return
-        requested, available = driver.blocks_needed(state)
+        requested, available = driver.need(state, len(state)), driver.room()
         if requested > available:
             raise OutOfBlocks(requested, available)
-        self.cached_tokens = driver.cached(state)
+        self.cached_tokens = self._lookup()
         length = len(state)
         chunk = self._worker.chunk or length
         for upto in range(chunk, length + chunk, chunk):
@@ -222,8 +221,7 @@ class Request:
 
     def _admit_in_time(self, clock: TierClock, *, wait: bool, onboard: bool) -> None:
         driver, state = self._driver, self._state
-        requested, _ = driver.blocks_needed(state)
-        available = clock.room()
+        requested, available = driver.need(state, len(state)), clock.room()
         if requested > available:
             raise OutOfBlocks(requested, available)
         length = len(state)
@@ -231,14 +229,19 @@ class Request:
         try:
             # As Dynamo's scheduler: only what waits is swapped in, not what was preempted.
             self.onboarded_tokens = clock.onboard(state, wait=wait) if onboard else 0
-            self.cached_tokens = driver.cached(state)
+            self.cached_tokens = self._lookup()
             for upto in range(chunk, length + chunk, chunk):
                 clock.allocate(state, min(upto, length), wait=wait)
         except (WouldWait, SlotsLost):
-            driver.preempt(state)
+            driver.free(state, done=False)
             raise
         clock.admitted(state)
         self._status = "running"
+
+    def _lookup(self) -> int:
+        """Tokens of the prompt that are cached now."""
+        size = self._driver.manager.block_size
+        return min(self._driver.lookup(self._state), self.prompt.length(size))
 
     def _end(self, status: str) -> None:
         self._status = status
@@ -413,7 +416,7 @@ class KvWorker:
         """
         if tier is not StorageTier.DEVICE and StorageTier.of(tier) is not StorageTier.DEVICE:
             return 0 if self._clock is None else self._clock.cached(self.accept(prompt), StorageTier.of(tier))
-        return self._driver.lookup(self.accept(prompt))
+        return self._driver.lookup(self._driver.open(self.accept(prompt), to_look=True))
 
     def accept(self, prompt: Prompt | TokenIds) -> Prompt:
         """Return a prompt that this engine can name blocks of, for a driver.
@@ -484,9 +487,9 @@ class KvWorker:
         """
         if self._engine is not None and self._engine is not engine:
             raise ValueError(f"{self!r} is used by {self._engine!r}; a worker has one engine")
-        missing = protocol_mismatch(self._driver, SchedulerDriver)
-        if missing is not None and protocol_mismatch(self._driver, RadixSchedulerDriver) is not None:
-            raise ValueError(f"no engine can use {self!r}: its driver is {missing}")
+        missing = [protocol_mismatch(self._driver, each.driver) for each in SCHEDULERS.values()]
+        if None not in missing:
+            raise ValueError(f"no engine can use {self!r}: its driver is {missing[0]}")
         self._engine = engine
         if self.publishes and not publishes:
             self.publishes = False

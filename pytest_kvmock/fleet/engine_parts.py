@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.driver import RadixSchedulerDriver, SchedulerDriver
-from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
+from pytest_kvmock.engine.schedulers import SCHEDULERS
 from pytest_kvmock.engine.worker import KvWorker
 
 if TYPE_CHECKING:
@@ -52,20 +51,18 @@ def make_scheduler(args: MockEngineArgs, driver: Any, tiers: TierClock | None) -
     Raises:
         ValueError: it cannot use that.
     """
-    if args.engine_type == "sglang":
-        from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
-
-        if protocol_mismatch(driver, RadixSchedulerDriver) is not None:
-            raise ValueError(
-                "engine_type 'sglang' schedules over a radix cache, backend mocker_sglang or sglang; "
-                f"got {driver.manager.backend!r}"
-            )
-        return SglangScheduler(driver, args)
-    if protocol_mismatch(driver, SchedulerDriver) is not None:
+    spec = args.scheduler
+    if protocol_mismatch(driver, spec.driver) is not None:
+        backend = driver.manager.backend
+        if spec.over is not None:
+            raise ValueError(f"engine_type {spec.name!r} schedules over {spec.over}; got {backend!r}")
+        able = [f"{each.name!r}" for each in SCHEDULERS.values() if protocol_mismatch(driver, each.driver) is None]
+        does = "does" if len(able) == 1 else "do"
         raise ValueError(
-            f"engine_type 'vllm' cannot schedule over backend {driver.manager.backend!r}; engine_type 'sglang' does"
+            f"engine_type {spec.name!r} cannot schedule over backend {backend!r}; "
+            f"engine_type {' and '.join(able)} {does}"
         )
-    return VllmScheduler(driver, args, tiers)
+    return spec.make(driver, args, tiers)
 
 
 def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
@@ -94,7 +91,7 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
             f"num_g2_blocks={args.num_g2_blocks}, and {worker!r} was made {made}; leave it out, or {else_}"
         )
     _check_links(args, worker, None if tiers is None else tiers.manager.offload)
-    if tiers is not None and args.scheduler_semantics != "1.2.1":
+    if tiers is not None and not args.release.takes_tiers:
         raise ValueError(
             "tiers are for engines that follow the scheduler of 1.2.1, as no later one was recorded with them; got "
             f"semantics={args.scheduler_semantics!r} over {worker!r}"

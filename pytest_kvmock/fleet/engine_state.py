@@ -105,8 +105,7 @@ class EngineSize(NamedTuple):
     @classmethod
     def of(cls, args: MockEngineArgs) -> EngineSize:
         """Return the size of an engine with these arguments."""
-        rejects = args.scheduler_semantics == "1.3.1" and args.engine_type == "vllm"
-        return cls(args.block_size, args.num_gpu_blocks, rejects)
+        return cls(args.block_size, args.num_gpu_blocks, args.release.rejects_prompts)
 
     def rejects_prompt(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens is rejected."""

@@ -70,7 +70,7 @@ class MockEngine:
         self.args = args
         self._size = EngineSize.of(args)
         self._rng = Random(seed)  # noqa: S311 - mock data
-        spec = backend_spec(backend or ("mocker_sglang" if args.engine_type == "sglang" else "lineage"))
+        spec = backend_spec(backend or args.scheduler.default_backend)
         self.worker = worker or make_worker(args, spec, sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
         check_worker(args, self.worker)
         self.now_ms = 0.0
@@ -239,7 +239,7 @@ class MockEngine:
 
     def release(self, request: EngineRequest) -> None:
         """Free the blocks of a finished request that keeps them."""
-        self._driver.release(request.state)
+        self._driver.free(request.state, done=True)
         self.worker.requests.remove(request)
 
     # ---------------------------------------------------------------------------------------------- opening requests
@@ -319,7 +319,7 @@ class MockEngine:
             if request in scheduler.running or request in scheduler.waiting or request in scheduler.parked:
                 scheduler.abort(request)
             else:  # its prompt is computed by another engine, or for one
-                self._driver.release(request.state)
+                self._driver.free(request.state, done=True)
         if request.is_open:
             request.status = "aborted"
 
@@ -478,10 +478,7 @@ class MockEngine:
             return
         scheduler = self.scheduler
         # A long prompt may need many passes, in small parts, before its first token.
-        args = self.args
-        budget = (
-            args.sglang_options.chunked_prefill_size if args.engine_type == "sglang" else args.max_num_batched_tokens
-        )
+        budget = self.args.budget
         waiting = (*scheduler.waiting, *scheduler.parked)
         open_tokens = sum(len(request) for request in (*scheduler.running, *waiting))
         tiers = self.worker.tiers

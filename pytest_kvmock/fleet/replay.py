@@ -75,13 +75,15 @@ def replay(
     check_settings(concurrency, arrival_speedup, trace_block_size)
     turns = turns_of(requests, trace_block_size, engines[0].args.block_size)
     check_sizes(turns, engines, prefill)
-    later = engines[0].args.scheduler_semantics == "1.3.1"
+    release = engines[0].args.release
     start_ms = float(max(engine.now_ms for engine in (*prefill, *engines)))
-    arrivals = Arrivals(turns, concurrency, arrival_speedup, sessions_keep_place=later, start_ms=start_ms)
+    arrivals = Arrivals(
+        turns, concurrency, arrival_speedup, sessions_keep_place=release.sessions_keep_place, start_ms=start_ms
+    )
     # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before; but that of
     # 1.2.1 serves an engine of type "sglang" as if there were several.
     only_between_passes = concurrency is not None and len(engines) == 1 and not prefill
-    only_between_passes &= later or engines[0].args.engine_type == "vllm"
+    only_between_passes &= release.arrivals_between_passes
     return _Replay(engines, prefill, arrivals, start_ms, only_between_passes=only_between_passes).run()
 
 
@@ -125,7 +127,7 @@ class _Replay:
         self._served_by: list[int | None] = []
 
     def _make_handoffs(self) -> Handoffs:
-        if not self._prefill or self._engines[0].args.scheduler_semantics == "1.2.1":
+        if not self._prefill or not self._engines[0].args.release.reserves_handoffs:
             return Handoffs(self._prefill, self._expect, self._arrivals)
         return ReservingHandoffs(
             self._prefill,

@@ -177,9 +177,9 @@ def test_slots_that_another_waits_for_are_not_lost():
     worker = worker_of(4)
     serve(worker, A[:16])
     serve(worker, B[:16])
-    worker.manager.swap_in(worker._driver.lineage(Prompt.of(A[:16])))
+    worker.manager.swap_in(Prompt.of(A[:16]).lineage_hashes(worker.manager.block_size))
     worker.tick(100.0)
-    scheduled = worker.manager.swap_in(worker._driver.lineage(Prompt.of(A[:8])))
+    scheduled = worker.manager.swap_in(Prompt.of(A[:8]).lineage_hashes(worker.manager.block_size))
     worker.tick(200.0)
     assert scheduled.is_complete
     with pytest.raises(OutOfBlocks, match="3 blocks are needed and 2 are available"):

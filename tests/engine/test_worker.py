@@ -696,7 +696,7 @@ def test_what_a_manager_of_requests_stores_is_always_for_one(name):
     driver = spec.driver(worker.manager, True, Random(0))
     request = driver.open(Prompt(range(8)))
     driver.admit(request, 8)
-    driver.release(request)
+    driver.free(request, done=True)
     worker.clear()
     assert {(Stored, True), (Cleared, False)} == {(type(event.data), event.chained) for event in taken}
 

@@ -321,6 +321,26 @@ def test_the_sizes_of_worker_and_arguments_are_the_same():
         MockEngine(MockEngineArgs(num_gpu_blocks=8, block_size=4), worker=worker)
 
 
+def test_closing_frees_the_blocks_that_were_reserved_for_a_prompt_computed_elsewhere():
+    engine = engine_of(worker_type="decode", semantics="1.3.1")
+    serve = engine.worker.serve(tokens(8))
+    request = engine.expect(Prompt(tokens(18)), 3, 0.0)
+    assert engine.reserve(request)
+    assert (0, 5) == (serve.cached_tokens, engine.worker.manager.num_active_blocks)
+    engine.close()
+    assert ("aborted", 0) == (request.status, engine.worker.manager.num_active_blocks)
+
+
+def test_what_requests_reuse_over_mocker_sglang_without_prefix_caching_is_found_by_lookups():
+    engine = engine_of("mocker_sglang", engine_type="sglang", enable_prefix_caching=False)
+    engine.submit(tokens(8), 1)
+    engine.run()
+    assert 8 == engine.worker.cached_tokens(tokens(10))
+    request = engine.submit(tokens(10), 1)
+    engine.run()
+    assert 8 == request.reused_tokens
+
+
 def test_a_driver_that_is_none_for_schedulers_is_refused():
     class OldDriver:
         """What a backend of a user may have: a driver of workers only."""

@@ -150,24 +150,24 @@ class Ours:
     def admit(self, tokens, priority):
         request = self.driver.open(Prompt(tokens))
         request.priority = priority
-        needed, available = self.driver.blocks_needed(request)
+        needed, available = self.driver.need(request, len(request)), self.driver.room()
         if needed > available:
             return None
         self.driver.admit(request, len(request))
         return request
 
     def decode(self, request, tokens):
-        needed, available = self.driver.plan(request, tokens)
+        needed, available = self.driver.need(request, len(request), tokens), self.driver.room()
         if needed > available:
             return False
         self.driver.extend(request, tokens)
         return True
 
     def release(self, request):
-        self.driver.release(request)
+        self.driver.free(request, done=True)
 
     def preempt(self, request):
-        self.driver.preempt(request)
+        self.driver.free(request, done=False)
 
     def clear(self):
         assert self.driver.clear()

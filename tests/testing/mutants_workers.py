@@ -46,8 +46,8 @@ class Lru(WorkerContract):
 )
 class FindsEveryPrompt(Lru):
     class Subject(MoveDriver):
-        def lookup(self, prompt):
-            return prompt.length(self.manager.block_size)
+        def lookup(self, request):
+            return len(request)
 
 
 @WORKERS.breaks(
@@ -58,16 +58,16 @@ class FindsEveryPrompt(Lru):
 )
 class ForgetsTheLastBlock(Lru):
     class Subject(MoveDriver):
-        def lookup(self, prompt):
-            return max(0, super().lookup(prompt) - self.manager.block_size)
+        def lookup(self, request):
+            return max(0, super().lookup(request) - self.manager.block_size)
 
 
 @WORKERS.breaks("test_a_prompt_that_is_cached_whole_is_reused")
 class NeverReusesAWholePrompt(Lru):
     class Subject(MoveDriver):
-        def lookup(self, prompt):
-            found = super().lookup(prompt)
-            return found if found < prompt.length(self.manager.block_size) else 0
+        def lookup(self, request):
+            found = super().lookup(request)
+            return found if found < len(request) else 0
 
 
 @WORKERS.breaks(
@@ -76,7 +76,7 @@ class NeverReusesAWholePrompt(Lru):
 )
 class SaysThatNothingWasCached(Lru):
     class Subject(MoveDriver):
-        def cached(self, request):
+        def lookup(self, request):
             return 0
 
 
@@ -92,16 +92,16 @@ class ForgetsWhatItGenerates(Lru):
 @WORKERS.breaks("test_a_prompt_of_hashes_is_served", ends_in=(TypeError,))
 class NeedsTokens(Lru):
     class Subject(MoveDriver):
-        def open(self, prompt):
-            return super().open(Prompt(prompt.tokens))
+        def open(self, prompt, *, to_look=False):
+            return super().open(Prompt(prompt.tokens), to_look=to_look)
 
 
 @WORKERS.breaks("test_a_look_touches_nothing")
 class LooksWithItsHands(Lru):
     class Subject(MoveDriver):
-        def lookup(self, prompt):
-            found = super().lookup(prompt)
-            held = [b for b in prompt.sequence_hashes(self.manager.block_size) if b in self.manager.inactive_blocks()]
+        def lookup(self, request):
+            found = super().lookup(request)
+            held = [block for block in request.blocks if block in self.manager.inactive_blocks()]
             if held:
                 self.manager.use(held)
                 self.manager.deref(held[::-1])
@@ -124,8 +124,9 @@ class SharesNothing(Lru):
 )
 class KeepsTheFirstBlock(Lru):
     class Subject(MoveDriver):
-        def release(self, request):
+        def free(self, request, *, done):
             self.manager.process(Deref(request.sequence.allocated_blocks[:0:-1]))
+            request.sequence.commit_allocation(0)
 
 
 @WORKERS.breaks("test_clear_drops_all_that_is_cached")
@@ -141,8 +142,8 @@ class ClearsNothing(Lru):
 )
 class AdmitsWhatDoesNotFit(Lru):
     class Subject(MoveDriver):
-        def blocks_needed(self, request):
-            return 0, 1
+        def need(self, request, upto, tokens=()):
+            return super().need(request, upto, tokens) if tokens else 0
 
 
 @WORKERS.breaks(
@@ -152,9 +153,8 @@ class AdmitsWhatDoesNotFit(Lru):
 )
 class DecodesWhatDoesNotFit(Lru):
     class Subject(MoveDriver):
-        def plan(self, request, tokens):
-            _, free = super().plan(request, tokens)
-            return 0, free
+        def need(self, request, upto, tokens=()):
+            return 0 if tokens else super().need(request, upto)
 
 
 @WORKERS.breaks("test_the_same_requests_give_the_same_events")

@@ -5,19 +5,18 @@ One subject: who has which slots, and which pages are published.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar, Final, Literal, TypeAlias
 
-from pytest_kvmock.cache.base import LOG, RequestLevel
+from pytest_kvmock.cache.base import LOG
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
 from pytest_kvmock.cache.dynamo.mocker_sglang_tree import PageNode, PageTree
 from pytest_kvmock.cache.hashed import HashedTokens
+from pytest_kvmock.cache.sglang.radix_manager import RadixManager
 from pytest_kvmock.cache.sglang.radix_tree import TreeNode
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import BlockTokens, Cleared, Removed, StorageTier, Stored
-from pytest_kvmock.moves import Block
 from pytest_kvmock.prompt_keys import part_of
 from pytest_kvmock.sinks import Sink
 from pytest_kvmock.tokens import chained_hash
@@ -47,7 +46,7 @@ def check_semantics(semantics: str) -> Semantics:
     raise ValueError(unknown_text("semantics", semantics, SEMANTICS))
 
 
-class MockerRadixManager(RequestLevel):
+class MockerRadixManager(RadixManager[PageRequest, PageTree]):
     """Caches whole pages in a radix tree, evicts leaves by the time of their last access, and publishes what changed.
 
     Args:
@@ -84,7 +83,7 @@ class MockerRadixManager(RequestLevel):
         super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
         self._is_of_one_release = semantics is not None
         self.semantics: Semantics = SEMANTICS[0] if semantics is None else check_semantics(semantics)
-        self.requests: dict[PageRequest, None] = {}
+        self.requests = {}
         self._tree = PageTree()
         self.free_tokens = self.num_tokens
         self._next_page = 0
@@ -117,46 +116,15 @@ class MockerRadixManager(RequestLevel):
         return (tree.evictable if self.semantics == "1.3.1" else tree.evictable_leaves()) * self.block_size
 
     @property
+    def loses_copies(self) -> bool:
+        """Whether a request that finishes under the scheduler loses its copies (`finish`), as in 1.2.1."""
+        return self.semantics == "1.2.1"
+
+    @property
     def num_active_blocks(self) -> int:
         """Slots in use, in pages, rounded up (`active_kv_blocks`)."""
         used = self.num_tokens - self.free_tokens - self._tree.evictable * self.block_size
         return max(0, -(-used // self.block_size))
-
-    @property
-    def num_inactive_blocks(self) -> int:
-        """Cached pages that nobody has locked."""
-        return self._tree.evictable
-
-    @property
-    def num_active_block_refs(self) -> int:
-        """Locks on each page in the tree, and one for each page outside of it."""
-        locks = sum(node.lock_ref * len(node.names) for node in self._tree.nodes())
-        return locks + sum(request.allocated - self._shared(request) for request in self.requests)
-
-    @property
-    def active_blocks(self) -> Mapping[Block, int]:
-        """References to each block in use, partial ones included."""
-        blocks: Counter[Block] = Counter()
-        for node in self._tree.nodes():
-            if node.lock_ref:
-                for name in node.names:
-                    blocks[name] += node.lock_ref
-        for request in self.requests:
-            blocks.update(request.blocks[self._shared(request) : request.allocated])
-        return blocks
-
-    @staticmethod
-    def _shared(request: PageRequest) -> int:
-        """Pages that a request has in the tree; before its first checkpoint those that it found."""
-        return max(request.protected, request.found)
-
-    def references(self, block: Block) -> int:
-        """References to one block now; 0 for what is not in use."""
-        return self.active_blocks.get(block, 0)
-
-    def inactive_blocks(self) -> list[int]:
-        """Cached pages that nobody has locked, node by node in the order in which they would be evicted."""
-        return [name for node in self._tree.order() for name in node.names]
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
         """Hashes of which there is a page, in the tree or with a request; each once."""
@@ -342,7 +310,7 @@ class MockerRadixManager(RequestLevel):
             return
         assert request.node is not None
         self._give_back(request, self._tree.path(request.node))
-        shared = self._shared(request)
+        shared = request.shared
         self.free_tokens += request.computed - shared * self.block_size
         self._remove(request.pages[shared:])
         self._drop(request)
@@ -351,7 +319,7 @@ class MockerRadixManager(RequestLevel):
 
     def clear(self) -> bool:
         """Drop all that is cached, and publish a Cleared; False, and nothing happens, while any request has slots."""
-        if self.requests or self._tree.protected:
+        if self.is_in_use:
             return False
         self._tree.reset()
         self.free_tokens = self.num_tokens

@@ -5,20 +5,19 @@ One subject: who has which pages, as free ones, in the tree or outside of it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from random import Random
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
-from pytest_kvmock.cache.base import LOG, RequestLevel
+from pytest_kvmock.cache.base import LOG
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.event_queue import EventQueue, TakenEvent
 from pytest_kvmock.cache.sglang.hashes import SglangHasher
+from pytest_kvmock.cache.sglang.radix_manager import RadixManager
 from pytest_kvmock.cache.sglang.radix_request import RadixKey, RadixRequest
 from pytest_kvmock.cache.sglang.radix_tree import POLICIES, PROTECTED_THRESHOLD, RadixTree, TreeNode
 from pytest_kvmock.events import BlockTokens, Removed, StorageTier, Stored
-from pytest_kvmock.moves import Block
 from pytest_kvmock.sinks import Sink
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -58,7 +57,7 @@ class _Pages(Protocol):
     def carried(self, start: int, end: int) -> dict[str, Any] | None: ...
 
 
-class RadixCacheManager(RequestLevel):
+class RadixCacheManager(RadixManager[RadixRequest, RadixTree]):
     """Caches whole pages in a radix tree, evicts leaves by a policy, and publishes what changed.
 
     Its first event is a Cleared. Others are published when the call is over that made them, unless `hold_events`.
@@ -110,7 +109,7 @@ class RadixCacheManager(RequestLevel):
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
         self.hasher = SglangHasher(dynamo_kv_event_format=dynamo_kv_event_format, is_eagle=is_eagle)
         self.hold_events = hold_events
-        self.requests: dict[RadixRequest, None] = {}
+        self.requests = {}
         self._tree = RadixTree(policy, threshold)
         self._free = num_blocks
         self._queue = EventQueue()
@@ -137,37 +136,6 @@ class RadixCacheManager(RequestLevel):
     def num_active_blocks(self) -> int:
         """Pages in use: locked ones in the tree, and those that requests have outside of it."""
         return self.max_capacity - self._free - self._tree.evictable
-
-    @property
-    def num_inactive_blocks(self) -> int:
-        """Cached pages that nobody has locked; every copy counts."""
-        return self._tree.evictable
-
-    @property
-    def num_active_block_refs(self) -> int:
-        """Locks on each page in the tree, and one for each page outside of it."""
-        locks = sum(node.lock_ref * len(node.names) for node in self._tree.nodes())
-        return locks + sum(request.allocated - request.protected for request in self.requests)
-
-    @property
-    def active_blocks(self) -> Mapping[Block, int]:
-        """References to each block in use, partial ones included."""
-        blocks: Counter[Block] = Counter()
-        for node in self._tree.nodes():
-            if node.lock_ref:
-                for name in node.names:
-                    blocks[name] += node.lock_ref
-        for request in self.requests:
-            blocks.update(request.blocks[request.protected : request.allocated])
-        return blocks
-
-    def references(self, block: Block) -> int:
-        """References to one block now; 0 for what is not in use."""
-        return self.active_blocks.get(block, 0)
-
-    def inactive_blocks(self) -> list[int]:
-        """Cached pages that nobody has locked, node by node in the order in which they would be evicted."""
-        return [name for node in self._tree.order() for name in node.names]
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
         """Names of what is cached in a tier; one that two namespaces have is there twice."""
@@ -296,7 +264,7 @@ class RadixCacheManager(RequestLevel):
 
     def clear(self) -> bool:
         """Reset the cache; False, and nothing happens, while any page is in use (`flush_cache`)."""
-        if self.requests or self._tree.protected:
+        if self.is_in_use:
             return False
         self.reset()
         return True
@@ -315,7 +283,7 @@ class RadixCacheManager(RequestLevel):
         """Count the pages that `find` would find. Changes nothing."""
         return self._tree.lookup(request.tokens.names, self._reusable(request), request.namespace)
 
-    def find(self, request: RadixRequest, upto: int | None = None) -> tuple[int, int]:
+    def find(self, request: RadixRequest, upto: int | None = None) -> int:
         """Match all of a request but its last token, which is computed anyway, for `admit`.
 
         Args:
@@ -323,14 +291,13 @@ class RadixCacheManager(RequestLevel):
             upto: match no more than so many of its tokens; None: all.
 
         Returns:
-            Pages that it needs and that no request has, and how many no request has.
+            Pages that it needs and that no request has.
         """
         count = self._reusable(request)
         if upto is not None:
             count = min(count, upto // self.block_size)
         request.node, request.found = self._tree.match(request.tokens.names, count, request.namespace)
-        needed = self._pages(len(request.tokens)) - request.found + self._tree.unlocked(request.node)
-        return needed, self._free + self._tree.evictable
+        return self._pages(len(request.tokens)) - request.found + self._tree.unlocked(request.node)
 
     def _reusable(self, request: RadixRequest) -> int:
         return (len(request.tokens) - 1) // self.block_size

@@ -143,6 +143,21 @@ class RadixRequest:
         return len(self.tokens)
 
     @property
+    def shared(self) -> int:
+        """Pages that it has in the tree; before its first checkpoint those that it found there."""
+        return max(self.protected, self.found)
+
+    @property
+    def slack(self) -> int:
+        """Tokens by which its last page is accounted for and that have no slot: none, as pages are taken whole."""
+        return 0
+
+    @property
+    def opens_page(self) -> bool:
+        """Whether its next token needs another page."""
+        return self.computed >= self.allocated * self.tokens.block_size
+
+    @property
     def blocks(self) -> list[Block]:
         """Names of its whole pages, and a UUID for a last one that is not whole."""
         whole: list[Block] = [*self.tokens.names]

@@ -443,9 +443,9 @@ def test_shifted_local_hashes_are_wrong_hashes():
 def test_without_tokens_the_chain_tells_it_too():
     kv, worker = world(BACKENDS["hash_cache"])
     a, b = kv.prompt(1), kv.prompt(1)
-    with worker.prefill(a), worker._serving():
+    with worker.prefill(a):
         blocks = [b.sequence_hashes(4)[0], a.sequence_hashes(4)[0]]
-        worker.manager.process(Use(blocks, [b.block_hashes(4)[0], a.block_hashes(4)[0]]))
+        worker._driver.process(Use(blocks, [b.block_hashes(4)[0], a.block_hashes(4)[0]]))
     assert ["wrong_hash"] == judged(kv)
 
 

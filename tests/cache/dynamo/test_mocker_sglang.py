@@ -295,7 +295,7 @@ def test_no_slot_is_lost_and_what_is_published_is_there(calls, num_blocks):
                     step(manager, one, number)
             else:
                 getattr(manager, name)(one)
-        own = sum(one.computed - manager._shared(one) * SIZE for one in manager.requests)
+        own = sum(one.computed - one.shared * SIZE for one in manager.requests)
         cached = sum(len(node.names) for node in manager._tree.nodes()) * SIZE
         copies = sum(
             SIZE

@@ -167,7 +167,7 @@ def test_requests_keep_every_page_and_every_lock_accounted_for(steps, policy):
     for kind, *arguments in steps:
         if kind == "add":
             request = driver.open(Prompt(arguments[0]))
-            needed, available = driver.blocks_needed(request)
+            needed, available = driver.need(request, len(request)), driver.room()
             if needed <= available:
                 driver.admit(request, len(request))
                 open_requests.append(request)
@@ -176,19 +176,18 @@ def test_requests_keep_every_page_and_every_lock_accounted_for(steps, policy):
         elif open_requests:
             which = arguments[0] % len(open_requests)
             if kind == "decode":
-                needed, available = driver.plan(open_requests[which], arguments[1])
-                if needed <= available:
-                    driver.extend(open_requests[which], arguments[1])
+                request = open_requests[which]
+                if driver.need(request, len(request), arguments[1]) <= driver.room():
+                    driver.extend(request, arguments[1])
             else:
-                driver_call = driver.release if kind == "finish" else driver.preempt
-                driver_call(open_requests.pop(which))
+                driver.free(open_requests.pop(which), done=kind == "finish")
         own = sum(request.allocated - request.protected for request in open_requests)
         assert 5 * SIZE == (manager.available_size() + manager.evictable_size() + manager.protected_size() + own * SIZE)
         assert all(request.allocated == -(-len(request) // SIZE) for request in open_requests)
         assert manager.num_active_block_refs == own + sum(request.protected for request in open_requests)
         assert held(sink.events) == Counter(manager.resident())
     for request in open_requests:
-        driver.release(request)
+        driver.free(request, done=True)
     assert 0 == manager.protected_size() == manager.num_active_blocks
 
 

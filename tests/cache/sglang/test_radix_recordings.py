@@ -137,7 +137,7 @@ class RequestPlayer(Player):
     def play_add(self, name, tokens, priority=0):
         request = self.driver.open(Prompt(tokens))
         request.priority = priority
-        needed, available = self.driver.blocks_needed(request)
+        needed, available = self.driver.need(request, len(request)), self.driver.room()
         hit = request.found * self.size
         if needed > available:
             return {"ok": False, "hit": hit}
@@ -147,7 +147,7 @@ class RequestPlayer(Player):
 
     def play_decode(self, name, tokens):
         request = self.requests[name]
-        needed, available = self.driver.plan(request, tokens)
+        needed, available = self.driver.need(request, len(request), tokens), self.driver.room()
         if needed > available:
             return {"ok": False}
         self.driver.extend(request, tokens)
@@ -158,7 +158,7 @@ class RequestPlayer(Player):
         duplicates = []
         checkpoint = self.manager.checkpoint
         self.manager.checkpoint = lambda request: duplicates.append(checkpoint(request))
-        self.driver.release(request)
+        self.driver.free(request, done=True)
         del self.manager.checkpoint
         return {"dup_freed": duplicates[0], "freed": self.manager.available_size() - free}
 

@@ -1,0 +1,122 @@
+"""The registry of schedulers: one row each, of all in which they and their releases differ outside of their passes.
+
+Nobody else compares engine types, or releases of a scheduler: who needs a difference reads it off a row. So a scheduler
+is added by a module of its own, which has its passes, and a row here. Each is imported when its first one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from pytest_kvmock.engine.driver import RadixSchedulerDriver, SchedulerDriver
+from pytest_kvmock.engine.scheduler import Release
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.performance import Semantics
+    from pytest_kvmock.engine.scheduler import Scheduler, SchedulerArgs
+    from pytest_kvmock.engine.tier_clock import TierClock
+
+EngineType: TypeAlias = Literal["vllm", "sglang"]
+EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSpec:
+    """One scheduler: how it is made, its defaults, and what its releases do.
+
+    Arguments are named as `MockEngineArgs` has them, those of a group with a dot: "sglang.page_size".
+
+    Attributes:
+        name: the `engine_type`.
+        make: makes one, from a driver, the arguments of its engine, and the time of the tiers below the device, if any.
+        driver: what its drivers must be.
+        releases: the releases of Dynamo that it can follow.
+        default_release: the one that it follows where none is named.
+        default_backend: the backend of an engine that names none.
+        events_visible: when the events of a pass are published, by default.
+        default_block_size: tokens a block where none is given.
+        budget: the argument that has the most tokens of prompts that one pass computes; a profile's `chunk` sets it.
+        budget_is_blocks: whether that must be a multiple of the block size.
+        block_size_alias: another name of the argument `block_size`; None: it has none.
+        over: what it schedules over, for the error of a backend that it cannot; None: the error names who can.
+    """
+
+    name: EngineType
+    make: Callable[[Any, SchedulerArgs, TierClock | None], Scheduler]
+    driver: type
+    releases: Mapping[Semantics, Release]
+    default_release: Semantics
+    default_backend: str
+    events_visible: EventsVisible
+    default_block_size: int
+    budget: str
+    budget_is_blocks: bool = False
+    block_size_alias: str | None = None
+    over: str | None = None
+
+
+def _vllm(driver: Any, args: SchedulerArgs, tiers: TierClock | None) -> Scheduler:
+    from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
+
+    return VllmScheduler(driver, args, tiers)
+
+
+def _sglang(driver: Any, args: SchedulerArgs, tiers: TierClock | None) -> Scheduler:  # noqa: ARG001 - it has no tiers
+    from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
+
+    return SglangScheduler(driver, args)
+
+
+SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
+    {
+        spec.name: spec
+        for spec in (
+            SchedulerSpec(
+                "vllm",
+                _vllm,
+                SchedulerDriver,
+                {
+                    "1.2.1": Release(takes_tiers=True, arrivals_between_passes=True),
+                    "1.3.1": Release(
+                        allocates_whole=True,
+                        rejects_prompts=True,
+                        reserves_handoffs=True,
+                        sessions_keep_place=True,
+                        arrivals_between_passes=True,
+                    ),
+                },
+                default_release="1.2.1",
+                default_backend="lineage",
+                events_visible="pass_start",
+                default_block_size=64,
+                budget="max_num_batched_tokens",
+            ),
+            SchedulerSpec(
+                "sglang",
+                _sglang,
+                RadixSchedulerDriver,
+                {
+                    "1.2.1": Release(takes_tiers=True),
+                    "1.3.1": Release(
+                        generates_together=True,
+                        reserves_handoffs=True,
+                        sessions_keep_place=True,
+                        arrivals_between_passes=True,
+                    ),
+                },
+                default_release="1.3.1",
+                default_backend="mocker_sglang",
+                events_visible="pass_end",
+                default_block_size=1,
+                budget="sglang.chunked_prefill_size",
+                budget_is_blocks=True,
+                block_size_alias="sglang.page_size",
+                over="a radix cache, backend mocker_sglang or sglang",
+            ),
+        )
+    }
+)
+"""The schedulers by `engine_type`."""

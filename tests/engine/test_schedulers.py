@@ -1,0 +1,58 @@
+"""The registry of schedulers: what a row says is what engines do."""
+
+import pytest
+
+from pytest_kvmock import MockEngine, MockEngineArgs, create_manager
+from pytest_kvmock.backends import BackendSpec, backend_spec
+from pytest_kvmock.engine.schedulers import SCHEDULERS
+
+ROWS = pytest.mark.parametrize("spec", SCHEDULERS.values(), ids=SCHEDULERS)
+
+
+def args_of(spec, **fields):
+    return MockEngineArgs(engine_type=spec.name, num_gpu_blocks=64, **fields)
+
+
+@ROWS
+def test_an_engine_of_each_release_serves_over_the_default_backend(spec):
+    for semantics in spec.releases:
+        with MockEngine(args_of(spec, semantics=semantics, block_size=4)) as engine:
+            assert spec.default_backend == engine.worker.backend
+            request = engine.submit(range(1, 20), 5)
+            engine.run()
+            assert ("finished", 5) == (request.status, request.generated_tokens)
+
+
+@ROWS
+def test_what_is_not_given_is_as_the_row_says(spec):
+    args = args_of(spec)
+    assert (spec.default_release, spec.events_visible, spec.default_block_size) == (
+        args.scheduler_semantics,
+        args.events_visible_at,
+        args.block_size,
+    )
+    assert spec.releases[spec.default_release] is args.release
+
+
+@pytest.mark.parametrize(
+    ("expected", "fields"),
+    [
+        (8192, {}),
+        (96, {"max_num_batched_tokens": 96}),
+        (None, {"max_num_batched_tokens": None}),
+        (8192, {"engine_type": "sglang", "max_num_batched_tokens": 96}),
+        (96, {"engine_type": "sglang", "sglang": {"chunked_prefill_size": 96}}),
+    ],
+)
+def test_the_budget_of_a_pass_is_that_of_the_scheduler(expected, fields):
+    assert expected == MockEngineArgs(**fields).budget
+
+
+@ROWS
+def test_the_default_backend_names_its_scheduler(spec):
+    assert spec.name == backend_spec(spec.default_backend).scheduler
+
+
+def test_a_backend_of_a_scheduler_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"^backend 'mine': scheduler must be 'vllm' or 'sglang', got 'trtllm'$"):
+        BackendSpec("mine", "mine", create_manager, scheduler="trtllm")
