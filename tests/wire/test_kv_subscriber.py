@@ -358,6 +358,40 @@ def test_garbage_is_named_and_the_next_batch_is_applied(payload):
         assert "rank 0, batch 0: " == str(world.subscriber.problems[0])[:17]
 
 
+EMPTY = msgspec.msgpack.encode([5.0, [], 0])
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_batch_without_events_is_taken_and_nothing_is_lost(replay):
+    with World(replay=replay) as world:
+        world.publisher.publish_payload(EMPTY)
+        world.publish(1)
+        assert [0] == world.receive(2)
+        assert ([], [], 0) == (world.lost, world.subscriber.problems, world.subscriber.unreadable)
+
+
+def test_a_restart_shows_in_a_batch_without_events():
+    with World(replay=False) as world:
+        world.publish(3)
+        world.receive(3)
+        world.publisher.restart()
+        world.publisher.publish_payload(EMPTY)
+        assert 1 == world.subscriber.poll(5.0)
+        assert ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"] == world.lost
+
+
+def test_a_batch_of_whose_rank_nothing_can_be_read_keeps_its_events():
+    with World(replay=False) as world:
+        sent = []
+        write, world.publisher._write = world.publisher._write, lambda dp_rank, payload: sent.append(payload)
+        world.publish(1)
+        world.publisher._write = write
+        timestamp, events, _ = msgspec.msgpack.decode(sent[0])
+        world.publisher.publish_payload(msgspec.msgpack.encode([timestamp, events, "one"]))
+        assert [0] == world.receive(1)
+        assert ([], 0, 1) == (world.lost, world.subscriber.unreadable, len(world.subscriber.problems))
+
+
 def test_one_bad_event_leaves_a_gap_of_ids():
     with World(replay=True) as world:
         world.publisher.faults.unknown_tag()
