@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_kvmock import BACKENDS, BackendSpec, CapturingSink, EvictionPolicy, RouterHarness, create_manager
+from pytest_kvmock import (
+    BACKENDS,
+    BackendSpec,
+    CapturingSink,
+    EngineProfile,
+    EvictionPolicy,
+    RouterHarness,
+    create_manager,
+)
 from pytest_kvmock.backends import backend_spec, known_backends, registered
+from pytest_kvmock.moves import MoveError
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +187,7 @@ WRONG = [
     ({"name": "all"}, "is not one of all, no-backend; got 'all'"),
     ({"make": None}, "backend 'mine': make must be callable, got None"),
     ({"residency": "both"}, "backend 'mine': residency must be 'unique' or 'counted', got 'both'"),
+    ({"scheduler": "trt"}, "backend 'mine': scheduler must be 'vllm' or 'sglang', got 'trt'"),
     ({"models": None}, "backend 'mine': models must be a string, got None"),
     ({"prefix_closed": "no"}, "backend 'mine': prefix_closed must be True or False, got 'no'"),
     ({"in_matrix": 1}, "backend 'mine': in_matrix must be True or False, got 1"),
@@ -190,6 +200,48 @@ WRONG = [
 def test_a_wrong_spec_is_refused(field, message):
     with pytest.raises(ValueError, match=message):
         BackendSpec(**{"name": "mine", "models": "nobody", "make": MINE.make, **field})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunk": 0}, "chunk must be an integer of at least 1 tokens, or None, got 0"),
+        ({"prefix_caching": 1}, "prefix_caching must be True or False, got 1"),
+        ({"seed": "x"}, "seed must be an integer, got 'x'"),
+        ({"workers": -1}, "workers must be an integer of at least 0, got -1"),
+        ({"dp_size": 0}, "dp_size must be an integer of at least 1, got 0"),
+        ({"num_block": 3}, "unknown profile field 'num_block'; did you mean 'num_blocks'? known: block_size, "),
+    ],
+)
+def test_a_wrong_field_of_a_profile_is_refused(fields, message):
+    with pytest.raises(ValueError) as raised:
+        EngineProfile().replace(**fields)
+    assert str(raised.value).startswith(message)
+
+
+def test_fields_of_a_profile_may_be_the_least_there_is():
+    least = {"block_size": 1, "num_blocks": 1, "workers": 0, "dp_size": 1, "chunk": 1}
+    profile = EngineProfile(**least)
+    assert least == {name: getattr(profile, name) for name in least}
+
+
+class Removal:
+    """No move that there is."""
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "mocker_sglang"])
+def test_a_manager_of_requests_refuses_every_move(name):
+    manager = create_manager(name, num_blocks=4)
+    moves = {
+        "Use": lambda: manager.use([1]),
+        "Deref": lambda: manager.deref([1]),
+        "Promote": lambda: manager.promote(1, 2),
+        "Removal": lambda: manager.process(Removal()),
+        "prefill_cost of a sequence": lambda: manager.prefill_cost(object()),
+    }
+    for what, move in moves.items():
+        with pytest.raises(MoveError, match=rf"^{what}: a '{name}' manager takes no moves, it thinks in requests \("):
+            move()
 
 
 def test_a_policy_that_cannot_be_made_is_refused():

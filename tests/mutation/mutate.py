@@ -30,6 +30,7 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from difflib import SequenceMatcher
 from itertools import accumulate, count
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import IO
@@ -51,10 +52,12 @@ ENVIRONMENT = {"CI": "1", "PYTHONHASHSEED": "0"}  # with CI set, Hypothesis trie
 QUICK = 3.0
 """Seconds of computing, without a mutant, of the tests that are run first: those that need least."""
 LONG = 30.0
-"""Of all tests that are run, unless all that run the line are asked for (`--whole`); the rest are long ones."""
+"""Of all tests that are run, unless more or all are asked for (`--seconds`, `--whole`); the rest are long ones."""
 TIMES_SLOWER = 20
 LEAST_LIMIT = 10.0
 """A test that computes that many times longer than without a mutant, and these seconds, has timed out."""
+PASSED = {0, 5}
+"""Exit status of runs without a failure; 5: none of the tests is there any more."""
 WALL = 1800
 """Seconds after which a run is ended that waits for something."""
 
@@ -69,6 +72,7 @@ def main() -> int:
     )
     parser.add_argument("--whole", action="store_true", help="run the long tests too before a mutant has survived")
     parser.add_argument("--near", action="store_true", help="after a change of the package: go by the last note of it")
+    parser.add_argument("--seconds", type=float, default=LONG, help="of tests for each mutant (default: %(default)g)")
     parser.add_argument("--list", action="store_true", help="print the mutants, try none")
     options = parser.parse_args()
 
@@ -84,7 +88,11 @@ def main() -> int:
 
     counts, begun = Counter(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvmock-mutants-") as directory:
-        tree = None if options.list else Tree(Path(directory) / "tree", whole=options.whole, near=options.near)
+        tree = (
+            None
+            if options.list
+            else Tree(Path(directory) / "tree", seconds=inf if options.whole else options.seconds, near=options.near)
+        )
         for number, mutant in enumerate(drawn, 1):
             if number not in picked:
                 continue
@@ -127,8 +135,8 @@ class Tree:
         changed: files with tests that were changed since that was noted; what is new in them is run for each mutant.
     """
 
-    def __init__(self, root: Path, *, whole: bool, near: bool) -> None:
-        self.root, self.whole = root, whole
+    def __init__(self, root: Path, *, seconds: float, near: bool) -> None:
+        self.root, self.most = root, seconds
         self.server: subprocess.Popen[bytes] | None = None
         self.plans = count()
         files = subprocess.run(
@@ -208,14 +216,20 @@ class Tree:
         ordered = sorted(self.running(mutant), key=lambda nodeid: (self.seconds[nodeid], nodeid))
         upto = list(accumulate(self.seconds[nodeid] for nodeid in ordered))
         quick = bisect(upto, QUICK)
-        last = len(ordered) if self.whole else max(quick, bisect(upto, LONG))
+        last = max(quick, bisect(upto, self.most))
         survived = "survived", f"{last} of {len(ordered)} tests that run it" if ordered else "no test runs it"
-        at_import = not mutant.lines or mutant.operator == "default" or self.imported[mutant.file] & {*mutant.lines}
-        if not at_import:
-            module = {"path": str(self.root / mutant.file), "old": old, "new": new, "wall": WALL}
-            status, failed = self.ask(self.plan(ordered[:last], self.changed) | module)
-            if status != UNFIT:
-                return outcome(status, failed) or survived
+        in_function = bool(mutant.lines) and mutant.operator != "default"
+        module = {
+            "path": str(self.root / mutant.file),
+            "old": old,
+            "new": new,
+            "wall": WALL,
+            "in_function": in_function,
+        }
+        status, failed = self.ask(self.plan(ordered[:last], self.changed) | module)
+        # What has run at import has left what it made: a failure counts all the same, and else it is tried again.
+        if status != UNFIT and (status not in PASSED or not self.imported[mutant.file] & {*mutant.lines}):
+            return outcome(status, failed) or survived
         for part, files in ((ordered[:quick], self.changed), (ordered[quick:last], [])):
             if part or files:
                 paths = dict.fromkeys([*files, *(nodeid.partition("::")[0] for nodeid in part)])
@@ -231,8 +245,13 @@ class Tree:
         return {"tests": tests, "limits": limits, "files": files, "known": known}
 
     def running(self, mutant) -> set[str]:
-        """The tests that run what a mutant changes; of a constant of a module, what names it."""
+        """The tests that run what a mutant changes; of a constant of a module, what names it.
+
+        What runs at import has its effect elsewhere: then it is the tests that run anything of the module.
+        """
         places = {mutant.file: mutant.lines}
+        if self.imported[mutant.file] & {*mutant.lines}:
+            places = {mutant.file: self.lines[mutant.file]}
         if not mutant.lines:
             name = re.match(r"(\w+)(: \S+)? = ", mutant.old)
             word = re.compile(rf"\b{name.group(1)}\b") if name else re.compile("")
@@ -241,6 +260,10 @@ class Tree:
                 for file in self.lines
             }
         which = {self.lines[file][n] for file, lines in places.items() for n in lines if n in self.lines[file]}
+        if not which and mutant.lines:  # Python 3.11 leaves a line out now and then: those beside it stand in for it
+            noted = sorted(self.lines[mutant.file])
+            at = bisect(noted, mutant.line)
+            which = {self.lines[mutant.file][n] for n in noted[max(0, at - 1) : at + 1]}
         return {self.names[test] for each in which for test in self.sets[each]}
 
     def ask(self, plan: dict[str, object]) -> tuple[int, str]:
@@ -303,10 +326,9 @@ class Tree:
 
 def outcome(status: int, failed: str) -> tuple[str, str] | None:
     """What a run of tests tells of a mutant; nothing if all have passed."""
-    if status in {TIMEOUT, -signal.SIGKILL}:
+    if status in {TIMEOUT, -signal.SIGKILL, -signal.SIGALRM}:
         return "timeout", ""
-    # 5: none of them is there any more
-    return None if status in {0, 5} else ("killed", failed or "before any test")
+    return None if status in PASSED else ("killed", failed or "before any test")
 
 
 def table_of(root: Path, seconds: Path, data: Path) -> dict[str, object]:

@@ -7,6 +7,7 @@ a plan: the tests to run, in order, with their limits in seconds, and files of w
 those that are known.
 """
 
+import ast
 import contextlib
 import gc
 import json
@@ -28,6 +29,8 @@ UNFIT = 78
 """Exit status where the changed code does not fit into the functions that there are."""
 LIMIT = 20
 """Seconds of computing for a test that has no limit of its own."""
+WAITING = 40
+"""Seconds that a test may take above its limit; it waits for something then. The machine may be busy."""
 MEMORY = 4 * 2**30
 """Bytes; a loop without an end may fill memory."""
 
@@ -95,6 +98,10 @@ def serve(session):
                     bounded()
                     if not replace(functions[plan["path"]], plan["old"], plan["new"], plan["path"]):
                         os._exit(UNFIT)
+                    if not plan["in_function"] and not rebind(
+                        functions[plan["path"]], plan["old"], plan["new"], plan["path"]
+                    ):
+                        os._exit(UNFIT)
                     select(session.items, plan)
                     return
                 until = time.monotonic() + plan["wall"]
@@ -130,6 +137,39 @@ def replace(functions, old, new, path):
     return True
 
 
+def rebind(functions, old, new, path):
+    """Give a constant of a module, or the default of an argument, its new value; false where that cannot be done."""
+    (module,) = [each for each in sys.modules.values() if getattr(each, "__file__", None) == path]
+    names = vars(module)
+    for before, after in zip(ast.walk(ast.parse(old)), ast.walk(ast.parse(new)), strict=False):
+        both = isinstance(before, ast.FunctionDef) and isinstance(after, ast.FunctionDef)
+        if both and ast.dump(before.args) != ast.dump(after.args):
+            fitting = [each for each in functions if each.__name__ == before.name and _begins(each, before)]
+            for each in fitting:
+                each.__defaults__ = tuple(eval(ast.unparse(one), names) for one in after.args.defaults) or None
+                pairs = zip(after.args.kwonlyargs, after.args.kw_defaults, strict=True)
+                given = {arg.arg: eval(ast.unparse(one), names) for arg, one in pairs if one is not None}
+                each.__kwdefaults__ = given or None
+            return bool(fitting)
+    for before, after in zip(ast.parse(old).body, ast.parse(new).body, strict=True):
+        if ast.dump(before) != ast.dump(after):
+            target = getattr(before, "target", None) or getattr(before, "targets", [None])[0]
+            if not isinstance(target, ast.Name):
+                return False
+            was, fresh = names[target.id], eval(ast.unparse(after.value), names)
+            for each in list(sys.modules.values()):
+                if getattr(each, "__name__", "").startswith(module.__name__.partition(".")[0]):
+                    for name in [name for name, value in vars(each).items() if value is was and name == target.id]:
+                        setattr(each, name, fresh)
+            return True
+    return False
+
+
+def _begins(function, node):
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return function.__code__.co_firstlineno == first
+
+
 def codes(code):
     """All code in some code, by qualified name."""
     found, waiting = defaultdict(list), [code]
@@ -144,7 +184,9 @@ def codes(code):
 def pytest_runtest_protocol(item):
     begun = time.process_time()
     if not NOTE:
-        signal.setitimer(signal.ITIMER_VIRTUAL, PLAN["limits"].get(item.nodeid, LIMIT))
+        limit = PLAN["limits"].get(item.nodeid, LIMIT)
+        signal.setitimer(signal.ITIMER_VIRTUAL, limit)
+        signal.setitimer(signal.ITIMER_REAL, limit + WAITING)  # ends the process, which may hang in C
     else:
         import coverage
 
@@ -154,6 +196,7 @@ def pytest_runtest_protocol(item):
     finally:
         SECONDS[item.nodeid] = time.process_time() - begun
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def pytest_runtest_logreport(report):
