@@ -1,0 +1,294 @@
+"""What a seed makes, as digests: traces, traffic, streams, replays, vectors, bytes of the wire, reproductions.
+
+    python tests/corpus/seeded.py                 # prints the table
+    python tests/corpus/seeded.py replay          # of the rows whose names begin so
+    python tests/corpus/seeded.py --text NAME     # what stands behind a row: it is compared with that of another checkout
+    python tests/corpus/seeded.py --write         # replaces seeded.tsv
+
+A seed is written down in tests and in failures, and must make the same in the next release. A row that changes is a
+change that users see: where it is meant, the commit says why.
+"""
+
+# ruff: noqa: T201 - it is a program too
+
+import json
+import re
+import sys
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+sys.path += [str(TESTS / part) for part in ("interop", "wire", "faults")]
+
+import payloads  # noqa: E402 - the paths come first
+import replay_cases  # noqa: E402 - as above
+import verdicts  # noqa: E402 - as above
+
+from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, OutOfBlocks, RouterHarness, reproduce  # noqa: E402 - as above
+from pytest_kvmock.capture.vectors import write_vectors  # noqa: E402 - as above
+from pytest_kvmock.engine.args import MockEngineArgs  # noqa: E402 - as above
+from pytest_kvmock.fleet import EngineStalled, MockEngine, replay  # noqa: E402 - as above
+from pytest_kvmock.reduce import NotReduced  # noqa: E402 - as above
+from pytest_kvmock.scenarios.writing import scenario_text  # noqa: E402 - as above
+from pytest_kvmock.testing.drafts import play, random_traffic  # noqa: E402 - as above
+from pytest_kvmock.traces import TraceRequest, synthetic_trace  # noqa: E402 - as above
+from pytest_kvmock.wire import DIALECTS, decode, decode_metadata  # noqa: E402 - as above
+
+TABLE = HERE / "seeded.tsv"
+COLUMNS = "name", "digest"
+
+# ------------------------------------------------------------------------------------------------ traces, traffic
+
+TRACES = {
+    "defaults": {},
+    "small": {"block_size": 16, "groups": 3, "prefix_blocks": (0, 2), "turns": (2, 5), "interval_ms": 50},
+    "short": {"input_tokens": (1, 40), "output_tokens": (0, 3), "delay_ms": (0, 9), "block_size": 8},
+}
+TRAFFIC = {
+    "defaults": {},
+    "wide": {"workers": 3, "ranks": 2, "most_blocks": 3, "numbers": 5, "most_tokens": 4},
+    "bursts": {"workers": 2, "most_in_a_burst": 20, "steps": 120},
+}
+
+
+def trace(name, seed):
+    return "\n".join(map(str, synthetic_trace(400, seed=seed, **TRACES[name])))
+
+
+def traffic(name, seed):
+    return str(random_traffic(seed, **TRAFFIC[name]))
+
+
+# ----------------------------------------------------------------------------------------------- streams, replays
+
+
+def stream(backend, seed):
+    """The events of two workers with two ranks, and what their requests came to."""
+    profile = EngineProfile(4, 12, 2, 2, seed=seed, chunk=None if seed % 2 else 8)
+    kv = RouterHarness(profile, backend)
+    play(kv, random_traffic(seed, 80, workers=2, ranks=2))
+    lines = [entry.event.to_json() + f" {entry.event.token_ids} {entry.event.extra}" for entry in kv.events]
+    for key, worker in kv.workers.items():
+        manager = worker.manager
+        lines.append(f"{key} {sorted(manager.resident())} {manager.num_active_blocks} {manager.num_inactive_blocks}")
+    return "\n".join([*lines, *map(str, kv.events.problems)])
+
+
+SEMANTICS = ("1.2.1", "1.3.1")
+
+
+def replayed(kind, seed, semantics):
+    """The report of a random replay, or why it does not end."""
+    case = replay_cases.random_case(kind, seed)
+    how = case["replay"]
+    backend = "mocker_sglang" if case["scheduler"] == "sglang" else ("lineage", "lru", "multi_lru")[seed % 3]
+
+    def engines(fields, count):
+        if fields is None:
+            return []
+        args = MockEngineArgs(**fields, semantics=semantics)
+        return [MockEngine(args, backend=backend, seed=number) for number in range(how.get(count, 1))]
+
+    decode = engines(case.get("engine"), "num_workers") or engines(case.get("decode_engine"), "num_decode_workers")
+    prefill = engines(case.get("prefill_engine"), "num_prefill_workers")
+    try:
+        report = replay(
+            [request_of(row) for row in case["requests"]],
+            decode,
+            prefill,
+            concurrency=how.get("replay_concurrency"),
+            arrival_speedup=how.get("arrival_speedup_ratio", 1.0),
+            trace_block_size=how["trace_block_size"],
+        )
+    except (EngineStalled, OutOfBlocks, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    rows = [json.dumps(row, sort_keys=True) for row in report.per_request()]
+    metrics = [str(each.metrics) for each in (*prefill, *decode)]
+    return "\n".join([json.dumps(report.to_json(), sort_keys=True), *rows, *metrics])
+
+
+def hosted(seed):
+    """A replay of the kind "vllm" with a host below the device: its report, and its events."""
+    rng = Random(f"host {seed}")
+    case = replay_cases.random_case("vllm", seed)
+    host = {
+        "num_g2_blocks": rng.choice((4, 16, 64)),
+        "offload_batch_size": rng.choice((1, 2, 4)),
+        "kv_bytes_per_token": rng.choice((0, 1000, 250_000)),
+        "bandwidth_g1_to_g2_gbps": rng.choice((0.0, 1.0, 14.0)),
+        "bandwidth_g2_to_g1_gbps": rng.choice((0.5, 1.0)),
+        "performance_model": (10.0, 1.0),
+    }
+    engine = {name: value for name, value in case["engine"].items() if not name.endswith("speedup_ratio")}
+    sink = CapturingSink()
+    one = MockEngine(MockEngineArgs(**engine, **host), backend=("lineage", "lru", "multi_lru")[seed % 3], sink=sink)
+    try:
+        report = replay([request_of(row) for row in case["requests"]], [one], concurrency=1 + seed % 3)
+    except (EngineStalled, OutOfBlocks, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    rows = [json.dumps(row, sort_keys=True) for row in report.per_request()]
+    return "\n".join([json.dumps(report.to_json(), sort_keys=True), *rows, *map(repr, sink.router_events)])
+
+
+def longest_prefix_first(seed):
+    """A replay of many alike prompts under SGLang's policy that looks for them."""
+    rng = Random(f"lpm {seed}")
+    page = rng.choice((1, 4, 16, 32))
+    sglang = {"page_size": page, "schedule_policy": "lpm"}
+    args = MockEngineArgs(
+        engine_type="sglang",
+        block_size=page,
+        num_gpu_blocks=rng.choice((160, 320)) // page + 4,
+        max_num_seqs=rng.choice((1, 2, 3)),
+        sglang=sglang,
+        semantics=SEMANTICS[seed % 2],
+    )
+    engine = MockEngine(args, backend="mocker_sglang", seed=seed)
+    prompts = [[*range(100 * n, 100 * n + length)] for n, length in enumerate((24, 31, 32, 33, 40, 64))]
+    for _ in range(12):
+        prompt = rng.choice(prompts)[: rng.choice((31, 32, 33, 64))]
+        engine.submit([*prompt, *range(5000, 5000 + rng.randint(0, 9))], rng.randint(1, 4))
+    try:
+        engine.run()
+    except (EngineStalled, OutOfBlocks) as error:
+        return f"{type(error).__name__}: {error}"
+    return "\n".join(f"{each.admitted_ms} {each.cached_tokens} {each.status}" for each in engine.requests)
+
+
+def request_of(row):
+    lengths = row["input_length"], row["output_length"], tuple(row["hash_ids"])
+    return TraceRequest(row.get("timestamp"), *lengths, row.get("session_id"), row.get("delay"))
+
+
+# ----------------------------------------------------------------------------------------------------------- wire
+
+
+def wire(name):
+    """The bytes of a dialect, and what is read of them when they are damaged."""
+    rng = Random(name)
+    lines = []
+    for payload in payloads.payloads(name):
+        lines += [payload.hex(), repr(decode(payload, name))]
+        for number in range(160):
+            if number % 2 and DIALECTS[name].is_msgpack:
+                damaged = payloads.mutated_tree(rng, payload)
+            else:
+                damaged = payloads.mutated_bytes(rng, payload)
+            read = decode(damaged, name, worker_id=3, dp_rank=1, first_event_id=7)
+            lines += [damaged.hex(), read_text(read)]
+            if DIALECTS[name].is_msgpack and not number % 8:
+                lines.append(read_text(decode_metadata(damaged, name)))
+    return "\n".join(lines)
+
+
+def read_text(read):
+    return re.sub(" object at 0x[0-9a-f]+", "", "\n".join([repr(read), *map(str, read.problems)]))
+
+
+VECTORS = ("vllm-0.19", "vllm-0.33", "sglang-0.5.23", "dynamo-router-event")
+
+
+def vectors(dialect, seed):
+    """The files of a dialect; those about all name the version of the package, and are left out."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_vectors(directory, dialects=[dialect], seed=seed)
+        files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+        found = {path.relative_to(directory).as_posix(): path for path in files}
+        return "\n".join(
+            f"{name} {sha256(without_head(path)).hexdigest()}"
+            for name, path in found.items()
+            if name not in ("index.json", "README.md")
+        )
+
+
+def without_head(path):
+    """The bytes of a file; of a capture without its first line, which names the version."""
+    data = path.read_bytes()
+    return data.partition(b"\n")[2] if path.name == "capture.jsonl" else data
+
+
+# --------------------------------------------------------------------------------------------------- reproductions
+
+
+ODD = ("right/", "managers/StopsWhenNobodyListens")
+"""What has no bug, and a manager that follows the harness itself."""
+
+
+def reduced():
+    """The bugs that are cut down, each over a backend, to events or to requests."""
+    cases = [case for case in verdicts.cases() if "+" not in case.name and not case.name.startswith(ODD)]
+    for place, case in enumerate(cases):
+        backends = case.backends()
+        yield case, backends[place % len(backends)], ("events", "requests")[place // 2 % 2]
+
+
+def reduction(case, backend, level):
+    """The smallest reproduction of a known bug, and how many replays it took."""
+    kv, _ = verdicts.run(case, backend, 0)
+    try:
+        found = reproduce(kv, level=level, work=4_000)
+    except NotReduced as reason:
+        return f"not reduced: {reason}"
+    sizes = f"{found.cut_from} {found.replays} {found.complete} {found.breach}"
+    return "\n".join([sizes, found.as_test(), scenario_text(found, "reduced")])
+
+
+# ----------------------------------------------------------------------------------------------------------- table
+
+
+def rows():
+    """The names, and what makes the text of each."""
+    for name in TRACES:
+        for seed in range(2):
+            yield f"trace/{name}/{seed}", lambda name=name, seed=seed: trace(name, seed)
+    for name in TRAFFIC:
+        for seed in range(3):
+            yield f"traffic/{name}/{seed}", lambda name=name, seed=seed: traffic(name, seed)
+    for backend in BACKENDS:
+        for seed in range(4):
+            yield f"stream/{backend}/{seed}", lambda backend=backend, seed=seed: stream(backend, seed)
+    for kind in replay_cases.KINDS:
+        for seed in range(120):
+            name = f"replay/{kind}/{seed}"
+            yield name, lambda kind=kind, seed=seed: replayed(kind, seed, SEMANTICS[seed % 2])
+    for seed in range(40):
+        yield f"replay/host/{seed}", lambda seed=seed: hosted(seed)
+        yield f"replay/lpm/{seed}", lambda seed=seed: longest_prefix_first(seed)
+    for name in DIALECTS:
+        yield f"wire/{name}", lambda name=name: wire(name)
+    for dialect in VECTORS:
+        yield f"vectors/{dialect}", lambda dialect=dialect: vectors(dialect, 0)
+    for given in reduced():
+        case, backend, level = given
+        yield f"reduction/{case.name}/{backend}/{level}", lambda given=given: reduction(*given)
+
+
+def group_of(name):
+    """The rows that are compared in one test."""
+    kind, what = name.split("/")[:2]
+    return kind if kind in ("trace", "traffic") else f"{kind}/{what}"
+
+
+def lines(begin=""):
+    """The lines of the table, of the rows whose names begin so."""
+    return [f"{name}\t{digest(make())}" for name, make in rows() if name.startswith(begin)]
+
+
+def digest(text):
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def main(arguments):
+    if arguments == ["--write"]:
+        TABLE.write_text("\n".join(["\t".join(COLUMNS), *lines()]) + "\n", encoding="utf-8")
+    elif arguments[:1] == ["--text"]:
+        print(dict(rows())[arguments[1]]())
+    else:
+        print("\t".join(COLUMNS), *lines(*arguments), sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
