@@ -12,28 +12,36 @@ change that users see: where it is meant, the commit says why.
 # ruff: noqa: T201 - it is a program too
 
 import json
+import logging
 import re
 import sys
 import tempfile
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from random import Random
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
-sys.path += [str(TESTS / part) for part in ("interop", "wire", "faults")]
+sys.path += [str(TESTS / part) for part in ("interop", "wire", "faults", "testing")]
 
 import payloads  # noqa: E402 - the paths come first
 import replay_cases  # noqa: E402 - as above
 import verdicts  # noqa: E402 - as above
+from contract_runs import failure_of, names_of_tests  # noqa: E402 - as above
+from mutants_indexes import INDEXES  # noqa: E402 - as above
+from mutants_managers import MANAGERS  # noqa: E402 - as above
+from mutants_policies import POLICIES  # noqa: E402 - as above
+from mutants_workers import WORKERS  # noqa: E402 - as above
 
-from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, OutOfBlocks, RouterHarness, reproduce  # noqa: E402 - as above
+from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, OutOfBlocks, RouterHarness, create_manager, reproduce  # noqa: E402 - as above
 from pytest_kvmock.capture.vectors import write_vectors  # noqa: E402 - as above
 from pytest_kvmock.engine.args import MockEngineArgs  # noqa: E402 - as above
 from pytest_kvmock.fleet import EngineStalled, MockEngine, replay  # noqa: E402 - as above
 from pytest_kvmock.reduce import NotReduced  # noqa: E402 - as above
 from pytest_kvmock.scenarios.writing import scenario_text  # noqa: E402 - as above
 from pytest_kvmock.testing.drafts import play, random_traffic  # noqa: E402 - as above
+from pytest_kvmock.testing.manager_checks import MoveTraffic  # noqa: E402 - as above
 from pytest_kvmock.traces import TraceRequest, synthetic_trace  # noqa: E402 - as above
 from pytest_kvmock.wire import DIALECTS, decode, decode_metadata  # noqa: E402 - as above
 
@@ -75,6 +83,42 @@ def stream(backend, seed):
         manager = worker.manager
         lines.append(f"{key} {sorted(manager.resident())} {manager.num_active_blocks} {manager.num_inactive_blocks}")
     return "\n".join([*lines, *map(str, kv.events.problems)])
+
+
+def engines(backend, seed):
+    """The events of two engines of a harness that share a clock's time, and what their requests came to."""
+    rng = Random(f"engines {seed}")
+    fields = {"max_num_seqs": rng.choice((1, 2, 8)), "max_num_batched_tokens": rng.choice((5, 16, 64))}
+    kv = RouterHarness(EngineProfile(4, rng.choice((8, 12, 30)), 2, seed=seed), backend, engine=fields)
+    prompts = [kv.prompt(rng.randint(1, 3), tail=rng.randint(0, 3)) for _ in range(3)]
+    requests = []
+    for number in range(16):
+        engine = kv.engine(number % 2)
+        with suppress(OutOfBlocks, ValueError):
+            requests.append(engine.submit(rng.choice(prompts), rng.randint(1, 6), 7.0 * number))
+        if not number % 5:
+            engine.step()
+        if number == 11:
+            requests[rng.randrange(len(requests))].abort()
+    for worker in range(2):
+        with suppress(EngineStalled):
+            kv.engine(worker).run()
+    lines = [entry.event.to_json() + f" {entry.event.token_ids}" for entry in kv.events]
+    lines += [f"{each.status} {each.generated_tokens} {each.cached_tokens} {each.preemptions}" for each in requests]
+    lines += [str(kv.engine(worker).metrics) + f" {kv.engine(worker).now_ms}" for worker in range(2)]
+    return "\n".join([*lines, *map(str, kv.events.problems)])
+
+
+def moves(backend, seed):
+    """What the traffic of moves in a contract publishes."""
+    sink = CapturingSink()
+    manager = create_manager(backend, num_blocks=8, block_size=4, sink=sink)
+    traffic = MoveTraffic(manager, seed, fitting=False)
+    held = []
+    for _ in range(80):
+        traffic.step()
+        held.append(str(sorted(traffic.references.items(), key=str)))
+    return "\n".join([*map(repr, sink.events), *held])
 
 
 SEMANTICS = ("1.2.1", "1.3.1")
@@ -236,6 +280,25 @@ def reduction(case, backend, level):
     return "\n".join([sizes, found.as_test(), scenario_text(found, "reduced")])
 
 
+# ------------------------------------------------------------------------------------------------------- contracts
+
+TOO_LONG = ("test_it_follows_live_traffic", "test_ten_thousand_events_may_come_before_a_flush")
+"""They take a tenth of a second each, and have tests of their own."""
+
+
+def contract(subject):
+    """What each test of a contract says of a broken subject."""
+    lines = []
+    for name in names_of_tests(subject):
+        if name not in TOO_LONG:
+            try:
+                said = failure_of(subject, name)
+            except Exception as error:  # noqa: BLE001 - of a broken subject
+                said = f"raised {type(error).__name__}"
+            lines.append(f"{name}: {said}")
+    return re.sub("0x[0-9a-f]{12}\\b", "0x...", "\n".join(lines))
+
+
 # ----------------------------------------------------------------------------------------------------------- table
 
 
@@ -250,6 +313,15 @@ def rows():
     for backend in BACKENDS:
         for seed in range(4):
             yield f"stream/{backend}/{seed}", lambda backend=backend, seed=seed: stream(backend, seed)
+        for seed in range(6):
+            yield f"engines/{backend}/{seed}", lambda backend=backend, seed=seed: engines(backend, seed)
+    for backend in ("lineage", "lru", "multi_lru", "hash_cache"):
+        for seed in range(5):
+            yield f"moves/{backend}/{seed}", lambda backend=backend, seed=seed: moves(backend, seed)
+    for mutants in (POLICIES, MANAGERS, WORKERS, INDEXES):
+        for subject, *_ in mutants.cases:
+            name = f"contract/{mutants.contract.__name__}/{subject.__name__}"
+            yield name, lambda subject=subject: contract(subject)
     for kind in replay_cases.KINDS:
         for seed in range(120):
             name = f"replay/{kind}/{seed}"
@@ -282,6 +354,7 @@ def digest(text):
 
 
 def main(arguments):
+    logging.disable()
     if arguments == ["--write"]:
         TABLE.write_text("\n".join(["\t".join(COLUMNS), *lines()]) + "\n", encoding="utf-8")
     elif arguments[:1] == ["--text"]:

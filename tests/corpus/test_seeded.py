@@ -34,7 +34,7 @@ def test_there_is_a_digest_for_each_row(committed):
     assert [name for name, _ in seeded.rows()] == list(committed)
 
 
-@pytest.mark.parametrize("begin", ["stream/", "wire/", "vectors/", "reduction/index/"])
+@pytest.mark.parametrize("begin", ["stream/", "engines/", "contract/", "wire/", "vectors/", "reduction/index/"])
 def test_the_text_is_the_same_under_any_hash_seed(begin):
     texts = {
         subprocess.run(
