@@ -295,8 +295,10 @@ def contract(subject):
                 said = failure_of(subject, name)
             except Exception as error:  # noqa: BLE001 - of a broken subject
                 said = f"raised {type(error).__name__}"
+            # pytest indents the messages of asserts, and adds values to them.
+            said = re.sub(r"\n\s*", "\n", re.split(r"(?:^|: |\n)assert ", str(said))[0])
             lines.append(f"{name}: {said}")
-    return re.sub("0x[0-9a-f]{12}\\b", "0x...", "\n".join(lines))
+    return re.sub(r"0x[0-9a-f]{12}\b", "0x...", "\n".join(lines))
 
 
 # ----------------------------------------------------------------------------------------------------------- table
