@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from uuid import UUID
+
 import pytest
 
 from pytest_kvmock import (
@@ -14,7 +16,8 @@ from pytest_kvmock import (
     create_manager,
 )
 from pytest_kvmock.backends import backend_spec, known_backends, registered
-from pytest_kvmock.moves import MoveError
+from pytest_kvmock.moves import MoveError, Promote
+from pytest_kvmock.plh import lineage_hash
 
 
 @pytest.fixture(autouse=True)
@@ -223,6 +226,32 @@ def test_fields_of_a_profile_may_be_the_least_there_is():
     least = {"block_size": 1, "num_blocks": 1, "workers": 0, "dp_size": 1, "chunk": 1}
     profile = EngineProfile(**least)
     assert least == {name: getattr(profile, name) for name in least}
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("lineage", "lru", "multi_lru")])
+def test_a_manager_made_by_its_class_has_the_sizes_of_one_made_by_name(name):
+    made = create_manager(name, num_blocks=4)
+    own = type(made)(num_blocks=4)
+    assert (made.block_size, made.dp_rank, made.max_capacity) == (own.block_size, own.dp_rank, own.max_capacity)
+
+
+def test_a_manager_of_vllm_is_cleared_while_nothing_is_in_use():
+    worker = RouterHarness(EngineProfile(block_size=4, num_blocks=8), "vllm").worker(0)
+    request = worker.prefill(range(9))
+    assert (False, 2) == (worker.manager.clear(), len(list(worker.manager.resident())))
+    request.finish()
+    assert (True, 0) == (worker.manager.clear(), len(list(worker.manager.resident())))
+
+
+def test_a_promoted_block_has_the_local_hash_0_where_none_is_given():
+    sink = CapturingSink()
+    manager = create_manager("lineage", num_blocks=4, sink=sink)
+    name = UUID(int=7)
+    manager.use([name])
+    manager.process(Promote(name, 5, plh=lineage_hash(5, None, 0)))
+    assert [(5,), (0,), None] == [
+        getattr(sink.events[-1].data, field) for field in ("block_hashes", "tokens_hashes", "parent_hash")
+    ]
 
 
 class Removal:

@@ -23,8 +23,9 @@ from random import Random
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
-sys.path += [str(TESTS / part) for part in ("interop", "wire", "faults", "testing")]
+sys.path += [str(TESTS / part) for part in ("interop", "wire", "faults", "testing", "reduce")]
 
+import faulty_worlds as of_reduce  # noqa: E402 - as above
 import payloads  # noqa: E402 - the paths come first
 import replay_cases  # noqa: E402 - as above
 import verdicts  # noqa: E402 - as above
@@ -34,7 +35,16 @@ from mutants_managers import MANAGERS  # noqa: E402 - as above
 from mutants_policies import POLICIES  # noqa: E402 - as above
 from mutants_workers import WORKERS  # noqa: E402 - as above
 
-from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, OutOfBlocks, RouterHarness, create_manager, reproduce  # noqa: E402 - as above
+from pytest_kvmock import (  # noqa: E402 - as above
+    BACKENDS,
+    CapturingSink,
+    EngineProfile,
+    OutOfBlocks,
+    RouterHarness,
+    Stored,
+    create_manager,
+    reproduce,
+)
 from pytest_kvmock.capture.vectors import write_vectors  # noqa: E402 - as above
 from pytest_kvmock.engine.args import MockEngineArgs  # noqa: E402 - as above
 from pytest_kvmock.fleet import EngineStalled, MockEngine, replay  # noqa: E402 - as above
@@ -128,7 +138,8 @@ def replayed(kind, seed, semantics):
     """The report of a random replay, or why it does not end."""
     case = replay_cases.random_case(kind, seed)
     how = case["replay"]
-    backend = "mocker_sglang" if case["scheduler"] == "sglang" else ("lineage", "lru", "multi_lru")[seed % 3]
+    of_vllm = ("lineage", "lru", "multi_lru", "hash_cache", "vllm")
+    backend = ("mocker_sglang", "sglang")[seed % 2] if case["scheduler"] == "sglang" else of_vllm[seed % 5]
 
     def engines(fields, count):
         if fields is None:
@@ -182,6 +193,8 @@ def longest_prefix_first(seed):
     rng = Random(f"lpm {seed}")
     page = rng.choice((1, 4, 16, 32))
     sglang = {"page_size": page, "schedule_policy": "lpm"}
+    if seed % 3:
+        sglang["chunked_prefill_size"] = 32 * rng.choice((1, 2))
     args = MockEngineArgs(
         engine_type="sglang",
         block_size=page,
@@ -190,7 +203,7 @@ def longest_prefix_first(seed):
         sglang=sglang,
         semantics=SEMANTICS[seed % 2],
     )
-    engine = MockEngine(args, backend="mocker_sglang", seed=seed)
+    engine = MockEngine(args, backend=("mocker_sglang", "sglang")[seed // 2 % 2], seed=seed)
     prompts = [[*range(100 * n, 100 * n + length)] for n, length in enumerate((24, 31, 32, 33, 40, 64))]
     for _ in range(12):
         prompt = rng.choice(prompts)[: rng.choice((31, 32, 33, 64))]
@@ -271,7 +284,26 @@ def reduced():
 
 def reduction(case, backend, level):
     """The smallest reproduction of a known bug, and how many replays it took."""
-    kv, _ = verdicts.run(case, backend, 0)
+    return reduced_text(verdicts.run(case, backend, 0)[0], level)
+
+
+LATE = {"overflows": of_reduce.Overflows, "forgets": of_reduce.ForgetsOldest, "long": of_reduce.ForgetsLongRemoved}
+
+
+def late(name, sync, level):
+    """Likewise of an index that is compared later than after each event, over workers of several backends."""
+    kv = RouterHarness(EngineProfile(4, 10, 2), "lineage", LATE[name](), sync=sync)
+    kv.worker(5, 0, "multi_lru")
+    rng = Random(f"{name} {sync}")
+    for _ in range(40):
+        kv.worker(rng.choice((0, 1, 5)), 0).serve([*range(100 * rng.randrange(9), 900)][: rng.randint(4, 20)])
+    if name == "long":
+        kv.make_sink(num_blocks=2)(Stored(None, (1, 2, 3), (1, 2, 3)))
+    kv.judge()
+    return reduced_text(kv, level)
+
+
+def reduced_text(kv, level):
     try:
         found = reproduce(kv, level=level, work=4_000)
     except NotReduced as reason:
@@ -335,6 +367,11 @@ def rows():
         yield f"wire/{name}", lambda name=name: wire(name)
     for dialect in VECTORS:
         yield f"vectors/{dialect}", lambda dialect=dialect: vectors(dialect, 0)
+    for name in LATE:
+        for sync in ("every", "auto", "burst", "end"):
+            for level in ("events", "requests"):
+                given = name, sync, level
+                yield f"reduction/late/{name}/{sync}/{level}", lambda given=given: late(*given)
     for given in reduced():
         case, backend, level = given
         yield f"reduction/{case.name}/{backend}/{level}", lambda given=given: reduction(*given)

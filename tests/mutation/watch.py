@@ -29,7 +29,7 @@ UNFIT = 78
 """Exit status where the changed code does not fit into the functions that there are."""
 LIMIT = 20
 """Seconds of computing for a test that has no limit of its own."""
-WAITING = 40
+WAITING = 120
 """Seconds that a test may take above its limit; it waits for something then. The machine may be busy."""
 MEMORY = 4 * 2**30
 """Bytes; a loop without an end may fill memory."""

@@ -331,6 +331,15 @@ def test_two_numbers_are_written_as_they_are_and_three_as_a_range():
     assert ["[1, 2, 7..9, 20]", "4..6", "[4, 5]"] == re.findall(r"tokens: (\[.*?\]|[^}]*)", text)
 
 
+def test_workers_of_other_backends_are_written():
+    breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
+    workers = (((5, 0), "lineage"), ((6, 1), None))
+    text = scenario_text(Reproduction(breach, "requests", "lru", EngineProfile(), (Serve((1,)),), workers), "w")
+    assert "- worker: {id: 5, backend: lineage}\n" in text
+    assert "- worker:\n" in text or "- worker: {id: [6, 1]}\n" in text
+    assert 1 == text.count("backend: ")
+
+
 def test_a_warning_is_written_as_a_problem_that_must_not_come(tmp_path):
     breach = Breach("leaked_requests", is_error=False, worker=(0, 0), block=None, story="")
     path = tmp_path / "saved.kv.yaml"
