@@ -84,3 +84,12 @@ def test_a_recorder_s_file_is_replaced_and_closed(tmp_path):
     assert RouterEvent(1, CLEARED).to_json() + "\n" == path.read_text()
     with pytest.raises(ValueError, match="closed file"):
         recorder.publish(CLEARED)
+
+
+def test_what_travels_beside_an_event_reaches_each_sink_that_takes_it():
+    first, second = CapturingSink(), CapturingSink()
+    FanOutSink(first, second).publish(STORED, StorageTier.DEVICE, ((1,), (2,)), {"lora_name": "sql"})
+    FanOutSink(first, second).publish(REMOVED)
+    for sink in (first, second):
+        assert [{"lora_name": "sql"}, None] == [event.extra for event in sink.router_events]
+        assert [((1,), (2,)), None] == [event.token_ids for event in sink.router_events]

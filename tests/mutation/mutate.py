@@ -229,7 +229,11 @@ class Tree:
         status, failed = self.ask(self.plan(ordered[:last], self.changed) | module)
         # What has run at import has left what it made: a failure counts all the same, and else it is tried again.
         if status != UNFIT and (status not in PASSED or not self.imported[mutant.file] & {*mutant.lines}):
-            return outcome(status, failed) or survived
+            found = outcome(status, failed)
+            if found is None or in_function:
+                return found or survived
+            # A new value that not everybody got who had the old one may fail by that: the test that failed goes first.
+            ordered.sort(key=lambda nodeid: nodeid != failed)
         for part, files in ((ordered[:quick], self.changed), (ordered[quick:last], [])):
             if part or files:
                 paths = dict.fromkeys([*files, *(nodeid.partition("::")[0] for nodeid in part)])
