@@ -45,6 +45,7 @@ from pytest_kvmock import (  # noqa: E402 - as above
     create_manager,
     reproduce,
 )
+from pytest_kvmock.backends import registered  # noqa: E402 - as above
 from pytest_kvmock.capture.vectors import write_vectors  # noqa: E402 - as above
 from pytest_kvmock.engine.args import MockEngineArgs  # noqa: E402 - as above
 from pytest_kvmock.fleet import EngineStalled, MockEngine, replay  # noqa: E402 - as above
@@ -303,6 +304,24 @@ def late(name, sync, level):
     return reduced_text(kv, level)
 
 
+def driven(name, by):
+    """Likewise of a faulty engine whose workers were driven in virtual time."""
+    with registered({name: of_reduce.FAULTY[name]}):
+        kv = RouterHarness(EngineProfile(4, 24, 2), name, engine={"max_num_seqs": 3})
+        rng = Random(f"{name} {by}")
+        shared = [kv.prompt(3) for _ in range(6)]
+        for number in range(30):
+            prompt = kv.prompt(rng.randrange(1, 5), after=rng.choice(shared))
+            arrival = 30.0 * number if by == "arrival" else None
+            kv.engine(rng.randrange(2)).submit(prompt, rng.choice([1, 2, 6, 9]), arrival)
+            if by == "step":
+                kv.engine(rng.randrange(2)).step()
+        for worker in (0, 1):
+            kv.engine(worker).run()
+        kv.judge()
+        return reduced_text(kv, "requests")
+
+
 def reduced_text(kv, level):
     try:
         found = reproduce(kv, level=level, work=4_000)
@@ -372,6 +391,9 @@ def rows():
             for level in ("events", "requests"):
                 given = name, sync, level
                 yield f"reduction/late/{name}/{sync}/{level}", lambda given=given: late(*given)
+    for place, name in enumerate(of_reduce.FAULTY):
+        by = ("run", "step", "arrival")[place % 3]
+        yield f"reduction/driven/{name}/{by}", lambda name=name, by=by: driven(name, by)
     for given in reduced():
         case, backend, level = given
         yield f"reduction/{case.name}/{backend}/{level}", lambda given=given: reduction(*given)
