@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from uuid import UUID
+
 import pytest
 
-from pytest_kvmock import BACKENDS, BackendSpec, CapturingSink, EvictionPolicy, RouterHarness, create_manager
+from pytest_kvmock import (
+    BACKENDS,
+    BackendSpec,
+    CapturingSink,
+    EngineProfile,
+    EvictionPolicy,
+    RouterHarness,
+    create_manager,
+)
 from pytest_kvmock.backends import backend_spec, known_backends, registered
+from pytest_kvmock.moves import MoveError, Promote
+from pytest_kvmock.plh import lineage_hash
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +190,7 @@ WRONG = [
     ({"name": "all"}, "is not one of all, no-backend; got 'all'"),
     ({"make": None}, "backend 'mine': make must be callable, got None"),
     ({"residency": "both"}, "backend 'mine': residency must be 'unique' or 'counted', got 'both'"),
+    ({"scheduler": "trt"}, "backend 'mine': scheduler must be 'vllm' or 'sglang', got 'trt'"),
     ({"models": None}, "backend 'mine': models must be a string, got None"),
     ({"prefix_closed": "no"}, "backend 'mine': prefix_closed must be True or False, got 'no'"),
     ({"in_matrix": 1}, "backend 'mine': in_matrix must be True or False, got 1"),
@@ -190,6 +203,74 @@ WRONG = [
 def test_a_wrong_spec_is_refused(field, message):
     with pytest.raises(ValueError, match=message):
         BackendSpec(**{"name": "mine", "models": "nobody", "make": MINE.make, **field})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunk": 0}, "chunk must be an integer of at least 1 tokens, or None, got 0"),
+        ({"prefix_caching": 1}, "prefix_caching must be True or False, got 1"),
+        ({"seed": "x"}, "seed must be an integer, got 'x'"),
+        ({"workers": -1}, "workers must be an integer of at least 0, got -1"),
+        ({"dp_size": 0}, "dp_size must be an integer of at least 1, got 0"),
+        ({"num_block": 3}, "unknown profile field 'num_block'; did you mean 'num_blocks'? known: block_size, "),
+    ],
+)
+def test_a_wrong_field_of_a_profile_is_refused(fields, message):
+    with pytest.raises(ValueError) as raised:
+        EngineProfile().replace(**fields)
+    assert str(raised.value).startswith(message)
+
+
+def test_fields_of_a_profile_may_be_the_least_there_is():
+    least = {"block_size": 1, "num_blocks": 1, "workers": 0, "dp_size": 1, "chunk": 1}
+    profile = EngineProfile(**least)
+    assert least == {name: getattr(profile, name) for name in least}
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("lineage", "lru", "multi_lru")])
+def test_a_manager_made_by_its_class_has_the_sizes_of_one_made_by_name(name):
+    made = create_manager(name, num_blocks=4)
+    own = type(made)(num_blocks=4)
+    assert (made.block_size, made.dp_rank, made.max_capacity) == (own.block_size, own.dp_rank, own.max_capacity)
+
+
+def test_a_manager_of_vllm_is_cleared_while_nothing_is_in_use():
+    worker = RouterHarness(EngineProfile(block_size=4, num_blocks=8), "vllm").worker(0)
+    request = worker.prefill(range(9))
+    assert (False, 2) == (worker.manager.clear(), len(list(worker.manager.resident())))
+    request.finish()
+    assert (True, 0) == (worker.manager.clear(), len(list(worker.manager.resident())))
+
+
+def test_a_promoted_block_has_the_local_hash_0_where_none_is_given():
+    sink = CapturingSink()
+    manager = create_manager("lineage", num_blocks=4, sink=sink)
+    name = UUID(int=7)
+    manager.use([name])
+    manager.process(Promote(name, 5, plh=lineage_hash(5, None, 0)))
+    assert [(5,), (0,), None] == [
+        getattr(sink.events[-1].data, field) for field in ("block_hashes", "tokens_hashes", "parent_hash")
+    ]
+
+
+class Removal:
+    """No move that there is."""
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "mocker_sglang"])
+def test_a_manager_of_requests_refuses_every_move(name):
+    manager = create_manager(name, num_blocks=4)
+    moves = {
+        "Use": lambda: manager.use([1]),
+        "Deref": lambda: manager.deref([1]),
+        "Promote": lambda: manager.promote(1, 2),
+        "Removal": lambda: manager.process(Removal()),
+        "prefill_cost of a sequence": lambda: manager.prefill_cost(object()),
+    }
+    for what, move in moves.items():
+        with pytest.raises(MoveError, match=rf"^{what}: a '{name}' manager takes no moves, it thinks in requests \("):
+            move()
 
 
 def test_a_policy_that_cannot_be_made_is_refused():

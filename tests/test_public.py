@@ -74,3 +74,12 @@ def test_a_module_of_public_names_has_what_it_lists(name):
     module = importlib.import_module(f"pytest_kvmock.{name}")
     values = [getattr(module, name) for name in module.__all__]
     assert [] == [each for each in values if inspect.isclass(each) and not inspect.getdoc(each)]
+
+
+def test_the_contracts_are_listed_and_nothing_else_is_there():
+    from pytest_kvmock import testing
+
+    assert sorted(testing.__all__) == sorted(dir(testing))
+    assert all(getattr(testing, name) for name in testing.__all__)
+    with pytest.raises(AttributeError, match=r"^module 'pytest_kvmock.testing' has no attribute 'IndexContracts'$"):
+        testing.IndexContracts  # noqa: B018 - it raises

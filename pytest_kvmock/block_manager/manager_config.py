@@ -202,7 +202,7 @@ class KvBlockManagerConfig:
             if layout.storage is not None and len(layout.storage) != 1:
                 raise LayoutError(f"{where}: a fully contiguous layout takes one region, got {len(layout.storage)}")
             if layout.storage_types != {expected}:
-                got = ", ".join(sorted(layout.storage_types))
+                got = ", ".join(layout.storage_types)  # one, as there is one region
                 raise ValueError(f"{where}: its memory must be of type {expected}, got {got}")
             needed = layout.num_blocks * self.model.block_bytes
             if layout.storage is not None and layout.storage[0].size < needed:

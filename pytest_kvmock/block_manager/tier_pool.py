@@ -445,5 +445,6 @@ class TierPool:
                 tuple([each.sequence_hash for each in chain]),
                 tuple([each.block_hash for each in chain]),
             )
-            tokens = [each.tokens for each in chain]
-            self._publisher.publish(data, tokens if all(tokens) else None, self.block_set.tier)
+            # Copies have none, and are registered by themselves.
+            tokens = [each.tokens for each in chain] if chain[0].tokens else None
+            self._publisher.publish(data, tokens, self.block_set.tier)

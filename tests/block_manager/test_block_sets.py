@@ -210,6 +210,13 @@ def test_a_set_made_by_hand_is_checked(change, message):
     assert message == str(raised.value)
 
 
+@pytest.mark.parametrize(("name", "least"), [("num_blocks", 1), ("num_layers", 1), ("page_size", 1), ("device_id", 0)])
+def test_a_layout_made_by_hand_is_checked(name, least):
+    replace(DEVICE, **{name: least})
+    with pytest.raises(ValueError, match=f"^BlockSetLayout.{name} must be an integer of at least {least}, got -1$"):
+        replace(DEVICE, **{name: -1})
+
+
 # ------------------------------------------------------------------------------------------------------ import
 
 

@@ -361,6 +361,8 @@ def test_a_registered_handle_is_used_no_more():
     with pytest.raises(BlockClosed):
         held.close()
     with pytest.raises(BlockClosed):
+        held[0].close()
+    with pytest.raises(BlockClosed):
         held[0].clone()
     assert 1 == pool.flush()
 

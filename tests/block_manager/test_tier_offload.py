@@ -166,6 +166,9 @@ def test_copies_are_published_a_tier_each():
     assert Removed((ROOTS[0].sequence_hash,)) == sink.events[3].data
     assert [0, 1, 2, 3, 4] == [event.event_id for event in sink.events]
     assert sink.router_events[1].token_ids is None  # a registered block keeps no tokens
+    assert [(content.block_hash,) for content in (ROOTS[0], ROOTS[0], ROOTS[1])] == [
+        sink.events[place].data.tokens_hashes for place in (0, 1, 2)
+    ]
 
 
 def test_the_stream_of_both_tiers_is_judged_clean():

@@ -394,3 +394,20 @@ def test_it_loads_no_pytest(broken):
     code = f"import sys; from pytest_kvmock.__main__ import main; main(['check', {str(broken)!r}]); print('pytest' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "False" == done.stdout.splitlines()[-1]
+
+
+def test_an_interrupted_command_says_so_and_exits_as_a_shell_expects(clean, monkeypatch, capsys):
+    def interrupted(*given, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_dialects", interrupted)
+    assert 130 == main(["dialects"])
+    assert "dialects: interrupted\n" == capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    program = "import sys; from pytest_kvmock.__main__ import main; sys.stdout.reconfigure(line_buffering=True); raise SystemExit(main(['dialects']))"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert (0, b"") == (process.wait(60), errors)

@@ -254,6 +254,18 @@ def test_a_bad_field_of_a_request_is_refused_before_anything_happens(bad, messag
     assert [] == one.requests
 
 
+def test_a_turn_is_not_before_the_last_one_of_its_session():
+    trace = [request(at, [1], session_id="a") for at in (0.0, 5.0, 4.0)]
+    with pytest.raises(ValueError, match=r"requests\[2\]: timestamp must be at least 5.0, .* in session 'a', got 4.0"):
+        replay(trace, [engine()])
+
+
+def test_a_session_may_begin_without_a_timestamp():
+    turns = [request(None, [1], session_id="a"), request(None, [1, 2], session_id="a", delay=30.0)]
+    first, second = replay(turns, [engine()], concurrency=1).requests
+    assert second.arrival_ms >= first.arrival_ms + 30.0
+
+
 def test_a_prompt_without_tokens_is_refused():
     with pytest.raises(
         ValueError, match=r"requests\[0\]: a prompt of 4 tokens has 0 hash ids, where trace_block_size of 4 makes 1"

@@ -1,12 +1,13 @@
-"""One-line mutants of the verdict: does a test fail for each? Each is tried in a copy of the tree.
+"""One-line mutants of the package: does a test fail for each? Each is tried in a copy of the tree.
 
     pip install -e '.[test,mutation]'
     python tests/mutation/mutate.py --seed 1 --count 100
 
-The seed draws the mutants from all that `operators.py` makes of `PACKAGES`. First it is noted which test runs which
+The seed draws the mutants from all that `operators.py` makes of the package. First it is noted which test runs which
 lines; that takes minutes, and is kept for later runs as long as the package stays as it is. Then each mutant gets the
-tests that run its line, quick ones first, until one fails. A survivor wants a test; one that no test can tell from the
-code as it is wants a reason in `equivalent.toml`.
+tests that run its line, quick ones first, until one fails: in a fork of one process that has collected all tests, where
+the functions get the mutant's code, or in a process of its own where what is changed runs at import. A survivor wants a
+test; one that no test can tell from the code as it is wants a reason in `equivalent.toml`.
 
 Exit status: 0 without a survivor, 1 with one, 2 if the tests cannot be run.
 """
@@ -19,6 +20,7 @@ import py_compile
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,31 +28,36 @@ import time
 import tomllib
 from bisect import bisect
 from collections import Counter, defaultdict
-from itertools import accumulate
+from difflib import SequenceMatcher
+from itertools import accumulate, count
+from math import inf
 from pathlib import Path
 from random import Random
+from typing import IO
 
 from operators import mutants
-from watch import TIMEOUT
+from watch import TIMEOUT, UNFIT
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
-PACKAGES = ("pytest_kvmock/hygiene", "pytest_kvmock/harness", "pytest_kvmock/faults", "pytest_kvmock/programs")
-TESTS = ("tests/hygiene", "tests/harness", "tests/faults", "tests/reduce", "tests/scenarios", "tests/plugin")
-TESTS += ("tests/testing", "tests/programs", "tests/router", "tests/engine", "examples")
+PACKAGE = "pytest_kvmock"
+TESTS = ("tests", "examples")
+LEFT_OUT = ("tests/interop", "tests/mutation", "tests/wire/test_soak.py", "tests/test_structure.py")
+"""They need other programs, or minutes, or read the code and do not run it."""
 COMMAND = ("-q", "-p", "watch", "-p", "no:cacheprovider", "--tb=line", "--no-header")
+COMMAND += tuple(f"--ignore={path}" for path in LEFT_OUT)
 ENVIRONMENT = {"CI": "1", "PYTHONHASHSEED": "0"}  # with CI set, Hypothesis tries the same examples each time
 
 QUICK = 3.0
 """Seconds of computing, without a mutant, of the tests that are run first: those that need least."""
 LONG = 30.0
-"""Of all tests that are run, unless all that run the line are asked for (`--whole`); the rest are long ones."""
+"""Of all tests that are run, unless more or all are asked for (`--seconds`, `--whole`); the rest are long ones."""
 TIMES_SLOWER = 20
 LEAST_LIMIT = 10.0
 """A test that computes that many times longer than without a mutant, and these seconds, has timed out."""
-FIRST = ("tests/hygiene", "tests/harness", "tests/faults")
-"""Their tests go before others that take as long: they are about nothing else."""
+PASSED = {0, 5}
+"""Exit status of runs without a failure; 5: none of the tests is there any more."""
 WALL = 1800
 """Seconds after which a run is ended that waits for something."""
 
@@ -60,14 +67,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="draws the mutants (default: 1)")
     parser.add_argument("--count", type=int, default=100, help="how many to draw (default: 100)")
     parser.add_argument("--pick", default="", help="try only these of them, by their numbers: 3,17")
-    parser.add_argument("--only", default="", help="draw from those whose file, or file:line, ends like this")
+    parser.add_argument(
+        "--only", default="", help="draw from those whose room is this, or whose file, or file:line, ends like this"
+    )
     parser.add_argument("--whole", action="store_true", help="run the long tests too before a mutant has survived")
+    parser.add_argument("--near", action="store_true", help="after a change of the package: go by the last note of it")
+    parser.add_argument("--seconds", type=float, default=LONG, help="of tests for each mutant (default: %(default)g)")
     parser.add_argument("--list", action="store_true", help="print the mutants, try none")
     options = parser.parse_args()
 
     every = [m for path in modules() for m in mutants(path.relative_to(ROOT).as_posix(), path.read_text())]
     known = {(e["file"], e["operator"], e["old"], e["new"]): e["reason"] for e in equivalents()}
     pool = [m for m in every if f"{m.file}:{m.line}".endswith(options.only) or m.file.endswith(options.only)]
+    pool = pool or [m for m in every if f"/{options.only}/" in m.file]
     drawn = Random(options.seed).sample(pool, min(options.count, len(pool)))
     picked = {int(number) for number in options.pick.split(",") if number} or set(range(1, len(drawn) + 1))
     for file, operator, _, new in known.keys() - {(m.file, m.operator, m.old, m.new) for m in every}:
@@ -76,28 +88,34 @@ def main() -> int:
 
     counts, begun = Counter(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvmock-mutants-") as directory:
-        tree = None if options.list else Tree(Path(directory) / "tree", whole=options.whole)
+        tree = (
+            None
+            if options.list
+            else Tree(Path(directory) / "tree", seconds=inf if options.whole else options.seconds, near=options.near)
+        )
         for number, mutant in enumerate(drawn, 1):
             if number not in picked:
                 continue
             since = time.monotonic()
             key = mutant.file, mutant.operator, mutant.old, mutant.new
             if key in known:
-                outcome, why = "equivalent", known[key]
+                became, why = "equivalent", known[key]
             else:
-                outcome, why = ("", "") if tree is None else tree.attempt(mutant)
-            counts[outcome] += 1
-            print(f"{number:>4}  {outcome:<10} {mutant.file}:{mutant.line}  {mutant.operator}  {why}")
+                became, why = ("", "") if tree is None else tree.attempt(mutant)
+            counts[became] += 1
+            print(f"{number:>4}  {became:<10} {mutant.file}:{mutant.line}  {mutant.operator}  {why}")
             print(f"        - {mutant.old}\n        + {mutant.new}")
             if tree is not None:
                 print(f"        {time.monotonic() - since:.0f} s", flush=True)
-    said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        if tree is not None:
+            tree.close()
+    said = ", ".join(f"{number} {became}" for became, number in sorted(counts.items()))
     print(f"seed {options.seed}: {said}; {time.monotonic() - begun:.0f} s")
     return 1 if counts["survived"] else 0
 
 
 def modules() -> list[Path]:
-    return [path for package in PACKAGES for path in sorted((ROOT / package).glob("*.py"))]
+    return sorted((ROOT / PACKAGE).rglob("*.py"))
 
 
 def equivalents() -> list[dict[str, str]]:
@@ -110,12 +128,17 @@ class Tree:
 
     Attributes:
         seconds: of each test without a mutant.
-        lines: by file and line, the tests that run it.
+        names: of the tests.
+        sets: of tests, each a list of places in `names`.
+        lines: by file and line, which set of tests runs it.
+        imported: by file, the lines that run before any test does.
         changed: files with tests that were changed since that was noted; what is new in them is run for each mutant.
     """
 
-    def __init__(self, root: Path, *, whole: bool) -> None:
-        self.root, self.whole = root, whole
+    def __init__(self, root: Path, *, seconds: float, near: bool) -> None:
+        self.root, self.most = root, seconds
+        self.server: subprocess.Popen[bytes] | None = None
+        self.plans = count()
         files = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT,
@@ -126,127 +149,229 @@ class Tree:
             if (ROOT / name).is_file():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, root / name)
-        package = hashlib.sha256()
-        for path in sorted((root / "pytest_kvmock").rglob("*.py")):
-            package.update(path.read_bytes())
-        noted = Path(tempfile.gettempdir()) / f"kvmock-mutants-{package.hexdigest()[:16]}.json"
+        paths = sorted((root / PACKAGE).rglob("*.py"))
+        package = {path.relative_to(root).as_posix(): path.read_text() for path in paths}
+        digest = hashlib.sha256("".join(package.values()).encode()).hexdigest()
+        noted = Path(tempfile.gettempdir()) / f"kvmock-mutants-{digest[:16]}.json"
+        if not noted.exists() and near:
+            noted = max(noted.parent.glob("kvmock-mutants-*.json"), key=lambda path: path.stat().st_mtime)
         if not noted.exists():
-            noted.write_text(self.note())
+            noted.write_text(json.dumps(self.note() | {"package": package}))
         table = json.loads(noted.read_text())
         self.seconds: dict[str, float] = table["seconds"]
-        names, sets = list(self.seconds), table["sets"]
-        self.lines = {
-            file: {int(line): {names[i] for i in sets[which]} for line, which in lines.items()}
-            for file, lines in table["lines"].items()
-        }
+        self.names, self.sets = list(self.seconds), [*table["sets"], []]
+        self.lines: dict[str, dict[int, int]] = {}
+        self.imported: dict[str, set[int]] = {}
+        for file, text in package.items():
+            lines = {int(line): which for line, which in table["lines"].get(file, {}).items()}
+            imported = set(table["imported"].get(file, ()))
+            places = same_lines(table["package"].get(file, ""), text)
+            if places is not None:  # what is new in a file is taken to be run by all that run anything of it
+                self.sets.append(sorted({test for which in set(lines.values()) for test in self.sets[which]}))
+                new, none = len(self.sets) - 1, len(table["sets"])
+                every = range(1, len(text.splitlines()) + 1)
+                lines = {n: lines.get(places[n], none) if n in places else new for n in every}
+                imported = {n for n in every if places.get(n) in imported}
+            self.lines[file], self.imported[file] = lines, imported
         self.changed = [name for name, digest in self.digests().items() if table["files"].get(name) != digest]
-        subprocess.run([sys.executable, "-m", "compileall", "-q", "pytest_kvmock"], cwd=root, check=True)
+        subprocess.run([sys.executable, "-m", "compileall", "-q", PACKAGE], cwd=root, check=True)
 
     def digests(self) -> dict[str, str]:
         """Of each file with tests."""
         paths = sorted(path for tests in TESTS for path in (self.root / tests).rglob("test_*.py"))
-        return {path.relative_to(self.root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+        found = {
+            path.relative_to(self.root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths
+        }
+        return {name: digest for name, digest in found.items() if not name.startswith(LEFT_OUT)}
 
-    def note(self) -> str:
-        """Run all tests; which runs which lines, as JSON."""
-        from coverage import CoverageData
-
+    def note(self) -> dict[str, object]:
+        """Run all tests; which runs which lines."""
         print("noting which test runs which lines; this takes minutes", flush=True)
         seconds, data = self.root / "seconds.json", self.root / "lines.coverage"
-        include = ",".join(f"*/{package}/*" for package in PACKAGES)
-        command = ["-m", "coverage", "run", f"--data-file={data}", f"--include={include}", "-m", "pytest", *COMMAND]
+        command = ["-m", "coverage", "run", f"--data-file={data}", f"--include=*/{PACKAGE}/*", "-m", "pytest", *COMMAND]
         status, output = self.run([*command, *TESTS], {"note": str(seconds)}, wall=4 * WALL)
         if status not in (0, 1):
             print(output)
             raise SystemExit(2)
-        tests: dict[str, float] = json.loads(seconds.read_text())
         for line in re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE):
             print(f"without a mutant, and left out: {line}")
-        places = {nodeid: place for place, nodeid in enumerate(tests)}
-        found, sets = CoverageData(str(data)), dict[tuple[int, ...], int]()
-        found.read()
-        lines: dict[str, dict[int, int]] = defaultdict(dict)
-        for name in found.measured_files():
-            file = Path(name).relative_to(self.root).as_posix()
-            for line, contexts in found.contexts_by_lineno(name).items():
-                running = tuple(sorted(places[each] for each in contexts if each in places))
-                lines[file][line] = sets.setdefault(running, len(sets))
-        return json.dumps({"files": self.digests(), "seconds": tests, "lines": lines, "sets": list(sets)})
+        return {"files": self.digests()} | table_of(self.root, seconds, data)
 
     def attempt(self, mutant) -> tuple[str, str]:
         """What becomes of a mutant, and by which test."""
         path = self.root / mutant.file
         source, times = path.read_text(), path.stat()
+        changed = mutant.apply(source)
         cached = Path(py_compile.compile(str(path), doraise=True) or "")
         try:
-            path.write_text(mutant.apply(source))
+            path.write_text(changed)
             cached.unlink()  # it is told by seconds and size, which may be the same
-            return self.judge(mutant)
+            return self.judge(mutant, source, changed)
         finally:
             path.write_text(source)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
             py_compile.compile(str(path), doraise=True)
 
-    def judge(self, mutant) -> tuple[str, str]:
-        tests = self.running(mutant)
-        ordered = sorted(tests, key=lambda nodeid: (self.seconds[nodeid] * (3 - 2 * nodeid.startswith(FIRST)), nodeid))
+    def judge(self, mutant, old: str, new: str) -> tuple[str, str]:
+        ordered = sorted(self.running(mutant), key=lambda nodeid: (self.seconds[nodeid], nodeid))
         upto = list(accumulate(self.seconds[nodeid] for nodeid in ordered))
         quick = bisect(upto, QUICK)
-        last = len(ordered) if self.whole else max(quick, bisect(upto, LONG))
+        last = max(quick, bisect(upto, self.most))
+        survived = "survived", f"{last} of {len(ordered)} tests that run it" if ordered else "no test runs it"
+        in_function = bool(mutant.lines) and mutant.operator != "default"
+        module = {
+            "path": str(self.root / mutant.file),
+            "old": old,
+            "new": new,
+            "wall": WALL,
+            "in_function": in_function,
+        }
+        if self.is_derived_from(mutant):
+            status, failed = UNFIT, ""
+        else:
+            status, failed = self.ask(self.plan(ordered[:last], self.changed) | module)
+        # What has run at import has left what it made: a failure counts all the same, and else it is tried again.
+        if status != UNFIT and (status not in PASSED or not self.imported[mutant.file] & {*mutant.lines}):
+            found = outcome(status, failed)
+            if found is None or in_function:
+                return found or survived
+            # A new value that not everybody got who had the old one may fail by that: the test that failed goes first.
+            ordered.sort(key=lambda nodeid: nodeid != failed)
         for part, files in ((ordered[:quick], self.changed), (ordered[quick:last], [])):
-            if not part and not files:
-                continue
-            limits = {nodeid: max(LEAST_LIMIT, TIMES_SLOWER * self.seconds[nodeid]) for nodeid in part}
-            known = [nodeid for nodeid in self.seconds if nodeid.partition("::")[0] in files]
-            plan = {"tests": part, "limits": limits, "files": files, "known": known}
-            paths = dict.fromkeys([*files, *(nodeid.partition("::")[0] for nodeid in part)])
-            status, output = self.run(["-m", "pytest", "-x", *COMMAND, *paths], plan, wall=WALL)
-            if status == TIMEOUT:
-                return "timeout", ""
-            if status not in (0, 5):  # 5: none of them is there any more
+            if part or files:
+                paths = dict.fromkeys([*files, *(nodeid.partition("::")[0] for nodeid in part)])
+                status, output = self.run(["-m", "pytest", "-x", *COMMAND, *paths], self.plan(part, files), wall=WALL)
                 failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.MULTILINE)
-                return "killed", failed.group(1) if failed else "before any test"
-        return "survived", f"{last} of {len(ordered)} tests that run it" if ordered else "no test runs it"
+                if found := outcome(status, failed.group(1) if failed else ""):
+                    return found
+        return survived
+
+    def is_derived_from(self, mutant) -> bool:
+        """Whether a constant is made use of when its module is imported, as by another constant."""
+        name = re.match(r"\w+", mutant.old)
+        if mutant.lines or name is None:
+            return False
+        word, lines = re.compile(rf"\b{name.group()}\b"), (self.root / mutant.file).read_text().splitlines()
+        return any(word.search(lines[n - 1]) for n in self.imported[mutant.file] - {mutant.line} if n <= len(lines))
+
+    def plan(self, tests: list[str], files: list[str]) -> dict[str, object]:
+        limits = {nodeid: max(LEAST_LIMIT, TIMES_SLOWER * self.seconds[nodeid]) for nodeid in tests}
+        known = [nodeid for nodeid in self.seconds if nodeid.partition("::")[0] in files]
+        return {"tests": tests, "limits": limits, "files": files, "known": known}
 
     def running(self, mutant) -> set[str]:
-        """The tests that run what a mutant changes; of a constant of a module, what names it."""
+        """The tests that run what a mutant changes; of a constant of a module, what names it.
+
+        What runs at import has its effect elsewhere: then it is the tests that run anything of the module.
+        """
         places = {mutant.file: mutant.lines}
-        if not mutant.lines:
+        if self.imported[mutant.file] & {*mutant.lines} or self.is_derived_from(mutant):
+            places = {mutant.file: self.lines[mutant.file]}
+        elif not mutant.lines:
             name = re.match(r"(\w+)(: \S+)? = ", mutant.old)
             word = re.compile(rf"\b{name.group(1)}\b") if name else re.compile("")
             places = {
                 file: [n for n, text in enumerate((self.root / file).read_text().splitlines(), 1) if word.search(text)]
-                for file in self.lines
+                for file in ([mutant.file] if mutant.old.startswith("_") else self.lines)
             }
-        return {test for file, lines in places.items() for n in lines for test in self.lines.get(file, {}).get(n, ())}
+        which = {self.lines[file][n] for file, lines in places.items() for n in lines if n in self.lines[file]}
+        if not which and mutant.lines:  # Python 3.11 leaves a line out now and then: those beside it stand in for it
+            noted = sorted(self.lines[mutant.file])
+            at = bisect(noted, mutant.line)
+            which = {self.lines[mutant.file][n] for n in noted[max(0, at - 1) : at + 1]}
+        return {self.names[test] for each in which for test in self.sets[each]}
 
-    def run(self, command: list[str], plan: object, *, wall: float) -> tuple[int, str]:
+    def ask(self, plan: dict[str, object]) -> tuple[int, str]:
+        """Have tests run in a fork of the process that has collected all; its exit status, and which test failed."""
+        address = self.root.parent / "server"
+        if self.server is None:
+            options = ["-x", f"--basetemp={self.root.parent / 'basetemp'}"]
+            self.output = (self.root.parent / "output").open("wb")
+            self.server = self.start(["-m", "pytest", *options, *COMMAND, *TESTS], {"serve": str(address)}, self.output)
+            while not address.exists():
+                if self.server.poll() is not None:
+                    print(Path(self.output.name).read_text())
+                    raise SystemExit(2)
+                time.sleep(0.1)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(address))
+            with connection.makefile("rw") as stream:
+                stream.write(json.dumps(plan | {"failed": str(self.root.parent / "failed")}) + "\n")
+                stream.flush()
+                answer = json.loads(stream.readline())
+        return answer["status"], answer["failed"]
+
+    def close(self) -> None:
+        """End the process that has collected all tests."""
+        if self.server is not None:
+            self.server.kill()
+            self.server.wait()
+            self.output.close()
+
+    def run(self, command: list[str], plan: dict[str, object], *, wall: float) -> tuple[int, str]:
         """Run Python in the copy; exit status and output."""
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(plan, file)
-            file.flush()
-            environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV"))}
-            environment |= ENVIRONMENT
-            environment["PYTHONPATH"] = os.pathsep.join([str(self.root), str(self.root / "tests" / "mutation")])
-            environment["KVMOCK_MUTATION"] = file.name
-            if "note" not in dict(plan):
-                environment["PYTHONDONTWRITEBYTECODE"] = "1"
-            with subprocess.Popen(
-                [sys.executable, *command],
-                cwd=self.root,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            ) as process:
-                try:
-                    output, _ = process.communicate(timeout=wall)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.communicate()
-                    return TIMEOUT, ""
-        return process.returncode, output
+        # Not a pipe: what a test has started may outlive it, and would hold that open.
+        with tempfile.NamedTemporaryFile() as output, self.start(command, plan, output) as process:
+            try:
+                process.wait(wall)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return TIMEOUT, ""
+            return process.returncode, Path(output.name).read_text(errors="replace")
+
+    def start(self, command: list[str], plan: dict[str, object], output: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start Python in the copy."""
+        file = self.root.parent / f"plan-{next(self.plans)}.json"
+        file.write_text(json.dumps(plan))
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV"))}
+        environment |= ENVIRONMENT
+        environment["PYTHONPATH"] = os.pathsep.join([str(self.root), str(self.root / "tests" / "mutation")])
+        environment["KVMOCK_MUTATION"] = str(file)
+        if "note" not in plan:
+            environment["PYTHONDONTWRITEBYTECODE"] = "1"
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=self.root,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def outcome(status: int, failed: str) -> tuple[str, str] | None:
+    """What a run of tests tells of a mutant; nothing if all have passed."""
+    if status in {TIMEOUT, -signal.SIGKILL, -signal.SIGALRM}:
+        return "timeout", ""
+    return None if status in PASSED else ("killed", failed or "before any test")
+
+
+def table_of(root: Path, seconds: Path, data: Path) -> dict[str, object]:
+    """What was noted: seconds of tests, and by file and line which of them run it, as the number of a set of tests."""
+    from coverage import CoverageData
+
+    tests: dict[str, float] = json.loads(seconds.read_text())
+    places = {nodeid: place for place, nodeid in enumerate(tests)}
+    found, sets = CoverageData(str(data)), dict[tuple[int, ...], int]()
+    found.read()
+    lines: dict[str, dict[int, int]] = defaultdict(dict)
+    imported: dict[str, list[int]] = defaultdict(list)
+    for name in found.measured_files():
+        file = Path(name).relative_to(root).as_posix()
+        for line, contexts in found.contexts_by_lineno(name).items():
+            running = tuple(sorted(places[each] for each in contexts if each in places))
+            lines[file][line] = sets.setdefault(running, len(sets))
+            if "" in contexts:
+                imported[file].append(line)
+    return {"seconds": tests, "lines": lines, "sets": list(sets), "imported": imported}
+
+
+def same_lines(old: str, new: str) -> dict[int, int] | None:
+    """By number of a line in a text, that of the same line in the old one; nothing if they are equal."""
+    if old == new:
+        return None
+    blocks = SequenceMatcher(None, old.splitlines(), new.splitlines(), autojunk=False).get_matching_blocks()
+    return {b + i + 1: a + i + 1 for a, b, size in blocks for i in range(size)}
 
 
 if __name__ == "__main__":

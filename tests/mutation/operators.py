@@ -1,8 +1,9 @@
 """One-line mutants of a module: what somebody could have written by mistake, one change each.
 
 Left alone is what no test can or should tell apart: docstrings, annotations, `__repr__`, `__slots__`, decorators, what
-is for type checkers alone, and asserts, which tell mypy what a line before has shown. Texts are left alone too: tests
-compare messages whole, and a misspelt word is no bug of the verdict.
+is for type checkers alone, asserts, which tell mypy what a line before has shown, and lines marked `pragma: no cover`,
+which nothing reaches. Texts are left alone too: tests compare messages whole, and a misspelt word is no bug of the
+verdict.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ class _Finder:
         self.returns = ""
 
     def find(self) -> Iterator[Mutant]:
-        yield from self._body(self.tree.body)
+        unreached = {n for n, line in enumerate(self.source.splitlines(), 1) if "# pragma: no cover" in line}
+        for mutant in self._body(self.tree.body):
+            if mutant.line not in unreached:
+                yield mutant
 
     # ----------------------------------------------------------------------------------------------- places
 

@@ -61,6 +61,7 @@ def test_a_return_gives_nothing_or_the_contrary(returns, expected):
         'x = f"{a} of {b + 1}"',
         "if TYPE_CHECKING:\n    x = 1",
         "x = a",
+        "raise a  # pragma: no cover",
     ],
 )
 def test_what_no_test_can_tell_apart_is_left_alone(body):

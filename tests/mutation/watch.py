@@ -1,53 +1,192 @@
 """A plugin for the runs of `mutate.py`: notes which test runs which lines, or runs the tests that it is given.
 
-`KVMOCK_MUTATION` names a JSON file: `{"note": FILE}` where the seconds of each test are to be noted (the lines are
-noted by coverage, under the name of each test), else the tests to run, in order, with their limits in seconds, and
-files of which all tests are to be run but for those that are known.
+`KVMOCK_MUTATION` names a JSON file. `{"note": FILE}`: the seconds of each test are noted there (the lines are noted by
+coverage, under the name of each test). `{"serve": SOCKET}`: all tests are collected once, and each plan that arrives
+there is carried out in a fork, in which the functions of a module have the code of its changed text. Else it is itself
+a plan: the tests to run, in order, with their limits in seconds, and files of which all tests are to be run but for
+those that are known.
 """
 
+import ast
+import contextlib
+import gc
 import json
 import os
 import resource
 import signal
+import socket
+import sys
 import time
+from collections import defaultdict
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import pytest
 
 TIMEOUT = 77
 """Exit status of a run that a test ended by computing longer than its limit."""
+UNFIT = 78
+"""Exit status where the changed code does not fit into the functions that there are."""
 LIMIT = 20
 """Seconds of computing for a test that has no limit of its own."""
+WAITING = 120
+"""Seconds that a test may take above its limit; it waits for something then. The machine may be busy."""
 MEMORY = 4 * 2**30
 """Bytes; a loop without an end may fill memory."""
 
 PLAN = json.loads(Path(os.environ["KVMOCK_MUTATION"]).read_text()) if "KVMOCK_MUTATION" in os.environ else {}
-NOTE = PLAN.get("note")
+NOTE, SERVE = PLAN.get("note"), PLAN.get("serve")
 SECONDS = {}
 FAILED = set()
 
 
+def bounded():
+    """Give this process its limits."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGVTALRM, lambda *_: os._exit(TIMEOUT))
+
+
+def select(items, plan):
+    """Leave what a plan wants, in its order."""
+    places = {nodeid: place for place, nodeid in enumerate(plan["tests"])}
+    files, known = set(plan["files"]), set(plan["known"])
+    new = {each.nodeid for each in items if each.nodeid.partition("::")[0] in files} - known
+    wanted = (each for each in items if each.nodeid in places or each.nodeid in new)
+    items[:] = sorted(wanted, key=lambda each: places.get(each.nodeid, len(places)))
+
+
 def pytest_configure():
-    if NOTE is None:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        signal.signal(signal.SIGVTALRM, lambda *_: os._exit(TIMEOUT))
+    if not NOTE and not SERVE:
+        bounded()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    if NOTE is None:
-        places = {nodeid: place for place, nodeid in enumerate(PLAN["tests"])}
-        files, known = set(PLAN["files"]), set(PLAN["known"])
-        new = {each.nodeid for each in items if each.nodeid.partition("::")[0] in files} - known
-        wanted = (each for each in items if each.nodeid in places or each.nodeid in new)
-        items[:] = sorted(wanted, key=lambda each: places.get(each.nodeid, len(places)))
+    if not NOTE and not SERVE:
+        select(items, PLAN)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session):
+    if SERVE:
+        serve(session)
+    return (yield)
+
+
+def serve(session):
+    """Carry out plans, each in a fork; returns in the forks alone, which go on to run their tests."""
+    gc.unfreeze()
+    functions = defaultdict(list)
+    for each in gc.get_objects():
+        if isinstance(each, FunctionType):
+            functions[each.__code__.co_filename].append(each)
+    gc.collect()
+    gc.freeze()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(SERVE)
+        listener.listen()
+        while True:
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rw") as stream:
+                plan = json.loads(stream.readline())
+                failed = Path(plan["failed"])
+                failed.unlink(missing_ok=True)
+                child = os.fork()
+                if not child:
+                    PLAN.update(plan)
+                    os.setpgid(0, 0)
+                    bounded()
+                    if not replace(functions[plan["path"]], plan["old"], plan["new"], plan["path"]):
+                        os._exit(UNFIT)
+                    if not plan["in_function"] and not rebind(
+                        functions[plan["path"]], plan["old"], plan["new"], plan["path"]
+                    ):
+                        os._exit(UNFIT)
+                    select(session.items, plan)
+                    return
+                until = time.monotonic() + plan["wall"]
+                while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+                    if time.monotonic() > until:
+                        os.kill(child, signal.SIGKILL)
+                    time.sleep(0.01)
+                status = os.waitstatus_to_exitcode(ended[1])
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)  # what its tests have started
+                answer = {"status": status, "failed": failed.read_text() if failed.exists() else ""}
+                stream.write(json.dumps(answer) + "\n")
+
+
+def replace(functions, old, new, path):
+    """Give functions the code that they have in the new text of their module; false where that cannot be done."""
+    before, after = codes(compile(old, path, "exec")), codes(compile(new, path, "exec"))
+    fresh = {}
+    for name, those in before.items():
+        these = after.get(name, [])
+        if len(those) == len(these):  # else a lambda went with what was removed: its function has new code itself
+            for one, other in zip(those, these, strict=True):
+                fresh.setdefault((name, one.co_firstlineno), []).append(other)
+    for each in functions:
+        code = fresh.get((each.__code__.co_qualname, each.__code__.co_firstlineno), [])
+        if len(code) > 1:  # two lambdas of a line
+            return False
+        if code:
+            try:
+                each.__code__ = code[0]
+            except ValueError:  # of other free variables
+                return False
+    return True
+
+
+def rebind(functions, old, new, path):
+    """Give a constant of a module, or the default of an argument, its new value; false where that cannot be done."""
+    (module,) = [each for each in sys.modules.values() if getattr(each, "__file__", None) == path]
+    names = vars(module)
+    for before, after in zip(ast.walk(ast.parse(old)), ast.walk(ast.parse(new)), strict=False):
+        both = isinstance(before, ast.FunctionDef) and isinstance(after, ast.FunctionDef)
+        if both and ast.dump(before.args) != ast.dump(after.args):
+            fitting = [each for each in functions if each.__name__ == before.name and _begins(each, before)]
+            for each in fitting:
+                each.__defaults__ = tuple(eval(ast.unparse(one), names) for one in after.args.defaults) or None
+                pairs = zip(after.args.kwonlyargs, after.args.kw_defaults, strict=True)
+                given = {arg.arg: eval(ast.unparse(one), names) for arg, one in pairs if one is not None}
+                each.__kwdefaults__ = given or None
+            return bool(fitting)
+    for before, after in zip(ast.parse(old).body, ast.parse(new).body, strict=True):
+        if ast.dump(before) != ast.dump(after):
+            target = getattr(before, "target", None) or getattr(before, "targets", [None])[0]
+            if not isinstance(target, ast.Name):
+                return False
+            was, fresh = names[target.id], eval(ast.unparse(after.value), names)
+            for each in list(sys.modules.values()):
+                if getattr(each, "__name__", "").startswith(module.__name__.partition(".")[0]):
+                    for name in [name for name, value in vars(each).items() if value is was and name == target.id]:
+                        setattr(each, name, fresh)
+            return True
+    return False
+
+
+def _begins(function, node):
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return function.__code__.co_firstlineno == first
+
+
+def codes(code):
+    """All code in some code, by qualified name."""
+    found, waiting = defaultdict(list), [code]
+    while waiting:
+        each = waiting.pop()
+        found[each.co_qualname].append(each)
+        waiting.extend(const for const in each.co_consts if isinstance(const, CodeType))
+    return {name: sorted(those, key=lambda one: one.co_firstlineno) for name, those in found.items()}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     begun = time.process_time()
-    if NOTE is None:
-        signal.setitimer(signal.ITIMER_VIRTUAL, PLAN["limits"].get(item.nodeid, LIMIT))
+    if not NOTE:
+        limit = PLAN["limits"].get(item.nodeid, LIMIT)
+        signal.setitimer(signal.ITIMER_VIRTUAL, limit)
+        signal.setitimer(signal.ITIMER_REAL, limit + WAITING)  # ends the process, which may hang in C
     else:
         import coverage
 
@@ -57,6 +196,7 @@ def pytest_runtest_protocol(item):
     finally:
         SECONDS[item.nodeid] = time.process_time() - begun
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def pytest_runtest_logreport(report):
@@ -64,7 +204,12 @@ def pytest_runtest_logreport(report):
         FAILED.add(report.nodeid)
 
 
-def pytest_sessionfinish():
-    if NOTE is not None:
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(exitstatus):
+    if NOTE:
         passed = {nodeid: took for nodeid, took in SECONDS.items() if nodeid not in FAILED}
         Path(NOTE).write_text(json.dumps(passed))
+    if SERVE:
+        Path(PLAN["failed"]).write_text(next(iter(FAILED), ""))
+        sys.stdout.flush()
+        os._exit(int(exitstatus))

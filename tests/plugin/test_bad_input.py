@@ -107,6 +107,7 @@ SETTINGS = [option.ini for option in OPTIONS_OF_KVMOCK if option.ini]
         (["--kv-backends", "lru"], "--kv-backends", "--kv-backend"),
         (["--kv-list-backend"], "--kv-list-backend", "--kv-list-backends"),
         (["--kv-event-warning=fail"], "--kv-event-warning", "--kv-event-warnings"),
+        (["-v", "--kv-backnd=lru", "."], "--kv-backnd", "--kv-backend"),
     ],
 )
 def test_a_misspelt_option_is_answered_with_the_nearest(nested, args, flag, nearest):

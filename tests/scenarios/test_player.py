@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, Removed, RouterHarness
 from pytest_kvmock.scenarios import ScenarioFailure, load_scenarios, play
 
 PROFILE = EngineProfile(block_size=4, num_blocks=4, workers=2)
@@ -125,6 +125,82 @@ def test_an_index_of_the_user_answers(played):
     assert 1 == len(index.dump_events())
 
 
+ON_A_WORKER = [
+    "use: {blocks: [1], worker: 65536}",
+    "deref: {blocks: [1], worker: 65536}",
+    "promote: {partial: p, block: 1, worker: 65536}",
+    "prefill: {request: a, tokens: 0..3, worker: 65536}",
+    "serve: {tokens: 0..3, worker: 65536}",
+    "engine: {worker: 65536}",
+    "submit: {tokens: 0..3, worker: 65536}",
+    "step: {worker: 65536}",
+    "run: {worker: 65536}",
+    "tick: {now_ms: 1, worker: 65536}",
+    "clear: 65536",
+    "restart: 65536",
+    "worker: 65536",
+]
+
+
+@pytest.mark.parametrize("step", ON_A_WORKER)
+def test_what_a_worker_does_is_not_asked_of_a_sink(played, step):
+    with pytest.raises(ScenarioFailure) as raised:
+        played(f"steps:\n- event: {{stored: [1], worker: 65536}}\n- {step}\n")
+    refused = "was refused: ValueError: a worker id is an integer from 0 to 65535 here, got 65536"
+    assert f"x.kv.yaml:3: {step.partition(':')[0]} {refused}" == str(raised.value)
+
+
+def test_a_worker_may_have_another_backend(played):
+    harness = played("steps: [{worker: {id: 5, backend: lru}}, {use: {blocks: [1], worker: 5}}, {use: [1]}]")
+    assert ["lru", "lineage"] == [harness.worker(number).manager.backend for number in (5, 0)]
+
+
+def test_problems_are_expected_in_any_order(played):
+    for order in ("[wrong_hash, over_capacity]", "[over_capacity, wrong_hash]"):
+        played(f"""
+steps:
+- event: {{stored: [8, 9], worker: 65536, chained: true, num_blocks: 1}}
+  expect: {{problems: {order}}}
+""")
+
+
+def test_a_problem_that_was_expected_does_not_cover_the_next(played):
+    with pytest.raises(ScenarioFailure, match=r"^x\.kv\.yaml:4: block_not_found\n"):
+        played("""steps:
+- event: {removed: [7]}
+  expect: {problems: [block_not_found]}
+- event: {removed: [8]}
+""")
+
+
+def test_a_failure_is_reported_once_and_others_are_left_to_the_harness(tmp_path):
+    path = tmp_path / "x.kv.yaml"
+    path.write_text("steps:\n- event: {removed: [7]}\n")
+    (scenario,) = load_scenarios(path, "x.kv.yaml")
+    harness = RouterHarness(PROFILE, "lineage")
+    with pytest.raises(ScenarioFailure, match="block_not_found"):
+        play(harness, scenario)
+    harness.assert_no_event_errors()
+    harness.apply(Removed((8,)))
+    with pytest.raises(KvEventsError, match="block_not_found"):
+        harness.assert_no_event_errors()
+
+
+def test_a_sink_further_on_makes_those_before_it(played):
+    harness = played("steps:\n- event: {stored: [1], worker: 65538}\n- event: {stored: [2], worker: 65536}\n")
+    assert [65538, 65536] == [entry.event.worker_id for entry in harness.events]
+    assert 65539 == harness.make_sink().worker_id
+
+
+def test_a_signed_name_has_its_bits_as_local_hash(played):
+    harness = played("steps: [{event: {stored: [-5, 6], worker: 65536}}]")
+    assert (2**64 - 5, 6) == harness.events[0].event.event.data.tokens_hashes
+
+
+def test_a_seed_is_no_matter_of_the_harness(played):
+    assert 1 == played("profile: {seed: 7}\nsteps: [{use: [1]}]").events.total
+
+
 @pytest.mark.parametrize(
     ("top", "message"),
     [
@@ -197,3 +273,14 @@ steps:
     assert [((5, 1), "HOST_PINNED"), ((65537, 0), "DEVICE"), ((5, 0), "DEVICE")] == [
         ((entry.event.worker_id, entry.event.event.dp_rank), entry.storage_tier.name) for entry in harness.events
     ]
+
+
+def test_a_warning_of_an_event_by_hand_is_not_the_engines_own(tmp_path):
+    path = tmp_path / "x.kv.yaml"
+    path.write_text("steps: [{event: {stored: [1]}}, {event: {stored: [1]}}, {event: {removed: [1]}}]")
+    (scenario,) = load_scenarios(path)
+    harness = RouterHarness(PROFILE, "multi_lru")  # which gives this warning by itself, too
+    harness.worker(0)
+    play(harness, scenario, allow=["duplicate_store"])
+    (warning,) = [each for each in harness.events.warnings if each.rule == "evicted_and_restored"]
+    assert ("evicted_and_restored", False) == (warning.rule, harness.is_engines_own(warning))

@@ -132,3 +132,68 @@ def test_many_ranges_are_counted_before_they_are_laid_out(tmp_path):
         load_scenarios(path)
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("numbers", ["0..999999", "[0..499999, 0..499999]", "[0..999998, 5]"])
+def test_a_million_numbers_are_taken_and_not_one_more(tmp_path, numbers):
+    path = tmp_path / "x.kv.yaml"
+    path.write_text(f"steps: [{{serve: {{tokens: {numbers}}}}}]")
+    (scenario,) = load_scenarios(path)
+    assert 1_000_000 == sum(map(len, scenario.steps[0].given["tokens"]))
+    path.write_text(f"steps: [{{serve: {{tokens: [{numbers}, 7]}}}}]")
+    with pytest.raises(YamlError, match=r"tokens: 1000001 numbers; at most 1000000 are taken$"):
+        load_scenarios(path)
+
+
+@pytest.mark.parametrize(
+    ("step", "given"),
+    [
+        ("event: {cleared: true}", {"cleared": True}),
+        ("serve: {tokens: 18446744073709551615}", {"tokens": (range(2**64 - 1, 2**64),)}),
+        ("serve: {tokens: 5..5, output_tokens: 1000000}", {"tokens": (range(5, 6),), "output_tokens": 1_000_000}),
+        ("event: {stored: [-9223372036854775808]}", {"stored": [-(2**63)]}),
+        ("event: {removed: [1], worker: [65791, 3]}", {"removed": [1], "worker": (65791, 3)}),
+        ("use: [0, 18446744073709551615, p]", {"blocks": [0, 2**64 - 1, "p"]}),
+        (
+            "use: {blocks: [1, 2], plhs: [[1, null, 0], [4, 5, 6]]}",
+            {"blocks": [1, 2], "plhs": [(1, None, 0), (4, 5, 6)]},
+        ),
+        ("submit: {tokens: 1, arrival_ms: 0}", {"tokens": (range(1, 2),), "arrival_ms": 0}),
+    ],
+)
+def test_values_at_the_edge_of_what_is_allowed_are_read(tmp_path, step, given):
+    path = tmp_path / "x.kv.yaml"
+    path.write_text(f"steps: [{{{step}}}]")
+    (scenario,) = load_scenarios(path)
+    assert given == scenario.steps[0].given
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("event: {stored: [-9223372036854775809]}", "got -9223372036854775809; allowed: an integer from -2**63 to"),
+        ("event: {stored: [18446744073709551616]}", "got 18446744073709551616; allowed: an integer from -2**63 to"),
+        ("use: [18446744073709551616]", "got 18446744073709551616; allowed: an integer from 0 to 2**64 - 1"),
+        ("use: ['']", "got ''; allowed: a block hash, or a name for a partial block"),
+        ("event: {removed: [1], worker: 65792}", "got 65792; allowed: the id of a worker (0 to 65791; "),
+        ("event: {removed: [1], worker: [0, -1]}", "got a list; allowed: the id of a worker (0 to 65791; "),
+        ("event: {stored: [1], worker: 65536, tier_blocks: {host: 0}}", "got 0; allowed: an integer of at least 1"),
+        ("event: {stored: [1], worker: 65536, num_blocks: 0}", "got 0; allowed: an integer of at least 1"),
+        ("event: {stored: [1], worker: 65536, residency: many}", "got 'many'; allowed: unique, "),
+        (
+            "use: {blocks: [1], plhs: [[null, 2, 3]]}",
+            "allowed: [sequence hash, parent sequence hash or null, position]",
+        ),
+        (
+            "use: {blocks: [1], plhs: [[1, 2, null]]}",
+            "allowed: [sequence hash, parent sequence hash or null, position]",
+        ),
+        ("serve: {hashes: [1], cache_salt: x}", "'cache_salt' belongs to 'tokens': hashes have it in them"),
+    ],
+)
+def test_values_beyond_the_edge_are_refused(tmp_path, step, message):
+    path = tmp_path / "x.kv.yaml"
+    path.write_text(f"steps: [{{{step}}}]")
+    with pytest.raises(YamlError) as raised:
+        load_scenarios(path)
+    assert message in str(raised.value)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pytest_kvmock import (
     BackendSpec,
+    Cleared,
     EngineProfile,
     KvCacheEvent,
     KvEventsError,
@@ -20,6 +23,7 @@ from pytest_kvmock import (
 )
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
+from pytest_kvmock.harness.recording import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import (
     Burst,
@@ -35,6 +39,7 @@ from pytest_kvmock.programs.operations import (
     Serve,
 )
 from pytest_kvmock.reduce import Breach, Reproduction
+from pytest_kvmock.reduce.program import SinkKind
 from pytest_kvmock.scenarios import load_scenarios, play
 from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.strict_yaml import YamlError
@@ -273,6 +278,74 @@ def test_each_operation_is_a_step_that_does_it(tmp_path):
     for step in steps:
         interpreter.do(step)
     assert [entry.event for entry in done.events] == [entry.event for entry in played.events]
+
+
+def test_each_event_is_a_step_that_publishes_it(tmp_path):
+    at_sink = RouterEvent(65536, KvCacheEvent(7, Stored(None, (-5, 6), (5, 6))))
+    steps = (
+        RouterEvent(0, KvCacheEvent(3, Stored(None, (1, 2), (11, 12))), extra={"cache_level": 2, "pair": (1, 2)}),
+        RouterEvent(0, KvCacheEvent(4, Stored(2, (3,), (3,))), StorageTier.HOST_PINNED),
+        RouterEvent(1, KvCacheEvent(0, Stored(None, (9,), (9,)), 1), token_ids=[[1, 2, 3, 4]]),
+        RouterEvent(0, KvCacheEvent(5, Removed((2, 1)))),
+        at_sink,
+        BatchesLost(65536, 0, range(4, 6), "batches 4 to 5 did not arrive"),
+        BatchesLost(1, 1, range(2, 3), ""),
+        WorkerRemoved(1, None, 0),
+        RouterEvent(1, KvCacheEvent(0, Cleared())),
+        WorkerRemoved(0, None, None),
+    )
+    profile = EngineProfile(block_size=4, num_blocks=8, workers=2, dp_size=2)
+    breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
+    sink = SinkKind(num_blocks=7, tier_blocks={"host_pinned": 3}, residency="counted", prefix_closed=False)
+    allow = ("block_not_found", "event_id_gap", "parent_block_not_found", "over_capacity", "wrong_hash")
+    path = tmp_path / "saved.kv.yaml"
+    program = Reproduction(breach, "events", "lru", profile, steps, sinks=(sink,), with_ids=True, allow=allow)
+    path.write_text(scenario_text(program, "all"))
+    (scenario,) = load_scenarios(path)
+    assert ("all", ("lru",), allow) == (scenario.name, scenario.backends, scenario.allow)
+    assert {"block_size": 4, "num_blocks": 8, "workers": 2, "dp_size": 2} == scenario.profile
+    events = [step for step in steps if isinstance(step, RouterEvent)]
+    kv = RouterHarness(profile, "lru")
+    play(kv, scenario, errors_fail=False)
+    assert [(each.worker_id, each.event, each.storage_tier) for each in events] == [
+        (each.worker_id, each.event, each.storage_tier) for each in (entry.event for entry in kv.events)
+    ]
+    assert {"cache_level": 2, "pair": [1, 2]} == kv.events[0].event.extra
+    assert [(1, 2, 3, 4)] == [*map(tuple, kv.events[2].event.token_ids)]
+    lost = [problem.observed for problem in kv.events.problems if problem.rule == "event_id_gap"]
+    assert "batches 4 to 5 did not arrive" in lost
+
+
+def test_what_a_reproduction_was_cut_from_stands_above_it():
+    breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
+    steps = (RouterEvent(0, KvCacheEvent(0, Removed((1,)))),)
+    program = Reproduction(breach, "events", "lru", EngineProfile(), steps, cut_from=12)
+    text = scenario_text(program, "one")
+    assert text.startswith("description: event_id_gap, cut from 12 events\nbackends: [lru]\nscenarios:\n")
+
+
+def test_two_numbers_are_written_as_they_are_and_three_as_a_range():
+    breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
+    tokens = (Serve((), (1, 2, 7, 8, 9, 20)), Serve((), (4, 5, 6)), Serve((), (4, 5)))
+    text = scenario_text(Reproduction(breach, "requests", "lru", EngineProfile(), tokens), "numbers")
+    assert ["[1, 2, 7..9, 20]", "4..6", "[4, 5]"] == re.findall(r"tokens: (\[.*?\]|[^}]*)", text)
+
+
+def test_workers_of_other_backends_are_written():
+    breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
+    workers = (((5, 0), "lineage"), ((6, 1), None))
+    text = scenario_text(Reproduction(breach, "requests", "lru", EngineProfile(), (Serve((1,)),), workers), "w")
+    assert "- worker: {id: 5, backend: lineage}\n" in text
+    assert "- worker:\n" in text or "- worker: {id: [6, 1]}\n" in text
+    assert 1 == text.count("backend: ")
+
+
+def test_a_warning_is_written_as_a_problem_that_must_not_come(tmp_path):
+    breach = Breach("leaked_requests", is_error=False, worker=(0, 0), block=None, story="")
+    path = tmp_path / "saved.kv.yaml"
+    path.write_text(scenario_text(Reproduction(breach, "requests", "lru", EngineProfile(), (Serve((1,)),)), "one"))
+    (scenario,) = load_scenarios(path)
+    assert [["problems"]] == [[*step.expected] for step in scenario.steps]
 
 
 def test_a_burst_cannot_be_written():

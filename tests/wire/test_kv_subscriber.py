@@ -405,6 +405,40 @@ def test_garbage_is_named_and_the_next_batch_is_applied(payload):
         assert "rank 0, batch 0: " == str(world.subscriber.problems[0])[:17]
 
 
+EMPTY = msgspec.msgpack.encode([5.0, [], 0])
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_batch_without_events_is_taken_and_nothing_is_lost(replay):
+    with World(replay=replay) as world:
+        world.publisher.publish_payload(EMPTY)
+        world.publish(1)
+        assert [0] == world.receive(2)
+        assert ([], [], 0) == (world.lost, world.subscriber.problems, world.subscriber.unreadable)
+
+
+def test_a_restart_shows_in_a_batch_without_events():
+    with World(replay=False) as world:
+        world.publish(3)
+        world.receive(3)
+        world.publisher.restart()
+        world.publisher.publish_payload(EMPTY)
+        assert 1 == world.subscriber.poll(5.0)
+        assert ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"] == world.lost
+
+
+def test_a_batch_of_whose_rank_nothing_can_be_read_keeps_its_events():
+    with World(replay=False) as world:
+        sent = []
+        write, world.publisher._write = world.publisher._write, lambda dp_rank, payload: sent.append(payload)
+        world.publish(1)
+        world.publisher._write = write
+        timestamp, events, _ = msgspec.msgpack.decode(sent[0])
+        world.publisher.publish_payload(msgspec.msgpack.encode([timestamp, events, "one"]))
+        assert [0] == world.receive(1)
+        assert ([], 0, 1) == (world.lost, world.subscriber.unreadable, len(world.subscriber.problems))
+
+
 def test_one_bad_event_leaves_a_gap_of_ids():
     with World(replay=True) as world:
         world.publisher.faults.unknown_tag()
@@ -459,6 +493,17 @@ def test_events_that_cannot_be_read_are_reported_where_they_are_missing(where):
         assert [(place, range(1), text) for place, text in expected] == heard
         assert [*range(4 - len(tags))] == [event.event.event_id for event in world.events]  # no gap on top of that
         assert ([], len(tags)) == (world.subscriber.lost, len(world.subscriber.problems))
+
+
+def test_a_batch_that_a_replay_brings_in_part_counts_as_recovered():
+    heard = []
+    with World(replay=True, on_loss=lambda worker, rank, batches, text: heard.append(text)) as world:
+        world.publisher.faults.lose()
+        publish_some_unreadable(world.publisher, 3, {1: "Pinned"})
+        publish_chain(world.publisher, 1, BIG + 9)
+        assert [0, 2, 9] == world.receive(2)
+        assert ([(0, range(2))], []) == (world.subscriber.recovered, world.lost)
+        assert [f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'"] == heard
 
 
 @pytest.mark.parametrize("to_sink", [True, False])

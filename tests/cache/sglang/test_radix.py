@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from pytest_kvmock import CapturingSink, Prompt, create_manager
+from pytest_kvmock import CapturingSink, EngineProfile, Prompt, RouterHarness, create_manager
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
 from pytest_kvmock.moves import MoveError, Use
@@ -267,3 +267,14 @@ def test_a_move_is_refused(send):
         MoveError, match=r"takes no moves, it thinks in requests \(match_prefix, insert, inc_lock_ref, "
     ):
         getattr(manager, send)(Use([1]) if send == "process" else 1)
+
+
+def test_a_cache_is_not_reset_while_requests_have_pages():
+    worker = RouterHarness(EngineProfile(block_size=4, num_blocks=8), "sglang").worker(0)
+    request = worker.prefill(range(9))
+    with pytest.raises(ValueError, match=r"^reset: 1 requests have pages; release them first$"):
+        worker.manager.reset()
+    assert {2} == {len(list(worker.manager.resident()))}
+    request.finish()
+    worker.manager.reset()
+    assert [] == list(worker.manager.resident())

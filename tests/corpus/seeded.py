@@ -1,0 +1,428 @@
+"""What a seed makes, as digests: traces, traffic, streams, replays, vectors, bytes of the wire, reproductions.
+
+    python tests/corpus/seeded.py                 # prints the table
+    python tests/corpus/seeded.py replay          # of the rows whose names begin so
+    python tests/corpus/seeded.py --text NAME     # what stands behind a row: it is compared with that of another checkout
+    python tests/corpus/seeded.py --write         # replaces seeded.tsv
+
+A seed is written down in tests and in failures, and must make the same in the next release. A row that changes is a
+change that users see: where it is meant, the commit says why.
+"""
+
+# ruff: noqa: T201 - it is a program too
+
+import json
+import logging
+import re
+import sys
+import tempfile
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+sys.path += [str(TESTS / part) for part in ("interop", "wire", "faults", "testing", "reduce")]
+
+import faulty_worlds as of_reduce  # noqa: E402 - as above
+import payloads  # noqa: E402 - the paths come first
+import replay_cases  # noqa: E402 - as above
+import verdicts  # noqa: E402 - as above
+from contract_runs import failure_of, names_of_tests  # noqa: E402 - as above
+from mutants_indexes import INDEXES  # noqa: E402 - as above
+from mutants_managers import MANAGERS  # noqa: E402 - as above
+from mutants_policies import POLICIES  # noqa: E402 - as above
+from mutants_workers import WORKERS  # noqa: E402 - as above
+
+from pytest_kvmock import (  # noqa: E402 - as above
+    BACKENDS,
+    CapturingSink,
+    EngineProfile,
+    OutOfBlocks,
+    RouterHarness,
+    Stored,
+    create_manager,
+    reproduce,
+)
+from pytest_kvmock.backends import registered  # noqa: E402 - as above
+from pytest_kvmock.capture.vectors import write_vectors  # noqa: E402 - as above
+from pytest_kvmock.engine.args import MockEngineArgs  # noqa: E402 - as above
+from pytest_kvmock.fleet import EngineStalled, MockEngine, replay  # noqa: E402 - as above
+from pytest_kvmock.reduce import NotReduced  # noqa: E402 - as above
+from pytest_kvmock.scenarios.writing import scenario_text  # noqa: E402 - as above
+from pytest_kvmock.testing.drafts import play, random_traffic  # noqa: E402 - as above
+from pytest_kvmock.testing.manager_checks import MoveTraffic  # noqa: E402 - as above
+from pytest_kvmock.traces import TraceRequest, synthetic_trace  # noqa: E402 - as above
+from pytest_kvmock.wire import DIALECTS, decode, decode_metadata  # noqa: E402 - as above
+
+TABLE = HERE / "seeded.tsv"
+COLUMNS = "name", "digest"
+
+# ------------------------------------------------------------------------------------------------ traces, traffic
+
+TRACES = {
+    "defaults": {},
+    "small": {"block_size": 16, "groups": 3, "prefix_blocks": (0, 2), "turns": (2, 5), "interval_ms": 50},
+    "short": {"input_tokens": (1, 40), "output_tokens": (0, 3), "delay_ms": (0, 9), "block_size": 8},
+}
+TRAFFIC = {
+    "defaults": {},
+    "wide": {"workers": 3, "ranks": 2, "most_blocks": 3, "numbers": 5, "most_tokens": 4},
+    "bursts": {"workers": 2, "most_in_a_burst": 20, "steps": 120},
+}
+
+
+def trace(name, seed):
+    return "\n".join(map(str, synthetic_trace(400, seed=seed, **TRACES[name])))
+
+
+def traffic(name, seed):
+    return str(random_traffic(seed, **TRAFFIC[name]))
+
+
+# ----------------------------------------------------------------------------------------------- streams, replays
+
+
+def stream(backend, seed):
+    """The events of two workers with two ranks, and what their requests came to."""
+    profile = EngineProfile(4, 12, 2, 2, seed=seed, chunk=None if seed % 2 else 8)
+    kv = RouterHarness(profile, backend)
+    play(kv, random_traffic(seed, 80, workers=2, ranks=2))
+    lines = [entry.event.to_json() + f" {entry.event.token_ids} {entry.event.extra}" for entry in kv.events]
+    for key, worker in kv.workers.items():
+        manager = worker.manager
+        lines.append(f"{key} {sorted(manager.resident())} {manager.num_active_blocks} {manager.num_inactive_blocks}")
+    return "\n".join([*lines, *map(str, kv.events.problems)])
+
+
+def engines(backend, seed):
+    """The events of two engines of a harness that share a clock's time, and what their requests came to."""
+    rng = Random(f"engines {seed}")
+    fields = {"max_num_seqs": rng.choice((1, 2, 8)), "max_num_batched_tokens": rng.choice((5, 16, 64))}
+    kv = RouterHarness(EngineProfile(4, rng.choice((8, 12, 30)), 2, seed=seed), backend, engine=fields)
+    prompts = [kv.prompt(rng.randint(1, 3), tail=rng.randint(0, 3)) for _ in range(3)]
+    requests = []
+    for number in range(16):
+        engine = kv.engine(number % 2)
+        with suppress(OutOfBlocks, ValueError):
+            requests.append(engine.submit(rng.choice(prompts), rng.randint(1, 6), 7.0 * number))
+        if not number % 5:
+            engine.step()
+        if number == 11:
+            requests[rng.randrange(len(requests))].abort()
+    for worker in range(2):
+        with suppress(EngineStalled):
+            kv.engine(worker).run()
+    lines = [entry.event.to_json() + f" {entry.event.token_ids}" for entry in kv.events]
+    lines += [f"{each.status} {each.generated_tokens} {each.cached_tokens} {each.preemptions}" for each in requests]
+    lines += [str(kv.engine(worker).metrics) + f" {kv.engine(worker).now_ms}" for worker in range(2)]
+    return "\n".join([*lines, *map(str, kv.events.problems)])
+
+
+def moves(backend, seed):
+    """What the traffic of moves in a contract publishes."""
+    sink = CapturingSink()
+    manager = create_manager(backend, num_blocks=8, block_size=4, sink=sink)
+    traffic = MoveTraffic(manager, seed, fitting=False)
+    held = []
+    for _ in range(80):
+        traffic.step()
+        held.append(str(sorted(traffic.references.items(), key=str)))
+    return "\n".join([*map(repr, sink.events), *held])
+
+
+SEMANTICS = ("1.2.1", "1.3.1")
+
+
+def replayed(kind, seed, semantics):
+    """The report of a random replay, or why it does not end."""
+    case = replay_cases.random_case(kind, seed)
+    how = case["replay"]
+    of_vllm = ("lineage", "lru", "multi_lru", "hash_cache", "vllm")
+    backend = ("mocker_sglang", "sglang")[seed % 2] if case["scheduler"] == "sglang" else of_vllm[seed % 5]
+
+    def engines(fields, count):
+        if fields is None:
+            return []
+        args = MockEngineArgs(**fields, semantics=semantics)
+        return [MockEngine(args, backend=backend, seed=number) for number in range(how.get(count, 1))]
+
+    decode = engines(case.get("engine"), "num_workers") or engines(case.get("decode_engine"), "num_decode_workers")
+    prefill = engines(case.get("prefill_engine"), "num_prefill_workers")
+    try:
+        report = replay(
+            [request_of(row) for row in case["requests"]],
+            decode,
+            prefill,
+            concurrency=how.get("replay_concurrency"),
+            arrival_speedup=how.get("arrival_speedup_ratio", 1.0),
+            trace_block_size=how["trace_block_size"],
+        )
+    except (EngineStalled, OutOfBlocks, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    rows = [json.dumps(row, sort_keys=True) for row in report.per_request()]
+    metrics = [str(each.metrics) for each in (*prefill, *decode)]
+    return "\n".join([json.dumps(report.to_json(), sort_keys=True), *rows, *metrics])
+
+
+def hosted(seed):
+    """A replay of the kind "vllm" with a host below the device: its report, and its events."""
+    rng = Random(f"host {seed}")
+    case = replay_cases.random_case("vllm", seed)
+    host = {
+        "num_g2_blocks": rng.choice((4, 16, 64)),
+        "offload_batch_size": rng.choice((1, 2, 4)),
+        "kv_bytes_per_token": rng.choice((0, 1000, 250_000)),
+        "bandwidth_g1_to_g2_gbps": rng.choice((0.0, 1.0, 14.0)),
+        "bandwidth_g2_to_g1_gbps": rng.choice((0.5, 1.0)),
+        "performance_model": (10.0, 1.0),
+    }
+    engine = {name: value for name, value in case["engine"].items() if not name.endswith("speedup_ratio")}
+    sink = CapturingSink()
+    one = MockEngine(MockEngineArgs(**engine, **host), backend=("lineage", "lru", "multi_lru")[seed % 3], sink=sink)
+    try:
+        report = replay([request_of(row) for row in case["requests"]], [one], concurrency=1 + seed % 3)
+    except (EngineStalled, OutOfBlocks, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    rows = [json.dumps(row, sort_keys=True) for row in report.per_request()]
+    return "\n".join([json.dumps(report.to_json(), sort_keys=True), *rows, *map(repr, sink.router_events)])
+
+
+def longest_prefix_first(seed):
+    """A replay of many alike prompts under SGLang's policy that looks for them."""
+    rng = Random(f"lpm {seed}")
+    page = rng.choice((1, 4, 16, 32))
+    sglang = {"page_size": page, "schedule_policy": "lpm"}
+    if seed % 3:
+        sglang["chunked_prefill_size"] = 32 * rng.choice((1, 2))
+    args = MockEngineArgs(
+        engine_type="sglang",
+        block_size=page,
+        num_gpu_blocks=rng.choice((160, 320)) // page + 4,
+        max_num_seqs=rng.choice((1, 2, 3)),
+        sglang=sglang,
+        semantics=SEMANTICS[seed % 2],
+    )
+    engine = MockEngine(args, backend=("mocker_sglang", "sglang")[seed // 2 % 2], seed=seed)
+    prompts = [[*range(100 * n, 100 * n + length)] for n, length in enumerate((24, 31, 32, 33, 40, 64))]
+    for _ in range(12):
+        prompt = rng.choice(prompts)[: rng.choice((31, 32, 33, 64))]
+        engine.submit([*prompt, *range(5000, 5000 + rng.randint(0, 9))], rng.randint(1, 4))
+    try:
+        engine.run()
+    except (EngineStalled, OutOfBlocks) as error:
+        return f"{type(error).__name__}: {error}"
+    return "\n".join(f"{each.admitted_ms} {each.cached_tokens} {each.status}" for each in engine.requests)
+
+
+def request_of(row):
+    lengths = row["input_length"], row["output_length"], tuple(row["hash_ids"])
+    return TraceRequest(row.get("timestamp"), *lengths, row.get("session_id"), row.get("delay"))
+
+
+# ----------------------------------------------------------------------------------------------------------- wire
+
+
+def wire(name):
+    """The bytes of a dialect, and what is read of them when they are damaged."""
+    rng = Random(name)
+    lines = []
+    for payload in payloads.payloads(name):
+        lines += [payload.hex(), repr(decode(payload, name))]
+        for number in range(160):
+            if number % 2 and DIALECTS[name].is_msgpack:
+                damaged = payloads.mutated_tree(rng, payload)
+            else:
+                damaged = payloads.mutated_bytes(rng, payload)
+            read = decode(damaged, name, worker_id=3, dp_rank=1, first_event_id=7)
+            lines += [damaged.hex(), read_text(read)]
+            if DIALECTS[name].is_msgpack and not number % 8:
+                lines.append(read_text(decode_metadata(damaged, name)))
+    return "\n".join(lines)
+
+
+def read_text(read):
+    return re.sub(" object at 0x[0-9a-f]+", "", "\n".join([repr(read), *map(str, read.problems)]))
+
+
+VECTORS = ("vllm-0.19", "vllm-0.33", "sglang-0.5.23", "dynamo-router-event")
+
+
+def vectors(dialect, seed):
+    """The files of a dialect; those about all name the version of the package, and are left out."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_vectors(directory, dialects=[dialect], seed=seed)
+        files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+        found = {path.relative_to(directory).as_posix(): path for path in files}
+        return "\n".join(
+            f"{name} {sha256(without_head(path)).hexdigest()}"
+            for name, path in found.items()
+            if name not in ("index.json", "README.md")
+        )
+
+
+def without_head(path):
+    """The bytes of a file; of a capture without its first line, which names the version."""
+    data = path.read_bytes()
+    return data.partition(b"\n")[2] if path.name == "capture.jsonl" else data
+
+
+# --------------------------------------------------------------------------------------------------- reproductions
+
+
+ODD = ("right/", "managers/StopsWhenNobodyListens")
+"""What has no bug, and a manager that follows the harness itself."""
+
+
+def reduced():
+    """The bugs that are cut down, each over a backend, to events or to requests."""
+    cases = [case for case in verdicts.cases() if "+" not in case.name and not case.name.startswith(ODD)]
+    for place, case in enumerate(cases):
+        backends = case.backends()
+        yield case, backends[place % len(backends)], ("events", "requests")[place // 2 % 2]
+
+
+def reduction(case, backend, level):
+    """The smallest reproduction of a known bug, and how many replays it took."""
+    return reduced_text(verdicts.run(case, backend, 0)[0], level)
+
+
+LATE = {"overflows": of_reduce.Overflows, "forgets": of_reduce.ForgetsOldest, "long": of_reduce.ForgetsLongRemoved}
+
+
+def late(name, sync, level):
+    """Likewise of an index that is compared later than after each event, over workers of several backends."""
+    kv = RouterHarness(EngineProfile(4, 10, 2), "lineage", LATE[name](), sync=sync)
+    kv.worker(5, 0, "multi_lru")
+    rng = Random(f"{name} {sync}")
+    for _ in range(40):
+        kv.worker(rng.choice((0, 1, 5)), 0).serve([*range(100 * rng.randrange(9), 900)][: rng.randint(4, 20)])
+    if name == "long":
+        kv.make_sink(num_blocks=2)(Stored(None, (1, 2, 3), (1, 2, 3)))
+    kv.judge()
+    return reduced_text(kv, level)
+
+
+def driven(name, by):
+    """Likewise of a faulty engine whose workers were driven in virtual time."""
+    with registered({name: of_reduce.FAULTY[name]}):
+        kv = RouterHarness(EngineProfile(4, 24, 2), name, engine={"max_num_seqs": 3})
+        rng = Random(f"{name} {by}")
+        shared = [kv.prompt(3) for _ in range(6)]
+        for number in range(30):
+            prompt = kv.prompt(rng.randrange(1, 5), after=rng.choice(shared))
+            arrival = 30.0 * number if by == "arrival" else None
+            kv.engine(rng.randrange(2)).submit(prompt, rng.choice([1, 2, 6, 9]), arrival)
+            if by == "step":
+                kv.engine(rng.randrange(2)).step()
+        for worker in (0, 1):
+            kv.engine(worker).run()
+        kv.judge()
+        return reduced_text(kv, "requests")
+
+
+def reduced_text(kv, level):
+    try:
+        found = reproduce(kv, level=level, work=4_000)
+    except NotReduced as reason:
+        return f"not reduced: {reason}"
+    sizes = f"{found.cut_from} {found.replays} {found.complete} {found.breach}"
+    return "\n".join([sizes, found.as_test(), scenario_text(found, "reduced")])
+
+
+# ------------------------------------------------------------------------------------------------------- contracts
+
+TOO_LONG = ("test_it_follows_live_traffic", "test_ten_thousand_events_may_come_before_a_flush")
+"""They take a tenth of a second each, and have tests of their own."""
+
+
+def contract(subject):
+    """What each test of a contract says of a broken subject."""
+    lines = []
+    for name in names_of_tests(subject):
+        if name not in TOO_LONG:
+            try:
+                said = failure_of(subject, name)
+            except Exception as error:  # noqa: BLE001 - of a broken subject
+                said = f"raised {type(error).__name__}"
+            # pytest indents the messages of asserts, and adds values to them.
+            said = re.sub(r"\n\s*", "\n", re.split(r"(?:^|: |\n)assert ", str(said))[0])
+            lines.append(f"{name}: {said}")
+    return re.sub(r"0x[0-9a-f]{12}\b", "0x...", "\n".join(lines))
+
+
+# ----------------------------------------------------------------------------------------------------------- table
+
+
+def rows():
+    """The names, and what makes the text of each."""
+    for name in TRACES:
+        for seed in range(2):
+            yield f"trace/{name}/{seed}", lambda name=name, seed=seed: trace(name, seed)
+    for name in TRAFFIC:
+        for seed in range(3):
+            yield f"traffic/{name}/{seed}", lambda name=name, seed=seed: traffic(name, seed)
+    for backend in BACKENDS:
+        for seed in range(4):
+            yield f"stream/{backend}/{seed}", lambda backend=backend, seed=seed: stream(backend, seed)
+        for seed in range(6):
+            yield f"engines/{backend}/{seed}", lambda backend=backend, seed=seed: engines(backend, seed)
+    for backend in ("lineage", "lru", "multi_lru", "hash_cache"):
+        for seed in range(5):
+            yield f"moves/{backend}/{seed}", lambda backend=backend, seed=seed: moves(backend, seed)
+    for mutants in (POLICIES, MANAGERS, WORKERS, INDEXES):
+        for subject, *_ in mutants.cases:
+            name = f"contract/{mutants.contract.__name__}/{subject.__name__}"
+            yield name, lambda subject=subject: contract(subject)
+    for kind in replay_cases.KINDS:
+        for seed in range(120):
+            name = f"replay/{kind}/{seed}"
+            yield name, lambda kind=kind, seed=seed: replayed(kind, seed, SEMANTICS[seed % 2])
+    for seed in range(40):
+        yield f"replay/host/{seed}", lambda seed=seed: hosted(seed)
+        yield f"replay/lpm/{seed}", lambda seed=seed: longest_prefix_first(seed)
+    for name in DIALECTS:
+        yield f"wire/{name}", lambda name=name: wire(name)
+    for dialect in VECTORS:
+        yield f"vectors/{dialect}", lambda dialect=dialect: vectors(dialect, 0)
+    for name in LATE:
+        for sync in ("every", "auto", "burst", "end"):
+            for level in ("events", "requests"):
+                given = name, sync, level
+                yield f"reduction/late/{name}/{sync}/{level}", lambda given=given: late(*given)
+    for place, name in enumerate(of_reduce.FAULTY):
+        by = ("run", "step", "arrival")[place % 3]
+        yield f"reduction/driven/{name}/{by}", lambda name=name, by=by: driven(name, by)
+    for given in reduced():
+        case, backend, level = given
+        yield f"reduction/{case.name}/{backend}/{level}", lambda given=given: reduction(*given)
+
+
+def group_of(name):
+    """The rows that are compared in one test."""
+    kind, what = name.split("/")[:2]
+    return kind if kind in ("trace", "traffic") else f"{kind}/{what}"
+
+
+def lines(begin=""):
+    """The lines of the table, of the rows whose names begin so."""
+    return [f"{name}\t{digest(make())}" for name, make in rows() if name.startswith(begin)]
+
+
+def digest(text):
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def main(arguments):
+    logging.disable()
+    if arguments == ["--write"]:
+        TABLE.write_text("\n".join(["\t".join(COLUMNS), *lines()]) + "\n", encoding="utf-8")
+    elif arguments[:1] == ["--text"]:
+        print(dict(rows())[arguments[1]]())
+    else:
+        print("\t".join(COLUMNS), *lines(*arguments), sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,50 @@
+"""A seed makes what it made before; see `seeded.py`."""
+
+import os
+import subprocess
+import sys
+from itertools import groupby
+
+import pytest
+import seeded
+
+GROUPS = {name: list(rows) for name, rows in groupby(seeded.rows(), key=lambda row: seeded.group_of(row[0]))}
+
+
+@pytest.fixture(scope="module")
+def committed():
+    """The digest of each row."""
+    return dict(row.split("\t") for row in seeded.TABLE.read_text(encoding="utf-8").splitlines()[1:])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_seed_makes_what_it_made_before(group, committed):
+    changed = [name for name, make in GROUPS[group] if committed[name] != seeded.digest(make())]
+    if changed:
+        command = f"python tests/corpus/seeded.py --text {changed[0]}"
+        pytest.fail(
+            f"{len(changed)} of {len(GROUPS[group])} rows changed: {', '.join(changed)}\n"
+            f"Compare: {command}; before the change: PYTHONPATH=CHECKOUT {command}\n"
+            "If that is meant: python tests/corpus/seeded.py --write, and say why.",
+            pytrace=False,
+        )
+
+
+def test_there_is_a_digest_for_each_row(committed):
+    assert [name for name, _ in seeded.rows()] == list(committed)
+
+
+@pytest.mark.parametrize("begin", ["stream/", "engines/", "contract/", "wire/", "vectors/", "reduction/index/"])
+def test_the_text_is_the_same_under_any_hash_seed(begin):
+    texts = {
+        subprocess.run(
+            [sys.executable, seeded.__file__, begin],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for hash_seed in ("0", "1")
+    }
+    assert 1 == len(texts)
+    assert 3 < len(texts.pop().splitlines())

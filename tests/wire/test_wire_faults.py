@@ -1,0 +1,228 @@
+"""Faults of the wire, batch by batch: what is sent, what a replay has, and what is noted as injected."""
+
+import msgspec
+import pytest
+
+from pytest_kvmock.wire import DIALECTS
+from pytest_kvmock.wire.wire_faults import UNKNOWN_FIELD, Numbered, WireFaults, WireInjection
+
+RANKS = 3
+
+
+def check_rank(rank):
+    if not 0 <= rank < RANKS:
+        raise ValueError(f"no rank {rank}")
+    return rank
+
+
+class Publisher:
+    """What is left of one: it numbers batches, and takes what the faults make of them."""
+
+    def __init__(self, dialect="vllm-0.33"):
+        self.faults = WireFaults(DIALECTS[dialect], self.restart, check_rank)
+        self.numbers = dict.fromkeys(range(RANKS), 0)
+
+    def restart(self, dp_rank):
+        for rank in self.numbers if dp_rank is None else [dp_rank]:
+            if self.numbers[rank]:
+                self.faults.begun_anew(rank)
+            self.numbers[rank] = 0
+
+    def publish(self, rank=0, payload=b"\x93payload"):
+        batch = Numbered(self.numbers[rank], payload)
+        self.numbers[rank] += 1
+        return self.faults.strike(rank, batch)
+
+    def numbers_of(self, count, rank=0):
+        """Of so many batches: the numbers that are sent for each, and the number that is kept."""
+        found = []
+        for _ in range(count):
+            number, outcome = self.numbers[rank], self.publish(rank)
+            found.append(
+                ([number], number)
+                if outcome is None
+                else ([each.number for each in outcome.sent], outcome.kept and outcome.kept.number)
+            )
+        return found
+
+
+@pytest.fixture
+def publisher():
+    return Publisher()
+
+
+# How a fault is asked for; what is sent and kept of the next batches; how many were injected.
+FAULTS = {
+    "lose": (lambda faults: faults.lose(), [([], 0), ([1], 1)], 1),
+    "lose two": (lambda faults: faults.lose(2), [([], 0), ([], 1), ([2], 2)], 2),
+    "double": (lambda faults: faults.double(), [([0, 0], 0), ([1], 1)], 1),
+    "reorder": (lambda faults: faults.reorder(), [([], 0), ([1, 0], 1), ([2], 2)], 2),
+    "gap_beyond_buffer": (lambda faults: faults.gap_beyond_buffer(), [([], None), ([1], 1)], 1),
+    "late_join": (lambda faults: faults.late_join(), [([], 0), ([1], 1)], 1),
+    "slow_subscriber": (lambda faults: faults.slow_subscriber(), [([], 0), ([], 1), ([0, 2], 2), ([3], 3)], 3),
+    "slow_subscriber of more": (
+        lambda faults: faults.slow_subscriber(2, 3),
+        [([], 0), ([], 1), ([], 2), ([], 3), ([], 4), ([0, 1, 5], 5), ([6], 6)],
+        6,
+    ),
+    "one after the other": (
+        lambda faults: (faults.lose(), faults.double()),
+        [([], 0), ([1, 1], 1), ([2], 2)],
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_strikes_so_many_batches_and_no_more(publisher, fault):
+    ask, expected, injected = FAULTS[fault]
+    ask(publisher.faults)
+    assert expected == publisher.numbers_of(len(expected))
+    assert [*range(injected)] == [each.batch for each in publisher.faults.injected]
+    assert [] == publisher.faults.unused
+
+
+@pytest.mark.parametrize(
+    "name", ["lose", "double", "gap_beyond_buffer", "late_join", "corrupt", "unknown_tag", "extra_field"]
+)
+def test_a_number_of_batches_is_at_least_one(publisher, name):
+    for wrong in (0, -1, "two", True):
+        with pytest.raises(ValueError, match=f"^batches must be an integer of at least 1, got {wrong!r}$"):
+            getattr(publisher.faults, name)(wrong)
+    assert [] == publisher.faults.unused
+
+
+@pytest.mark.parametrize("name", ["queued", "lost"])
+def test_a_slow_subscriber_waits_for_one_at_least_and_loses_one(publisher, name):
+    with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1, got 0$"):
+        publisher.faults.slow_subscriber(**{name: 0})
+
+
+def test_a_fault_of_a_rank_waits_for_it(publisher):
+    publisher.faults.lose(dp_rank=1)
+    publisher.faults.double()
+    assert [([0, 0], 0), ([1], 1)] == publisher.numbers_of(2, rank=0)
+    assert [([], 0), ([1], 1)] == publisher.numbers_of(2, rank=1)
+    assert [("double", 0), ("lose", 1)] == [(each.fault, each.dp_rank) for each in publisher.faults.injected]
+
+
+@pytest.mark.parametrize("fault", ["reorder", "slow_subscriber"])
+def test_batches_that_change_places_are_of_the_rank_that_came_first(publisher, fault):
+    getattr(publisher.faults, fault)()
+    publisher.publish(2)
+    assert [([0], 0), ([1], 1)] == publisher.numbers_of(2, rank=0)
+    publisher.numbers_of(2, rank=2)
+    assert {2} == {each.dp_rank for each in publisher.faults.injected}
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("fault", ["lose", "reorder", "late_join", "corrupt", "truncate_replay"])
+def test_nobody_strikes_a_batch_where_no_fault_is_left(publisher, rank, fault):
+    if fault == "truncate_replay":
+        publisher.faults.truncate_replay()
+    assert None is publisher.publish(rank)
+
+
+def test_what_is_left_is_told_by_name_and_count(publisher):
+    publisher.faults.lose(3)
+    publisher.faults.double()
+    publisher.faults.truncate_replay()
+    publisher.publish()
+    left = "truncate_replay (no replay had so much to leave out)"
+    assert ["lose (2 batches left)", "double (1 batch left)", left] == publisher.faults.unused
+    assert "<WireFaults: 1 injected, 3 not used yet>" == repr(publisher.faults)
+
+
+def test_the_first_byte_of_a_corrupt_batch_is_none_of_msgpack_and_a_replay_has_the_right_one(publisher):
+    publisher.faults.corrupt()
+    outcome = publisher.publish(payload=b"\x93abc")
+    assert ((Numbered(0, b"\xc1abc"),), Numbered(0, b"\x93abc"), False) == outcome
+
+
+def test_a_gap_beyond_the_buffer_forgets_what_is_older(publisher):
+    publisher.faults.gap_beyond_buffer()
+    assert publisher.publish().forgets_older
+
+
+EVENT = {"array": ["BlockRemoved", [1]], "map": {"type": "BlockRemoved", "block_hashes": [1]}}
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.19", "vllm-0.33"])
+def test_later_versions_are_imitated_in_what_is_sent_and_in_a_replay(dialect):
+    form = DIALECTS[dialect].form
+    publisher = Publisher(dialect)
+    publisher.faults.unknown_tag()
+    publisher.faults.extra_field()
+    for expected in (
+        [["BlockPinned"] if form == "array" else {"type": "BlockPinned"}, EVENT[form]],
+        [[*EVENT["array"], UNKNOWN_FIELD] if form == "array" else {**EVENT["map"], UNKNOWN_FIELD: True}],
+        None,
+    ):
+        outcome = publisher.publish(payload=msgspec.msgpack.encode([5.0, [EVENT[form]], 0]))
+        if expected is None:
+            assert None is outcome
+        else:
+            ((sent,), kept, _) = outcome
+            assert (sent, [5.0, expected, 0]) == (kept, msgspec.msgpack.decode(sent.payload))
+
+
+def test_restarts_are_counted_by_rank_and_named_where_there_was_something(publisher):
+    publisher.publish(1)
+    publisher.faults.restart()
+    assert [WireInjection("restart", 1, 0, 1)] == publisher.faults.injected
+    publisher.faults.restart(dp_rank=2)
+    assert WireInjection("restart", 2, 0, 0) == publisher.faults.injected[-1]
+    publisher.publish(1)
+    publisher.faults.restart(dp_rank=1)
+    assert (WireInjection("restart", 1, 0, 2), 2, 0) == (
+        publisher.faults.injected[-1],
+        publisher.faults.restarts(1),
+        publisher.faults.restarts(0),
+    )
+
+
+def test_what_is_injected_after_a_restart_says_so(publisher):
+    publisher.publish()
+    publisher.restart(None)
+    publisher.faults.lose()
+    publisher.publish()
+    assert [WireInjection("lose", 0, 0, 1)] == publisher.faults.injected
+
+
+@pytest.mark.parametrize(
+    ("after", "end_marker", "expected", "batch"),
+    [
+        (0, True, ([], True), 4),
+        (1, True, ([4], True), 5),
+        (1, False, ([4], False), 5),
+        (2, False, ([4, 5], False), 6),
+        (9, False, ([4, 5], False), 6),
+    ],
+)
+def test_a_replay_is_cut_where_it_was_asked_to_be(publisher, after, end_marker, expected, batch):
+    publisher.faults.truncate_replay(after, end_marker=end_marker)
+    batches = [Numbered(4, b""), Numbered(5, b"")]
+    sent, marker = publisher.faults.truncated(1, batches)
+    assert expected == ([each.number for each in sent], marker)
+    assert [WireInjection("truncate_replay", 1, batch)] == publisher.faults.injected
+    assert (batches, True) == publisher.faults.truncated(1, batches)
+
+
+def test_of_a_replay_without_batches_the_end_marker_alone_is_left_out(publisher):
+    publisher.faults.truncate_replay(end_marker=False)
+    assert ([], False) == publisher.faults.truncated(0, [])
+    assert [WireInjection("truncate_replay", 0, 0)] == publisher.faults.injected
+
+
+def test_how_a_replay_is_cut_is_checked(publisher):
+    with pytest.raises(ValueError, match=r"^after must be an integer of at least 0, got -1$"):
+        publisher.faults.truncate_replay(-1)
+    with pytest.raises(ValueError, match=r"^end_marker must be True or False, got 'no'$"):
+        publisher.faults.truncate_replay(end_marker="no")
+    assert [] == publisher.faults.unused
+
+
+def test_a_late_join_comes_before_all_batches(publisher):
+    publisher.publish()
+    with pytest.raises(ValueError, match=r"^late_join is about the first batches, and some were published already"):
+        publisher.faults.late_join()
