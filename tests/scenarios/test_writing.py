@@ -23,7 +23,7 @@ from pytest_kvmock import (
 )
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
-from pytest_kvmock.harness.recording import BatchesLost, WorkerRemoved
+from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import (
     Burst,

@@ -77,7 +77,7 @@ def test_an_extension_has_its_type_and_its_end(code, size):
 @pytest.mark.parametrize(
     "value",
     [300, 2**40, -2, 1.5, "abc", "x" * 40, b"abc", [1, [2, "x"], {}], {"a": [1, 2]}, Ext(3, b"ab"), Ext(3, b"abc")],
-    ids=repr,
+    ids=lambda value: f"{value.code} {value.data!r}" if isinstance(value, Ext) else repr(value),
 )
 def test_a_value_that_is_cut_off_anywhere_is_truncated(value):
     data = msgspec.msgpack.encode(value)
