@@ -226,7 +226,10 @@ class Tree:
             "wall": WALL,
             "in_function": in_function,
         }
-        status, failed = self.ask(self.plan(ordered[:last], self.changed) | module)
+        if self.is_derived_from(mutant):
+            status, failed = UNFIT, ""
+        else:
+            status, failed = self.ask(self.plan(ordered[:last], self.changed) | module)
         # What has run at import has left what it made: a failure counts all the same, and else it is tried again.
         if status != UNFIT and (status not in PASSED or not self.imported[mutant.file] & {*mutant.lines}):
             found = outcome(status, failed)
@@ -242,6 +245,14 @@ class Tree:
                 if found := outcome(status, failed.group(1) if failed else ""):
                     return found
         return survived
+
+    def is_derived_from(self, mutant) -> bool:
+        """Whether a constant is made use of when its module is imported, as by another constant."""
+        name = re.match(r"\w+", mutant.old)
+        if mutant.lines or name is None:
+            return False
+        word, lines = re.compile(rf"\b{name.group()}\b"), (self.root / mutant.file).read_text().splitlines()
+        return any(word.search(lines[n - 1]) for n in self.imported[mutant.file] - {mutant.line} if n <= len(lines))
 
     def plan(self, tests: list[str], files: list[str]) -> dict[str, object]:
         limits = {nodeid: max(LEAST_LIMIT, TIMES_SLOWER * self.seconds[nodeid]) for nodeid in tests}

@@ -18,7 +18,7 @@ from pytest_kvmock.programs.operations import (
     Serve,
     Tick,
 )
-from pytest_kvmock.programs.python import calls
+from pytest_kvmock.programs.python import calls, literal
 from pytest_kvmock.testing import traffic
 
 ROOMY = EngineProfile(block_size=2, num_blocks=1000, workers=2)
@@ -100,3 +100,7 @@ def test_each_operation_is_a_line_by_itself_where_something_comes_after_each():
         "request1.finish()",
         "await kv.aflush()",
     ] == [*calls(served, 2, after_each="await kv.aflush()")]
+
+
+def test_a_text_is_written_as_one_reads_it():
+    assert '"grün"' == literal("grün")

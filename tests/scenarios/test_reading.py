@@ -154,6 +154,10 @@ def test_a_million_numbers_are_taken_and_not_one_more(tmp_path, numbers):
         ("event: {stored: [-9223372036854775808]}", {"stored": [-(2**63)]}),
         ("event: {removed: [1], worker: [65791, 3]}", {"removed": [1], "worker": (65791, 3)}),
         ("use: [0, 18446744073709551615, p]", {"blocks": [0, 2**64 - 1, "p"]}),
+        (
+            "use: {blocks: [1, 2], plhs: [[1, null, 0], [4, 5, 6]]}",
+            {"blocks": [1, 2], "plhs": [(1, None, 0), (4, 5, 6)]},
+        ),
         ("submit: {tokens: 1, arrival_ms: 0}", {"tokens": (range(1, 2),), "arrival_ms": 0}),
     ],
 )

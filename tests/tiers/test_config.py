@@ -108,3 +108,9 @@ def test_the_default_batch_is_the_largest_whose_square_fits():
     assert "<HostOffload at 0.0 ms: 0 blocks of 10, 0 transfers to the host, 0 to the device>" == repr(engine)
     assert {"host": 10} == tiers.to_dict()
     assert 3 == engine.batch_size
+
+
+def test_the_bytes_of_a_token_are_a_number_that_dynamo_can_write():
+    assert 2**63 - 1 == Tiers(10, bytes_per_token=2**63 - 1).bytes_per_token
+    with pytest.raises(ValueError, match=r"^tiers: bytes_per_token must be an integer of at least 0 and at most 2\*\*63 - 1, got"):
+        Tiers(10, bytes_per_token=2**63)
