@@ -426,3 +426,17 @@ def test_where_the_block_size_is_from_is_said_where_it_is_refused(nested):
     result.assert_outcomes(errors=2)
     result.stdout.fnmatch_lines(["kvmock: backend lru: block_size must be *, got 3 (kvmock(block_size=3))"])
     result.stdout.fnmatch_lines(["kvmock: backend mine: no licence"])
+
+
+def test_a_hook_may_end_the_session(nested):
+    conftest = """
+        import pytest
+        def pytest_kvmock_event_error(item, problem):
+            pytest.exit("enough")
+    """
+    result = nested(
+        "def test(kv_sink): kv_sink(BAD)\ndef test_next(): pass", files={"conftest.py": conftest}, subprocess=True
+    )
+
+    assert pytest.ExitCode.INTERRUPTED == result.ret
+    result.stdout.fnmatch_lines(["*Exit: enough*"])

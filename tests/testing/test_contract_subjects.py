@@ -208,3 +208,30 @@ def test_an_answer_that_cannot_be_read_is_shown_with_what_the_index_was_told():
         "AssertionError: find_matches() of Answers returned 4; expected a mapping of worker_id or (worker_id, dp_rank) to a number of blocks, "
         "or an object with such a mapping in .scores\nthe index was given, in this order:\n  worker 0 stored abcd"
     )
+
+
+class WantsEveryId(RadixIndex):
+    """Takes the events of a rank by their ids alone, as a router with a cursor does."""
+
+    def __init__(self):
+        super().__init__()
+        self.due = {}
+
+    def apply(self, event):
+        key = event.worker_id, event.event.dp_rank
+        assert self.due.get(key, 0) == event.event.event_id, key
+        self.due[key] = event.event.event_id + 1
+        super().apply(event)
+
+
+class OfEveryId(IndexContract):
+    def make_index(self):
+        return WantsEveryId()
+
+
+APPLIED = [name for name in names_of_tests(OfEveryId) if not name.endswith(("live_traffic", "last_copy_is_removed"))]
+
+
+@pytest.mark.parametrize("name", APPLIED)
+def test_the_events_of_a_contract_have_ids_without_a_gap(name):
+    assert None is failure_of(OfEveryId, name)

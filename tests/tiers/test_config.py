@@ -112,5 +112,7 @@ def test_the_default_batch_is_the_largest_whose_square_fits():
 
 def test_the_bytes_of_a_token_are_a_number_that_dynamo_can_write():
     assert 2**63 - 1 == Tiers(10, bytes_per_token=2**63 - 1).bytes_per_token
-    with pytest.raises(ValueError, match=r"^tiers: bytes_per_token must be an integer of at least 0 and at most 2\*\*63 - 1, got"):
+    with pytest.raises(
+        ValueError, match=r"^tiers: bytes_per_token must be an integer of at least 0 and at most 2\*\*63 - 1, got"
+    ):
         Tiers(10, bytes_per_token=2**63)
