@@ -150,6 +150,15 @@ def test_of_prompts_that_begin_alike_and_are_not_cached_all_but_the_first_yield(
     assert [0, 2, 3, 4, 1] == admitted  # one of fewer than 32 tokens yields to none
 
 
+@pytest.mark.parametrize(("alike", "expected"), [(31, [0, 1, 2]), (32, [0, 2, 1]), (33, [0, 2, 1])])
+def test_prompts_begin_alike_if_their_first_32_tokens_are_the_same(alike, expected):
+    one = engine(400, block_size=1, sglang={"schedule_policy": "lpm", "page_size": 1})
+    for number in (100, 200):
+        one.submit([*range(alike), *range(number, number + 10)], 1)
+    one.submit([*range(300, 350)], 1)
+    assert expected == [one.requests.index(request) for request in one.step().admitted]
+
+
 def test_many_waiting_requests_stay_as_they_are():
     one = engine(2000, sglang={"schedule_policy": "lpm"}, max_num_seqs=1)
     one.submit(pages(1), 1)
