@@ -301,3 +301,16 @@ def test_a_loss_that_any_number_of_restarts_was_before_is_real(file):
         (LOST.replace("null", sent_by.replace(str(2**70), "0")), True),
     ):
         assert is_clean is check_file(file(HEADER + lost + injected + '{"end":{"events":0}}\n')).is_clean
+
+
+def test_the_progress_of_a_long_check_is_told_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr("pytest_kvmock.capture.check._EVERY", 4)
+    wire = KvWire("vllm-0.33")
+    for block in range(1, 11):
+        wire.publish(Stored(None, (block,), (block,)), token_ids=[[1, 2, 3, 4]])
+    path = tmp_path / "worker.msgpack"
+    path.write_bytes(b"".join(wire.payloads))
+    told = []
+    checked = check_file(path, dialect="vllm-0.33", progress=lambda read, events: told.append(events))
+    assert (10, 2) == (checked.log.total, len([events for events in told if events > 1]))
+    assert sorted(told) == told

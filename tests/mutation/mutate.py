@@ -265,14 +265,14 @@ class Tree:
         What runs at import has its effect elsewhere: then it is the tests that run anything of the module.
         """
         places = {mutant.file: mutant.lines}
-        if self.imported[mutant.file] & {*mutant.lines}:
+        if self.imported[mutant.file] & {*mutant.lines} or self.is_derived_from(mutant):
             places = {mutant.file: self.lines[mutant.file]}
-        if not mutant.lines:
+        elif not mutant.lines:
             name = re.match(r"(\w+)(: \S+)? = ", mutant.old)
             word = re.compile(rf"\b{name.group(1)}\b") if name else re.compile("")
             places = {
                 file: [n for n, text in enumerate((self.root / file).read_text().splitlines(), 1) if word.search(text)]
-                for file in self.lines
+                for file in ([mutant.file] if mutant.old.startswith("_") else self.lines)
             }
         which = {self.lines[file][n] for file, lines in places.items() for n in lines if n in self.lines[file]}
         if not which and mutant.lines:  # Python 3.11 leaves a line out now and then: those beside it stand in for it

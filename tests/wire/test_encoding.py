@@ -439,3 +439,9 @@ def test_digests_that_are_none_are_refused():
         encode(Batch([cleared()]), "vllm-0.33", digests=5)
     with pytest.raises(TypeError, match=r"^hasher must be the hasher of a manager, as manager\.hasher; got 'vllm'$"):
         StreamDigests("vllm")
+
+
+def test_token_ids_of_uneven_blocks_are_refused_though_their_sum_would_do():
+    event = RouterEvent(0, KvCacheEvent(0, Stored(None, (1, 2, 3), (4, 5, 6))), token_ids=[[1, 2], [3], [4, 5, 6]])
+    with pytest.raises(EncodeError, match=r"^event 0 of the batch: blocks came with 1 to 3 token ids; expected one"):
+        encode(Batch([event], 5.0), "vllm-0.33")

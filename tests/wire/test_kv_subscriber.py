@@ -448,6 +448,17 @@ def test_events_that_cannot_be_read_are_reported_where_they_are_missing(where):
         assert ([], len(tags)) == (world.subscriber.lost, len(world.subscriber.problems))
 
 
+def test_a_batch_that_a_replay_brings_in_part_counts_as_recovered():
+    heard = []
+    with World(replay=True, on_loss=lambda worker, rank, batches, text: heard.append(text)) as world:
+        world.publisher.faults.lose()
+        publish_some_unreadable(world.publisher, 3, {1: "Pinned"})
+        publish_chain(world.publisher, 1, BIG + 9)
+        assert [0, 2, 9] == world.receive(2)
+        assert ([(0, range(2))], []) == (world.subscriber.recovered, world.lost)
+        assert [f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'"] == heard
+
+
 @pytest.mark.parametrize("to_sink", [True, False])
 def test_an_event_that_cannot_be_read_fails_the_verdict_though_none_follows_it(to_sink):
     with KvPublisher("vllm-0.33") as publisher:
