@@ -233,6 +233,21 @@ class DoesNotRestart(Lru):
         worker.restart = lambda *, announced=False: None
 
 
+@WORKERS.breaks("test_a_restart_begins_anew")
+class KeepsABlockOverARestart(Lru):
+    """One that no prompt finds."""
+
+    def spoil(self, worker):
+        restart = worker.restart
+
+        def restarted(*, announced=False):
+            restart(announced=announced)
+            worker.manager.use([2**63])
+            worker.manager.deref([2**63])
+
+        worker.restart = restarted
+
+
 # ------------------------------------------------------------------------- engines that do not do what their traits say
 
 
