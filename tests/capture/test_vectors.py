@@ -261,3 +261,9 @@ def test_what_cannot_be_done_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CaptureError, match="cannot be written"):
         write_vectors(tmp_path / "file", dialects=["vllm-0.9"])
+
+
+def test_a_directory_is_made_for_the_vectors_of_no_dialect_too(tmp_path):
+    home = tmp_path / "new" / "vectors"
+    assert [] == write_vectors(home, dialects=[])
+    assert ["README.md", "index.json"] == sorted(path.name for path in home.iterdir())

@@ -1,5 +1,6 @@
 """A program as Python does what the program does."""
 
+import pytest
 from depth import examples
 from hypothesis import given, settings
 
@@ -19,7 +20,7 @@ from pytest_kvmock.programs.operations import (
     Serve,
     Tick,
 )
-from pytest_kvmock.programs.python import calls, literal
+from pytest_kvmock.programs.python import calls, literal, number_parts
 from pytest_kvmock.testing import traffic
 
 ROOMY = EngineProfile(block_size=2, num_blocks=1000, workers=2)
@@ -105,3 +106,19 @@ def test_each_operation_is_a_line_by_itself_where_something_comes_after_each():
 
 def test_a_text_is_written_as_one_reads_it():
     assert '"grün"' == literal("grün")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "parts"),
+    [
+        ([1, 3, 5, 7, 9, 11, 13], ["1", "3", "5", "7", "9", "11", "13"]),
+        (range(6), ["*range(6)"]),
+        (range(1, 6), ["1", "2", "3", "4", "5"]),
+        (range(1, 7), ["*range(1, 7)"]),
+        ([9, 8, 7, 6, 5, 4], ["*range(9, 3, -1)"]),
+        ([7, *range(20, 26), 3], ["7", "*range(20, 26)", "3"]),
+        ([5, 4, 3, 2, 1, 0], ["5", "4", "3", "2", "1", "0"]),
+    ],
+)
+def test_runs_of_six_numbers_are_written_as_ranges(numbers, parts):
+    assert parts == number_parts(numbers, str)
