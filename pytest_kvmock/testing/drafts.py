@@ -97,14 +97,14 @@ def play(harness: RouterHarness, program: Iterable[Step], *, most_shrink_events:
     Args:
         harness: whose workers serve.
         program: the steps; a `Program`, or any other series of them.
-        most_shrink_events: how many events Hypothesis may play to shrink a failure; None: as many as it wants, which are
-            minutes where an index is slow.
+        most_shrink_events: how many events Hypothesis may play to shrink a failure, in at most 20 s; None: as many as it
+            wants, which are minutes where an index is slow.
 
     Raises:
         KvEventsError: an error that was not expected, with a note that names the step after which it showed.
         TypeError: something in the program is no step.
         ValueError: `most_shrink_events` is below 1.
-        ShrinkingStopped: the program fails, and shrinking it took more events than it may.
+        ShrinkingStopped: the program fails, and shrinking it took more events, or seconds, than it may.
     """
     __tracebackhide__ = True
     if most_shrink_events is not None:

@@ -3,13 +3,15 @@
 Hypothesis gives up after five minutes, and an index that is slow, or fails in many ways, takes most of them. It has no public
 way to stop earlier but an exception that it does not take for a failure of the example: one that is no `Exception`. So work is
 counted here, in events that plays were given since the first that failed, and the first failure beyond the bound is raised as
-`ShrinkingStopped`. Events and not seconds: the same failure ends in the same way on any machine.
+`ShrinkingStopped`. Events come first, as the same failure then ends in the same way on any machine; seconds are for an index
+that takes long for each.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable
 from typing import Final
 
@@ -17,6 +19,9 @@ from pytest_kvmock.programs.operations import Program, Step
 
 MOST_EVENTS: Final = 10_000
 """An ordinary failure is shrunk within 4,500 (measured over the broken indexes of the contract's tests)."""
+
+MOST_SECONDS: Final = 20.0
+"""An ordinary failure takes 3 to 8."""
 
 
 class ShrinkingStopped(BaseException):
@@ -30,14 +35,18 @@ class _Shrinking:
     """What failed in the test that runs.
 
     Attributes:
+        clock: the time in seconds.
         test: which test; what is counted begins anew with another.
         events: how many events plays had since the first that failed.
+        since: when that was, in seconds.
         smallest: the smallest program that failed, and its failure.
     """
 
     def __init__(self) -> None:
+        self.clock = time.monotonic
         self.test: str | None = None
         self.events = 0
+        self.since = 0.0
         self.smallest: tuple[Program, Exception] | None = None
 
     def played(self, program: Iterable[Step], events: int, failure: Exception | None, most: int | None) -> None:
@@ -50,7 +59,7 @@ class _Shrinking:
             most: how many events may be counted.
 
         Raises:
-            ShrinkingStopped: it failed, and there were more.
+            ShrinkingStopped: it failed, and there were more, or it took too long.
         """
         hypothesis = sys.modules.get("hypothesis")
         if most is None or hypothesis is None or not hypothesis.currently_in_test_context():
@@ -63,13 +72,17 @@ class _Shrinking:
         self.events += events
         if failure is None or not isinstance(program, Program):
             return
+        if self.smallest is None:
+            self.since = self.clock()
         if self.smallest is None or len(program) <= len(self.smallest[0]):
             self.smallest = program, failure
-        if self.events > most:
+        seconds = self.clock() - self.since
+        if self.events > most or seconds > MOST_SECONDS:
             (program, failure), counted = self.smallest, self.events
             self.test = None  # a rerun of the test shrinks anew
             raise ShrinkingStopped(
-                f"shrinking stopped after {counted:,} events (play: most_shrink_events={most:,}); "
+                f"shrinking stopped after {counted:,} events and {seconds:.0f} s (play: most_shrink_events={most:,}, "
+                f"and at most {MOST_SECONDS:.0f} s); "
                 f"the smallest program that failed has {len(program)} steps:\n{program!r}\n"
                 f"{type(failure).__name__}: {failure}"
             ) from failure

@@ -1,11 +1,14 @@
 """Shrinking a failure of `play` ends, and says so."""
 
+import itertools
+
 import pytest
 from hypothesis import Phase, given, settings
 
 from pytest_kvmock import EngineProfile, RadixIndex, Removed, RouterHarness, testing
 from pytest_kvmock.hygiene.problem import KvEventsError
 from pytest_kvmock.testing import Prefill, Program, Serve, ShrinkingStopped, play, traffic
+from pytest_kvmock.testing.shrinking import SHRINKING
 
 
 class KeepsLongRemovals(RadixIndex):
@@ -32,7 +35,7 @@ def test_beyond_its_bound_shrinking_stops_with_the_smallest_program_that_failed(
         in_any_traffic(most_shrink_events=300)
     counted, program, failure = str(stopped.value).partition("Program(\n")
     assert counted.startswith("shrinking stopped after ")
-    assert "events (play: most_shrink_events=300); the smallest program that failed has " in counted
+    assert "(play: most_shrink_events=300, and at most 20 s); the smallest program that failed has " in counted
     assert isinstance(stopped.value.__cause__, KvEventsError)
     assert str(stopped.value.__cause__) in failure
     steps = eval(
@@ -46,6 +49,13 @@ def test_an_ordinary_failure_is_shrunk_to_the_end():
     with pytest.raises(KvEventsError) as failed:
         in_any_traffic()
     assert not [note for note in failed.value.__notes__ if "shrinking stopped" in note]
+
+
+def test_an_index_that_takes_long_for_each_event_is_not_shrunk_for_minutes(monkeypatch):
+    ticks = itertools.count(step=7.0)
+    monkeypatch.setattr(SHRINKING, "clock", lambda: next(ticks))
+    with pytest.raises(ShrinkingStopped, match=r"^shrinking stopped after [\d,]+ events and (21|28) s "):
+        in_any_traffic()
 
 
 def test_the_first_failure_counts():
