@@ -162,10 +162,7 @@ class AdaptedSink:
             event = RouterEvent(0, event, storage_tier, token_ids, extra)
         bare, token_ids, extra = event.event, event.token_ids, event.extra
         arguments = ((event,), (bare, token_ids), (bare, event.storage_tier, token_ids))[self._takes - 1]
-        if extra is not None and has_parameter(call, "extra"):
-            call(*arguments, extra=extra)
-        else:
-            call(*arguments)
+        call_with_extra(call, *arguments, extra=extra)
 
 
 def given_sink(sink: EventSink | Sink | None) -> Any:
@@ -181,15 +178,12 @@ def sink_text(sink: EventSink) -> str:
     return str(getattr(given, "__qualname__", type(given).__name__))
 
 
-def publish_with_extra(
-    sink: Sink, event: KvCacheEvent, storage_tier: StorageTier, token_ids: BlockTokens | None, extra: EventExtra
-) -> None:
-    """Publish an event with what travels beside it, or without it to a sink that does not take it."""
-    publish: Any = sink.publish
-    if has_parameter(publish, "extra"):
-        publish(event, storage_tier, token_ids, extra=extra)
+def call_with_extra(call: Callable[..., object], *arguments: object, extra: EventExtra | None) -> None:
+    """Call a sink, with what travels beside the event if there is such and the sink takes it."""
+    if extra is not None and has_parameter(call, "extra"):
+        call(*arguments, extra=extra)
     else:
-        publish(event, storage_tier, token_ids)
+        call(*arguments)
 
 
 _DEVICE: Final = StorageTier.DEVICE

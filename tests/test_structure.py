@@ -1,6 +1,7 @@
 """The shape of the house: no imports in a circle, modules of one subject, names that are told apart."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 import pytest_kvmock
 from pytest_kvmock import EvictionPolicy
+from pytest_kvmock.hygiene.rules import RULES
 
 HOME = Path(pytest_kvmock.__file__).parent
 MODULES = {
@@ -130,6 +132,11 @@ def compared(node):
                     yield each.value
 
 
+def strings_of(path):
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
 def test_engine_types_and_releases_of_schedulers_are_compared_at_one_place_each():
     found = {
         name
@@ -141,6 +148,29 @@ def test_engine_types_and_releases_of_schedulers_are_compared_at_one_place_each(
         "pytest_kvmock.cache.dynamo.mocker_sglang",  # its cache is of a release, too
         "pytest_kvmock.engine.performance",  # the times of a release
     } == found
+
+
+def test_names_of_rules_are_strings_at_one_place():
+    found = {
+        name: strings & {*RULES}
+        for name, path in MODULES.items()
+        if not (strings := strings_of(path)).isdisjoint(RULES) and name != "pytest_kvmock.hygiene.rules"
+    }
+    a_fault = {"sink_failure"}  # of the same name as the rule that it breaks
+    assert {
+        "pytest_kvmock.faults.kinds": a_fault,
+        "pytest_kvmock.harness.faults": a_fault,
+        "pytest_kvmock.hygiene.injection": a_fault,
+        # An index and its judge import nothing of each other, and these are Dynamo's names of the errors of one.
+        "pytest_kvmock.router.index": {"parent_block_not_found", "block_not_found", "invalid_block"},
+    } == found
+
+
+def test_what_mypy_is_told_to_ignore_has_a_reason():
+    lines = [(name, line) for name, path in MODULES.items() for line in path.read_text(encoding="utf-8").splitlines()]
+    ignored = [(name, line) for name, line in lines if "# type: ignore" in line]
+    assert ignored
+    assert [] == [(name, line) for name, line in ignored if not re.search(r"# type: ignore\[[\w, -]+\]  # \w", line)]
 
 
 def test_a_long_module_says_which_its_one_subject_is():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 from pytest_kvmock.checks import check_integer, check_time, is_integer
 from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, Removed, StorageTier
 from pytest_kvmock.moves import MoveError
-from pytest_kvmock.sinks import Sink, adapted, given_sink, publish_with_extra
+from pytest_kvmock.sinks import Sink, adapted, call_with_extra, given_sink
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -88,7 +88,7 @@ class Publisher:
             if extra is None:
                 self.sink.publish(event, tier, token_ids)
             else:
-                publish_with_extra(self.sink, event, tier, token_ids, extra)
+                call_with_extra(self.sink.publish, event, tier, token_ids, extra=extra)
         except Exception as error:  # noqa: BLE001 - whatever a sink does, the move is completed
             self._not_taken(event, error)
 

@@ -27,6 +27,19 @@ from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.engine.schedulers import SCHEDULERS
 from pytest_kvmock.events import StorageTier
+from pytest_kvmock.programs.operations import (
+    Clear,
+    Decode,
+    Finish,
+    Log,
+    Operation,
+    Preempt,
+    Prefill,
+    Restart,
+    Resume,
+    Tick,
+    prompt_fields,
+)
 from pytest_kvmock.sinks import event_sink
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -118,6 +131,7 @@ class Request:
         self.cached_tokens = 0
         self.onboarded_tokens = 0
         self._status = "preempted"  # until its blocks are there
+        self._number = 0
 
     def __enter__(self) -> Self:
         return self
@@ -156,6 +170,7 @@ class Request:
             RequestError: the request is not running.
             ValueError: a token, or the count, out of range.
         """
+        self._record(Decode, tuple(tokens) if isinstance(tokens, list) else tokens, None)
         self._need("decode", "running")
         steps = self._worker._steps(tokens)
         clock = self._worker._clock
@@ -178,6 +193,7 @@ class Request:
         Raises:
             RequestError: it is finished, or its worker restarted.
         """
+        self._record(Finish)
         self._need("finish", "running", "preempted")
         self._driver.free(self._state, done=True)
         self._end("finished")
@@ -188,6 +204,7 @@ class Request:
         Raises:
             RequestError: the request is not running.
         """
+        self._record(Preempt)
         self._need("preempt", "running")
         self._driver.free(self._state, done=False)
         self._status = "preempted"
@@ -201,6 +218,7 @@ class Request:
                 it had generated.
             RequestError: the request is not preempted.
         """
+        self._record(Resume)
         self._need("resume", "preempted")
         self._admit()
 
@@ -247,6 +265,9 @@ class Request:
         self._status = status
         self._worker.requests.remove(self)
 
+    def _record(self, operation: type[Operation], *fields: object) -> None:
+        self._worker._record(operation, self._number, *fields)
+
     def _need(self, what: str, *allowed: str) -> None:
         if self._status not in allowed:
             raise RequestError(
@@ -270,6 +291,7 @@ class KvWorker:
             one for managers that take moves.
         publishes: False: nothing is published, as by a decode engine.
         holds_events: hold what its manager publishes when it is made, until `release_events`.
+        log: records the operations on it and on its requests; None: nothing does.
 
     Attributes:
         manager: its block manager; another one after a restart.
@@ -289,6 +311,7 @@ class KvWorker:
         driver: MakeDriver | None = None,
         publishes: bool = True,
         holds_events: bool = False,
+        log: Log | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.dp_rank = dp_rank
@@ -304,6 +327,7 @@ class KvWorker:
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
         self._clock: TierClock | None = None
+        self._log = log
         self._driver = self._start()
 
     def _start(self) -> Driver:
@@ -345,6 +369,7 @@ class KvWorker:
             ValueError: the worker has no tiers below the device; or the time is no finite number of at least 0, or
                 before the worker's.
         """
+        self._record(Tick, now, self.worker_id, self.dp_rank)
         if self._clock is None:
             raise ValueError(f"tick: {self!r} has no tiers below the device, so no time passes in it")
         self._clock.tick(now)
@@ -381,13 +406,15 @@ class KvWorker:
             SlotsLost: the device's room is lost, and nothing will free it.
             ValueError: an empty prompt, a token out of range, or one that carries what the engine names no blocks by.
         """
-        request = self._request(self.accept(prompt), wait=wait)
+        request = Request(self, self.accept(prompt))
+        if self._log is not None:
+            request._number = self._log.next_request()
+            blocks, tail, hashed = prompt_fields(request.prompt, self.manager.block_size)
+            of = (self.worker_id, self.dp_rank, hashed, wait, request.prompt.keys)
+            self._log.operate(Prefill, request._number, blocks, tail, *of)
         request._admit(wait=wait, onboard=True)
         self.requests.append(request)
         return request
-
-    def _request(self, prompt: Prompt, *, wait: bool) -> Request:  # noqa: ARG002 - a harness records it
-        return Request(self, prompt)
 
     def serve(self, prompt: Prompt | TokenIds, output_tokens: int = 0) -> Served:
         """Prefill, decode and finish one request.
@@ -435,6 +462,7 @@ class KvWorker:
 
         Transfers between tiers are cancelled, and further tiers are emptied too.
         """
+        self._record(Clear, self.worker_id, self.dp_rank)
         cleared = not self.requests and self._driver.clear()
         if cleared and self._clock is not None:
             self._clock.forget()
@@ -449,7 +477,7 @@ class KvWorker:
         """Return the blocks of a further tier that are there without a Stored; see `OffloadEngine.unpublished`."""
         return () if self._clock is None else self._clock.unpublished(tier)
 
-    def restart(self, *, announced: bool = False) -> None:  # noqa: ARG002 - a worker alone has no router
+    def restart(self, *, announced: bool = False) -> None:
         """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
 
         A `KvPublisher` that has the events of this worker alone, as the fixture `kv_publisher` has, begins anew with it.
@@ -461,6 +489,8 @@ class KvWorker:
         Raises:
             ValueError: it is announced, and the index under test has no way to drop a worker; nothing has changed.
         """
+        self._record(Restart, self.worker_id, self.dp_rank, announced)
+        self._announce_restart(announced)
         for request in self.requests:
             request.lose()
         self.requests.clear()
@@ -469,6 +499,13 @@ class KvWorker:
         self._driver = self._start()
         if self._engine is not None:
             self._engine.restarted()
+
+    def _announce_restart(self, announced: bool) -> None:
+        """Have who receives its events begin anew; a worker alone has nobody."""
+
+    def _record(self, operation: type[Operation], *fields: object) -> None:
+        if self._log is not None:
+            self._log.operate(operation, *fields)
 
     # ---------------------------------------------------------------------------------------- for an engine
 

@@ -37,9 +37,10 @@ class EngineRequest(ScheduledRequest):
 
     Attributes:
         prompt: as above.
+        number: its name in its engine's log; 0: it is not recorded.
     """
 
-    __slots__ = ("_owner", "_planned", "_rng", "prompt")
+    __slots__ = ("_owner", "_planned", "_rng", "number", "prompt")
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class EngineRequest(ScheduledRequest):
     ) -> None:
         super().__init__(state, prompt_tokens, max_output_tokens, **options)
         self.prompt = prompt
+        self.number = 0
         self._owner = owner
         self._rng = rng
         self._planned = planned

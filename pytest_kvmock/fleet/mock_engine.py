@@ -20,6 +20,7 @@ from pytest_kvmock.fleet.engine_parts import check_worker, make_scheduler, make_
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineSize, EngineStalled, RequestTooLarge
 from pytest_kvmock.fleet.report import EngineReport
+from pytest_kvmock.programs.operations import Abort, Log, Operation, Run, RunPasses, Submit, prompt_fields
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ class MockEngine:
         worker: its worker: manager, requests, restarts.
         now_ms: its time, in milliseconds from its start.
         requests: all requests that it was given.
+        log: records the operations on it; None: nothing does.
     """
+
+    log: Log | None = None
 
     def __init__(
         self,
@@ -177,6 +181,19 @@ class MockEngine:
         else:
             self._last_delivered = arrival
             self.scheduler.submit(request)
+        if self.log is not None:
+            request.number = self.log.next_request()
+            blocks, tail, hashed = prompt_fields(prompt, self.worker.manager.block_size)
+            of = (
+                self.worker.worker_id,
+                self.worker.dp_rank,
+                hashed,
+                max_output_tokens,
+                arrival_ms,
+                priority,
+                prompt.keys,
+            )
+            self.log.operate(Submit, request.number, blocks, tail, *of)
         return request
 
     def dispatch(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float) -> EngineRequest:
@@ -312,6 +329,8 @@ class MockEngine:
 
     def _drop(self, request: EngineRequest) -> None:
         """Take a request out of the queues, and free what it holds."""
+        if request.number:  # one that `dispatch` was given has none
+            self._record(Abort, request.number)
         if request in self._arriving:
             self._arriving.remove(request)
         else:
@@ -360,7 +379,12 @@ class MockEngine:
         Raises:
             EngineStalled: its requests can never make progress.
         """
+        self._record(RunPasses, 1, self.worker.worker_id, self.worker.dp_rank)
         return self._step()
+
+    def _record(self, operation: type[Operation], *fields: object) -> None:
+        if self.log is not None:
+            self.log.operate(operation, *fields)
 
     def _step(self) -> ForwardPass:
         if self._arriving and not self.has_work:
@@ -381,6 +405,7 @@ class MockEngine:
             ValueError: `until_ms` is no finite number of at least 0.
         """
         self._check_until(until_ms)
+        self._record(Run, until_ms, self.worker.worker_id, self.worker.dp_rank)
         until = math.inf if until_ms is None else until_ms
         while not self.is_idle and self.now_ms < until:
             if not self.has_work and self._arriving[0].arrival_ms >= until:

@@ -12,6 +12,7 @@ from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.hygiene.drift import differences, oldest_first
 from pytest_kvmock.hygiene.entries import Counted, IdsPublished, Resident
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.rules import ENGINE_DRIFT
 
 Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]
 """Sources of resident blocks: worker and rank, tier, and a callable that returns block hashes."""
@@ -101,7 +102,7 @@ class EngineComparison:
                 observed = f"the resident blocks could not be read: {type(error).__name__}: {error}"
                 expected = "the callable given to compare returns the resident block hashes"
                 self._judge.log.note(
-                    [Problem("engine_drift", *key, observed, expected, position=self._judge.log.total - 1)]
+                    [Problem(ENGINE_DRIFT, *key, observed, expected, position=self._judge.log.total - 1)]
                 )
             return None
         return blocks

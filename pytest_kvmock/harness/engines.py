@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.mock_engine import MockEngine
-from pytest_kvmock.harness.recording import Recording, recorded_prompt
-from pytest_kvmock.programs.operations import Abort, Run, Submit
+from pytest_kvmock.harness.recording import Recording
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec
-    from pytest_kvmock.engine.scheduler import ForwardPass
     from pytest_kvmock.engine.worker import KvWorker
-    from pytest_kvmock.fleet.report import EngineReport
-    from pytest_kvmock.tokens import Prompt, TokenIds
+    from pytest_kvmock.tokens import Prompt
 
 
 class HarnessEngine(MockEngine):
@@ -37,9 +33,8 @@ class HarnessEngine(MockEngine):
 
     def __init__(self, args: MockEngineArgs, worker: KvWorker, recording: Recording, seed: int) -> None:
         super().__init__(args, worker=worker, seed=seed)
-        self._recording = recording
+        self.log = recording
         self._seed = seed
-        self._numbers: dict[EngineRequest, int] = {}
         self._alike: dict[str, int] = {}
         self._key = worker.worker_id, worker.dp_rank
 
@@ -48,38 +43,6 @@ class HarnessEngine(MockEngine):
         asked = f"{len(tokens)}:{tokens[-8:]}"
         number = self._alike[asked] = self._alike.get(asked, 0) + 1
         return Random(f"{self._seed}:{self._key}:{asked}:{number}")  # noqa: S311 - mock data
-
-    def submit(
-        self,
-        prompt: Prompt | TokenIds,
-        max_output_tokens: int,
-        arrival_ms: float | None = None,
-        *,
-        priority: int | None = None,
-    ) -> EngineRequest:
-        """As `MockEngine.submit`."""
-        request = super().submit(prompt, max_output_tokens, arrival_ms, priority=priority)
-        number = self._numbers[request] = self._recording.next_request()
-        blocks, tail, hashed = recorded_prompt(request.prompt, self.worker.manager.block_size)
-        output = (max_output_tokens, arrival_ms, priority, request.prompt.keys)
-        self._recording.operate(Submit, number, blocks, tail, *self._key, hashed, *output)
-        return request
-
-    def step(self) -> ForwardPass:
-        """As `MockEngine.step`."""
-        self._recording.step(*self._key)
-        return super().step()
-
-    def run(self, until_ms: float | None = None) -> EngineReport:
-        """As `MockEngine.run`."""
-        self._check_until(until_ms)
-        self._recording.operate(Run, until_ms, *self._key)
-        return super().run(until_ms)
-
-    def _drop(self, request: EngineRequest) -> None:
-        if request in self._numbers:  # one that `dispatch` was given is recorded by nobody
-            self._recording.operate(Abort, self._numbers[request])
-        super()._drop(request)
 
 
 def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, Any]) -> MockEngineArgs:

@@ -10,9 +10,8 @@ from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.harness.publisher import Publisher
-from pytest_kvmock.harness.recording import RecordedRequest, Recording
+from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.under_test import question
-from pytest_kvmock.programs.operations import Clear, Restart, Tick
 
 if TYPE_CHECKING:
     from pytest_kvmock.sinks import Sink
@@ -57,7 +56,6 @@ class HarnessWorker(KvWorker):
         self.spec = spec
         self._takes_tokens = takes_tokens
         self._publisher = publisher
-        self._recording = recording
         super().__init__(
             partial(_make_manager, spec, profile, dp_rank),
             worker_id,
@@ -68,10 +66,8 @@ class HarnessWorker(KvWorker):
             rng=rng,
             driver=spec.driver,
             holds_events=True,
+            log=recording,
         )
-
-    def _request(self, prompt: Prompt, *, wait: bool) -> RecordedRequest:
-        return RecordedRequest(self, prompt, self._recording, wait=wait)
 
     def accept(self, prompt: Prompt | TokenIds) -> Prompt:
         """As `KvWorker.accept`; a prompt without tokens is refused where the index under test could not be asked for it.
@@ -83,21 +79,9 @@ class HarnessWorker(KvWorker):
             question((), accepted.tokens, takes_tokens=True)
         return accepted
 
-    def tick(self, now: float) -> None:
-        """As `KvWorker.tick`."""
-        self._recording.operate(Tick, now, self.worker_id, self.dp_rank)
-        super().tick(now)
-
-    def clear(self) -> bool:
-        """As `KvWorker.clear`."""
-        self._recording.operate(Clear, self.worker_id, self.dp_rank)
-        return super().clear()
-
-    def restart(self, *, announced: bool = False) -> None:
-        """As `KvWorker.restart`; an announced one removes the worker from ledger and indexes first. Its `KvPublisher` restarts, too."""
-        self._recording.operate(Restart, self.worker_id, self.dp_rank, announced)
+    def _announce_restart(self, announced: bool) -> None:
+        """An announced restart removes the worker from ledger and indexes first. Its `KvPublisher` restarts, too."""
         self._publisher.restarted((self.worker_id, self.dp_rank), announced=announced)
-        super().restart(announced=announced)
 
 
 def options_of(profile: EngineProfile) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from pytest_kvmock.hygiene.folding import fold
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.orphans import stored_as
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.rules import EVENT_ID_GAP, INDEX_DRIFT, INDEX_FAILURE
 from pytest_kvmock.hygiene.story import story_of
 from pytest_kvmock.hygiene.stream import Desync
 from pytest_kvmock.hygiene.text import NOBODY, worker_text
@@ -243,7 +244,7 @@ class IndexComparison:
             for chain in () if was_affected else self._chains.touched(queued.event, self._ledger.streams):
                 differences = yield from self._differences(chain, queued.key, queued)
                 found += self.news(differences, queued)
-                if any(problem.rule == "index_failure" for problem in differences):
+                if any(problem.rule == INDEX_FAILURE for problem in differences):
                     break  # it would fail the other lookups too
         for desync, blocks in naming:  # last, so that an event's own names do not count for itself
             desync.resynced.update(blocks)
@@ -345,7 +346,7 @@ class IndexComparison:
         out = []
         warned, self._warned = self._warned, {}
         for problem in found:
-            if problem.rule == "index_drift":
+            if problem.rule == INDEX_DRIFT:
                 reported = (problem.worker_id, problem.dp_rank, problem.blocks[0], problem.storage_tier)
                 if reported in self._reported:
                     continue
@@ -387,7 +388,7 @@ class IndexComparison:
         if warning is not None:
             story += f"; block {block_text(orphan)} was left without its parent by event {warning.event_id}"
         problem = Problem(
-            "index_drift",
+            INDEX_DRIFT,
             worker,
             rank,
             f"{asked}() of your index ({self._under_test.name}) returned {got}{'' if on_device else f' in {tier}'} for "
@@ -517,7 +518,7 @@ class IndexComparison:
         unreadable = isinstance(error, UnreadableAnswer)
         observed = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}{raised_at(error)}"
         problem = Problem(
-            "index_failure",
+            INDEX_FAILURE,
             *key,
             observed,
             "an index applies every valid event, and answers every query",
@@ -568,7 +569,7 @@ class IndexComparison:
         """The problems of an event, without those that its index has repaired by a recovery."""
         if queued.position > self._recovered.get(queued.key, -1):
             return queued.problems
-        return [p for p in queued.problems if p.rule != "event_id_gap" and p.cause is None]
+        return [p for p in queued.problems if p.rule != EVENT_ID_GAP and p.cause is None]
 
 
 def _nothing() -> Findings:

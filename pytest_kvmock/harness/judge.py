@@ -23,6 +23,7 @@ from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.rules import SINK_FAILURE
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.tokens import Prompt
@@ -246,10 +247,10 @@ class Judge:
         """
         expected = "a sink takes every event"
         if not missed:
-            self.log.note([Problem("sink_failure", *event.key, observed, expected, event, position=self.log.total - 1)])
+            self.log.note([Problem(SINK_FAILURE, *event.key, observed, expected, event, position=self.log.total - 1)])
             return
         observed += "; the router never got the event"
-        entry = entries.Missed(event.key, event.event_id, "sink_failure", observed, expected, event)
+        entry = entries.Missed(event.key, event.event_id, SINK_FAILURE, observed, expected, event)
         (problem,) = self.ledger.take(entry)
         problem.fault = fault
         self.log.note([problem])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from threading import RLock
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StreamKey
 from pytest_kvmock.faults.injector import FaultInjector
@@ -15,11 +15,11 @@ from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.entries import BatchesLost, Skipped, Subscribed
 from pytest_kvmock.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
 
+if TYPE_CHECKING:
+    from pytest_kvmock.wire.receiver import LostBatches
+
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
 """Returns the events that arrive for one that is published: none when it is lost."""
-
-Losses: TypeAlias = Callable[[int, int, range, str], None]
-"""What is called for lost batches: of which worker and rank, their numbers, and what happened."""
 
 _SinkOf: TypeAlias = tuple[EventSink, int | None]
 """A sink, and the worker whose events it gets; None: it gets those of all."""
@@ -155,7 +155,7 @@ class Publisher:
                     event = replace(event, chained=delivery.event.chained)  # noqa: PLW2901 - the same event
                 self._judge.received(delivery._replace(event=event))
 
-    def losses_at(self, endpoints: Sequence[str], sink: int | None = None) -> Losses:
+    def losses_at(self, endpoints: Sequence[str], sink: int | None = None) -> LostBatches:
         """Return what one who subscribes at these endpoints, one a rank, calls for losses: `lost_batches` that knows who it is.
 
         Args:

@@ -9,19 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pytest_kvmock.engine.worker import KvWorker, Request
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.hygiene import entries
-from pytest_kvmock.programs.operations import Decode, Finish, Operation, Preempt, Prefill, Resume, RunPasses
+from pytest_kvmock.programs.operations import Operation, RunPasses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.events import StreamKey
     from pytest_kvmock.hygiene.log import EventLog
-    from pytest_kvmock.tokens import Prompt
 
 MOST: Final = 200_000
 """How many events, and how many operations, a failure is reduced from; what comes later is left out."""
@@ -85,60 +83,18 @@ class Recording:
         return self.requests
 
     def operate(self, operation: type[Operation], *fields: Any) -> None:
-        """Record an operation, before it runs: one that raises changes nothing, or a part of what it should."""
+        """Record an operation, before it runs: one that raises changes nothing, or a part of what it should.
+
+        Passes of an engine that follow on each other are one operation.
+        """
+        if operation is RunPasses and self.operations:
+            last, (count, *key), at = self.operations[-1]
+            if last is RunPasses and key == [*fields[1:]]:
+                self.operations[-1] = last, (count + fields[0], *key), at
+                return
         if len(self.operations) < MOST:
             self.operations.append((operation, fields, self._log.total))
-
-    def step(self, worker_id: int, dp_rank: int) -> None:
-        """Record a pass of an engine; passes that follow on each other are one operation."""
-        if self.operations:
-            operation, fields, at = self.operations[-1]
-            if operation is RunPasses and fields[1:] == (worker_id, dp_rank):
-                self.operations[-1] = operation, (fields[0] + 1, *fields[1:]), at
-                return
-        self.operate(RunPasses, 1, worker_id, dp_rank)
 
     def recorded(self) -> Iterator[Recorded]:
         """The operations as values, in order."""
         return (Recorded(operation(*fields), at) for operation, fields, at in self.operations)
-
-
-def recorded_prompt(prompt: Prompt, block_size: int) -> tuple[Sequence[int], tuple[int, ...] | int | None, bool]:
-    """Return the fields `blocks`, `tail` and `hashed` of an operation with this prompt (`WithPrompt`)."""
-    # Not the prompt itself: it keeps three lists of hashes for as long as it lives.
-    if prompt.tokens is not None:
-        return (), prompt.tokens, False
-    blocks = tuple(prompt.block_hashes(block_size))
-    return blocks, None if prompt.num_tokens is None else prompt.num_tokens - len(blocks) * block_size, True
-
-
-class RecordedRequest(Request):
-    """A request that records the operations on it."""
-
-    def __init__(self, worker: KvWorker, prompt: Prompt, recording: Recording, *, wait: bool = True) -> None:
-        super().__init__(worker, prompt)
-        self._recording = recording
-        self._number = recording.next_request()
-        blocks, tail, hashed = recorded_prompt(prompt, worker.manager.block_size)
-        worker_id, rank = worker.worker_id, worker.dp_rank
-        recording.operate(Prefill, self._number, blocks, tail, worker_id, rank, hashed, wait, prompt.keys)
-
-    def decode(self, tokens: int | Sequence[int] = 1) -> None:
-        """As `Request.decode`."""
-        self._recording.operate(Decode, self._number, tuple(tokens) if isinstance(tokens, list) else tokens, None)
-        super().decode(tokens)
-
-    def finish(self) -> None:
-        """As `Request.finish`."""
-        self._recording.operate(Finish, self._number)
-        super().finish()
-
-    def preempt(self) -> None:
-        """As `Request.preempt`."""
-        self._recording.operate(Preempt, self._number)
-        super().preempt()
-
-    def resume(self) -> None:
-        """As `Request.resume`."""
-        self._recording.operate(Resume, self._number)
-        super().resume()

@@ -20,7 +20,7 @@ from pytest_kvmock.harness.engine_comparison import EngineComparison
 from pytest_kvmock.harness.index_comparison import SYNC, Sync
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.lookups import Lookups, Overlap
-from pytest_kvmock.harness.publisher import Losses, Publisher
+from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.user_sink import KvSink, Publishable
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.harness.faults import Faults
     from pytest_kvmock.sinks import EventSink, GivenSink
+    from pytest_kvmock.wire.receiver import LostBatches
 
 
 class RouterHarness:
@@ -73,8 +74,7 @@ class RouterHarness:
         journal: keeps what the harness learns of its streams: a `CapturingJournal` writes it down too; None: a plain one.
 
     Raises:
-        ValueError: an unknown backend, rule, fault, `sync` or `index_semantics`; a rate out of range; an index
-            that is not empty, by its `dump_events`.
+        ValueError: an unknown backend, rule, fault, `sync` or `index_semantics`; a rate out of range; an index with blocks.
         TypeError: an index that lacks a method, or an argument of the wrong kind.
 
     Attributes:
@@ -344,7 +344,7 @@ class RouterHarness:
         """Record batches of a wire that did not arrive, as a `KvSubscriber` does; see `entries.BatchesLost`."""
         self.publisher.lost_batches(BatchesLost(worker_id, dp_rank, batches, observed))
 
-    def losses_at(self, endpoints: Sequence[str]) -> Losses:
+    def losses_at(self, endpoints: Sequence[str]) -> LostBatches:
         """Return `lost_batches` of one who subscribes at these endpoints, one a rank: a capture says who published there."""
         return self.publisher.losses_at(endpoints)
 

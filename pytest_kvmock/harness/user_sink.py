@@ -24,9 +24,10 @@ from pytest_kvmock.hygiene.content import FoundChain
 from pytest_kvmock.hygiene.entries import BatchesLost
 
 if TYPE_CHECKING:
-    from pytest_kvmock.harness.publisher import Losses, Publisher
+    from pytest_kvmock.harness.publisher import Publisher
     from pytest_kvmock.prompt_keys import EventExtra
     from pytest_kvmock.sinks import EventSink
+    from pytest_kvmock.wire.receiver import LostBatches
 
 MOST_UNJUDGED: Final = 10_000
 """How many Stored are kept until their hashes are found to be a chain; those of other engines never are."""
@@ -155,7 +156,7 @@ class KvSink:
         """Record batches of a wire that did not arrive; see `RouterHarness.lost_batches`."""
         self._publisher.lost_batches(BatchesLost(self.worker_id, dp_rank, batches, observed))
 
-    def losses_at(self, endpoints: Sequence[str]) -> Losses:
+    def losses_at(self, endpoints: Sequence[str]) -> LostBatches:
         """Return `lost_batches` of one who subscribes at these endpoints; see `RouterHarness.losses_at`."""
         return self._publisher.losses_at(endpoints, self.worker_id)
 

@@ -9,6 +9,7 @@ from pytest_kvmock.engine.worker import KvWorker, OpenRequest, Request
 from pytest_kvmock.harness.index_comparison import QueuedEvent
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.rules import LEAKED_REQUESTS, NOT_FLUSHED
 
 
 class Verdict(NamedTuple):
@@ -57,7 +58,7 @@ class Verdicts:
             if any(not isinstance(request, Request) for request in requests):  # of an engine
                 right = "an engine runs to its end, or aborts what is open (run, abort, close), before the test ends"
             key = (worker.worker_id, worker.dp_rank)
-            self._log.note([Problem("leaked_requests", *key, known, right, position=self._log.total - 1)])
+            self._log.note([Problem(LEAKED_REQUESTS, *key, known, right, position=self._log.total - 1)])
 
     def not_flushed(self, waiting: Sequence[QueuedEvent]) -> None:
         """Record that an async index was not given these events before the test body ended."""
@@ -65,7 +66,7 @@ class Verdicts:
             return
         first, count = waiting[0], len(waiting)
         problem = Problem(
-            "not_flushed",
+            NOT_FLUSHED,
             first.event.worker_id,
             first.event.event.dp_rank,
             f"{count} event{'s' * (count != 1)} waited for the async index when the test body ended, this one first",

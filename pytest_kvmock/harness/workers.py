@@ -21,6 +21,7 @@ from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
 from pytest_kvmock.hygiene.content import DynamoChain
 from pytest_kvmock.hygiene.entries import Opened
+from pytest_kvmock.hygiene.rules import EVICTED_AND_RESTORED, ORPHANED_CHILD, WRONG_HASH
 from pytest_kvmock.hygiene.stream_spec import Residency, StreamSpec, check_residency
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ WorkerKey: TypeAlias = int | tuple[int, int]
 
 MOST_WORKER_ID: Final = 2**64 - 1
 
-_OWN_IF_NOT_PREFIX_CLOSED: Final = ("evicted_and_restored", "wrong_hash")
+_OWN_IF_NOT_PREFIX_CLOSED: Final = (EVICTED_AND_RESTORED, WRONG_HASH)
 """Warnings that engines cause by themselves where a block may be removed before its parent."""
 
-_OWN_WITH_TIERS: Final = ("orphaned_child",)
+_OWN_WITH_TIERS: Final = (ORPHANED_CHILD,)
 """Likewise with tiers: a swap-in drops its pins head first (as the original does), and `lru` then evicts parents first."""
 
 

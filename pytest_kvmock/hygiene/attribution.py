@@ -16,6 +16,7 @@ from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.injection import Injection, Injections
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.problem import INDEX_RULES, Problem
+from pytest_kvmock.hygiene.rules import EVENT_ID_GAP, OVER_CAPACITY
 
 
 class Attribution:
@@ -137,7 +138,7 @@ class Attribution:
             return
         stream = self._published.streams.get(key)
         # Reported before, perhaps.
-        if problem.rule == "over_capacity" and stream is not None and problem.storage_tier in stream.overfull:
+        if problem.rule == OVER_CAPACITY and stream is not None and problem.storage_tier in stream.overfull:
             problem.stand()
             return
         problem.fault = self.mismatched.get(key) or self._attribute(problem, key, arriving)
@@ -153,7 +154,7 @@ class Attribution:
 
     def _attribute(self, problem: Problem, key: StreamKey, arriving: Injection | None) -> Injection | None:
         """The injection that a problem is a result of: by missing ids, by the event itself, or by the rule of `Injections`."""
-        if problem.rule == "event_id_gap" and (missing := self._next_missing(problem, key)) is not None:
+        if problem.rule == EVENT_ID_GAP and (missing := self._next_missing(problem, key)) is not None:
             return missing
         if arriving is not None and key in arriving.keys:
             return arriving

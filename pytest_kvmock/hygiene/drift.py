@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.hygiene.folding import fold, problem_of
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.rules import ENGINE_DRIFT, INDEX_DRIFT, OVER_CAPACITY
 from pytest_kvmock.hygiene.story import where_text
 from pytest_kvmock.hygiene.stream import Stream
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from pytest_kvmock.hygiene.log import EventLog
 
-DRIFTS = ("engine_drift", "index_drift")
+DRIFTS = (ENGINE_DRIFT, INDEX_DRIFT)
 """The rules of the two comparisons: stream with engine, index with reference."""
 
 
@@ -103,6 +104,6 @@ def over_capacity(stream: Stream) -> list[Problem]:
             observed = f"according to the events, {count} blocks are held{where}{since}"
             has = f"the engine has {most} block{'s' * (most != 1)}{where and ' there'}"
             expected = f"{has}; what it evicts is published as Removed"
-            problems.append(fold(stream, problem_of("over_capacity", stream, observed, expected, (), tier=tier)))
+            problems.append(fold(stream, problem_of(OVER_CAPACITY, stream, observed, expected, (), tier=tier)))
             stream.unconfirmed.append((tier, problems[-1]))
     return problems

@@ -27,6 +27,18 @@ from pytest_kvmock.hygiene.content import DynamoChain, own_parent, sparse, wrong
 from pytest_kvmock.hygiene.drift import confirm, differences, over_capacity
 from pytest_kvmock.hygiene.folding import fold, parts_of, problem_of
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.rules import (
+    BLOCK_NOT_FOUND,
+    DUPLICATE_STORE,
+    ENGINE_DRIFT,
+    EVENT_ID_GAP,
+    EVICTED_AND_RESTORED,
+    INVALID_BLOCK,
+    ORPHANED_CHILD,
+    PARENT_BLOCK_NOT_FOUND,
+    SPARSE_TOKENS,
+    WRONG_HASH,
+)
 from pytest_kvmock.hygiene.story import story_of, where_text
 from pytest_kvmock.hygiene.stream import LAST, Desync, Stream
 from pytest_kvmock.hygiene.stream_spec import UNKNOWN, StreamSpec
@@ -164,7 +176,7 @@ class Ledger:
             case, before = "backwards", "another event" if got == due - 1 else "event"
             observed = f"{before} {due - 1} had arrived: ids went backwards, as after an unannounced restart"
             stream.begin_anew("backwards")
-        problem = problem_of("event_id_gap", stream, observed, f"event {due}", (), case=case)
+        problem = problem_of(EVENT_ID_GAP, stream, observed, f"event {due}", (), case=case)
         problem.event, problem.position = event, self.position
         problems.append(problem)
         if event == stream.last:  # a repeat of the event before: only its own consequences follow from it
@@ -190,7 +202,7 @@ class Ledger:
             before = over_capacity(stream)
         problems = [] if plain else self._unsound(stream, event, data, again)
         if event.token_ids is not None and (flaw := sparse(event, data, spec.block_size)) is not None:
-            problems.append(problem_of("sparse_tokens", stream, flaw.observed, flaw.expected, (flaw.block,), tier=tier))
+            problems.append(problem_of(SPARSE_TOKENS, stream, flaw.observed, flaw.expected, (flaw.block,), tier=tier))
         if event.chained and self._judges_hashes:
             problems += self._wrong_hash(stream, event, data, problems)
         if again and spec.residency == "unique":
@@ -223,7 +235,7 @@ class Ledger:
         flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)
         if flaw is None:
             return []
-        problem = problem_of("wrong_hash", stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
+        problem = problem_of(WRONG_HASH, stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
         problem.is_error = stream.spec.prefix_closed
         if before and before[0].rule in _OF_THE_CHAIN and before[0].cause is None:
             problem.follows_from(before[0])  # the parent is wrong, so the chain is: one fault
@@ -238,7 +250,7 @@ class Ledger:
         if alone and again.issuperset(hashes):
             observed = f"{blocks_text(hashes)} {'is' if len(hashes) == 1 else 'are'} held already"
             expected = "a block that is held is not stored again"
-            stream.doubled = problem_of("duplicate_store", stream, observed, expected, hashes, tier=tier)
+            stream.doubled = problem_of(DUPLICATE_STORE, stream, observed, expected, hashes, tier=tier)
             problems.append(fold(stream, stream.doubled, every=True))
         named: Collection[int] = again if desync is None else desync.named(tier)
         if tier is StorageTier.DEVICE:  # what is evicted and stored in one Use is
@@ -251,9 +263,7 @@ class Ledger:
         twice = len(set(hashes)) != len(hashes)
         if (twice or parent in hashes) and (own := own_parent(hashes, parent)) is not None:
             observed = f"block {block_text(own)} is named as its own parent"
-            return [
-                problem_of("invalid_block", stream, observed, "a block's parent is another block", (own,), tier=tier)
-            ]
+            return [problem_of(INVALID_BLOCK, stream, observed, "a block's parent is another block", (own,), tier=tier)]
         if twice or again:
             first = dict(zip(hashes[::-1], data.tokens_hashes[::-1], strict=True)) if twice else {}
             had = first | stream.local_hashes(again)
@@ -266,13 +276,13 @@ class Ledger:
                 ):
                     observed = f"block {block_text(block)} is held with local hash {block_text(had[block])}"
                     expected = f"one block hash has one local hash, not {block_text(local)} too"
-                    problem = problem_of("invalid_block", stream, observed, expected, (block,), tier=tier)
+                    problem = problem_of(INVALID_BLOCK, stream, observed, expected, (block,), tier=tier)
                     return [fold(stream, problem)]
         if tier is not StorageTier.DEVICE:
             return []
         if parent is not None and parent not in stream.device and parent not in stream.implied:
             expected = "the parent is a block that this worker and rank holds, or none for a root"
-            problem = problem_of("parent_block_not_found", stream, story_of(stream, parent), expected, (parent,))
+            problem = problem_of(PARENT_BLOCK_NOT_FOUND, stream, story_of(stream, parent), expected, (parent,))
             return [fold(stream, problem)]
         return []
 
@@ -308,7 +318,7 @@ class Ledger:
                 if part[0] in removed:
                     times, over = hashes.count(part[0]), unknown.count(part[0])
                     observed = f"block {block_text(part[0])} is named {times} times, and was held {times - over}"
-                problem = problem_of("block_not_found", stream, observed, expected, part, tier=tier)
+                problem = problem_of(BLOCK_NOT_FOUND, stream, observed, expected, part, tier=tier)
                 problems.append(fold(stream, problem))
         restored = self._restored(stream, event, hashes) if stream.restored else []
         stream.events.append(event)
@@ -339,7 +349,7 @@ class Ledger:
                     f"block {block_text(block)} was held already when event {last.event.event_id} stored it again"
                 )
                 expected = "a block that is evicted and stored again is not removed after that: the router drops it"
-                problem = problem_of("evicted_and_restored", stream, observed, expected, (block,))
+                problem = problem_of(EVICTED_AND_RESTORED, stream, observed, expected, (block,))
                 cause = again[block]
                 if cause is not None:
                     problem.follows_from(cause)
@@ -370,7 +380,7 @@ class Ledger:
             observed = f"{story_of(stream, orphan)}, and its parent {block_text(parent)} is no longer held"
             if len(pairs) > 1:
                 observed += f"; likewise {len(pairs) - 1} more"
-            problem = problem_of("orphaned_child", stream, observed, "a block is removed before its parent is", blocks)
+            problem = problem_of(ORPHANED_CHILD, stream, observed, "a block is removed before its parent is", blocks)
             problem.named = (parent,)
             if cause is not None:
                 problem.follows_from(cause)
@@ -414,7 +424,7 @@ class Ledger:
     def _lost(self, entry: entries.BatchesLost) -> _Answer:
         stream = self.stream((entry.worker_id, entry.dp_rank))
         case = "batch" if entry.batches else "batch_backwards"
-        problem = problem_of("event_id_gap", stream, entry.text, f"batch {entry.batches.start}", (), case=case)
+        problem = problem_of(EVENT_ID_GAP, stream, entry.text, f"batch {entry.batches.start}", (), case=case)
         problem.of_batches, stream.restored = True, {}
         self._desync(stream, problem)
         return [problem], True
@@ -488,7 +498,7 @@ class Ledger:
         lost, skipped = stream.take_skipped(missing)
         never = f"; it never published {_several(skipped)}" if skipped else ""
         problem = problem_of(
-            "event_id_gap",
+            EVENT_ID_GAP,
             stream,
             f"the worker published ids up to {next_id - 1}; {_several(lost)} did not arrive{never}",
             "what is published arrives",
@@ -525,7 +535,7 @@ class Ledger:
     ) -> Problem:
         """The problem for blocks in which stream and engine differ in a tier."""
         observed = f"{had} {blocks_text(blocks)}{where_text(stream, tier)}; {story_of(stream, blocks[0], tier)}"
-        return problem_of("engine_drift", stream, observed, expected, blocks, tier=tier)
+        return problem_of(ENGINE_DRIFT, stream, observed, expected, blocks, tier=tier)
 
     def _known(self, _: entries.Subscribed | entries.Injected | entries.Attributed) -> _Answer:
         return [], True
@@ -563,5 +573,5 @@ def _several(parts: Sequence[range]) -> str:
     return ", ".join(map(ids_text, parts))
 
 
-_OF_THE_CHAIN = ("invalid_block", "parent_block_not_found")
+_OF_THE_CHAIN = (INVALID_BLOCK, PARENT_BLOCK_NOT_FOUND)
 """The rules whose breach makes the hashes after it wrong as well."""

@@ -369,4 +369,4 @@ def _name(event: RouterEvent) -> tuple[int, int, int]:
 
 
 def _blocks(events: list[KvCacheEvent]) -> list[int]:
-    return [block for event in events for block in event.data.block_hashes]  # type: ignore[union-attr]
+    return [block for event in events for block in event.data.block_hashes]  # type: ignore[union-attr]  # a Cleared is in neither list

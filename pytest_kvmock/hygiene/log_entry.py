@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_kvmock.events import BlockTokens, RouterEvent, StorageTier, kind_of
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.hygiene.rules import BLOCK_NOT_FOUND, INVALID_BLOCK, PARENT_BLOCK_NOT_FOUND
 from pytest_kvmock.hygiene.text import event_text
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
 
-STATUSES = ("parent_block_not_found", "block_not_found", "invalid_block")
+STATUSES = (PARENT_BLOCK_NOT_FOUND, BLOCK_NOT_FOUND, INVALID_BLOCK)
 """The errors that Dynamo's index counts."""
 
 

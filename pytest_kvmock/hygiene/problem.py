@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.hygiene.injection import Injection
-from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock.hygiene.rules import INDEX_DRIFT, INDEX_FAILURE, NOT_FLUSHED, RULES
 from pytest_kvmock.hygiene.text import after_text, worker_text
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class KvEventsError(AssertionError):
     """Raised when events were wrong, or an error that a test expected did not come. The message is the report."""
 
 
-INDEX_RULES: Final = frozenset({"index_failure", "index_drift", "not_flushed"})
+INDEX_RULES: Final = frozenset({INDEX_FAILURE, INDEX_DRIFT, NOT_FLUSHED})
 """Rules that judge an index under test, not the stream: a router that survives a fault keeps them all the same."""
 
 

@@ -36,27 +36,44 @@ class Rule:
         return f"{self.kind}; {self.unless}" if self.unless else self.kind
 
 
+PARENT_BLOCK_NOT_FOUND: Final = "parent_block_not_found"
+BLOCK_NOT_FOUND: Final = "block_not_found"
+INVALID_BLOCK: Final = "invalid_block"
+EVENT_ID_GAP: Final = "event_id_gap"
+SPARSE_TOKENS: Final = "sparse_tokens"
+OVER_CAPACITY: Final = "over_capacity"
+SINK_FAILURE: Final = "sink_failure"
+INDEX_FAILURE: Final = "index_failure"
+WRONG_HASH: Final = "wrong_hash"
+ENGINE_DRIFT: Final = "engine_drift"
+INDEX_DRIFT: Final = "index_drift"
+NOT_FLUSHED: Final = "not_flushed"
+DUPLICATE_STORE: Final = "duplicate_store"
+EVICTED_AND_RESTORED: Final = "evicted_and_restored"
+ORPHANED_CHILD: Final = "orphaned_child"
+LEAKED_REQUESTS: Final = "leaked_requests"
+
 RULES: Final[Mapping[str, Rule]] = MappingProxyType(
     {
         rule.name: rule
         for rule in (
             Rule(
-                "parent_block_not_found",
+                PARENT_BLOCK_NOT_FOUND,
                 "error",
                 "a Stored on the device names a parent that this worker and rank does not hold there",
             ),
             Rule(
-                "block_not_found",
+                BLOCK_NOT_FOUND,
                 "error",
                 "a Removed names a block that this worker and rank does not hold in that tier",
             ),
             Rule(
-                "invalid_block",
+                INVALID_BLOCK,
                 "error",
                 "a Stored names a block as its own parent, or gives one resident block a second local hash",
             ),
             Rule(
-                "event_id_gap",
+                EVENT_ID_GAP,
                 "error",
                 "event ids skip, repeat or go backwards, or a published event, or a batch of a wire, never arrived",
                 cases={
@@ -68,54 +85,54 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
                     "batch_backwards": "batch numbers of a wire go backwards",
                 },
             ),
-            Rule("sparse_tokens", "error", "token ids given, but not block_size for every block"),
+            Rule(SPARSE_TOKENS, "error", "token ids given, but not block_size for every block"),
             Rule(
-                "over_capacity",
+                OVER_CAPACITY,
                 "error",
                 "when the worker's next Stored arrives, or at the flush, a tier holds more than the engine has",
             ),
-            Rule("sink_failure", "error", "a sink raised while an event was published"),
+            Rule(SINK_FAILURE, "error", "a sink raised while an event was published"),
             Rule(
-                "index_failure",
+                INDEX_FAILURE,
                 "error",
                 "your index raised on a valid event, or returned what cannot be read",
             ),
             Rule(
-                "wrong_hash",
+                WRONG_HASH,
                 "error",
                 "a block hash is not the chain of its parent and local hash, or a local hash not that of its tokens",
                 unless="warning where the backend is not prefix_closed",
             ),
             Rule(
-                "engine_drift",
+                ENGINE_DRIFT,
                 "error",
                 "the blocks held according to the events are not those that the engine holds",
                 at_end=True,
             ),
-            Rule("index_drift", "error", "your index disagrees with the reference index"),
+            Rule(INDEX_DRIFT, "error", "your index disagrees with the reference index"),
             Rule(
-                "not_flushed",
+                NOT_FLUSHED,
                 "error",
                 "events for an async index were still waiting when the test body ended",
                 at_end=True,
             ),
             Rule(
-                "duplicate_store",
+                DUPLICATE_STORE,
                 "warning",
                 "a Stored that names blocks changed nothing (none where residency is counted)",
             ),
             Rule(
-                "evicted_and_restored",
+                EVICTED_AND_RESTORED,
                 "warning",
                 "a Removed takes a block that was already held when the event directly before it stored it again",
             ),
             Rule(
-                "orphaned_child",
+                ORPHANED_CHILD,
                 "warning",
                 "after a Removed event on the device a child of a removed block is still there (where the backend is prefix_closed)",
             ),
             Rule(
-                "leaked_requests",
+                LEAKED_REQUESTS,
                 "warning",
                 "requests are still open when the test ends",
                 at_end=True,

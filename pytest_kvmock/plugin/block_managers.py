@@ -105,12 +105,12 @@ class BlockManagers:
                     num_layers=num_layers,
                     page_size=self._profile.block_size if page_size is None else page_size,
                     inner_dim=inner_dim,
-                    dtype=dtype,  # type: ignore[arg-type] # names are read, too
+                    dtype=dtype,  # type: ignore[arg-type]  # names are read, too
                 ),
                 KvManagerRuntimeConfig(
                     worker_id=self._next_worker_id() if worker_id is None else worker_id,
                     cancellation_token=CancellationToken() if cancellation_token is None else cancellation_token,
-                    nixl=nixl,  # type: ignore[arg-type] # likewise
+                    nixl=nixl,  # type: ignore[arg-type]  # likewise
                 ),
                 self._profile.num_blocks if device_blocks == "profile" else device_blocks,
                 2 * self._profile.num_blocks if host_blocks == "profile" else host_blocks,

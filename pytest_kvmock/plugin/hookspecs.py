@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @pytest.hookspec
-def pytest_kvmock_backends(config: pytest.Config) -> Mapping[str, BackendSpec]:  # type: ignore[empty-body]
+def pytest_kvmock_backends(config: pytest.Config) -> Mapping[str, BackendSpec]:  # type: ignore[empty-body]  # only declared
     """Return backends of your own by name. Tests run over them beside the built-in ones.
 
     It is read once, before collection: from plugins and from the initial conftests, which are those of the root, of
@@ -30,7 +30,7 @@ def pytest_kvmock_backends(config: pytest.Config) -> Mapping[str, BackendSpec]: 
 
 
 @pytest.hookspec
-def pytest_kvmock_dialects(config: pytest.Config) -> Mapping[str, Dialect]:  # type: ignore[empty-body]
+def pytest_kvmock_dialects(config: pytest.Config) -> Mapping[str, Dialect]:  # type: ignore[empty-body]  # only declared
     """Return dialects of your own by name. They are known wherever a dialect is asked for.
 
     It is read as `pytest_kvmock_backends` is.

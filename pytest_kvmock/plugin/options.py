@@ -456,7 +456,7 @@ def add_options(parser: pytest.Parser) -> None:
             )
         if option.ini:
             # A default of None is no value that can be given.
-            parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]
+            parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]  # a type by a name that pytest knows
     for flag, what in LISTS.items():
         group.addoption(flag, action="store_true", default=False, help=what)
 

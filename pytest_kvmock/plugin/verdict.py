@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
+from pytest_kvmock.hygiene.rules import LEAKED_REQUESTS, NOT_FLUSHED
 from pytest_kvmock.plugin.options import KvEventWarning
 from pytest_kvmock.plugin.report import add_log, add_reproduction, record_properties
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.plugin.case import Case
 
-_OF_THE_END: Final = ("leaked_requests", "not_flushed")
+_OF_THE_END: Final = (LEAKED_REQUESTS, NOT_FLUSHED)
 """Rules that a body breaks that does not come to its end."""
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, get_args
 
-from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import BlockTokens, Stored
 from pytest_kvmock.programs.operations import (
     Abort,
@@ -94,10 +93,18 @@ class Sink(Protocol):
     def publish(self, event: Stored, /, *, token_ids: BlockTokens | None) -> None: ...  # noqa: D102 - as KvSink has it
 
 
+class Profile(Protocol):
+    """What a program needs of a profile (`backends.EngineProfile`)."""
+
+    @property
+    def block_size(self) -> int: ...  # noqa: D102 - as EngineProfile has it
+
+
 class Harness(Protocol):
     """What a program needs of the harness it is played on (`harness.RouterHarness`)."""
 
-    profile: EngineProfile
+    @property
+    def profile(self) -> Profile: ...  # noqa: D102 - as RouterHarness has it
 
     def worker(self, worker_id: int, dp_rank: int, /) -> Worker: ...  # noqa: D102 - as RouterHarness has it
     def engine(self, worker_id: int, dp_rank: int, /) -> Engine: ...  # noqa: D102 - likewise

@@ -10,9 +10,9 @@ One subject: the operations of a program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 from pytest_kvmock.events import BlockTokens, Stored
 from pytest_kvmock.programs.near_hashes import hash_pair, token_pair
@@ -40,6 +40,16 @@ class Operation:
             if value != field.default:
                 parts.append(repr(value) if field.name == "name" else f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+class Log(Protocol):
+    """What workers and engines record operations in, each before it runs (`harness.recording.Recording`)."""
+
+    def next_request(self) -> int:
+        """Number one more request, from 1: its name in operations."""
+
+    def operate(self, operation: type[Operation], /, *fields: object) -> None:
+        """Record an operation, by its class and its fields."""
 
 
 class WithPrompt(Operation):
@@ -83,6 +93,15 @@ class WithPrompt(Operation):
         for block in blocks:
             tokens += block if isinstance(block, tuple) else [block] * block_size
         return Prompt([*tokens, *(tail if isinstance(tail, tuple) else [0] * (tail or 0))])
+
+
+def prompt_fields(prompt: Prompt, block_size: int) -> tuple[Sequence[int], tuple[int, ...] | int | None, bool]:
+    """Return the fields `blocks`, `tail` and `hashed` of an operation with this prompt (`WithPrompt`)."""
+    # Not the prompt itself: it keeps three lists of hashes for as long as it lives.
+    if prompt.tokens is not None:
+        return (), prompt.tokens, False
+    blocks = tuple(prompt.block_hashes(block_size))
+    return blocks, None if prompt.num_tokens is None else prompt.num_tokens - len(blocks) * block_size, True
 
 
 @dataclass(frozen=True, slots=True, repr=False)

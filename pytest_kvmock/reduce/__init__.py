@@ -16,7 +16,16 @@ from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import MOST, Recorded
 from pytest_kvmock.hygiene.entries import BatchesLost, NoEvent, WorkerRemoved
-from pytest_kvmock.hygiene.rules import check_rule
+from pytest_kvmock.hygiene.rules import (
+    ENGINE_DRIFT,
+    INDEX_DRIFT,
+    INDEX_FAILURE,
+    NOT_FLUSHED,
+    OVER_CAPACITY,
+    SINK_FAILURE,
+    WRONG_HASH,
+    check_rule,
+)
 from pytest_kvmock.programs.operations import Decode, DropNext, Prefill, Submit
 from pytest_kvmock.reduce.breach import Breach as Breach
 from pytest_kvmock.reduce.events import EventCutter
@@ -42,9 +51,9 @@ WORK: Final = 500_000
 MOST_LINES: Final = 200
 """A test of more lines is none that anybody reads."""
 
-_OF_AN_INDEX: Final = ("index_drift", "index_failure")
-_OF_NO_STREAM: Final = ("not_flushed", "sink_failure")
-_NEEDS_AN_ENGINE: Final = ("engine_drift",)
+_OF_AN_INDEX: Final = (INDEX_DRIFT, INDEX_FAILURE)
+_OF_NO_STREAM: Final = (NOT_FLUSHED, SINK_FAILURE)
+_NEEDS_AN_ENGINE: Final = (ENGINE_DRIFT,)
 
 
 def reproduce(
@@ -228,10 +237,8 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     whole = whole.replace(cut_from=kv.events.total)
     # What is published must be the engine's chain only where that is what is wrong: else blocks get other names. And a
     # capacity only makes a test longer that is about something else.
-    chained = {
-        a.worker_id for a in arrivals if not isinstance(a, NoEvent) and a.chained and problem.rule == "wrong_hash"
-    }
-    with_capacity = problem.rule == "over_capacity"
+    chained = {a.worker_id for a in arrivals if not isinstance(a, NoEvent) and a.chained and problem.rule == WRONG_HASH}
+    with_capacity = problem.rule == OVER_CAPACITY
     tier = problem.storage_tier
     kinds = {
         worker_id: _sink_kind(about.spec, tier if with_capacity else None, chained=worker_id in chained)

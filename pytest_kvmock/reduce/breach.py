@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.events import StorageTier, block_text
 from pytest_kvmock.hygiene.content import FITS
+from pytest_kvmock.hygiene.rules import EVENT_ID_GAP, WRONG_HASH
 from pytest_kvmock.hygiene.text import without_restarts
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Breach:
         """What a problem is about."""
         worker = (problem.worker_id, problem.dp_rank)
         # A wrong hash is judged by nothing but its event: only what would have been right keeps two of them apart.
-        expected = problem.expected if problem.rule == "wrong_hash" else None
+        expected = problem.expected if problem.rule == WRONG_HASH else None
         return cls(problem.rule, problem.is_error, worker, problem.block, story_of(problem), expected)
 
     def replace(self, **fields: Any) -> Breach:
@@ -81,11 +82,7 @@ def story_of(problem: Problem) -> str:
     """
     # The device is named only where there is another tier, which is not needed to show what is wrong there.
     text = without_restarts(problem.observed).partition(FITS)[0].replace(f" in {StorageTier.DEVICE}", "")
-    if (
-        problem.rule == "event_id_gap"
-        and problem.event is not None
-        and re.search("did not arrive|never published", text)
-    ):
+    if problem.rule == EVENT_ID_GAP and problem.event is not None and re.search("did not arrive|never published", text):
         first = not re.search("after event|expected [1-9]", text)
         return "the first event is missing" if first else "event # is missing"
     for pattern, plain in _PLAIN:

@@ -11,6 +11,7 @@ from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.entries import Arrival, BatchesLost, NoEvent, WorkerRemoved
+from pytest_kvmock.hygiene.rules import EVENT_ID_GAP, WRONG_HASH
 from pytest_kvmock.hygiene.text import NOBODY
 from pytest_kvmock.prompt_keys import part_of
 from pytest_kvmock.reduce.mending import Mender, Renamer, Roots
@@ -85,11 +86,11 @@ class EventCutter:
         self._replayer = replayer
         self._kinds = kinds
         self._sinks = sinks
-        self._chained = whole.rule == "wrong_hash"
+        self._chained = whole.rule == WRONG_HASH
         self._arrivals = arrivals
         self._later = later
         self._parents = parents_of([*arrivals, *later])
-        self._look = _Look(with_ids=whole.rule == "event_id_gap")
+        self._look = _Look(with_ids=whole.rule == EVENT_ID_GAP)
 
     def cut(self) -> Reproduction:
         """Search.

@@ -16,6 +16,7 @@ from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.harness import RouterHarness, Verdict
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
+from pytest_kvmock.hygiene.rules import INDEX_FAILURE
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import Run, RunPasses, WithPrompt
 from pytest_kvmock.reduce.program import NotReduced
@@ -85,8 +86,8 @@ class Replayer:
             return False
         breach = program.breach
         errors = [p for p in verdict.errors if p.rule == breach.rule or p.rule not in self.ignored]
-        if self._make_index is not None and breach.rule != "index_failure":
-            self._make_index.failures += [p.observed for p in errors if p.rule == "index_failure"]
+        if self._make_index is not None and breach.rule != INDEX_FAILURE:
+            self._make_index.failures += [p.observed for p in errors if p.rule == INDEX_FAILURE]
         if breach.is_error:
             # What is compared at one time has no order in time: then it may be any, where all are of one kind.
             at_once = program.sync != "auto" or program.aflush is not None

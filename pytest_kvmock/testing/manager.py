@@ -438,7 +438,7 @@ class ManagerContract(OverBackend):
         for move in (
             *(() if self.semantics == "e0" else lengths),
             Use([9], [9], [9], parent=PARTIAL),
-            Use(["nine"], [9], [9]),  # type: ignore[list-item]
+            Use(["nine"], [9], [9]),  # type: ignore[list-item]  # what is refused
             Use([-1], [9], [9]),
         ):
             self._expect_refused(move)

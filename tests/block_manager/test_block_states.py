@@ -71,8 +71,8 @@ def test_a_step_is_allowed_in_its_states_only(state, step):
         "apply_token_block": "Block state is invalid: Block is not reset",
         "sequence_hash": "Invalid state: Block is not complete",
     }
-    said = why.get(step, "Block state is invalid: Block is not partial")
-    assert f"{said}: {step} on block 0 of the device pool of worker 1337, which is {state}" == str(error.value)
+    message = why.get(step, "Block state is invalid: Block is not partial")
+    assert f"{message}: {step} on block 0 of the device pool of worker 1337, which is {state}" == str(error.value)
     assert (state, tokens) == (block.state, block.tokens)
 
 
@@ -159,7 +159,7 @@ def test_a_token_block_of_another_size_is_refused(tokens):
 
 
 @pytest.mark.parametrize(
-    ("step", "error", "said"),
+    ("step", "error", "message"),
     [
         (lambda block: block.add_token(-1), ValueError, "token 0 is -1: a token id is an integer from 0 to 4294967295"),
         (lambda block: block.add_tokens([1, 2**32]), ValueError, "token 1 is 4294967296: "),
@@ -167,11 +167,11 @@ def test_a_token_block_of_another_size_is_refused(tokens):
         (lambda block: block.pop_tokens(-1), ValueError, "pop_tokens: count must be an integer of at least 0, got -1"),
     ],
 )
-def test_what_is_no_token_changes_nothing(step, error, said):
+def test_what_is_no_token_changes_nothing(step, error, message):
     block = block_in(BlockState.PARTIAL)
     with pytest.raises(error) as caught:
         step(block)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
     assert (1, 2, 3) == block.tokens
 
 

@@ -78,7 +78,7 @@ def test_a_model_has_sizes_of_at_least_1(field, value):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: KvManagerLayoutConfig(0, allocator=PinnedAllocator()),
@@ -122,14 +122,14 @@ def test_a_model_has_sizes_of_at_least_1(field, value):
         (lambda: DeviceStorage(1, -1), "DeviceStorage.device_id must be an integer of at least 0, got -1"),
     ],
 )
-def test_a_value_that_is_not_allowed_is_named_with_what_is(make, said):
+def test_a_value_that_is_not_allowed_is_named_with_what_is(make, message):
     with pytest.raises(ValueError) as error:
         make()
-    assert said == str(error.value)
+    assert message == str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: KvManagerRuntimeConfig(1, cancellation_token=False),
@@ -155,10 +155,10 @@ def test_a_value_that_is_not_allowed_is_named_with_what_is(make, said):
         (lambda: CancellationToken(1), "CancellationToken: parent must be a CancellationToken or None, got 1"),
     ],
 )
-def test_a_part_of_another_class_is_refused(make, said):
+def test_a_part_of_another_class_is_refused(make, message):
     with pytest.raises(TypeError) as error:
         make()
-    assert said == str(error.value)
+    assert message == str(error.value)
 
 
 NEEDED = 8 * MODEL.block_bytes
@@ -172,7 +172,7 @@ def test_storage_that_is_large_enough_makes_a_pool(size):
 
 
 @pytest.mark.parametrize(
-    ("storage", "said"),
+    ("storage", "message"),
     [
         (
             [DeviceStorage(NEEDED - 1)],
@@ -182,11 +182,11 @@ def test_storage_that_is_large_enough_makes_a_pool(size):
         ([DeviceStorage(NEEDED), DeviceStorage(NEEDED)], "a fully contiguous layout takes one region, got 2"),
     ],
 )
-def test_storage_that_does_not_fit_is_refused(storage, said):
+def test_storage_that_does_not_fit_is_refused(storage, message):
     layout = KvManagerLayoutConfig(8, storage=storage)
     with pytest.raises(LayoutError) as error:
         KvBlockManagerConfig(RUNTIME, MODEL, device_layout=layout)
-    assert f"KvBlockManagerConfig.device_layout: {said}" == str(error.value)
+    assert f"KvBlockManagerConfig.device_layout: {message}" == str(error.value)
 
 
 def test_an_allocator_makes_storage_of_its_kind():

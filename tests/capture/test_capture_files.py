@@ -311,7 +311,7 @@ def test_the_progress_of_a_long_check_is_told_now_and_then(tmp_path, monkeypatch
         wire.publish(Stored(None, (block,), (block,)), token_ids=[[1, 2, 3, 4]])
     path = tmp_path / "worker.msgpack"
     path.write_bytes(b"".join(wire.payloads))
-    told = []
-    checked = check_file(path, dialect="vllm-0.33", progress=lambda read, events: told.append(events))
-    assert (10, 2) == (checked.log.total, len([events for events in told if events > 1]))
-    assert sorted(told) == told
+    reported = []
+    checked = check_file(path, dialect="vllm-0.33", progress=lambda read, events: reported.append(events))
+    assert (10, 2) == (checked.log.total, len([events for events in reported if events > 1]))
+    assert sorted(reported) == reported

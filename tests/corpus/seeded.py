@@ -350,14 +350,14 @@ def contract(subject):
     for name in names_of_tests(subject):
         if name not in TOO_LONG:
             try:
-                said = failure_of(subject, name)
+                message = failure_of(subject, name)
             except pytest.skip.Exception as skipped:
-                said = f"skipped: {skipped}"
+                message = f"skipped: {skipped}"
             except Exception as error:  # noqa: BLE001 - of a broken subject
-                said = f"raised {type(error).__name__}"
+                message = f"raised {type(error).__name__}"
             # pytest indents the messages of asserts, and adds values to them.
-            said = re.sub(r"\n\s*", "\n", re.split(r"(?:^|: |\n)assert ", str(said))[0])
-            lines.append(f"{name}: {said}")
+            message = re.sub(r"\n\s*", "\n", re.split(r"(?:^|: |\n)assert ", str(message))[0])
+            lines.append(f"{name}: {message}")
     return re.sub(r"0x[0-9a-f]{12}\b", "0x...", "\n".join(lines))
 
 

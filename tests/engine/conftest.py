@@ -21,17 +21,17 @@ def backend(request):
 
 @pytest.fixture
 def make_worker(backend):
-    """Make a worker of 8 blocks of 4 tokens, unless told otherwise; its events are in `worker.heard`."""
+    """Make a worker of 8 blocks of 4 tokens, unless told otherwise; its events are in `worker.captured`."""
 
     def make(num_blocks=8, block_size=4, *, seed=0, **options):
-        heard = CapturingSink()
+        captured = CapturingSink()
 
         def make_manager(sink):
             return create_manager(backend, num_blocks=num_blocks, block_size=block_size, sink=sink)
 
         driver = BACKENDS[backend].driver
-        worker = KvWorker(make_manager, sink=heard, rng=Random(seed), driver=driver, **options)
-        worker.heard = heard
+        worker = KvWorker(make_manager, sink=captured, rng=Random(seed), driver=driver, **options)
+        worker.captured = captured
         return worker
 
     return make
@@ -55,7 +55,7 @@ def state_of():
             manager.num_active_block_refs,
             manager.inactive_blocks(),
             sorted(manager.resident()),
-            list(worker.heard.events),
+            list(worker.captured.events),
         )
 
     return state

@@ -22,14 +22,14 @@ def backend(request):
 
 
 def new_worker(backend, num_blocks=8, block_size=4, *, seed=0, **options):
-    """A worker whose events are in `worker.heard`."""
-    spec, heard = BACKENDS[backend], CapturingSink()
+    """A worker whose events are in `worker.captured`."""
+    spec, captured = BACKENDS[backend], CapturingSink()
 
     def make(sink):
         return spec.make(num_blocks=num_blocks, block_size=block_size, dp_rank=0, sink=sink)
 
-    worker = KvWorker(make, sink=heard, rng=Random(seed), driver=spec.driver, **options)
-    worker.heard = heard
+    worker = KvWorker(make, sink=captured, rng=Random(seed), driver=spec.driver, **options)
+    worker.captured = captured
     return worker
 
 
@@ -42,10 +42,10 @@ def names(worker, tokens):
     return worker.manager.new_request(Prompt(tokens)).tokens.names
 
 
-def said(worker):
+def message(worker):
     """The kind of each event since the last time, with what it names."""
     out = []
-    for event in worker.heard.take():
+    for event in worker.captured.take():
         data = event.data
         if isinstance(data, Stored):
             out.append(("S", data.parent_hash, *data.block_hashes))
@@ -59,25 +59,25 @@ def test_the_last_token_is_computed_again(worker):
     assert Served(0, (a, b)) == worker.serve(range(8))
     assert (4, 8, 4) == tuple(map(worker.cached_tokens, (range(8), range(9), range(5))))
     assert Served(4, (b,)) == worker.serve(range(8))
-    assert [("S", None, a, b), ("S", a, b)] == said(worker)
+    assert [("S", None, a, b), ("S", a, b)] == message(worker)
 
 
 def test_a_block_is_stored_with_its_last_token_and_room_is_made_when_it_is_opened(backend):
     worker = new_worker(backend, num_blocks=2)
     worker.serve(range(100, 108))
     old = names(worker, range(100, 108))
-    said(worker)
+    message(worker)
     with worker.prefill(range(3)) as request:
-        assert [("R", old[1])] == said(worker)
+        assert [("R", old[1])] == message(worker)
         request.decode([3])
         first, second = names(worker, range(8))
-        assert [("S", None, first)] == said(worker)
+        assert [("S", None, first)] == message(worker)
         request.decode([4])
-        assert [("R", old[0])] == said(worker)
+        assert [("R", old[0])] == message(worker)
         request.decode([5, 6])
-        assert [] == said(worker)
+        assert [] == message(worker)
         request.decode([7])
-        assert [("S", first, second)] == said(worker)
+        assert [("S", first, second)] == message(worker)
 
 
 def test_many_tokens_are_as_many_steps(backend):
@@ -89,7 +89,7 @@ def test_many_tokens_are_as_many_steps(backend):
             tokens = iter(range(3, 26))
             for size in sizes:
                 request.decode([next(tokens) for _ in range(size)])
-        streams.append((said(worker), worker.manager.free_queue))
+        streams.append((message(worker), worker.manager.free_queue))
     assert streams[0] == streams[1] == streams[2]
     assert {"S", "R"} == {event[0] for event in streams[0][0]}
 
@@ -98,23 +98,23 @@ def test_a_chunked_prefill_is_published_chunk_by_chunk(backend):
     worker = new_worker(backend, chunk=8)
     blocks = names(worker, range(20))
     worker.serve(range(20))
-    assert [("S", None, *blocks[:2]), ("S", blocks[1], *blocks[2:4]), ("S", blocks[3], blocks[4])] == said(worker)
+    assert [("S", None, *blocks[:2]), ("S", blocks[1], *blocks[2:4]), ("S", blocks[3], blocks[4])] == message(worker)
     worker.serve([*range(20), 1])
-    assert [] == said(worker)  # all hits are taken with the first chunk that computes anything
+    assert [] == message(worker)  # all hits are taken with the first chunk that computes anything
 
 
 def test_what_does_not_fit_is_refused_with_what_vllm_counts(backend):
     worker = new_worker(backend, num_blocks=5)
     worker.serve(range(8))
     held = worker.prefill(range(100, 108))
-    before = (worker.manager.free_queue, worker.manager.resident(), list(worker.heard.events))
+    before = (worker.manager.free_queue, worker.manager.resident(), list(worker.captured.events))
     with pytest.raises(OutOfBlocks) as raised:
         worker.prefill(range(13))  # two new ones, and two hits that nobody uses
     assert (4, 3) == (raised.value.requested, raised.value.available)
     with pytest.raises(OutOfBlocks) as raised:
         held.decode(13)
     assert (4, 3) == (raised.value.requested, raised.value.available)
-    assert before == (worker.manager.free_queue, worker.manager.resident(), list(worker.heard.events))
+    assert before == (worker.manager.free_queue, worker.manager.resident(), list(worker.captured.events))
     worker.prefill(range(9))
     held.decode(0)
     assert 0 == worker.manager.num_free_blocks
@@ -126,16 +126,16 @@ def test_a_preempted_request_looks_up_again_what_it_had_generated(worker):
     blocks = request.blocks
     request.preempt()
     assert (0, 13, blocks[:3]) == (worker.manager.num_active_blocks, len(request), request.blocks[:3])
-    said(worker)
+    message(worker)
     request.resume()
-    assert [] == said(worker)
+    assert [] == message(worker)
     assert 6 == request.cached_tokens  # of the prompt, which has no more
     assert blocks[:3] == request.blocks[:3]
     request.preempt()
     worker.serve(range(100, 129))
     request.resume()
     assert 0 == request.cached_tokens
-    assert ("S", None, *blocks[:3]) == said(worker)[-1]
+    assert ("S", None, *blocks[:3]) == message(worker)[-1]
 
 
 def test_a_resume_sees_what_changed_since_the_preemption(worker):
@@ -145,14 +145,14 @@ def test_a_resume_sees_what_changed_since_the_preemption(worker):
     request.resume()
     assert 0 == request.cached_tokens
     a, b = names(worker, range(8))
-    assert [("S", None, a, b), "C", ("S", None, a, b)] == said(worker)
+    assert [("S", None, a, b), "C", ("S", None, a, b)] == message(worker)
 
 
 def test_a_prompt_of_hashes_is_served_without_token_ids(worker):
     served = worker.serve(Prompt(hashes=[11, 12], num_tokens=10), output_tokens=2)
     assert tuple(sequence_hashes([11, 12])) == served.stored_blocks[:2]
     assert 3 == len(served.stored_blocks)
-    assert [None, None] == [event.token_ids for event in worker.heard.router_events]
+    assert [None, None] == [event.token_ids for event in worker.captured.router_events]
     assert 8 == worker.cached_tokens(Prompt(hashes=[11, 12, 13]))
 
 
@@ -162,15 +162,15 @@ def test_without_prefix_caching_nothing_is_published_or_found(backend):
         assert Served(0, ()) == worker.serve(range(10), output_tokens=9)
     one, two = worker.prefill(range(8)), worker.prefill(range(8))
     assert set(one.blocks).isdisjoint(two.blocks)
-    assert ([], []) == (worker.heard.events, list(worker.manager.resident()))
+    assert ([], []) == (worker.captured.events, list(worker.manager.resident()))
 
 
 def test_clear_keeps_the_queue_and_says_so_once(worker):
     worker.serve(range(9))
     queue = worker.manager.free_queue
-    said(worker)
+    message(worker)
     assert worker.clear()
-    assert (["C"], queue, 0) == (said(worker), worker.manager.free_queue, worker.cached_tokens(range(9)))
+    assert (["C"], queue, 0) == (message(worker), worker.manager.free_queue, worker.cached_tokens(range(9)))
 
 
 # ------------------------------------------------------------------------------------------------- in a harness
@@ -249,8 +249,8 @@ class ByHand:
     """The same requests on a manager, as vLLM's scheduler drives it: a lookup, then an allocation a chunk or a token."""
 
     def __init__(self, backend, chunk, **sizes):
-        self.heard = CapturingSink()
-        self.manager = BACKENDS[backend].make(dp_rank=0, sink=self.heard, **sizes)
+        self.captured = CapturingSink()
+        self.manager = BACKENDS[backend].make(dp_rank=0, sink=self.captured, **sizes)
         self.chunk = chunk
         self.requests = []
 
@@ -324,6 +324,6 @@ def test_a_worker_says_and_refuses_what_a_manager_driven_by_hand_does(steps, bac
         else:
             with pytest.raises(OutOfBlocks):
                 call(*rest)
-        assert hand.heard.router_events == worker.heard.router_events
+        assert hand.captured.router_events == worker.captured.router_events
         assert hand.manager.free_queue == worker.manager.free_queue
         assert [len(request) for request in hand.requests] == [len(request) for request in worker.requests]

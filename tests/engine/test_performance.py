@@ -258,14 +258,16 @@ def test_a_member_that_is_no_array_of_numbers_is_named(tmp_path, member, message
     path = write_npz(tmp_path / "a.npz", {**PROFILE, "prefill_isl": member})
     with pytest.raises(ValueError) as caught:
         InterpolatedModel.from_npz(path)
-    begin, _, said = str(caught.value).partition(" cannot be read: ")
+    begin, _, expected_message = str(caught.value).partition(" cannot be read: ")
     assert f"array 'prefill_isl' of {path}" == begin
     types = "<f4, <f8, <i4, <i8, <u4, <u8 (or big-endian)"
     rest = "dimensions are read, got shape (2, 2, 2)"
     if message is None:
-        assert said.startswith("its header is not that of an .npy array: b\"{'descr': '<f8', 'fortran_order': False")
+        assert expected_message.startswith(
+            "its header is not that of an .npy array: b\"{'descr': '<f8', 'fortran_order': False"
+        )
     else:
-        assert message.format(types=types, rest=rest) == said
+        assert message.format(types=types, rest=rest) == expected_message
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ SIZE = 4
 
 
 def new_worker(num_blocks=8, *, block_size=SIZE, policy="lru", **options):
-    heard = CapturingSink()
+    captured = CapturingSink()
     spec = BACKENDS["sglang"]
 
     def make(sink):
         return create_manager(spec, num_blocks=num_blocks, block_size=block_size, sink=sink, policy=policy)
 
-    worker = KvWorker(make, sink=heard, rng=Random(0), driver=spec.driver, **options)
-    worker.heard = heard
+    worker = KvWorker(make, sink=captured, rng=Random(0), driver=spec.driver, **options)
+    worker.captured = captured
     return worker
 
 
@@ -32,27 +32,27 @@ def prompt(*numbers, tail=0):
     return [*(number for number in numbers for _ in range(SIZE)), *[0] * tail]
 
 
-def said(worker):
+def message(worker):
     """Kind and number of blocks of each event since the last time."""
-    return [(type(e.data), len(getattr(e.data, "block_hashes", ()))) for e in worker.heard.take()]
+    return [(type(e.data), len(getattr(e.data, "block_hashes", ()))) for e in worker.captured.take()]
 
 
 def test_a_prompt_is_published_when_it_is_prefilled_and_output_when_the_request_finishes():
     worker = new_worker()
     request = worker.prefill(prompt(1, 2, tail=1))
-    assert [(Cleared, 0), (Stored, 2)] == said(worker)
+    assert [(Cleared, 0), (Stored, 2)] == message(worker)
     request.decode(SIZE)
-    assert [] == said(worker)
+    assert [] == message(worker)
     request.finish()
-    assert [(Stored, 1)] == said(worker)
+    assert [(Stored, 1)] == message(worker)
 
 
 def test_what_a_prefill_evicts_is_published_first():
     worker = new_worker(num_blocks=3)
     worker.serve(prompt(1, 2))
-    said(worker)
+    message(worker)
     worker.serve(prompt(3, 4))
-    assert [(Removed, 2), (Stored, 2)] == said(worker)
+    assert [(Removed, 2), (Stored, 2)] == message(worker)
 
 
 def test_a_prefill_makes_room_for_a_page_more_than_it_takes():
@@ -82,9 +82,9 @@ def test_a_request_hits_what_it_inserts_once():
 def test_the_last_token_is_computed_though_its_page_is_cached_and_no_second_copy_is_kept():
     worker = new_worker()
     worker.serve(prompt(1, 2))
-    said(worker)
+    message(worker)
     request = worker.prefill(prompt(1, 2))
-    assert (SIZE, []) == (request.cached_tokens, said(worker))
+    assert (SIZE, []) == (request.cached_tokens, message(worker))
     assert 2 == worker.manager.num_active_blocks
     request.finish()
     assert (0, 2) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
@@ -95,10 +95,10 @@ def test_the_output_of_two_requests_that_say_the_same_is_kept_once():
     first, second = (worker.prefill(prompt(1, tail=1)) for _ in range(2))
     for request in (first, second):
         request.decode(prompt(0)[1:])
-    said(worker)
+    message(worker)
     first.finish()
     second.finish()
-    assert [(Stored, 1)] == said(worker)
+    assert [(Stored, 1)] == message(worker)
     assert 2 == worker.manager.num_inactive_blocks
 
 
@@ -106,11 +106,11 @@ def test_a_preempted_request_keeps_what_was_checkpointed_and_frees_the_rest_unpu
     worker = new_worker()
     request = worker.prefill(prompt(1, 2, tail=1))
     request.decode(SIZE)
-    said(worker)
+    message(worker)
     request.preempt()
-    assert ([], 0, 2) == (said(worker), worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
+    assert ([], 0, 2) == (message(worker), worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
     request.resume()
-    assert ([(Stored, 1)], 2 * SIZE) == (said(worker), request.cached_tokens)  # its output is prefilled now
+    assert ([(Stored, 1)], 2 * SIZE) == (message(worker), request.cached_tokens)  # its output is prefilled now
     assert dict.fromkeys(request.blocks, 1) == worker.manager.active_blocks
 
 
@@ -118,9 +118,9 @@ def test_a_request_may_finish_while_it_is_preempted():
     worker = new_worker()
     request = worker.prefill(prompt(1))
     request.preempt()
-    said(worker)
+    message(worker)
     request.finish()
-    assert ([], 1) == (said(worker), worker.manager.num_inactive_blocks)
+    assert ([], 1) == (message(worker), worker.manager.num_inactive_blocks)
 
 
 def test_a_refused_request_was_looked_up_and_that_stays():
@@ -128,12 +128,12 @@ def test_a_refused_request_was_looked_up_and_that_stays():
     worker.serve(prompt(1, 2))
     worker.serve(prompt(3))
     one, two, three = worker.manager.inactive_blocks()
-    before = worker.heard.take()
+    before = worker.captured.take()
     with pytest.raises(OutOfBlocks) as raised:
         worker.prefill(prompt(1, 5, 6, 7, 8))
     assert (5, 4) == (raised.value.requested, raised.value.available)
     assert before
-    assert [] == said(worker)
+    assert [] == message(worker)
     assert [three, two, one] == worker.manager.inactive_blocks()  # the node of two pages was split, and is newer
     assert 0 == worker.manager.num_active_blocks
 
@@ -150,7 +150,7 @@ def test_a_look_touches_and_splits_nothing():
 def test_each_chunk_is_checkpointed_and_a_node_of_its_own():
     worker = new_worker(chunk=2 * SIZE)
     worker.serve(prompt(1, 2, 3, tail=1))
-    assert [(Cleared, 0), (Stored, 2), (Stored, 1)] == said(worker)
+    assert [(Cleared, 0), (Stored, 2), (Stored, 1)] == message(worker)
     assert [SIZE] == worker.manager.evict(1)
     assert [2 * SIZE] == worker.manager.evict(1)
 
@@ -158,7 +158,7 @@ def test_each_chunk_is_checkpointed_and_a_node_of_its_own():
 def test_a_chunk_that_ends_within_a_page_publishes_its_whole_pages():
     worker = new_worker(chunk=SIZE + 1)
     worker.prefill(prompt(1, 2))
-    assert [(Cleared, 0), (Stored, 1), (Stored, 1)] == said(worker)
+    assert [(Cleared, 0), (Stored, 1), (Stored, 1)] == message(worker)
 
 
 def test_prompts_are_worth_more_than_outputs_under_the_policy_that_knows_it():
@@ -171,9 +171,9 @@ def test_prompts_are_worth_more_than_outputs_under_the_policy_that_knows_it():
 def test_a_restarted_worker_says_cleared_as_its_first_event():
     worker = new_worker()
     worker.serve(prompt(1))
-    worker.heard.take()
+    worker.captured.take()
     worker.restart()
-    assert [(0, Cleared())] == [(event.event_id, event.data) for event in worker.heard.events]
+    assert [(0, Cleared())] == [(event.event_id, event.data) for event in worker.captured.events]
 
 
 def test_without_prefix_caching_each_request_has_its_own_pages_and_nothing_is_said():
@@ -185,7 +185,7 @@ def test_without_prefix_caching_each_request_has_its_own_pages_and_nothing_is_sa
         worker.prefill(prompt(1, 2))
     for request in (first, second):
         request.finish()
-    assert ([], 0, []) == (said(worker), worker.manager.num_active_blocks, worker.manager.resident())
+    assert ([], 0, []) == (message(worker), worker.manager.num_active_blocks, worker.manager.resident())
 
 
 def test_generated_blocks_of_a_prompt_of_hashes_are_drawn_by_the_seed():
@@ -193,7 +193,7 @@ def test_generated_blocks_of_a_prompt_of_hashes_are_drawn_by_the_seed():
     for _ in range(2):
         worker = new_worker()
         worker.serve(Prompt(hashes=[5], num_tokens=SIZE + 1), SIZE)
-        streams.append(worker.heard.router_events)
+        streams.append(worker.captured.router_events)
     assert [Cleared, Stored, Stored] == [type(event.event.data) for event in streams[0]]
     assert streams[0] == streams[1]
 

@@ -95,13 +95,13 @@ class StoredAndRemoved:
 # trace is a whole block, one request at a time. docs/fidelity.md, "Holes under multi_lru", says how it comes to this.
 @pytest.mark.parametrize("most", [2_500, pytest.param(None, marks=whole_trace)])
 def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(read_trace, most):
-    heard = StoredAndRemoved()
-    worker = new_worker("multi_lru", 32_000, sink=heard)
+    captured = StoredAndRemoved()
+    worker = new_worker("multi_lru", 32_000, sink=captured)
     cases = []
     for number, request in enumerate(read_trace("conversation", most)):
         worker.serve(request.prompt(whole_blocks=True))
-        cases += [(number, sequence_hashes(request.hash_ids), *pair) for pair in heard.pairs]
-        heard.pairs.clear()
+        cases += [(number, sequence_hashes(request.hash_ids), *pair) for pair in captured.pairs]
+        captured.pairs.clear()
     ((number, chain, stored, removed, again),) = cases
     assert (2408, 131) == (number, len(chain))
     assert (99, 99, 24) == (len(stored.block_hashes), len(removed.block_hashes), len(again))
@@ -127,8 +127,8 @@ def prompts(read_trace):
 @pytest.mark.parametrize(("backend", "version"), [("vllm", "0.33.0"), ("vllm_0_19", "0.19.1")])
 def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_real_one(prompts, recording, backend, version, run):
     recorded = recording(f"vllm_{version}_mooncake.json")[run]
-    heard = Totals()
-    worker = new_worker(backend, recorded["usable_blocks"], sink=heard)
+    captured = Totals()
+    worker = new_worker(backend, recorded["usable_blocks"], sink=captured)
     requests = hits = asked = skipped = 0
     for prompt in prompts(recorded["trace"]):
         requests += 1
@@ -147,8 +147,8 @@ def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_real_one(prompts, re
         "hit_blocks": hits,
         "ref_blocks": asked,
         "hit_rate": round(hits / asked, 4),
-        "stored": heard.stored,
-        "removed": heard.removed,
+        "stored": captured.stored,
+        "removed": captured.removed,
         "resident": len(worker.manager.resident()),
     }
     assert recorded == found

@@ -27,7 +27,7 @@ def test_a_prefill_stores_the_whole_blocks_of_the_prompt_in_one_event(worker):
     asked = Prompt(range(10))
     request = worker.prefill(asked)
     first, second = chain(range(8))
-    (event,) = worker.heard.events
+    (event,) = worker.captured.events
     assert (0, 0) == (event.event_id, event.dp_rank)
     assert Stored(None, (first, second), tuple(block_hashes(range(8), 4))) == event.data
     assert 0 == request.cached_tokens
@@ -39,7 +39,7 @@ def test_a_prefill_stores_the_whole_blocks_of_the_prompt_in_one_event(worker):
 
 def test_token_ids_travel_beside_the_event(worker):
     worker.serve(range(10))
-    (event,) = worker.heard.router_events
+    (event,) = worker.captured.router_events
     assert [(0, 1, 2, 3), (4, 5, 6, 7)] == [tuple(ids) for ids in event.token_ids]
 
 
@@ -57,14 +57,14 @@ def test_a_second_prefill_reuses_what_is_cached_and_stores_the_rest_after_it(wor
     served = worker.serve(prompt(1, 2, 3))
     a, b, c = chain(prompt(1, 2, 3).tokens)
     assert Served(8, (c,)) == served
-    assert [(None, [a, b]), (b, [c])] == stored_of(worker.heard.events)
+    assert [(None, [a, b]), (b, [c])] == stored_of(worker.captured.events)
 
 
 def test_a_prompt_of_whole_blocks_that_is_all_cached_costs_and_says_nothing(worker):
     worker.serve(prompt(1, 2))
     served = worker.serve(prompt(1, 2))
     assert Served(8, ()) == served
-    assert 1 == len(worker.heard.events)
+    assert 1 == len(worker.captured.events)
 
 
 def test_requests_that_overlap_share_blocks(worker):
@@ -87,11 +87,11 @@ def test_a_full_worker_evicts_and_says_so_after_what_it_stored_or_before(make_wo
     served = worker.serve(prompt(3, 4))
     a, b = chain(prompt(1, 2).tokens)
     last_two = [Removed, Stored] if worker.traits.removed_first else [Stored, Removed]
-    assert [Stored, *last_two] == [type(event.data) for event in worker.heard.events]
+    assert [Stored, *last_two] == [type(event.data) for event in worker.captured.events]
     assert [Removed((b,))] == [
-        e.data for e in worker.heard.events if isinstance(e.data, Removed)
+        e.data for e in worker.captured.events if isinstance(e.data, Removed)
     ]  # b before its parent
-    assert [0, 1, 2] == [event.event_id for event in worker.heard.events]
+    assert [0, 1, 2] == [event.event_id for event in worker.captured.events]
     assert sorted([a, *served.stored_blocks]) == sorted(worker.manager.resident())
 
 
@@ -106,7 +106,7 @@ def test_a_prompt_of_hashes_is_served_without_token_ids(worker, stored_of):
     local = [11, 12]
     served = worker.serve(Prompt(hashes=local, num_tokens=10))
     assert Served(0, tuple(sequence_hashes(local))) == served
-    (event,) = worker.heard.router_events
+    (event,) = worker.captured.router_events
     assert (11, 12) == event.event.data.tokens_hashes
     assert event.token_ids is None
     assert 8 == worker.cached_tokens(Prompt(hashes=[11, 12, 13]))
@@ -134,7 +134,7 @@ def test_a_chunked_prefill_stores_chunk_by_chunk_each_after_the_one_before(make_
     tokens = list(range(512))
     request = worker.prefill(tokens)
     blocks = chain(tokens, 64)
-    assert in_chunks(worker, (None, blocks[:4]), (blocks[3], blocks[4:])) == stored_of(worker.heard.events)
+    assert in_chunks(worker, (None, blocks[:4]), (blocks[3], blocks[4:])) == stored_of(worker.captured.events)
     assert blocks == request.blocks
 
 
@@ -142,14 +142,14 @@ def test_a_chunk_that_ends_inside_a_block_takes_the_whole_block(make_worker, sto
     worker = make_worker(chunk=6)
     worker.serve(range(11))
     first, second = chain(range(8))
-    assert [(None, [first, second])] == stored_of(worker.heard.events)
+    assert [(None, [first, second])] == stored_of(worker.captured.events)
 
 
 def test_a_chunk_below_a_block_stores_no_block_twice(make_worker, stored_of):
     worker = make_worker(chunk=1)
     request = worker.prefill(range(9))
     first, second = chain(range(8))
-    assert in_chunks(worker, (None, [first]), (first, [second])) == stored_of(worker.heard.events)
+    assert in_chunks(worker, (None, [first]), (first, [second])) == stored_of(worker.captured.events)
     assert dict.fromkeys(request.blocks, 1) == worker.manager.active_blocks
 
 
@@ -161,18 +161,18 @@ def test_a_block_is_stored_on_the_first_token_of_the_next_one(worker, stored_of)
         partial = request.blocks[0]
         request.decode([3])
         assert [partial] == request.blocks
-        assert [] == worker.heard.events
+        assert [] == worker.captured.events
         request.decode([4])
         (full,) = chain(range(4))
-        assert [(None, [full])] == stored_of(worker.heard.events)
+        assert [(None, [full])] == stored_of(worker.captured.events)
         assert full == request.blocks[0]
         assert 2 == len(request.blocks)
-        assert [tuple(range(4))] == [tuple(ids) for ids in worker.heard.router_events[0].token_ids]
+        assert [tuple(range(4))] == [tuple(ids) for ids in worker.captured.router_events[0].token_ids]
 
 
 def test_a_block_that_the_last_token_fills_is_never_stored(worker):
     worker.serve(range(3), output_tokens=1)
-    assert [] == worker.heard.events
+    assert [] == worker.captured.events
     assert (0, 0) == (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks)
 
 
@@ -180,14 +180,14 @@ def test_a_prompt_of_whole_blocks_opens_a_block_with_its_first_token_and_stores_
     with worker.prefill(prompt(1)) as request:
         request.decode()
         assert 2 == len(request.blocks)
-    assert 1 == len(worker.heard.events)
+    assert 1 == len(worker.captured.events)
 
 
 def test_decoding_over_two_borders_stores_two_blocks_each_after_the_one_before(worker, stored_of):
     with worker.prefill(range(3)) as request:
         request.decode(range(3, 9))
     first, second = chain(range(8))
-    assert [(None, [first]), (first, [second])] == stored_of(worker.heard.events)
+    assert [(None, [first]), (first, [second])] == stored_of(worker.captured.events)
     assert 8 == worker.cached_tokens(range(9))
 
 
@@ -347,7 +347,7 @@ def test_a_full_worker_decodes_into_a_block_that_another_request_holds(make_work
     second.decode([3, 9])
     assert [chain(range(4))[0]] == second.blocks[:1]
     assert 2 == worker.manager.num_active_blocks
-    assert 1 == len(worker.heard.events)
+    assert 1 == len(worker.captured.events)
 
 
 def test_a_slot_given_back_is_counted_only_from_then_on(make_worker, state_of):
@@ -368,7 +368,7 @@ def test_a_block_that_fills_up_as_a_cached_one_gives_its_slot_back_and_takes_tha
     request.decode([3, 9])
     assert 2 == worker.manager.num_active_blocks
     assert 0 == worker.manager.num_inactive_blocks
-    assert 1 == len(worker.heard.events)  # cached already: no second Stored, nothing removed
+    assert 1 == len(worker.captured.events)  # cached already: no second Stored, nothing removed
 
 
 # --------------------------------------------------------------------------------------------------- one request
@@ -452,7 +452,7 @@ def test_a_preempted_request_lets_its_blocks_go_tail_first_and_says_nothing(work
     assert [second, first] == worker.manager.inactive_blocks()
     assert 0 == worker.manager.num_active_blocks
     assert [request] == worker.requests
-    assert 1 == len(worker.heard.events)
+    assert 1 == len(worker.captured.events)
 
 
 def test_a_resumed_request_keeps_what_it_generated_and_reuses_what_is_cached(worker, stored_of):
@@ -464,7 +464,7 @@ def test_a_resumed_request_keeps_what_it_generated_and_reuses_what_is_cached(wor
     request.resume()
     assert (9, blocks, "running") == (len(request), request.blocks, request.status)
     assert 6 == request.cached_tokens  # of the prompt, which has no more
-    assert 2 == len(worker.heard.events)
+    assert 2 == len(worker.captured.events)
     request.decode([9, 10, 11, 12])
     assert chain(range(12)) == request.blocks[:3]
 
@@ -478,7 +478,7 @@ def test_a_resumed_request_stores_again_what_was_evicted_meanwhile(make_worker, 
     request.resume()
     first, second = chain(range(8))
     assert 4 == request.cached_tokens
-    assert (first, [second]) == stored_of(worker.heard.events)[-1]
+    assert (first, [second]) == stored_of(worker.captured.events)[-1]
 
 
 def test_a_resumed_prefill_is_chunked_again(make_worker, stored_of):
@@ -488,7 +488,7 @@ def test_a_resumed_prefill_is_chunked_again(make_worker, stored_of):
     assert worker.manager.clear()
     request.resume()
     first, second = chain(range(8))
-    assert in_chunks(worker, (None, [first]), (first, [second])) * 2 == stored_of(worker.heard.events)
+    assert in_chunks(worker, (None, [first]), (first, [second])) * 2 == stored_of(worker.captured.events)
 
 
 def test_a_request_may_finish_while_it_is_preempted(worker):
@@ -514,7 +514,7 @@ def test_serve_does_not_count_what_others_store(worker):
     worker.serve(range(4))
     assert () == worker.serve(range(4)).stored_blocks
     worker.prefill(prompt(3))
-    assert 2 == len(worker.heard.events)
+    assert 2 == len(worker.captured.events)
 
 
 # -------------------------------------------------------------------------------------------------- cached_tokens
@@ -543,7 +543,7 @@ def test_a_look_does_not_change_what_comes_after_it(make_worker):
         if look:
             worker.cached_tokens(range(7))
         worker.serve(range(20, 26), output_tokens=7)
-        return worker.heard.events
+        return worker.captured.events
 
     assert traffic(look=False) == traffic(look=True)
 
@@ -559,7 +559,7 @@ def test_a_look_sees_blocks_in_use(worker):
 def test_clear_drops_all_and_says_so(worker):
     worker.serve(range(8))
     assert worker.clear()
-    assert Cleared() == worker.heard.events[-1].data
+    assert Cleared() == worker.captured.events[-1].data
     assert 0 == worker.cached_tokens(range(8))
     assert [] == list(worker.manager.resident())
 
@@ -577,7 +577,7 @@ def test_clear_does_nothing_while_a_request_is_open(worker, state_of):
 def test_clear_does_nothing_while_a_block_is_held_by_hand(worker):
     worker.manager.use([1])
     assert not worker.clear()
-    assert 1 == len(worker.heard.events)
+    assert 1 == len(worker.captured.events)
 
 
 def test_a_restarted_worker_is_empty_and_counts_from_0(worker):
@@ -587,9 +587,9 @@ def test_a_restarted_worker_is_empty_and_counts_from_0(worker):
     assert worker.manager is not before
     assert ([], "lost") == (worker.requests, request.status)
     assert 0 == worker.cached_tokens(range(8))
-    assert 1 == len(worker.heard.events)  # a crash says nothing
+    assert 1 == len(worker.captured.events)  # a crash says nothing
     worker.serve(range(4))
-    assert 0 == worker.heard.events[-1].event_id
+    assert 0 == worker.captured.events[-1].event_id
 
 
 # --------------------------------------------------------------------------------------------- no prefix caching
@@ -600,7 +600,7 @@ def test_without_prefix_caching_nothing_is_published_or_found_again(make_worker)
     for _ in range(3):
         assert Served(0, ()) == worker.serve(range(10), output_tokens=9)
     assert worker.clear()
-    assert [] == worker.heard.events
+    assert [] == worker.captured.events
     assert not worker.has_published
 
 
@@ -641,7 +641,7 @@ def test_the_same_seed_gives_the_same_events_and_blocks(make_worker):
         worker = make_worker(seed=seed)
         with worker.prefill(range(6)) as request:
             request.decode(12)
-            return request.blocks, list(worker.heard.events)
+            return request.blocks, list(worker.captured.events)
 
     assert traffic(1) == traffic(1)
     assert traffic(1) != traffic(2)
@@ -662,7 +662,7 @@ def test_a_worker_without_a_listener_publishes_no_event(backend):
 
 def test_events_name_the_device_tier(worker):
     worker.serve(range(4))
-    assert [StorageTier.DEVICE] == [event.storage_tier for event in worker.heard.router_events]
+    assert [StorageTier.DEVICE] == [event.storage_tier for event in worker.captured.router_events]
 
 
 def test_events_are_marked_as_said_for_a_request_only_while_one_makes_them(backend):

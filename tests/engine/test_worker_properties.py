@@ -40,9 +40,9 @@ class ByHand:
     """Requests as Dynamo's schedulers drive them: one Use a chunk (1.0.2: a request), a move a freed block, tail first."""
 
     def __init__(self, backend, chunk):
-        self.heard = CapturingSink()
+        self.captured = CapturingSink()
         self.semantics = None if SPECS[backend].in_matrix else "e0"
-        self.manager = create_manager(SPECS[backend], num_blocks=CAPACITY, block_size=SIZE, sink=self.heard)
+        self.manager = create_manager(SPECS[backend], num_blocks=CAPACITY, block_size=SIZE, sink=self.captured)
         self.chunk = chunk
         self.requests = []
         self.rng = Random(0)
@@ -125,12 +125,12 @@ def shown(manager):
 @settings(max_examples=examples(200))
 @given(steps=steps, backend=st.sampled_from(sorted(SPECS)), chunk=st.sampled_from([None, 1, 2, 3]))
 def test_a_worker_says_and_refuses_what_requests_driven_by_hand_do(steps, backend, chunk):
-    heard = CapturingSink()
+    captured = CapturingSink()
 
     def make_manager(sink):
         return create_manager(SPECS[backend], num_blocks=CAPACITY, block_size=SIZE, sink=sink)
 
-    worker = KvWorker(make_manager, sink=heard, chunk=chunk, rng=Random(1), driver=SPECS[backend].driver)
+    worker = KvWorker(make_manager, sink=captured, chunk=chunk, rng=Random(1), driver=SPECS[backend].driver)
     hand = ByHand(backend, chunk)
     for given_step in steps:
         step = allowed(worker, given_step)
@@ -140,28 +140,28 @@ def test_a_worker_says_and_refuses_what_requests_driven_by_hand_do(steps, backen
         try:
             answer = getattr(tried, step[0])(*step[1:])
         except NoRoomByHandError:
-            before = (shown(worker.manager), list(heard.events), [len(r) for r in worker.requests])
+            before = (shown(worker.manager), list(captured.events), [len(r) for r in worker.requests])
             with pytest.raises(OutOfBlocks) as raised:
                 do(worker, *step)
             assert CAPACITY - worker.manager.num_active_blocks == raised.value.available < raised.value.requested
-            assert before == (shown(worker.manager), list(heard.events), [len(r) for r in worker.requests])
+            assert before == (shown(worker.manager), list(captured.events), [len(r) for r in worker.requests])
             continue
         hand = tried
         assert answer == do(worker, *step)
-        assert hand.heard.router_events == heard.router_events
+        assert hand.captured.router_events == captured.router_events
         assert shown(hand.manager) == shown(worker.manager)
         in_pools = worker.manager.num_active_blocks + worker.manager.num_inactive_blocks
         if hand.semantics is None:
             assert CAPACITY == in_pools + worker.manager.metrics().reset_pool_size
         assert in_pools <= CAPACITY
         if backend != "multi_lru":
-            assert _held(heard.events) == set(worker.manager.resident())
+            assert _held(captured.events) == set(worker.manager.resident())
     for request in list(worker.requests):
         request.finish()
     assert 0 == worker.manager.num_active_block_refs == worker.manager.num_active_blocks
     if backend != "multi_lru":
-        assert len(_held(heard.events)) == worker.manager.num_inactive_blocks
-    assert list(range(len(heard.events))) == [event.event_id for event in heard.events]
+        assert len(_held(captured.events)) == worker.manager.num_inactive_blocks
+    assert list(range(len(captured.events))) == [event.event_id for event in captured.events]
 
 
 def _held(events):

@@ -71,7 +71,7 @@ def test_an_event_that_arrives_as_another_workers_is_missing_at_its_own():
     assert injection is delivery.injection
 
 
-def test_an_event_is_struck_by_one_fault_at_most_the_scripted_one_first():
+def test_an_event_is_changed_by_one_fault_at_most_the_scripted_one_first():
     class Always:
         def random(self):
             return 0.0

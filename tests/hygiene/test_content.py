@@ -64,7 +64,7 @@ def test_a_chain_is_judged_without_them_and_their_hashes_only_with_them():
     assert ["wrong_hash"] == [p.rule for p in observe([FOUR, (9, 9, 9, 9)], BLOCKS, chained=True)[0]]
 
 
-def test_it_needs_no_memory_so_it_stands_even_in_a_wound():
+def test_it_needs_no_memory_so_it_stands_even_in_a_gap():
     problems, _ = observe([FOUR], event_id=3)
     assert [("event_id_gap", None), ("sparse_tokens", None)] == [(p.rule, p.cause) for p in problems]
 

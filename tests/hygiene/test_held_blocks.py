@@ -242,7 +242,7 @@ def test_it_ends_with_what_is_held(end):
     assert ["block_not_found"] == stream.observe(Removed((2,)))
 
 
-def test_in_a_wound_it_is_listed_under_the_wound_unless_the_block_was_named_since():
+def test_in_a_gap_it_is_listed_under_the_gap_unless_the_block_was_named_since():
     stream = Stream(prefix_closed=False)
     stream.observe_all([stored(1, 2, 3), stored(4)])
     assert ["event_id_gap"] == stream.observe(stored(2, 30), 3)
@@ -252,7 +252,7 @@ def test_in_a_wound_it_is_listed_under_the_wound_unless_the_block_was_named_sinc
     assert ((1,), (2,)) == (unknown.blocks, known.blocks)
 
 
-def test_a_wound_takes_over_what_follows():
+def test_a_gap_takes_over_what_follows():
     stream = Stream(prefix_closed=False)
     stream.observe_all(HAZARD)
     stream.observe(stored(20), 9)
@@ -501,7 +501,7 @@ def test_a_child_of_a_block_that_is_held_though_it_was_removed_is_listed_under_t
     assert (restored, (3,)) == (orphaned.cause, orphaned.blocks)
 
 
-def test_in_a_wound_a_child_that_was_named_since_stands_and_another_does_not():
+def test_in_a_gap_a_child_that_was_named_since_stands_and_another_does_not():
     stream = Stream()
     stream.observe_all([stored(1, 2), stored(3, 4)])
     stream.observe(stored(4, parent=3), 3)

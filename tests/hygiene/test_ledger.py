@@ -193,14 +193,14 @@ def test_an_id_again_with_other_content_is_no_repeat():
     assert ["(block_not_found)"] == stream.observe(Removed((78,)))
 
 
-def test_a_cleared_closes_the_wound():
+def test_a_cleared_closes_the_gap():
     stream = Stream()
     stream.observe(stored(1), 4)
     stream.observe(Cleared())
     assert ["block_not_found"] == stream.observe(Removed((77,)))
 
 
-def test_an_announced_restart_closes_the_wound_and_begins_ids_anew():
+def test_an_announced_restart_closes_the_gap_and_begins_ids_anew():
     stream = Stream()
     stream.observe(stored(1), 4)
     stream.ledger.take(WorkerRemoved(0, 0, 0, ((0, 0),)))
@@ -208,7 +208,7 @@ def test_an_announced_restart_closes_the_wound_and_begins_ids_anew():
     assert ["block_not_found"] == stream.observe(Removed((77,)))
 
 
-def test_a_wrong_hash_stands_by_itself_even_in_a_wound():
+def test_a_wrong_hash_stands_by_itself_even_in_a_gap():
     stream = Stream()
     stream.observe(stored(1), 4)
     assert ["wrong_hash"] == stream.observe(stored(5, local=[7]), chained=True)
@@ -236,7 +236,7 @@ def test_drift_names_what_is_not_there_and_what_was_not_reported_once_each():
     assert [] == stream.ledger.take(Resident((0, 0), StorageTier.DEVICE, {1, 2}))
 
 
-def test_drift_in_a_wound_stands_for_blocks_that_were_named_since():
+def test_drift_in_a_gap_stands_for_blocks_that_were_named_since():
     stream = Stream()
     stream.observe(stored(1, 2))
     stream.observe(stored(3), 5)

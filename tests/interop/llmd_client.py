@@ -37,8 +37,8 @@ def llmd_program():
 
 def version(program):
     """The release of llm-d's module that a program was built with: "0.9"."""
-    said = subprocess.run([program, "-version"], check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
-    return ".".join(said.strip().removeprefix("v").split(".")[:2])
+    message = subprocess.run([program, "-version"], check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
+    return ".".join(message.strip().removeprefix("v").split(".")[:2])
 
 
 def topic(worker):

@@ -133,11 +133,11 @@ def _sessions(rng):
             row |= _lengths(rng, case["engine"], ids, case["replay"]["trace_block_size"])
             if turn:
                 at += rng.choice((0, 1, 20, 50))
-                said = rng.choice(("delay", "delay", "timestamp", "neither", "both"))
+                message = rng.choice(("delay", "delay", "timestamp", "neither", "both"))
                 row["timestamp"] = at
-                if said in ("delay", "neither"):
+                if message in ("delay", "neither"):
                     del row["timestamp"]
-                if said in ("delay", "both"):
+                if message in ("delay", "both"):
                     row["delay"] = rng.choice((0, 0.5, 10, 50, 200))
             rows.append((at, row))
     order = rng.random()

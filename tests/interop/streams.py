@@ -90,7 +90,7 @@ def verdict_of_1_2_1(index, event):
     return ""
 
 
-def tell(tree, event):
+def apply_to(tree, event):
     """Apply to the real tree; return its error's text ("" for none)."""
     try:
         tree.apply_event(event.worker_id, event.event.to_json().encode())
@@ -176,22 +176,22 @@ def run_1_2_1(core, seed, counts, *, steps=60, queries=4):
             getattr(real, name)(worker)
             getattr(index, name)(worker)
         else:
-            told, expected = tell(real, step), verdict_of_1_2_1(index, step)
-            if told != expected:
-                raise DifferenceError(f"seed {seed} step {number}: {step}: real {told!r}, ours {expected!r}")
-            counts[told.removeprefix(REFUSED) or "accepted"] += 1
-            if told == DEAD:
+            answered, expected = apply_to(real, step), verdict_of_1_2_1(index, step)
+            if answered != expected:
+                raise DifferenceError(f"seed {seed} step {number}: {step}: real {answered!r}, ours {expected!r}")
+            counts[answered.removeprefix(REFUSED) or "accepted"] += 1
+            if answered == DEAD:
                 break
         for _ in range(queries):
             query, early_exit = stream.query(), stream.rnd.random() < 0.3
-            told = real.find_matches(query, early_exit).scores
+            answered = real.find_matches(query, early_exit).scores
             expected, wrong = shortcut_matches(index, query, early_exit)
             exact = index.find_matches(query, early_exit).scores
             counts["queries"] += 1
-            counts["answers that the shortcut changes"] += told != exact
-            if told != expected or (told != exact and not wrong):
+            counts["answers that the shortcut changes"] += answered != exact
+            if answered != expected or (answered != exact and not wrong):
                 raise DifferenceError(
-                    f"seed {seed} step {number}: find {query} early_exit={early_exit}: real {told}, ours by its "
+                    f"seed {seed} step {number}: find {query} early_exit={early_exit}: real {answered}, ours by its "
                     f"rule {expected}, exact {exact}"
                 )
     index.dump_events()  # ends on cycles; the real one is never asked for its dump here, it does not
@@ -269,21 +269,21 @@ def run_leaf_first(core, seed, counts, *, steps=60, queries=4):
             getattr(real, name)(worker)
             getattr(index, name)(worker)
         else:
-            told, expected = tell(real, step), ""
+            answered, expected = apply_to(real, step), ""
             try:
                 index.apply(step)
             except KvEventError as error:
                 expected = REFUSED + error.reason
-            if told != expected:
-                raise DifferenceError(f"seed {seed} step {number}: {step}: real {told!r}, ours {expected!r}")
-            counts[told.removeprefix(REFUSED) or "accepted"] += 1
+            if answered != expected:
+                raise DifferenceError(f"seed {seed} step {number}: {step}: real {answered!r}, ours {expected!r}")
+            counts[answered.removeprefix(REFUSED) or "accepted"] += 1
         for _ in range(queries):
             query = stream.query()
-            told, ours = real.find_matches(query).scores, index.find_matches(query).scores
+            answered, ours = real.find_matches(query).scores, index.find_matches(query).scores
             counts["queries"] += 1
-            counts["queries with a match"] += bool(told)
-            if told != ours:
-                raise DifferenceError(f"seed {seed} step {number}: find {query}: real {told}, ours {ours}")
+            counts["queries with a match"] += bool(answered)
+            if answered != ours:
+                raise DifferenceError(f"seed {seed} step {number}: find {query}: real {answered}, ours {ours}")
     ours, theirs = rows(index.dump_events()), rows(map(RouterEvent.from_json, real.dump_tree_as_events()))
     if ours != theirs:
         raise DifferenceError(f"seed {seed}: dumps differ: only real {theirs - ours}, only ours {ours - theirs}")

@@ -91,7 +91,7 @@ def places(value):
         yield from places(inner)
 
 
-def spoil(rnd, document):
+def corrupt(rnd, document):
     """Change one or two things, each of which may or may not matter."""
     for _ in range(rnd.randint(1, 2)):
         container, key = rnd.choice(list(places(document)) or [(document, "x")])
@@ -119,7 +119,7 @@ def test_a_spoiled_document_is_read_by_both_or_by_neither(seed):
     rnd = random.Random(seed)
     verdicts = set()
     for _ in range(200):
-        text = json.dumps(spoil(rnd, copy.deepcopy(valid(rnd))))
+        text = json.dumps(corrupt(rnd, copy.deepcopy(valid(rnd))))
         verdict = accepts(text)
         verdicts.add(verdict)
         assert verdict == we_accept(text), text

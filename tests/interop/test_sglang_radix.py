@@ -122,7 +122,7 @@ class Real:
         self.cache.reset()
         self.free = self.capacity
 
-    def heard(self):
+    def captured(self):
         rows = []
         for event in self.cache.kv_events.take():
             kind = type(event).__name__
@@ -172,7 +172,7 @@ class Ours:
     def clear(self):
         assert self.driver.clear()
 
-    def heard(self):
+    def captured(self):
         self.manager.take_events()
         rows = []
         for event in self.sink.router_events:
@@ -234,7 +234,7 @@ def run(seed, counts, steps=150, threshold=None):
                 let_go(0, "release")
             for side in sides:
                 side.clear()
-        theirs, mine = (side.heard() for side in sides)
+        theirs, mine = (side.captured() for side in sides)
         assert theirs == mine, seed
         counts.update(row[0] for row in mine)
         theirs, mine = (side.sizes() for side in sides)

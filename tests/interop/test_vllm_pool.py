@@ -98,7 +98,7 @@ class Real:
         del request._all_token_ids[length:], request._output_token_ids[-len(tokens) :], request.block_hashes[hashes:]
         return False
 
-    def heard(self):
+    def captured(self):
         rows = []
         for event in self.manager.take_events():
             kind = type(event).__name__
@@ -135,7 +135,7 @@ class Ours:
         request.tokens.extend(tokens)
         return self.go_on(request, len(tokens))
 
-    def heard(self):
+    def captured(self):
         rows = []
         for event in self.sink.router_events:
             data = event.event.data
@@ -203,7 +203,7 @@ def run(seed, counts, steps=150):
             done = [side.manager.reset_prefix_cache() for side in sides]
             assert done[0] == done[1], seed
             counts["reset", done[0]] += 1
-        counts.update(row[0] for row in both("heard"))
+        counts.update(row[0] for row in both("captured"))
         both("free_queue")
     counts["steps"] += steps
 

@@ -109,8 +109,8 @@ def main() -> int:
                 print(f"        {time.monotonic() - since:.0f} s", flush=True)
         if tree is not None:
             tree.close()
-    said = ", ".join(f"{number} {became}" for became, number in sorted(counts.items()))
-    print(f"seed {options.seed}: {said}; {time.monotonic() - begun:.0f} s")
+    message = ", ".join(f"{number} {became}" for became, number in sorted(counts.items()))
+    print(f"seed {options.seed}: {message}; {time.monotonic() - begun:.0f} s")
     return 1 if counts["survived"] else 0
 
 

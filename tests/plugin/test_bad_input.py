@@ -407,9 +407,9 @@ def lines_of_setups(result):
     found = {}
     for line in result.outlines:
         if title := re.fullmatch(r"_+ ERROR at setup of (\S+) _+", line):
-            said = found[title[1]] = []
+            expected_message = found[title[1]] = []
         elif line.startswith("kvmock: ") and found:
-            said.append(line)
+            expected_message.append(line)
     return found
 
 
@@ -425,8 +425,8 @@ def test_a_wrong_marker_of_a_testcase_is_one_line_at_setup(nested):
     result.assert_outcomes(errors=len(MARKERS))
     found = lines_of_setups(result)
     for number, (marker, message) in enumerate(MARKERS):
-        (said,) = found[f"T.test_{number}"]
-        assert fnmatchcase(said, f"kvmock: {pattern(marker)}: {message}"), said
+        (expected_message,) = found[f"T.test_{number}"]
+        assert fnmatchcase(expected_message, f"kvmock: {pattern(marker)}: {message}"), expected_message
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
     result.stdout.no_fnmatch_line("*During handling*")
 
@@ -453,8 +453,8 @@ def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested):
     found = lines_of_setups(result)
     for number, (marker, message) in enumerate(MARKERS):
         for backend in ("lineage", "lru", "multi_lru"):
-            (said,) = found[f"test_{number}[{backend}]"]
-            assert fnmatchcase(said, f"kvmock: {pattern(marker)}: {message}"), said
+            (expected_message,) = found[f"test_{number}[{backend}]"]
+            assert fnmatchcase(expected_message, f"kvmock: {pattern(marker)}: {message}"), expected_message
 
 
 def test_a_wrong_marker_that_came_late_is_the_same_over_the_matrix_and_under_xdist(nested):
@@ -519,8 +519,8 @@ def test_a_misspelt_fixture_is_answered_with_the_nearest(nested, source, name, n
     result = nested(source, *args, plugins=["xdist"])
 
     result.assert_outcomes(errors=1)
-    (said,) = (line for line in result.outlines if "did you mean" in line)
-    assert said.startswith(f"fixture '{name}' not found; did you mean {nearest}")
+    (expected_message,) = (line for line in result.outlines if "did you mean" in line)
+    assert expected_message.startswith(f"fixture '{name}' not found; did you mean {nearest}")
     result.stdout.fnmatch_lines([f"E *fixture '{name}' not found", "*available fixtures: *", "*Captured kvmock setup*"])
 
 

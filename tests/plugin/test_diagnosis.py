@@ -295,19 +295,19 @@ def test(kv_worker, kv_prompt):
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "expected_message"),
     [
         (2, "none: no part of the events broke the rule again before the limit was reached (--kv-reduce=3)"),
         (0.5, "# cut from 42 events to *; perhaps not the smallest, because --kv-reduce=3 ended the search"),
     ],
 )
-def test_a_search_that_takes_too_long_ends(nested, monkeypatch, step, said):
+def test_a_search_that_takes_too_long_ends(nested, monkeypatch, step, expected_message):
     clock = count(step=step)
     monkeypatch.setattr("pytest_kvmock.plugin.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
 
     result = nested(LARGE, "--kv-reduce=3")
 
-    result.stdout.fnmatch_lines([SECTION, said])
+    result.stdout.fnmatch_lines([SECTION, expected_message])
 
 
 def test_a_run_spends_no_more_than_ten_times_that(nested, monkeypatch):

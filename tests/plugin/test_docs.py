@@ -76,11 +76,11 @@ def test_a_failure_is_what_pytest_prints(page_run, page, block, outputs):
     result = page_run({**dict.fromkeys(page.files, ""), block.name: block.text}, "--kv-reduce=30", block.name)
 
     result.assert_outcomes(failed=1)
-    said = {output: printed(result.stdout.str(), output.value) for output in outputs}
+    message = {output: printed(result.stdout.str(), output.value) for output in outputs}
     if WRITE:
-        page.write_blocks(said)
+        page.write_blocks(message)
     else:
-        assert said == {output: output.text for output in outputs}
+        assert message == {output: output.text for output in outputs}
 
 
 CONSOLES = [(page, block) for page in PAGES.values() for block in page.of("console")]

@@ -78,7 +78,7 @@ def test_an_index_that_does_not_survive_fails(nested):
     result.stdout.fnmatch_lines(["*KV event error*: index_drift (worker 0*", "*expected:  1 block, as was published"])
 
 
-def test_a_fault_that_never_struck_fails(nested):
+def test_a_fault_that_was_never_injected_fails(nested):
     result = nested(
         SERVE + "def test(kv_harness):\n kv_harness.faults.lose(3, kind='cleared')\n serve(kv_harness)", ONE
     )
@@ -87,7 +87,7 @@ def test_a_fault_that_never_struck_fails(nested):
     result.stdout.fnmatch_lines(["kv_harness.faults.lose(3, kind='cleared'): unused, no event matched"])
 
 
-def test_one_that_struck_less_often_than_it_was_to_fails(nested):
+def test_one_that_was_injected_less_often_than_asked_for_fails(nested):
     source = (
         SERVE
         + "@pytest.mark.kvmock(allow=['event_id_gap'])\ndef test(kv_harness):\n kv_harness.drop_next(3)\n serve(kv_harness, 2)"
@@ -98,7 +98,7 @@ def test_one_that_struck_less_often_than_it_was_to_fails(nested):
     result.stdout.fnmatch_lines(["kv_harness.faults.lose(3): 2 of 3 injected"])
 
 
-def test_a_body_that_failed_hears_nothing_of_faults_that_never_struck(nested):
+def test_a_body_that_failed_is_not_reported_with_faults_that_were_never_injected(nested):
     result = nested("def test(kv_harness):\n kv_harness.faults.lose()\n assert 0", ONE)
 
     result.assert_outcomes(failed=1)

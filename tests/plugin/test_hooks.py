@@ -362,13 +362,17 @@ BODIES = {
 def test_a_hook_that_raises_while_it_judges_is_one_line_with_the_log(nested, source, also, answer):
     result = nested(source, files={"conftest.py": WAIVES.format(answer)})
 
-    said = {
+    expected_message = {
         "1 / 0": "of conftest.py raised ZeroDivisionError: division by zero (conftest.py:4; --full-trace shows the way *",
         "'yes'": "returned 'yes'; allowed: True, False or None",
     }
     assert {*also, "errors" if also else "failed"} == set(result.parseoutcomes())
     result.stdout.fnmatch_lines(
-        [f"*kvmock: pytest_kvmock_event_error {said[answer]}", "*Captured kvmock events*", "*Removed block 1*"]
+        [
+            f"*kvmock: pytest_kvmock_event_error {expected_message[answer]}",
+            "*Captured kvmock events*",
+            "*Removed block 1*",
+        ]
     )
     result.stdout.no_fnmatch_line("*pytest_kvmock/*.py:*")
 

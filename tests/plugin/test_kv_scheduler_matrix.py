@@ -238,8 +238,10 @@ def test_each_wrong_field_has_its_line(nested):
 
     result = nested(source)
 
-    said = [line.partition("): engine: ")[2] for line in result.outlines if line.startswith("test_it.py::test: ")]
-    assert ["max_num_seqs", "unknown"] == [line.split()[0] for line in said]
+    expected_message = [
+        line.partition("): engine: ")[2] for line in result.outlines if line.startswith("test_it.py::test: ")
+    ]
+    assert ["max_num_seqs", "unknown"] == [line.split()[0] for line in expected_message]
 
 
 def test_wrong_fields_of_a_testcase_are_one_line_at_setup(nested):

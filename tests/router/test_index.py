@@ -40,9 +40,9 @@ def index():
     return RadixIndex()
 
 
-def tell(index, *events):
-    for told in events:
-        index.apply(told)
+def apply_all(index, *events):
+    for reported in events:
+        index.apply(reported)
 
 
 # ------------------------------------------------------------------------------------------------ short scenarios
@@ -212,14 +212,14 @@ def test_scenario(index, scenario):
 )
 def test_early_exit_stops_at_the_first_block_that_one_rank_alone_holds(index, stored, full, early):
     for worker, depth in stored.items():
-        tell(index, chain(worker, [1, 2, 3, 4, 5][:depth]))
+        apply_all(index, chain(worker, [1, 2, 3, 4, 5][:depth]))
     assert OverlapScores(full) == index.find_matches([1, 2, 3, 4, 5])
     assert OverlapScores(early) == index.find_matches([1, 2, 3, 4, 5], early_exit=True)
 
 
 def test_forty_workers_are_told_apart(index):
     for worker in range(40):
-        tell(index, chain(worker, range(1, worker + 2)))
+        apply_all(index, chain(worker, range(1, worker + 2)))
     assert {(w, 0): w + 1 for w in range(40)} == index.find_matches(range(1, 41)).scores
     for worker in range(0, 40, 2):
         index.remove_worker(worker)
@@ -231,32 +231,32 @@ def test_forty_workers_are_told_apart(index):
 
 @pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, 96])
 def test_long_sequences_are_found_whole(index, length):
-    tell(index, chain(0, range(1, length + 1)))
+    apply_all(index, chain(0, range(1, length + 1)))
     assert {(0, 0): length} == index.find_matches(range(1, length + 1)).scores
     assert {(0, 0): length} == index.find_matches(range(1, length + 20)).scores
 
 
 @pytest.mark.parametrize("at", [31, 32, 33, 63, 64, 65, 97])
 def test_a_query_that_departs_from_a_long_sequence_gets_the_depth_until_then(index, at):
-    tell(index, chain(0, range(1, 129)))
+    apply_all(index, chain(0, range(1, 129)))
     assert {(0, 0): at} == index.find_matches([*range(1, at + 1), *range(1001, 1020)]).scores
 
 
 def test_a_branch_in_a_long_sequence(index):
-    tell(index, chain(0, range(1, 61)), chain(0, range(1001, 1031), range(1, 31)))
+    apply_all(index, chain(0, range(1, 61)), chain(0, range(1001, 1031), range(1, 31)))
     assert {(0, 0): 60} == index.find_matches(range(1, 61)).scores
     assert {(0, 0): 60} == index.find_matches([*range(1, 31), *range(1001, 1031)]).scores
     assert {(0, 0): 30} == index.find_matches([*range(1, 31), 5]).scores
 
 
 def test_a_block_removed_late_in_a_long_sequence(index):
-    tell(index, chain(0, range(1, 101)), chain_removed(0, range(1, 101), 79))
+    apply_all(index, chain(0, range(1, 101)), chain_removed(0, range(1, 101), 79))
     assert {(0, 0): 79} == index.find_matches(range(1, 101)).scores
 
 
 def test_twenty_continuations_of_ten(index):
     for start in range(0, 200, 10):
-        tell(index, chain(0, range(start + 1, start + 11), range(1, start + 1)))
+        apply_all(index, chain(0, range(start + 1, start + 11), range(1, start + 1)))
     assert {(0, 0): 200} == index.find_matches(range(1, 201)).scores
     assert 200 == index.num_blocks(0)
 
@@ -264,21 +264,21 @@ def test_twenty_continuations_of_ten(index):
 def test_workers_of_different_depths_each_get_their_own(index):
     depths = {0: 10, 1: 20, 2: 35, 3: 64, 4: 100}
     for worker, depth in depths.items():
-        tell(index, chain(worker, range(1, depth + 1)))
+        apply_all(index, chain(worker, range(1, depth + 1)))
     assert {(w, 0): d for w, d in depths.items()} == index.find_matches(range(1, 101)).scores
 
 
 def test_a_thousand_blocks_and_a_departure_in_the_middle(index):
-    tell(index, chain(0, range(1, 1001)), chain(1, [*range(1, 500), *range(5001, 5502)]))
+    apply_all(index, chain(0, range(1, 1001)), chain(1, [*range(1, 500), *range(5001, 5502)]))
     assert {(0, 0): 1000, (1, 0): 499} == index.find_matches(range(1, 1001)).scores
     assert {(0, 0): 500, (1, 0): 499} == index.find_matches(range(1, 501)).scores
 
 
 def test_a_chain_of_a_hundred_thousand_blocks_is_dropped_without_recursion(index):
     local = range(1, 100_001)
-    tell(index, chain(0, local))
+    apply_all(index, chain(0, local))
     assert {(0, 0): 100_000} == index.find_matches(local).scores
-    tell(index, event(0, Removed(tuple(sequence_hashes(local)))))
+    apply_all(index, event(0, Removed(tuple(sequence_hashes(local)))))
     gc.collect()
     assert 0 == index.num_blocks(0)
 
@@ -288,13 +288,13 @@ def test_a_chain_of_a_hundred_thousand_blocks_is_dropped_without_recursion(index
 
 def test_a_prompt_of_96_tokens_is_three_blocks_of_32(index):
     prompt = Prompt(range(96))
-    tell(index, chain(0, prompt.block_hashes(32)))
+    apply_all(index, chain(0, prompt.block_hashes(32)))
     assert {(0, 0): 3} == index.find_matches(prompt.block_hashes(32)).scores
 
 
 @pytest.mark.parametrize("salt", [{"lora_name": "adapter"}, {"cache_namespace": "tenant"}], ids=repr)
 def test_a_prompt_under_another_adapter_or_namespace_does_not_match(index, salt):
-    tell(index, chain(0, block_hashes(range(8), 4)))
+    apply_all(index, chain(0, block_hashes(range(8), 4)))
     assert {} == index.find_matches(block_hashes(range(8), 4, **salt)).scores
 
 
@@ -303,16 +303,16 @@ def test_a_prompt_under_another_adapter_or_namespace_does_not_match(index, salt)
 
 def test_sizes_follow_what_is_stored_and_removed_and_count_nothing_twice(index):
     assert (0, []) == (index.num_blocks(0), index.workers)
-    tell(index, chain(0, [1, 2, 3]), chain(0, [1, 2, 3]), chain(0, [9], [1, 2]), chain(0, [1], rank=1))
+    apply_all(index, chain(0, [1, 2, 3]), chain(0, [1, 2, 3]), chain(0, [9], [1, 2]), chain(0, [1], rank=1))
     assert (4, 1) == (index.num_blocks(0), index.num_blocks(0, 1))
-    tell(index, chain_removed(0, [1, 2, 3], 2))
+    apply_all(index, chain_removed(0, [1, 2, 3], 2))
     assert (3, 1) == (index.num_blocks(0), index.num_blocks(0, 1))
     index.clear_all_blocks(0)
     assert (0, 0) == (index.num_blocks(0), index.num_blocks(0, 1))
 
 
 def test_a_cleared_worker_stays_known_and_a_removed_one_does_not(index):
-    tell(index, chain(2, [1]), chain(1, [1], rank=3), event(2, Cleared()))
+    apply_all(index, chain(2, [1]), chain(1, [1], rank=3), event(2, Cleared()))
     assert [(1, 3), (2, 0)] == index.workers
     index.remove_worker(2)
     assert [(1, 3)] == index.workers
@@ -322,7 +322,7 @@ def test_only_e1_clears_all_ranks_of_the_worker():
     left = {}
     for semantics in (None, "e1"):
         index = RadixIndex(semantics=semantics)
-        tell(index, chain(0, [1], rank=0), chain(0, [1], rank=1), chain(1, [1]), event(0, Cleared(), rank=1))
+        apply_all(index, chain(0, [1], rank=0), chain(0, [1], rank=1), chain(1, [1]), event(0, Cleared(), rank=1))
         left[semantics] = index.find_matches([1]).scores
     assert {None: {(0, 0): 1, (1, 0): 1}, "e1": {(1, 0): 1}} == left
 
@@ -331,10 +331,10 @@ def test_only_e1_clears_all_ranks_of_the_worker():
 
 
 def test_an_unknown_parent_leaves_everything_as_it_was(index):
-    tell(index, chain(0, [1, 2]), chain(1, [1, 2, 3]))
+    apply_all(index, chain(0, [1, 2]), chain(1, [1, 2, 3]))
     before = index.dump_events()
     with pytest.raises(ParentBlockNotFound) as caught:
-        tell(index, event(0, Stored(777, (778, 779), (3, 4)), rank=0, event_id=5))
+        apply_all(index, event(0, Stored(777, (778, 779), (3, 4)), rank=0, event_id=5))
     assert before == index.dump_events()
     assert (0, 0, 5, 777) == (
         caught.value.worker_id,
@@ -351,15 +351,15 @@ def test_an_unknown_parent_leaves_everything_as_it_was(index):
 
 def test_a_rejected_first_event_leaves_the_worker_unknown(index):
     with pytest.raises(ParentBlockNotFound):
-        tell(index, event(3, Stored(1, (2,), (2,))))
+        apply_all(index, event(3, Stored(1, (2,), (2,))))
     assert [] == index.workers
 
 
 def test_one_unknown_block_of_a_removed_does_not_save_the_others(index):
-    tell(index, chain(0, [1, 2, 3]))
+    apply_all(index, chain(0, [1, 2, 3]))
     hashes = sequence_hashes([1, 2, 3])
     with pytest.raises(BlockNotFound) as caught:
-        tell(index, event(0, Removed((hashes[2], 888, hashes[1], 999)), event_id=9))
+        apply_all(index, event(0, Removed((hashes[2], 888, hashes[1], 999)), event_id=9))
     assert {(0, 0): 1} == index.find_matches([1, 2, 3]).scores
     assert ("block_not_found", 888, 9) == (caught.value.rule, caught.value.block_hash, caught.value.event_id)
     assert "Failed to find block: event 9 of worker 0 rank 0 removes block 888, which that rank does not hold" == str(
@@ -373,7 +373,7 @@ def test_a_block_under_itself_is_refused_and_what_stands_before_it_is_stored(ind
     with pytest.raises(
         InvalidBlockSequence, match="event 7 of worker 4 rank 0 stores block 102 under itself"
     ) as caught:
-        tell(index, event(4, Stored(102, (102,), (8,)), event_id=7))
+        apply_all(index, event(4, Stored(102, (102,), (8,)), event_id=7))
     assert ("invalid_block", 102) == (caught.value.rule, caught.value.block_hash)
 
 
@@ -417,7 +417,7 @@ def test_a_cycle_of_two_blocks_answers_and_dumps_and_replays(index):
     rows = [(0, 0, None, (101,)), (0, 0, 101, (102,)), (0, 0, 102, (103,)), (0, 0, 103, (104,)), (0, 0, 104, (103,))]
     assert rows == dump(index)
     copy = RadixIndex()
-    tell(copy, *index.dump_events())
+    apply_all(copy, *index.dump_events())
     assert rows == dump(copy)
     assert {(0, 0): 9} == copy.find_matches([1, 2, 3, 4, 3, 4, 3, 4, 3, 9]).scores
 
@@ -444,7 +444,7 @@ def test_a_cycle_can_be_cleared_and_its_worker_removed(index):
 
 
 def test_a_dump_has_one_block_an_event_and_ids_from_zero(index):
-    tell(index, chain(0, [1, 2, 3]), chain(1, [1, 9], rank=2))
+    apply_all(index, chain(0, [1, 2, 3]), chain(1, [1, 9], rank=2))
     dumped = index.dump_events()
     assert [0, 1, 2, 3, 4] == [e.event.event_id for e in dumped]
     assert [1] * 5 == [len(e.event.data.block_hashes) for e in dumped]
@@ -467,6 +467,6 @@ def test_a_dump_leaves_out_what_no_query_reaches(index):
 def test_each_rank_is_dumped_with_its_own_hashes(index):
     play(index, [store(0, [1, 2]), store(1, [1, 2], base=200)])
     copy = RadixIndex()
-    tell(copy, *index.dump_events())
+    apply_all(copy, *index.dump_events())
     assert [OK, OK] == play(copy, [store(0, [3], 102), store(1, [3], 202, base=200)])
     assert {(0, 0): 3, (1, 0): 3} == copy.find_matches([1, 2, 3]).scores

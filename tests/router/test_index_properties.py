@@ -40,9 +40,9 @@ def any_event(draw):
 calls = st.tuples(st.sampled_from(["remove_worker", "clear_all_blocks"]), st.integers(0, WORKERS))
 
 
-def rule_of(index, told):
+def rule_of(index, reported):
     try:
-        index.apply(told)
+        index.apply(reported)
     except KvEventError as error:
         return error.rule
     return None
@@ -146,8 +146,8 @@ def sane_stream(draw, *, leaves_first):
 def test_an_honest_stream_is_a_set_of_prefixes_for_each_worker(stream, asked):
     events, held = stream
     index = RadixIndex()
-    for told in events:
-        index.apply(told)
+    for reported in events:
+        index.apply(reported)
     for query in [*asked, *(list(path) for paths in held.values() for path in paths)]:
         expected = {}
         for key, paths in held.items():
@@ -166,10 +166,10 @@ def rows(index):
 @given(sane_stream(leaves_first=False), st.lists(queries, min_size=3))
 def test_a_replayed_dump_is_the_same_index(stream, asked):
     index, copy = RadixIndex(), RadixIndex()
-    for told in stream[0]:
-        index.apply(told)
-    for told in index.dump_events():
-        copy.apply(told)
+    for reported in stream[0]:
+        index.apply(reported)
+    for reported in index.dump_events():
+        copy.apply(reported)
     assert rows(index) == rows(copy)
     for query in asked:
         assert index.find_matches(query) == copy.find_matches(query)
@@ -178,16 +178,16 @@ def test_a_replayed_dump_is_the_same_index(stream, asked):
 @given(st.lists(any_event(), max_size=20), st.lists(any_event(), max_size=10), st.lists(queries, min_size=3))
 def test_a_copy_knows_the_same_and_goes_its_own_way(before, after, asked):
     index, expected = RadixIndex(), RadixIndex()
-    for told in before:
-        rule_of(index, told)
-        rule_of(expected, told)
+    for reported in before:
+        rule_of(index, reported)
+        rule_of(expected, reported)
     twin = copy.deepcopy(index)
-    assert [rule_of(expected, told) for told in after] == [rule_of(twin, told) for told in after]
+    assert [rule_of(expected, reported) for reported in after] == [rule_of(twin, reported) for reported in after]
     for query in asked:
         assert expected.find_matches(query) == twin.find_matches(query)
     again = RadixIndex()
-    for told in before:
-        rule_of(again, told)
+    for reported in before:
+        rule_of(again, reported)
     for query in asked:
         assert again.find_matches(query) == index.find_matches(query)
 

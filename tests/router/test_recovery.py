@@ -23,7 +23,7 @@ from pytest_kvmock.router.recovery import (
 )
 
 
-def said(event_id, data=None, worker=0, rank=0):
+def message(event_id, data=None, worker=0, rank=0):
     """An event of this id; by default it stores a block of its own."""
     if data is None:
         data = Stored(None, (event_id * 100,), (event_id * 200,))
@@ -52,7 +52,7 @@ def shown(answer):
 
 # ---------------------------------------------------------------------------------------------------- LocalIndex
 
-TEN = [said(event_id) for event_id in range(5, 15)]  # a ring of 5 keeps 10 to 14
+TEN = [message(event_id) for event_id in range(5, 15)]  # a ring of 5 keeps 10 to 14
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_an_end_before_the_start_is_wrong_before_anything_else():
     assert InvalidRange(3, 2) == LocalIndex().get_events_in_id_range(3, 2)
 
 
-CLEARS = [said(10), said(11, Cleared()), said(12), said(13), said(14, Cleared()), said(15)]
+CLEARS = [message(10), message(11, Cleared()), message(12), message(13), message(14, Cleared()), message(15)]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_ids_of_a_dump_count_from_0():
 
 def test_a_dump_builds_an_index_with_the_same_answers():
     index = local(
-        said(3, Stored(None, (1, 2, 3), (11, 12, 13))), said(4, Stored(2, (4,), (14,))), said(5, Removed((3,)))
+        message(3, Stored(None, (1, 2, 3), (11, 12, 13))), message(4, Stored(2, (4,), (14,))), message(5, Removed((3,)))
     )
     built = RadixIndex()
     for event in index.get_events_in_id_range().events:
@@ -123,14 +123,14 @@ def test_a_dump_builds_an_index_with_the_same_answers():
 
 def test_a_dump_has_the_token_ids_that_came_with_the_events():
     first = RouterEvent(0, KvCacheEvent(0, Stored(None, (1, 2), (11, 12))), token_ids=((5, 6), (7, 8)))
-    dump = local(first, said(1)).get_events_in_id_range()
+    dump = local(first, message(1)).get_events_in_id_range()
     tokens = {event.event.data.block_hashes: event.token_ids for event in dump.events}
     assert {(1,): ((5, 6),), (2,): ((7, 8),), (100,): None} == tokens
 
 
 def test_a_dump_says_the_tier_of_each_block():
     host = RouterEvent(0, KvCacheEvent(1, Stored(None, (5,), (5,))), StorageTier.HOST_PINNED, ((9,),))
-    dump = local(said(0), host).get_events_in_id_range()
+    dump = local(message(0), host).get_events_in_id_range()
     assert [(StorageTier.DEVICE, None), (StorageTier.HOST_PINNED, ((9,),))] == [
         (event.storage_tier, event.token_ids) for event in dump.events
     ]
@@ -140,15 +140,15 @@ def test_tokens_of_what_is_gone_are_forgotten():
     index = LocalIndex()
     for n, last in enumerate((Removed((1,)), Cleared())):
         index.apply(RouterEvent(0, KvCacheEvent(2 * n, Stored(None, (1,), (1,))), token_ids=((5,),)))
-        index.apply(said(2 * n + 1, last))
-    index.apply(said(4, Stored(None, (1,), (1,))))
+        index.apply(message(2 * n + 1, last))
+    index.apply(message(4, Stored(None, (1,), (1,))))
     assert [None] == [event.token_ids for event in index.get_events_in_id_range().events]
 
 
 def test_an_id_that_is_not_the_next_is_logged_and_kept(caplog):
-    index = local(said(3), said(4))
+    index = local(message(3), message(4))
     assert [] == caplog.records
-    index.apply(said(9))
+    index.apply(message(9))
     assert [(logging.ERROR, "worker 0: event 9 was kept after 4")] == [
         (record.levelno, record.getMessage()) for record in caplog.records
     ]
@@ -156,13 +156,13 @@ def test_an_id_that_is_not_the_next_is_logged_and_kept(caplog):
 
 
 def test_an_event_that_the_tree_refuses_is_kept():
-    index = local(said(0, Removed((1,))), said(1, Stored(77, (2,), (2,))))
+    index = local(message(0, Removed((1,))), message(1, Stored(77, (2,), (2,))))
     assert ([0, 1], 1) == shown(index.get_events_in_id_range(0))
     assert ("dump of 0", 1) == shown(index.get_events_in_id_range())
 
 
 def test_what_is_no_event_is_refused_and_not_kept():
-    index = local(said(0))
+    index = local(message(0))
     with pytest.raises(TypeError, match="takes a RouterEvent, got 'x'"):
         index.apply("x")
     assert 0 == index.newest
@@ -173,7 +173,7 @@ def test_a_ring_made_smaller_forgets_the_oldest():
     assert (5, 14, 4096) == (index.oldest, index.newest, index.ring)
     index.ring = 2
     assert (13, 14, 2) == (index.oldest, index.newest, index.ring)
-    index.apply(said(15))
+    index.apply(message(15))
     assert "<LocalIndex with events 14 to 15>" == repr(index)
     assert "<LocalIndex with no event>" == repr(LocalIndex())
 
@@ -214,8 +214,8 @@ ALL = WorkerQuery(0)
 def at(last, worker=0, rank=0):
     """A cursor that stands at an id."""
     cursor = RouterCursor()
-    query = cursor.observe(said(last, worker=worker, rank=rank)).ask
-    cursor.answered(query, TreeDump((said(0),), last))
+    query = cursor.observe(message(last, worker=worker, rank=rank)).ask
+    cursor.answered(query, TreeDump((message(0),), last))
     assert last == cursor.last(worker, rank)
     return cursor
 
@@ -223,26 +223,26 @@ def at(last, worker=0, rank=0):
 def test_the_first_event_ever_is_applied_and_all_is_asked_for():
     cursor = RouterCursor()
     assert cursor.last(0) is None
-    assert RecoveryStep(apply=(said(7),), ask=ALL) == cursor.observe(said(7))
+    assert RecoveryStep(apply=(message(7),), ask=ALL) == cursor.observe(message(7))
     assert 7 == cursor.last(0)
 
 
 @pytest.mark.parametrize("got", [0, 9, 10])
 def test_an_id_up_to_the_last_is_dropped(got):
     cursor = at(10)
-    assert RecoveryStep() == cursor.observe(said(got))
+    assert RecoveryStep() == cursor.observe(message(got))
     assert 10 == cursor.last(0)
 
 
 def test_the_next_id_is_applied():
     cursor = at(10)
-    assert RecoveryStep(apply=(said(11),)) == cursor.observe(said(11))
+    assert RecoveryStep(apply=(message(11),)) == cursor.observe(message(11))
     assert 11 == cursor.last(0)
 
 
 def test_beyond_the_next_id_the_worker_is_asked_for_what_is_missing():
     cursor = at(10)
-    assert RecoveryStep(ask=WorkerQuery(0, 11)) == cursor.observe(said(15))
+    assert RecoveryStep(ask=WorkerQuery(0, 11)) == cursor.observe(message(15))
     assert 10 == cursor.last(0)
 
 
@@ -259,8 +259,8 @@ def test_beyond_the_next_id_the_worker_is_asked_for_what_is_missing():
 )
 def test_after_events_the_cursor_stands_at_the_later_of_the_last_and_the_current(events, last, applied, stands_at):
     cursor = at(10)
-    query = cursor.observe(said(15)).ask
-    step = cursor.answered(query, Events(tuple(map(said, events)), last))
+    query = cursor.observe(message(15)).ask
+    step = cursor.answered(query, Events(tuple(map(message, events)), last))
     assert (False, applied, None) == (step.replace, ids(step.apply), step.ask)
     assert stands_at == cursor.last(0)
 
@@ -268,124 +268,126 @@ def test_after_events_the_cursor_stands_at_the_later_of_the_last_and_the_current
 def test_after_a_dump_the_cursor_stands_at_its_last_event_id():
     # dynamo #7072: at an id of the dump's own events it would ask again at each event
     cursor = at(10)
-    query = cursor.observe(said(15)).ask
-    dump = TreeDump(tuple(map(said, range(3))), 17)
+    query = cursor.observe(message(15)).ask
+    dump = TreeDump(tuple(map(message, range(3))), 17)
     assert RecoveryStep(replace=True, apply=dump.events) == cursor.answered(query, dump)
     assert 17 == cursor.last(0)
-    assert RecoveryStep() == cursor.observe(said(17))
-    assert RecoveryStep(apply=(said(18),)) == cursor.observe(said(18))
+    assert RecoveryStep() == cursor.observe(message(17))
+    assert RecoveryStep(apply=(message(18),)) == cursor.observe(message(18))
 
 
 def test_a_dump_from_before_the_first_event_does_not_swallow_it():
     cursor = RouterCursor()
-    query = cursor.observe(said(0)).ask
-    assert RecoveryStep(replace=True, apply=(said(0),)) == cursor.answered(query, TreeDump((), 0))
+    query = cursor.observe(message(0)).ask
+    assert RecoveryStep(replace=True, apply=(message(0),)) == cursor.answered(query, TreeDump((), 0))
     assert 0 == cursor.last(0)
 
 
 def test_events_wait_while_a_question_is_open():
     cursor = at(10)
-    query = cursor.observe(said(12)).ask
+    query = cursor.observe(message(12)).ask
     for later in (14, 13, 13, 10):
-        assert RecoveryStep() == cursor.observe(said(later))
-    assert RecoveryStep(apply=(said(11), said(12), said(13), said(14))) == cursor.answered(
-        query, Events((said(11), said(12)), 12)
+        assert RecoveryStep() == cursor.observe(message(later))
+    assert RecoveryStep(apply=(message(11), message(12), message(13), message(14))) == cursor.answered(
+        query, Events((message(11), message(12)), 12)
     )
     assert 14 == cursor.last(0)
 
 
 def test_what_is_missing_among_those_that_waited_is_asked_for_at_once():
     cursor = at(10)
-    query = cursor.observe(said(12)).ask
-    cursor.observe(said(14))
-    cursor.observe(said(16))
-    step = cursor.answered(query, Events((said(11), said(12)), 12))
-    assert RecoveryStep(apply=(said(11), said(12)), ask=WorkerQuery(0, 13)) == step
-    step = cursor.answered(step.ask, Events((said(13), said(14), said(15)), 15))
-    assert RecoveryStep(apply=(said(13), said(14), said(15), said(16))) == step
+    query = cursor.observe(message(12)).ask
+    cursor.observe(message(14))
+    cursor.observe(message(16))
+    step = cursor.answered(query, Events((message(11), message(12)), 12))
+    assert RecoveryStep(apply=(message(11), message(12)), ask=WorkerQuery(0, 13)) == step
+    step = cursor.answered(step.ask, Events((message(13), message(14), message(15)), 15))
+    assert RecoveryStep(apply=(message(13), message(14), message(15), message(16))) == step
 
 
 def test_a_worker_that_brings_nothing_is_not_asked_again_at_once():
     cursor = at(10)
-    query = cursor.observe(said(12)).ask
-    cursor.observe(said(15))
-    assert RecoveryStep(apply=(said(12), said(15))) == cursor.answered(query, Events((), 10))
+    query = cursor.observe(message(12)).ask
+    cursor.observe(message(15))
+    assert RecoveryStep(apply=(message(12), message(15))) == cursor.answered(query, Events((), 10))
 
 
 @pytest.mark.parametrize("answer", [None, TooNew(11, 10, 10), InvalidRange(11, 10)])
 def test_without_an_answer_the_next_event_asks_again(answer):
     cursor = at(10)
-    query = cursor.observe(said(12)).ask
+    query = cursor.observe(message(12)).ask
     assert RecoveryStep() == cursor.answered(query, answer)
     assert 10 == cursor.last(0)
-    assert RecoveryStep(ask=WorkerQuery(0, 11)) == cursor.observe(said(13))
+    assert RecoveryStep(ask=WorkerQuery(0, 11)) == cursor.observe(message(13))
 
 
 def test_without_an_answer_to_the_first_question_the_next_event_asks_for_all_again():
     cursor = RouterCursor()
-    assert RecoveryStep() == cursor.answered(cursor.observe(said(5)).ask, None)
-    assert RecoveryStep(apply=(said(6),), ask=ALL) == cursor.observe(said(6))
+    assert RecoveryStep() == cursor.answered(cursor.observe(message(5)).ask, None)
+    assert RecoveryStep(apply=(message(6),), ask=ALL) == cursor.observe(message(6))
 
 
 def test_a_cleared_with_a_gap_before_it_is_asked_about_as_any_other():
     cursor = at(10)
-    query = cursor.observe(said(15, Cleared())).ask
+    query = cursor.observe(message(15, Cleared())).ask
     assert WorkerQuery(0, 11) == query
-    cleared = Events((said(15, Cleared()),), 15)
+    cleared = Events((message(15, Cleared()),), 15)
     assert RecoveryStep(apply=cleared.events) == cursor.answered(query, cleared)
-    assert RecoveryStep() == cursor.observe(said(14))
+    assert RecoveryStep() == cursor.observe(message(14))
 
 
 def test_a_late_cleared_is_dropped():
-    assert RecoveryStep() == at(10).observe(said(10, Cleared()))
+    assert RecoveryStep() == at(10).observe(message(10, Cleared()))
 
 
 def test_each_rank_of_each_worker_has_a_cursor():
     cursor = at(10, worker=1, rank=1)
     for worker, rank in ((1, 0), (0, 1)):
         query = WorkerQuery(worker, dp_rank=rank)
-        assert query == cursor.observe(said(3, worker=worker, rank=rank)).ask
-    assert WorkerQuery(1, 11, dp_rank=1) == cursor.observe(said(12, worker=1, rank=1)).ask
+        assert query == cursor.observe(message(3, worker=worker, rank=rank)).ask
+    assert WorkerQuery(1, 11, dp_rank=1) == cursor.observe(message(12, worker=1, rank=1)).ask
     assert [10, 3, 3, None] == [cursor.last(*key) for key in ((1, 1), (1, 0), (0, 1), (0, 0))]
 
 
 def test_after_a_worker_is_forgotten_its_next_event_is_the_first():
     cursor = RouterCursor()
     for rank in (0, 1):
-        cursor.observe(said(9, rank=rank))
+        cursor.observe(message(9, rank=rank))
     cursor.forget(0, 1)
     assert [9, None] == [cursor.last(0, rank) for rank in (0, 1)]
     cursor.forget(0)
-    assert ALL == cursor.observe(said(0)).ask
+    assert ALL == cursor.observe(message(0)).ask
 
 
 def test_an_answer_from_before_a_worker_was_forgotten_is_void():
     cursor = at(10)
-    query = cursor.observe(said(12)).ask
+    query = cursor.observe(message(12)).ask
     cursor.forget(0)
-    answer = Events((said(11), said(12)), 12)
+    answer = Events((message(11), message(12)), 12)
     assert RecoveryStep() == cursor.answered(query, answer)
-    cursor.observe(said(0))
+    cursor.observe(message(0))
     assert RecoveryStep() == cursor.answered(query, answer)
     assert 0 == cursor.last(0)
 
 
 def test_an_unannounced_restart_looks_like_duplicates():
     cursor = at(10)
-    assert [RecoveryStep()] * 3 == [cursor.observe(said(event_id)) for event_id in range(3)]
+    assert [RecoveryStep()] * 3 == [cursor.observe(message(event_id)) for event_id in range(3)]
 
 
-@pytest.mark.parametrize("wrong", ["x", 3, [said(1)]])
+@pytest.mark.parametrize("wrong", ["x", 3, [message(1)]])
 def test_what_is_no_event_and_no_answer_is_refused(wrong):
     cursor = at(10)
     with pytest.raises(TypeError, match=r"^RouterCursor\.observe takes a RouterEvent, got "):
         cursor.observe(wrong)
-    query = cursor.observe(said(12)).ask
+    query = cursor.observe(message(12)).ask
     with pytest.raises(TypeError, match=r"^an answer is Events, TreeDump, TooNew, InvalidRange or None, got "):
         cursor.answered(query, wrong)
     with pytest.raises(TypeError, match=r"^RouterCursor\.answered takes the WorkerQuery that was asked, got "):
         cursor.answered(wrong, None)
-    assert RecoveryStep(apply=(said(11), said(12))) == cursor.answered(query, Events((said(11), said(12)), 12))
+    assert RecoveryStep(apply=(message(11), message(12))) == cursor.answered(
+        query, Events((message(11), message(12)), 12)
+    )
 
 
 # --------------------------------------------------------------------------------------------------- both together
@@ -437,7 +439,7 @@ def honest_streams(draw, length=30):
             data.append(Stored(parent, tuple(blocks), tuple(blocks)))
             for block in blocks:
                 held[block], parent = parent, block
-    return [said(event_id, each) for event_id, each in enumerate(data)]
+    return [message(event_id, each) for event_id, each in enumerate(data)]
 
 
 def blocks_of(tree):
@@ -509,10 +511,10 @@ def test_answers_may_come_late_and_events_meanwhile(stream, ring, data):
 def test_with_a_long_ring_every_event_is_applied_once_and_in_order(stream, lost):
     worker = LocalIndex()
     router = Router(lambda *query: worker.get_events_in_id_range(query[1]))
-    router.apply(said(0, Cleared()))
+    router.apply(message(0, Cleared()))
     router.applied.clear()
     for event in stream:
-        shifted = said(event.event.event_id + 1, event.event.data)
+        shifted = message(event.event.event_id + 1, event.event.data)
         worker.apply(shifted)
         if event.event.event_id not in lost:
             router.apply(shifted)
@@ -522,7 +524,7 @@ def test_with_a_long_ring_every_event_is_applied_once_and_in_order(stream, lost)
 
 
 def test_a_cursor_is_as_good_for_a_question_that_is_awaited():
-    worker = local(*map(said, range(6)))
+    worker = local(*map(message, range(6)))
     tree, cursor = RadixIndex(), RouterCursor()
 
     async def ask(worker_id, start, end, dp_rank):
@@ -540,7 +542,7 @@ def test_a_cursor_is_as_good_for_a_question_that_is_awaited():
             step = cursor.answered(step.ask, await asyncio.create_task(ask(*step.ask)))
 
     async def both():
-        await asyncio.gather(apply(said(3)), apply(said(5)))
+        await asyncio.gather(apply(message(3)), apply(message(5)))
 
     asyncio.run(both())
     assert 6 == tree.num_blocks(0)

@@ -82,9 +82,9 @@ def test_a_wrong_file_is_one_error_with_its_place(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(YamlError) as raised:
         load_scenarios(path, "bad.kv.yaml")
-    said = str(raised.value)
-    assert said.startswith(f"bad.kv.yaml:{message}")
-    assert "\n" not in said
+    expected_message = str(raised.value)
+    assert expected_message.startswith(f"bad.kv.yaml:{message}")
+    assert "\n" not in expected_message
 
 
 def test_steps_alone_are_one_scenario_named_as_the_file(tmp_path):

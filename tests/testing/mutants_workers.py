@@ -32,10 +32,10 @@ class Lru(WorkerContract):
 
             worker._start = spoilt
             worker._driver = spoilt()
-            self.spoil(worker)
+            self.break_it(worker)
         return harness
 
-    def spoil(self, worker):
+    def break_it(self, worker):
         """For faults of the worker itself."""
 
 
@@ -202,7 +202,7 @@ class HasOneManagerForAll(Manager):
 
 @WORKERS.breaks("test_open_requests_are_listed")
 class ListsTheNewestFirst(Lru):
-    def spoil(self, worker):
+    def break_it(self, worker):
         class Reversed(list):
             def append(self, request):
                 self.insert(0, request)
@@ -212,7 +212,7 @@ class ListsTheNewestFirst(Lru):
 
 @WORKERS.breaks("test_what_a_requests_state_does_not_allow_is_refused")
 class AllowsEverything(Lru):
-    def spoil(self, worker):
+    def break_it(self, worker):
         def prefill(prompt):
             request = type(worker).prefill(worker, prompt)
             request._need = lambda what, *allowed: None
@@ -223,13 +223,13 @@ class AllowsEverything(Lru):
 
 @WORKERS.breaks("test_a_worker_in_use_is_not_cleared")
 class SaysThatItIsCleared(Lru):
-    def spoil(self, worker):
+    def break_it(self, worker):
         worker.clear = lambda: True
 
 
 @WORKERS.breaks("test_a_restart_begins_anew")
 class DoesNotRestart(Lru):
-    def spoil(self, worker):
+    def break_it(self, worker):
         worker.restart = lambda *, announced=False: None
 
 
@@ -237,7 +237,7 @@ class DoesNotRestart(Lru):
 class KeepsABlockOverARestart(Lru):
     """One that no prompt finds."""
 
-    def spoil(self, worker):
+    def break_it(self, worker):
         restart = worker.restart
 
         def restarted(*, announced=False):

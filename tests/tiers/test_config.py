@@ -23,7 +23,7 @@ def test_tiers_are_read(given, tiers):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (64, "tiers must be a mapping such as {'host': 64, 'gbps': 14.0}, got 64"),
         ({}, "tiers: 'host' is missing, the blocks that host memory has room for"),
@@ -54,10 +54,10 @@ def test_tiers_are_read(given, tiers):
         ),
     ],
 )
-def test_what_is_wrong_with_tiers_is_said_in_one_line(given, said):
+def test_what_is_wrong_with_tiers_is_said_in_one_line(given, message):
     with pytest.raises(ValueError) as error:
         Tiers.of(given)
-    assert said == str(error.value)
+    assert message == str(error.value)
 
 
 @pytest.mark.parametrize("tier", ["g3", "disk", "g4", "external"])

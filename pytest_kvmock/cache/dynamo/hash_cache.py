@@ -236,13 +236,13 @@ class HashCacheManager(ShortForms, ManagerBase):
         """
         kind = type(move)
         if kind is Use:
-            answer = self._use(move)  # type: ignore[arg-type]
+            answer = self._use(move)  # type: ignore[arg-type]  # by its class, which mypy does not follow
         elif kind is Deref:
-            return self._deref(move.blocks)  # type: ignore[union-attr]
+            return self._deref(move.blocks)  # type: ignore[union-attr]  # as above
         elif kind is Promote:
-            answer = self._promote(move)  # type: ignore[arg-type]
+            answer = self._promote(move)  # type: ignore[arg-type]  # as above
         elif kind is Destroy:
-            answer = self._destroy(move.blocks)  # type: ignore[union-attr]
+            answer = self._destroy(move.blocks)  # type: ignore[union-attr]  # as above
         else:
             raise MoveError(f"expected a Use, Deref, Destroy or Promote, got {move!r:.200}")
         if self._publisher.failure is not None:

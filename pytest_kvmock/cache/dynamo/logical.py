@@ -153,11 +153,11 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         """Carry out a move; see `KvManager.process`."""
         kind = type(move)
         if kind is Deref:
-            return self._deref(move.blocks)  # type: ignore[union-attr]
+            return self._deref(move.blocks)  # type: ignore[union-attr]  # by its class, which mypy does not follow
         if kind is Use:
-            answer = self._use(move)  # type: ignore[arg-type]
+            answer = self._use(move)  # type: ignore[arg-type]  # as above
         elif kind is Promote:
-            answer = self._promote(move)  # type: ignore[arg-type]
+            answer = self._promote(move)  # type: ignore[arg-type]  # as above
         elif kind is Destroy:
             raise MoveError(f"Destroy: {self.backend} has no such move; it belongs to hash_cache. Use Deref")
         else:
@@ -192,7 +192,7 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         own = self._names.own
         woken: list[Slot] = []
         held = 0
-        for slot, plh in zip(map(own.get, move.blocks), move.plhs, strict=False):  # type: ignore[arg-type]
+        for slot, plh in zip(map(own.get, move.blocks), move.plhs, strict=False):  # type: ignore[arg-type]  # no partial block is among the keys
             if slot is None:
                 break
             refs = slot.refs
@@ -239,10 +239,10 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
             slot.name = name  # type: ignore[assignment]  # the leading blocks are full ones
             slot.plh = plh
             slot.refs = 1
-        own.update(zip(names, slots, strict=True))  # type: ignore[arg-type]
+        own.update(zip(names, slots, strict=True))  # type: ignore[arg-type]  # as above
         pool.registered.update(zip(plhs, slots, strict=True))
         policy._on_register(slots, places)
-        pending.stored.extend(names)  # type: ignore[arg-type]
+        pending.stored.extend(names)  # type: ignore[arg-type]  # as above
         pending.local_hashes.extend(local_hashes)
         if move.token_ids:
             pending.token_ids.extend(move.token_ids[start : start + count])
@@ -368,7 +368,7 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         own = self._names.own
         try:
             if len(blocks) == 1:  # as the real scheduler sends them
-                slot = own[blocks[0]]  # type: ignore[index]
+                slot = own[blocks[0]]  # type: ignore[index]  # a partial block is a KeyError
                 refs = slot.refs
                 if not refs:
                     return self._deref_one_by_one(blocks)
@@ -377,7 +377,7 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
                 if refs == 1:
                     self._freed.append(slot)
                 return 1
-            slots = list(map(own.__getitem__, blocks))  # type: ignore[arg-type]
+            slots = list(map(own.__getitem__, blocks))  # type: ignore[arg-type]  # likewise
         except (KeyError, TypeError):  # a partial block, or one that is not there
             return self._deref_one_by_one(blocks)
         idle: list[Slot] = []

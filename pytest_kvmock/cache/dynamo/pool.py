@@ -185,4 +185,4 @@ class PendingEvents:
         if None in names:
             names = tuple([name for name in names if name is not None])
         if names:
-            publisher.publish(Removed(names))  # type: ignore[arg-type]
+            publisher.publish(Removed(names))  # type: ignore[arg-type]  # None is left out

@@ -189,7 +189,7 @@ def test_a_new_suffix_is_stored_below_the_last_block_reused(make_manager):
     assert [["S", 1, 11, [[12, 0]]]] == take(manager)
 
 
-def test_an_eviction_is_told_once_after_what_was_stored(make_manager):
+def test_an_eviction_is_published_once_after_what_was_stored(make_manager):
     manager = make_manager(2)
     use_roots(manager, [10, 11])
     manager.process(Deref([10]))
@@ -263,7 +263,7 @@ def test_a_sink_that_raises_costs_its_id_and_is_logged_and_raised_when_the_move_
 # ------------------------------------------------------------------------------------------------- the two hazards
 
 
-def test_a_block_evicted_and_stored_again_in_one_use_is_told_as_removed(make_manager):
+def test_a_block_evicted_and_stored_again_in_one_use_is_published_as_removed(make_manager):
     manager = make_manager(3)
     use_roots(manager, [1, 2, 3])
     for block in (1, 2, 3):

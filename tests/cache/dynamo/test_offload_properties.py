@@ -85,7 +85,7 @@ class Checked:
         self.now += gap
         self.manager.tick(self.now)
 
-    def settle(self, _=None):
+    def finish_transfers(self, _=None):
         while (deadline := self.manager.offload_deadline()) is not None:
             self.now = max(self.now, deadline)
             self.manager.tick(self.now)
@@ -133,7 +133,7 @@ STEPS = st.one_of(
     st.tuples(st.just("swap_in"), CHAINS),
     st.tuples(st.just("end_swap"), st.integers(0, 9)),
     st.tuples(st.just("tick"), st.floats(0, 3)),
-    st.tuples(st.just("settle"), st.none()),
+    st.tuples(st.just("finish_transfers"), st.none()),
 )
 
 
@@ -146,7 +146,7 @@ def test_random_traffic_loses_no_slot_and_says_what_each_tier_holds(
     for name, argument in steps:
         getattr(world, name)(argument)
         world.check()
-    world.settle()
+    world.finish_transfers()
     world.check()
     engine = world.engine
     assert bool(engine.lost_blocks) == bool(engine.quarantined)
@@ -168,8 +168,8 @@ def test_with_a_batch_whose_square_fits_no_block_is_lost(backend, chains):
             world.free(0)
             if whole:
                 break
-            world.settle()
-    world.settle()
+            world.finish_transfers()
+    world.finish_transfers()
     world.check()
     assert 0 == world.engine.lost_blocks
     assert (0, 0) == (world.engine.quarantined, world.manager.num_active_blocks)

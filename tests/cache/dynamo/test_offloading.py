@@ -46,7 +46,7 @@ def use_chain(manager, *blocks, tokens=None):
     return manager.process(Use(blocks, [1000 + block for block in blocks], lineage_hashes(blocks), tokens))
 
 
-def settle(manager):
+def finish_transfers(manager):
     """Tick until nothing is under way."""
     while (deadline := manager.offload_deadline()) is not None:
         manager.tick(deadline)
@@ -83,13 +83,13 @@ def test_a_block_that_the_host_evicts_is_removed_there(make):
     manager = make(1, 1)
     for block in (1, 2):
         if not use(manager, block):
-            settle(manager)
+            finish_transfers(manager)
             assert 1 == use(manager, block)
         manager.deref(block)
     manager.sink.take()
     assert 0 == use(manager, 3)
     assert [["R", 4, [2]], ["R", 5, [1], HOST]] == tier_rows(manager.sink)
-    settle(manager)
+    finish_transfers(manager)
     assert [["S", 6, None, [[2, 1002]], HOST]] == tier_rows(manager.sink)
 
 
@@ -140,7 +140,7 @@ def test_a_parent_on_the_host_is_the_block_before_it_and_not_the_anchor_of_the_s
     manager.deref(6, 5, 1)
     manager.sink.take()
     use(manager, 10, 11, 12, 13)
-    settle(manager)
+    finish_transfers(manager)
     stored = {row[3][0][0]: row[2] for row in tier_rows(manager.sink) if row[0] == "S" and row[-1] == HOST}
     assert {1: None, 2: 1, 5: 1, 6: 5} == stored
 
@@ -152,7 +152,7 @@ def test_a_promoted_block_reaches_the_host_with_all_that_is_known_of_it(make):
     manager.deref(7)
     manager.sink.take()
     assert 0 == use(manager, 8)
-    settle(manager)
+    finish_transfers(manager)
     assert [[[1, 2, 3, 4]]] == tokens_beside(manager, StorageTier.HOST_PINNED)
     assert ["S", 2, 3, [[7, 77]], HOST] == tier_rows(manager.sink)[-1]
 
@@ -163,7 +163,7 @@ def test_token_ids_travel_where_they_were_given(make):
     use(manager, 2)
     manager.deref(1, 2)
     use(manager, 3, 4)
-    settle(manager)
+    finish_transfers(manager)
     assert [[[1, 1, 1, 1]], None] == tokens_beside(manager, StorageTier.HOST_PINNED)
 
 
@@ -171,11 +171,11 @@ def test_blocks_that_the_host_holds_are_not_sent_again_and_their_slots_are_free_
     manager = make(1, 4)
     for block in (1, 2):
         if not use(manager, block):
-            settle(manager)
+            finish_transfers(manager)
             use(manager, block)
         manager.deref(block)
     assert 0 == use(manager, 1)  # 2 goes
-    settle(manager)
+    finish_transfers(manager)
     assert 1 == use(manager, 1)
     manager.deref(1)
     manager.sink.take()
@@ -215,14 +215,14 @@ def test_one_lost_batch_keeps_the_slots_of_its_whole_call(make):
     manager.deref(1, 2, 3, 4, 5)
     # 1 and 2 travel, 3 and 4 travel, and for 5 the host has no slot until they have arrived: it waits for its turn.
     assert 0 == use(manager, 11, 12, 13, 14, 15)
-    settle(manager)
+    finish_transfers(manager)
     assert (0, 0) == (manager.offload.lost_blocks, manager.offload.quarantined)
     assert 4 == len(manager.offload.resident())
     narrow = make(5, 3, batch_size=2)
     use(narrow, 1, 2, 3, 4, 5)
     narrow.deref(1, 2, 3, 4, 5)
     assert 0 == use(narrow, 11, 12, 13, 14, 15)
-    settle(narrow)
+    finish_transfers(narrow)
     assert (2, 5) == (narrow.offload.lost_blocks, narrow.offload.quarantined)
     assert None is narrow.offload_deadline()
 
@@ -237,7 +237,7 @@ def swapped_out(make, num_blocks=4, host_blocks=8, **options):
     manager.deref(3, 2, 1)
     fill = range(100, 100 + num_blocks)
     use(manager, *fill)
-    settle(manager)
+    finish_transfers(manager)
     assert {1, 2, 3} == set(manager.resident(StorageTier.HOST_PINNED))
     held = [block for block in fill if manager.references(block)]
     manager.deref(*held)
@@ -276,13 +276,13 @@ def test_a_swap_in_that_needs_evictions_is_blocked_until_they_are_done(make):
     manager = make(2, 8)
     for chain in ((1, 2), (10, 11)):
         if not use_chain(manager, *chain):
-            settle(manager)
+            finish_transfers(manager)
             assert 2 == use_chain(manager, *chain)
         manager.deref(*chain[::-1])
     manager.sink.take()
     assert BlockedOnG1Offload() == manager.swap_in(lineage_hashes([1, 2]), 5.0)
     assert [["R", 5, [11, 10]]] == tier_rows(manager.sink)
-    settle(manager)
+    finish_transfers(manager)
     assert isinstance(manager.swap_in(lineage_hashes([1, 2]), 9.0), Scheduled)
 
 
@@ -291,7 +291,7 @@ def test_a_swap_in_without_any_slot_to_be_had_hits_nothing(make):
     use_chain(manager, 1, 2)
     manager.deref(2, 1)
     assert 0 == use(manager, 10, 11)
-    settle(manager)
+    finish_transfers(manager)
     assert 2 == use(manager, 10, 11)
     assert NoHits() == manager.swap_in(lineage_hashes([1, 2]), 5.0)
     assert 2 == manager.num_active_blocks
@@ -477,7 +477,7 @@ def test_an_engine_is_attached_once_and_to_an_empty_manager(make):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"num_blocks": 0}, "num_blocks must be an integer of at least 1 (blocks of the host), got 0"),
         ({"block_bytes": -1}, "block_bytes must be an integer of at least 0; 0: a transfer takes no time, got -1"),
@@ -488,7 +488,7 @@ def test_an_engine_is_attached_once_and_to_an_empty_manager(make):
         ),
     ],
 )
-def test_a_host_of_no_size_is_refused(options, said):
+def test_a_host_of_no_size_is_refused(options, message):
     with pytest.raises(ValueError) as error:
         HostOffload(**options)
-    assert said == str(error.value)
+    assert message == str(error.value)

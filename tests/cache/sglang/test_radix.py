@@ -15,12 +15,12 @@ def new(num_blocks=8, block_size=2, **options):
     return create_manager("sglang", num_blocks=num_blocks, block_size=block_size, sink=CapturingSink(), **options)
 
 
-def said(manager):
+def expected_message(manager):
     return [event.data for event in manager.sink.take()]
 
 
 def test_it_begins_with_a_cleared():
-    assert [Cleared()] == said(new())
+    assert [Cleared()] == expected_message(new())
 
 
 def test_a_stored_has_the_routers_hashes_and_the_tokens_of_each_page():
@@ -42,7 +42,7 @@ def test_bigrams_travel_as_pairs_with_the_hashes_of_an_eagle_router():
 def test_a_page_that_no_router_can_hash_has_its_name_for_a_local_hash():
     manager = new()
     manager.insert([1, 2, 2**32, 4])
-    stored = said(manager)[1]
+    stored = expected_message(manager)[1]
     assert (block_hashes([1, 2], 2)[0], stored.block_hashes[1] % 2**64) == stored.tokens_hashes
 
 
@@ -58,24 +58,24 @@ def test_a_prompt_of_hashes_has_dynamos_names_signed_and_no_tokens():
 def test_a_split_says_nothing_and_is_told_apart_from_what_it_was():
     manager = new()
     manager.insert([1, 2, 3, 4])
-    said(manager)
+    expected_message(manager)
     whole = manager.match_prefix([1, 2, 3, 4]).node
     part = manager.match_prefix([1, 2, 9, 9])
     assert (2, True) == (part.tokens, whole.parent is part.node)
-    assert [] == said(manager)
+    assert [] == expected_message(manager)
 
 
 def test_two_namespaces_publish_one_name_twice_and_remove_it_twice():
     manager = new()
     manager.insert([1, 2])
     manager.insert([1, 2], extra_key="lora")
-    _, stored, copy = said(manager)
+    _, stored, copy = expected_message(manager)
     (name,) = stored.block_hashes
     assert stored == copy
     assert [name, name] == manager.resident() == manager.inactive_blocks()
     manager.evict(2)
     manager.evict(2)
-    assert [Removed((name,)), Removed((name,))] == said(manager)
+    assert [Removed((name,)), Removed((name,))] == expected_message(manager)
 
 
 def test_in_dynamos_format_they_do_not():
@@ -90,16 +90,16 @@ def test_in_dynamos_format_they_do_not():
 def test_events_that_are_held_wait_and_grow_together():
     manager = new()
     manager.hold_events = True
-    said(manager)
+    expected_message(manager)
     manager.insert([1, 2])
     manager.insert([1, 2, 3, 4])
     manager.insert([1, 2, 3, 4, 5, 6], cache_salt="s")
-    assert [] == said(manager)
+    assert [] == expected_message(manager)
     taken = manager.take_events()
     assert [(None, 2, [(1, 2), (3, 4)]), ({"cache_salt": "s"}, 3, [(1, 2), (3, 4), (5, 6)])] == [
         (event.extra, len(event.data.block_hashes), event.token_ids) for event in taken
     ]
-    assert [event.data for event in taken] == said(manager)
+    assert [event.data for event in taken] == expected_message(manager)
     assert [] == manager.take_events()
 
 
@@ -114,11 +114,11 @@ def test_clear_is_refused_while_a_node_is_locked_and_reset_is_not():
     manager = new()
     manager.insert([1, 2])
     manager.inc_lock_ref(manager.match_prefix([1, 2]).node)
-    said(manager)
+    expected_message(manager)
     assert not manager.clear()
-    assert [] == said(manager)
+    assert [] == expected_message(manager)
     manager.reset()
-    assert [Cleared()] == said(manager)
+    assert [Cleared()] == expected_message(manager)
     assert (16, 0, 0) == (manager.available_size(), manager.evictable_size(), manager.protected_size())
     assert manager.clear()
 
@@ -158,9 +158,9 @@ def test_slru_evicts_the_oldest_of_what_has_fewer_hits_than_its_threshold(thresh
     for page, hits in ((1, 3), (2, 2), (3, 4), (4, 1)):  # the first is the oldest
         for _ in range(hits):
             manager.insert([page, page])
-        names[said(manager)[-1].block_hashes] = page
+        names[expected_message(manager)[-1].block_hashes] = page
     manager.evict(1)
-    assert [gone] == [names[removed.block_hashes] for removed in said(manager)]
+    assert [gone] == [names[removed.block_hashes] for removed in expected_message(manager)]
 
 
 # -------------------------------------------------------------------------------------------------- what is refused

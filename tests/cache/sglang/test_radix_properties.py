@@ -56,9 +56,9 @@ class Both:
         self.plain = PlainTree(policy)
         self.locked = []
         self.held = Counter()
-        self.hear()
+        self.take_events()
 
-    def hear(self):
+    def take_events(self):
         events = [event.data for event in self.sink.take()]
         for data in events:
             if isinstance(data, Stored):
@@ -73,7 +73,7 @@ class Both:
 
     def do(self, kind, *arguments):
         getattr(self, kind)(*arguments)
-        manager, events = self.manager, self.hear()
+        manager, events = self.manager, self.take_events()
         assert self.plain.shape() == shape(manager._tree.root)
         assert self.held == Counter(manager.resident())
         sizes = (manager.available_size(), manager.evictable_size(), manager.protected_size())

@@ -44,7 +44,7 @@ def admit(pool, prompt, **options):
     return request, hits, pool.allocate_slots(request, len(request) - len(hits) * pool.block_size, hits)
 
 
-def said(pool):
+def expected_message(pool):
     """("S", parent, blocks), ("R", block) or "C", of each event since the last time."""
     out = []
     for event in pool.sink.take():
@@ -76,7 +76,7 @@ def test_what_two_requests_compute_at_once_is_there_twice_and_removed_twice(pool
         assert [] == pool.get_computed_blocks(request)
         pool.allocate_slots(request, 4)
     (name,) = first.tokens.names
-    assert [("S", None, name)] * 2 == said(pool)
+    assert [("S", None, name)] * 2 == expected_message(pool)
     assert [name, name] == pool.resident()
     assert {name: 2} == pool.active_blocks
     assert (2, 2, 2) == (pool.num_active_blocks, pool.num_active_block_refs, pool.references(name))
@@ -84,7 +84,7 @@ def test_what_two_requests_compute_at_once_is_there_twice_and_removed_twice(pool
     pool.free(second)
     assert [name, name] == pool.inactive_blocks()
     admit(pool, range(100, 132))
-    assert [("R", name)] * 2 == said(pool)[:2]
+    assert [("R", name)] * 2 == expected_message(pool)[:2]
     assert [] == [n for n in pool.resident() if n == name]
 
 
@@ -150,11 +150,11 @@ def test_no_copy_is_left_after_a_reset(make_pool):
 def test_the_last_block_of_a_prompt_of_whole_blocks_is_stored_again_where_there_is_room(pool):
     first, *_ = admit(pool, range(8))
     pool.free(first)
-    said(pool)
+    expected_message(pool)
     second, hits, new = admit(pool, range(8))
     h0, h1 = second.tokens.names
     assert (1, 1) == (len(hits), len(new))
-    assert [("S", h0, h1)] == said(pool)
+    assert [("S", h0, h1)] == expected_message(pool)
     assert Counter({h0: 1, h1: 2}) == Counter(pool.resident())
 
 
@@ -163,27 +163,27 @@ def test_a_prompt_that_fills_the_pool_removes_its_last_block_and_stores_it_again
     pool = make_pool(usable)
     first, *_ = admit(pool, range(usable * 4))
     pool.free(first)
-    said(pool)
+    expected_message(pool)
     admit(pool, range(usable * 4))
     names = first.tokens.names
-    assert [("R", names[-1]), ("S", names[-2], names[-1])] == said(pool)
+    assert [("R", names[-1]), ("S", names[-2], names[-1])] == expected_message(pool)
 
 
 def test_without_a_lookup_all_blocks_are_removed_one_by_one_before_they_are_stored_at_once(make_pool):
     pool = make_pool(3)
     first, *_ = admit(pool, range(12))
     pool.free(first)
-    said(pool)
+    expected_message(pool)
     pool.allocate_slots(pool.new_request(Prompt(range(12))), 12)
     names = first.tokens.names
-    assert [*(("R", name) for name in reversed(names)), ("S", None, *names)] == said(pool)
+    assert [*(("R", name) for name in reversed(names)), ("S", None, *names)] == expected_message(pool)
 
 
 def test_a_request_that_skips_the_cache_computes_all_and_leaves_copies(pool):
     first, *_ = admit(pool, range(9))
     second, hits, _ = admit(pool, range(9), skip_reading_prefix_cache=True)
     assert [] == hits
-    assert [("S", None, *first.tokens.names)] * 2 == said(pool)
+    assert [("S", None, *first.tokens.names)] * 2 == expected_message(pool)
     assert first.tokens.names * 2 == pool.resident()
     assert second.blocks[:2] == first.tokens.names
 
@@ -192,11 +192,11 @@ def test_a_parent_is_that_of_the_names_whatever_copy_is_held(pool):
     copies = [pool.new_request(Prompt(range(4))) for _ in range(2)]
     for request in copies:
         pool.allocate_slots(request, 4)
-    said(pool)
+    expected_message(pool)
     copies[1].tokens.extend(range(4, 8))
     pool.allocate_slots(copies[1], 4)
     h0, h1 = copies[1].tokens.names
-    assert [("S", h0, h1)] == said(pool)
+    assert [("S", h0, h1)] == expected_message(pool)
     assert [1, 3] == pool.get_computed_blocks(pool.new_request(Prompt(range(9))))
 
 
@@ -235,7 +235,7 @@ def test_without_caching_nothing_is_hashed_found_or_said(make_pool):
     pool = make_pool(enable_caching=False)
     first, *_ = admit(pool, range(9))
     second, hits, _ = admit(pool, range(9))
-    assert [] == hits == pool.resident() == pool.inactive_blocks() == said(pool)
+    assert [] == hits == pool.resident() == pool.inactive_blocks() == expected_message(pool)
     assert (6, 0) == (pool.num_active_blocks, pool.num_inactive_blocks)
     assert [UUID(int=i) for i in (4, 5, 6)] == second.blocks
     pool.free(first)
@@ -424,7 +424,7 @@ def test_blocks_are_conserved_and_the_stream_says_what_is_resident(steps, backen
             elif pool.missing_blocks(request, len(request) + len(rest[1])) <= pool.num_free_blocks:
                 request.tokens.extend(rest[1])
                 assert pool.allocate_slots(request, len(rest[1])) is not None
-        hear(pool, held)
+        apply_events(pool, held)
         check(pool, live, held, num_blocks)
     for request in live:
         pool.free(request)
@@ -432,7 +432,7 @@ def test_blocks_are_conserved_and_the_stream_says_what_is_resident(steps, backen
     assert len(pool.resident()) == pool.num_inactive_blocks
 
 
-def hear(pool, held):
+def apply_events(pool, held):
     """What a router that counts copies believes."""
     for event in pool.sink.take():
         data = event.data

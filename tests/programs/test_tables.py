@@ -1,0 +1,158 @@
+"""Each operation has its arm in each table that is by operation: a test's id names the table and the operation."""
+
+import dataclasses
+from typing import get_args
+
+import pytest
+
+from pytest_kvmock import EngineProfile, Prompt, RouterHarness, Stored
+from pytest_kvmock.programs import operations
+from pytest_kvmock.programs.interpreter import Interpreter
+from pytest_kvmock.programs.operations import (
+    Abort,
+    Burst,
+    Clear,
+    Decode,
+    DropNext,
+    Finish,
+    OnRequest,
+    Operation,
+    Preempt,
+    Prefill,
+    RemoveWorker,
+    Restart,
+    Resume,
+    Run,
+    RunPasses,
+    Serve,
+    ServeNear,
+    Step,
+    Submit,
+    Tick,
+)
+from pytest_kvmock.programs.python import calls
+from pytest_kvmock.reduce import Breach, Reproduction
+from pytest_kvmock.reduce.requests import _less
+from pytest_kvmock.scenarios import load_scenarios, play
+from pytest_kvmock.scenarios.writing import scenario_text
+from pytest_kvmock.testing.drafts import Player
+
+TIERED = EngineProfile(
+    block_size=2, num_blocks=64, workers=2, tiers={"host": 8, "gbps": 1.0, "bytes_per_token": 500_000}
+)
+PREFILL = Prefill(1, (), (1, 1, 2, 2))
+SUBMIT = Submit(1, (), (1, 1, 2, 2), output_tokens=4)
+
+BREACH = Breach("wrong_hash", is_error=True, worker=(0, 0), block=None, story="")
+
+PROGRAMS = {
+    Prefill: [PREFILL],
+    Serve: [Serve((1, 2), output_tokens=3)],
+    Decode: [PREFILL, Decode(1, (5, 6, 7), of=None)],
+    Finish: [PREFILL, Finish(1)],
+    Preempt: [PREFILL, Preempt(1)],
+    Resume: [PREFILL, Preempt(1), Resume(1)],
+    Submit: [SUBMIT],
+    Abort: [SUBMIT, RunPasses(1), Abort(1)],
+    RunPasses: [SUBMIT, RunPasses(3)],
+    Run: [SUBMIT, Run()],
+    Tick: [Tick(2.5)],
+    Clear: [PREFILL, Finish(1), Clear()],
+    Burst: [Burst(2)],
+    ServeNear: [ServeNear()],
+    Restart: [PREFILL, Restart(announced=True)],
+    RemoveWorker: [PREFILL, RemoveWorker(0)],
+    DropNext: [DropNext(1, of="stored"), PREFILL],
+}
+"""Of each operation a program that ends with it, or with what shows it."""
+
+MADE_OF_OTHERS = {Serve, Burst, ServeNear}
+"""What nobody records: the workers record what they are made of."""
+
+NO_SCENARIO = {Burst, ServeNear}
+"""What no scenario file has, as no failure is cut down to it: likewise."""
+
+AMOUNTS = ("tokens", "output_tokens", "count")
+NOT_LESS = {DropNext}
+"""What has an amount that is not cut: lost events are left out one by one, at the level of events."""
+
+
+def named(chosen):
+    return [pytest.param(each, id=each.__name__) for each in sorted(chosen, key=lambda each: each.__name__)]
+
+
+@pytest.fixture
+def kv():
+    return RouterHarness(TIERED)
+
+
+@pytest.fixture
+def interpreted():
+    def interpret(program, make=Interpreter):
+        kv = RouterHarness(TIERED)
+        interpreter = make(kv)
+        for step in program:
+            interpreter.do(step)
+        return kv
+
+    return interpret
+
+
+def state(kv):
+    """What an operation can change: events, what was recorded, requests and the time of workers."""
+    recorded = [step for step, _ in kv.recording.recorded() if not isinstance(step, DropNext)]
+    workers = {key: (worker.now, [request.status for request in worker.requests]) for key, worker in kv.workers.items()}
+    return [entry.event for entry in kv.events], recorded, workers, [*kv.streams]
+
+
+def test_a_step_of_a_program_is_any_operation():
+    classes = {each for each in vars(operations).values() if isinstance(each, type) and issubclass(each, Operation)}
+    assert {*get_args(Step)} == {each for each in classes if "kind" in vars(each)}
+
+
+def test_each_operation_has_a_program_here():
+    assert {*get_args(Step)} == {*PROGRAMS}
+
+
+@pytest.mark.parametrize("operation", named(PROGRAMS))
+def test_the_interpreter_does_it_and_the_log_has_it(operation, interpreted):
+    recorded = [step for step, _ in interpreted(PROGRAMS[operation]).recording.recorded()]
+    assert recorded
+    if operation not in MADE_OF_OTHERS:
+        assert PROGRAMS[operation] == recorded
+
+
+@pytest.mark.parametrize("operation", named(PROGRAMS))
+def test_python_does_what_the_interpreter_does(operation, interpreted, kv):
+    exec("\n".join(calls(PROGRAMS[operation], 2)), {"kv": kv, "Prompt": Prompt, "Stored": Stored})
+    assert state(interpreted(PROGRAMS[operation])) == state(kv)
+
+
+@pytest.mark.parametrize("operation", named(PROGRAMS.keys() - NO_SCENARIO))
+def test_a_scenario_file_does_what_the_interpreter_does(operation, interpreted, kv, tmp_path):
+    steps = tuple(PROGRAMS[operation])
+    path = tmp_path / "written.kv.yaml"
+    path.write_text(scenario_text(Reproduction(BREACH, "requests", "lineage", TIERED, steps), "written"))
+    (scenario,) = load_scenarios(path)
+    play(kv, scenario, errors_fail=False)
+    assert state(interpreted(steps)) == state(kv)
+
+
+@pytest.mark.parametrize("operation", named(PROGRAMS))
+def test_the_player_of_contracts_does_what_the_interpreter_does(operation, interpreted):
+    program = PROGRAMS[operation]
+    assert state(interpreted(program)) == state(interpreted(program, Player))
+
+
+@pytest.mark.parametrize(
+    "operation", named({each for each in PROGRAMS if issubclass(each, OnRequest)} - {Prefill, Submit})
+)
+def test_the_player_of_contracts_passes_over_it_where_there_is_no_request(operation, kv):
+    assert Player(kv).do(operation("none")) is None
+
+
+@pytest.mark.parametrize("operation", named(PROGRAMS.keys() - MADE_OF_OTHERS - NOT_LESS))
+def test_the_simpler_makes_its_amount_less(operation):
+    step = next(step for step in PROGRAMS[operation] if isinstance(step, operation))
+    amounts = {field.name for field in dataclasses.fields(step)} & {*AMOUNTS}
+    assert bool(amounts) == bool([*_less(step)])
