@@ -6,7 +6,7 @@ from collections import deque
 from random import Random
 
 import pytest
-from depth import examples
+from depth import examples, long_search
 from hypothesis import Phase, find, given, seed, settings
 from mutants_indexes import IgnoresRemoved, Queued
 
@@ -127,6 +127,7 @@ def test_every_kind_of_step_is_drawn(kind):
     assert find(traffic(), lambda program: any(isinstance(step, kind) for step in program), settings=quick)
 
 
+@long_search
 def test_traffic_shrinks_to_the_shortest_program():
     found = find(
         traffic(workers=2),
