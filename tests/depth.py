@@ -2,7 +2,8 @@
 
 Deep is what CI runs once. It differs in five things, and each has its rule here: how many examples of a property are
 tried, how many seeds of a random test, how many values of a parameter that has many alike, whether a recording of a whole
-trace is played to its end, and whether a long search is run.
+trace is played to its end, and whether a test is run that takes long, a long search or
+processes beside each other (xdist).
 """
 
 import os
@@ -11,7 +12,7 @@ import pytest
 
 DEEP = os.environ.get("KVMOCK_DEEP") == "1"
 
-QUICK_SHARE = 5  # of the deep examples, one in so many
+QUICK_SHARE = 10  # of the deep examples, one in so many
 FEWEST_EXAMPLES = 10
 QUICK_SEEDS = 5
 
@@ -33,4 +34,4 @@ def few(values, quick=1):
 
 
 whole_trace = pytest.mark.skipif(not DEEP, reason="a whole trace is played where KVMOCK_DEEP=1")
-long_search = pytest.mark.skipif(not DEEP, reason="a long search is run where KVMOCK_DEEP=1")
+takes_long = pytest.mark.skipif(not DEEP, reason="what takes long is run where KVMOCK_DEEP=1")
