@@ -11,7 +11,9 @@ one that takes the value of them, `adapted` one that takes the parts.
 from __future__ import annotations
 
 from inspect import Parameter, iscoroutinefunction, signature
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from weakref import WeakKeyDictionary
 
 from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
@@ -110,6 +112,9 @@ _SHAPES: Final = "publish(event), publish(event, token_ids) or publish(event, st
 
 def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> int:
     """How many positional arguments a sink is called with: 1, 2 or 3; `unknown` for one without a signature."""
+    method = call.__func__ if isinstance(call, MethodType) and isinstance(call.__func__, FunctionType) else None
+    if method is not None and method in _TAKEN:
+        return _TAKEN[method]
     try:
         wanted = signature(call)
     except (TypeError, ValueError):
@@ -130,7 +135,13 @@ def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> in
         takes = 0
     if not takes or (takes == 2 and names[1] in ("storage_tier", "tier")):
         raise TypeError(f"{name} takes {wanted}; a sink is called as {_SHAPES}")
+    if method is not None:
+        _TAKEN[method] = takes
     return takes
+
+
+_TAKEN: Final[WeakKeyDictionary[FunctionType, int]] = WeakKeyDictionary()
+"""How many arguments methods take: each worker and manager of a class of sinks would read its signature again."""
 
 
 class AdaptedSink:

@@ -1,7 +1,9 @@
 """How deep the tests look: quick as README runs them, deep where the environment variable KVMOCK_DEEP is 1.
 
-Deep is what CI runs once. It differs in three things, and each has its rule here: how many examples of a property are
-tried, how many seeds of a random test, and whether a recording of a whole trace is played to its end.
+Deep is what CI runs once. It differs in five things, and each has its rule here: how many examples of a property are
+tried, how many seeds of a random test, how many values of a parameter that has many alike, whether a recording of a whole
+trace is played to its end, and whether a test is run that takes long, a long search or
+processes beside each other (xdist).
 """
 
 import os
@@ -10,7 +12,7 @@ import pytest
 
 DEEP = os.environ.get("KVMOCK_DEEP") == "1"
 
-QUICK_SHARE = 5  # of the deep examples, one in so many
+QUICK_SHARE = 10  # of the deep examples, one in so many
 FEWEST_EXAMPLES = 10
 QUICK_SEEDS = 5
 
@@ -25,4 +27,11 @@ def seeds(deep):
     return range(deep if DEEP else min(deep, QUICK_SEEDS))
 
 
+def few(values, quick=1):
+    """The values of a parameter that are many of one kind, in a quick run `quick` of them, spread evenly over all."""
+    values = list(values)
+    return values if DEEP or quick >= len(values) else [values[n * len(values) // quick] for n in range(quick)]
+
+
 whole_trace = pytest.mark.skipif(not DEEP, reason="a whole trace is played where KVMOCK_DEEP=1")
+takes_long = pytest.mark.skipif(not DEEP, reason="what takes long is run where KVMOCK_DEEP=1")

@@ -11,18 +11,29 @@ HERE = Path(__file__).parent
 
 def test_a_deep_run_tries_all(monkeypatch):
     monkeypatch.setattr(depth, "DEEP", True)
-    assert (100, range(20)) == (depth.examples(100), depth.seeds(20))
+    assert (100, range(20), [1, 2, 3]) == (depth.examples(100), depth.seeds(20), depth.few([1, 2, 3]))
 
 
-def test_a_quick_run_tries_a_fifth_and_the_first_seeds(monkeypatch):
+def test_a_quick_run_tries_a_tenth_and_the_first_seeds(monkeypatch):
     monkeypatch.setattr(depth, "DEEP", False)
-    assert (60, range(5)) == (depth.examples(300), depth.seeds(20))
+    assert (30, range(5)) == (depth.examples(300), depth.seeds(20))
 
 
 def test_a_quick_run_tries_no_more_than_a_deep_one_and_no_less_than_ten(monkeypatch):
     monkeypatch.setattr(depth, "DEEP", False)
     assert [10, 10, 7] == [depth.examples(deep) for deep in (30, 10, 7)]
     assert range(2) == depth.seeds(2)
+
+
+@pytest.mark.parametrize(("quick", "expected"), [(1, [0]), (2, [0, 5]), (3, [0, 3, 6]), (10, list(range(10)))])
+def test_a_quick_run_tries_few_of_many_alike_spread_over_all(monkeypatch, quick, expected):
+    monkeypatch.setattr(depth, "DEEP", False)
+    assert expected == depth.few(range(10), quick)
+
+
+def test_a_quick_run_tries_all_where_there_are_no_more(monkeypatch):
+    monkeypatch.setattr(depth, "DEEP", False)
+    assert ["a", "b"] == depth.few(iter("ab"), 3)
 
 
 @pytest.fixture

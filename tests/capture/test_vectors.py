@@ -6,6 +6,7 @@ from itertools import takewhile
 
 import msgspec
 import pytest
+from depth import few
 
 from pytest_kvmock import RadixIndex, Removed, Stored
 from pytest_kvmock.capture import CaptureError, check_file, write_vectors
@@ -43,7 +44,7 @@ def batches_in(folder):
         yield batch, data[batch["offset"] : batch["offset"] + batch["size"]]
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", few(DIALECTS, 8))
 def test_an_index_that_is_fed_the_batches_gives_the_answers(vectors, dialect):
     index, queries, counted = RadixIndex(count_copies=True), lines(vectors / dialect / "queries.jsonl"), 0
     next_ids = {}

@@ -383,12 +383,15 @@ def backends_of_all():
     return list(dict.fromkeys(backend for case in cases() for backend in case.backends()))
 
 
-def lines(cases_from="", backend=None, most_seeds=SEEDS):
-    """The lines of the table: of the cases whose names begin so, over one backend or all, of the first seeds or all."""
+def lines(cases_from="", backend=None, most_seeds=SEEDS, only=None):
+    """The lines of the table: of the cases whose names begin so, over one backend or all, of the first seeds or all.
+
+    `only` has the names of the cases, where it is not all of them.
+    """
     return [
         "\t".join(row)
         for case in cases()
-        if case.name.startswith(cases_from)
+        if case.name.startswith(cases_from) and (only is None or case.name in only)
         for each in case.backends()
         if backend in (None, each)
         for seed in case.seeds()[:most_seeds]

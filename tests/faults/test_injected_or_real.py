@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from depth import few
 from fault_worlds import PROFILE, Traffic
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ def root_of(problem):
     return problem if problem.cause is None else root_of(problem.cause)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, 3))
 @given(seed=st.integers(0, 2**32), rates=rates, with_index=st.booleans(), flushed=st.booleans())
 @example(seed=4366, rates={"lose": 0.02}, with_index=True, flushed=True)  # multi_lru's own warning
 @example(seed=4366, rates={"lose": 0.1}, with_index=False, flushed=True)  # it is hidden by a fault
@@ -64,7 +65,7 @@ def test_every_problem_of_a_faithful_engine_is_injected(backend, seed, rates, wi
     assert {problem.fault.kind for problem in problems} <= rates.keys()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, 3))
 @given(seed=st.integers(0, 2**32), kinds=st.lists(st.sampled_from(list(FAULTS)), min_size=1, max_size=4))
 def test_so_it_is_with_faults_by_hand(backend, seed, kinds):
     traffic = Traffic(backend, seed, router_of(backend))

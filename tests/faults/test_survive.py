@@ -5,6 +5,7 @@ import re
 from contextlib import suppress
 
 import pytest
+from depth import few
 from fault_worlds import PROFILE, Traffic
 from hypothesis import given
 from hypothesis import strategies as st
@@ -382,7 +383,7 @@ def test_it_may_be_called_after_events_without_a_fault(backend, steps):
     assert real <= own_warnings(backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, 2))
 def test_an_index_that_does_not_survive_is_found_then(backend):
     found = []
     for seed in range(4):

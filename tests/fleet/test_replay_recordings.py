@@ -3,7 +3,7 @@
 from itertools import islice
 
 import pytest
-from depth import whole_trace
+from depth import few, whole_trace
 from recorded_replays import check_run, check_summary, recorded, runs_of
 
 from pytest_kvmock.engine.args import MockEngineArgs
@@ -24,7 +24,7 @@ OLDEST = vllm_only(runs_of("replay_small.json.gz", "1.1.1")) + runs_of("replay_r
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["in-one-go", "each-pass"])
-@pytest.mark.parametrize(("case", "version"), SMALL + RANDOM + SESSIONS)
+@pytest.mark.parametrize(("case", "version"), few(SMALL, 24) + few(RANDOM, 24) + few(SESSIONS, 8))
 def test_a_replay_equals_the_recorded_one(case, version, watched):
     check_run(case, version, watched=watched)
 
@@ -57,7 +57,7 @@ def reused_blocks(report):
 
 
 # What a request reuses depends on those before it only: they are served in the order of the trace.
-@pytest.mark.parametrize("run", WITH_REUSED_BLOCKS, ids=[run["id"] for run in WITH_REUSED_BLOCKS])
+@pytest.mark.parametrize("run", few(WITH_REUSED_BLOCKS, 2), ids=lambda run: run["id"])
 def test_the_head_of_a_mooncake_trace_reuses_the_recorded_blocks(run, traces_dir):
     assert run["reused_blocks"][:HEAD] == reused_blocks(replay_mooncake(run, traces_dir, HEAD))
 

@@ -1,6 +1,7 @@
 """Replays recorded from Dynamo's mock of SGLang, 1.3.1 and 1.2.1, to the bit: times, reuse, events and hangs."""
 
 import pytest
+from depth import few
 from recorded_replays import check_run, recorded, request_of, runs_of
 
 from pytest_kvmock.engine.args import MockEngineArgs
@@ -15,7 +16,7 @@ RUNS = runs_of("replay_sglang.json.gz", *VERSIONS)
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["in-one-go", "each-pass"])
-@pytest.mark.parametrize(("case", "version"), RUNS)
+@pytest.mark.parametrize(("case", "version"), few(RUNS, 40))
 def test_a_replay_equals_the_recorded_one(case, version, watched):
     check_run(case, version, "mocker_sglang", watched=watched)
 
@@ -67,7 +68,7 @@ def test_an_event_stream_equals_the_recorded_one(case):
 
 @pytest.mark.parametrize("semantics", VERSIONS)
 @pytest.mark.parametrize("backend", ["mocker_sglang", "sglang"])
-@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("page_size", few([4, 16]))
 def test_passes_in_one_go_are_the_same_passes(semantics, backend, page_size):
     for case in recorded("replay_sglang.json.gz"):
         engine_args = {**case["engine"], "block_size": page_size, "sglang": {**case["engine"]["sglang"]}}

@@ -8,10 +8,12 @@ import textwrap
 import warnings
 from functools import partial
 from importlib import metadata
+from types import ModuleType
 
 import msgspec  # noqa: F401 - to have it imported
 import pytest
 import zmq  # noqa: F401 - so that all runs in this process share its error classes
+from _pytest.fixtures import FixtureManager
 
 import pytest_kvmock
 
@@ -50,6 +52,29 @@ def installed():
         read = {name: getattr(distribution, name) for name in ("metadata", "entry_points")}
         distribution.__class__ = type("Read", (type(distribution),), read)
     return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def searched_once():
+    """The modules of pytest that have no fixture are searched for some once, and not by every nested run.
+
+    A third of the time of a short run goes into that. They stay loaded, and as they are. (In pytest 8 a fixture is a
+    function like others; there all are searched.)
+    """
+    search, kind, without = FixtureManager.parsefactories, type(pytest.fixture(lambda: None)), {}
+
+    def parsefactories(self, *args, **kwargs):
+        module = kwargs.get("holder")
+        if isinstance(module, ModuleType) and module.__name__.startswith("_pytest."):
+            if module not in without:
+                without[module] = not any(isinstance(each, kind) for each in vars(module).values())
+            if without[module]:
+                return
+        search(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(FixtureManager, "parsefactories", parsefactories)
+        yield
 
 
 @pytest.fixture

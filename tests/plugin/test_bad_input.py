@@ -7,6 +7,7 @@ import textwrap
 from fnmatch import fnmatchcase
 
 import pytest
+from depth import takes_long
 
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.hygiene.rules import RULES
@@ -277,6 +278,7 @@ def test_a_block_size_that_the_backend_refuses_says_where_it_comes_from(nested):
     result.stdout.fnmatch_lines(["kvmock: backend lru: block_size must be *, got 12 (kvmock(block_size=12))"])
 
 
+@takes_long
 def test_a_wrong_marker_is_the_same_line_under_xdist(nested):
     result = nested("@pytest.mark.kvmock(num_blocks=0)\ndef test(kv_sink): pass", "-n", "2", plugins=["xdist"])
 
@@ -457,6 +459,7 @@ def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested):
             assert fnmatchcase(expected_message, f"kvmock: {pattern(marker)}: {message}"), expected_message
 
 
+@takes_long
 def test_a_wrong_marker_that_came_late_is_the_same_over_the_matrix_and_under_xdist(nested):
     files = {"conftest.py": LATE.replace("{marker}", "kv_backends('lruu')")}
 

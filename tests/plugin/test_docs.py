@@ -9,7 +9,7 @@ import tomllib
 from fnmatch import fnmatch
 
 import pytest
-from depth import DEEP, examples
+from depth import DEEP, examples, few
 from hypothesis import settings
 from pages import PAGES, ROOT, heading_id, printed
 
@@ -40,7 +40,7 @@ def page_run(nested, monkeypatch):
     settings.load_profile("kvmock")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES.values() if page.of("python")], ids=repr)
+@pytest.mark.parametrize("page", few((page for page in PAGES.values() if page.of("python")), 11), ids=repr)
 def test_the_tests_of_a_page_pass(page_run, page):
     # Of the scheduler matrix two of eight cases are enough for the words of a page; examples/scheduler_matrix has all.
     cases = [] if DEEP else ["-k", "not nocache and not distinct"]

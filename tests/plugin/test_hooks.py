@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from depth import takes_long
 
 from pytest_kvmock.backends import BACKENDS, known_backends
 
@@ -56,6 +57,7 @@ def test_a_backend_of_a_conftest_is_in_the_matrix(nested, ids):
     assert ["test[lru]", "test[mine]"] == ids("", files={"pytest.ini": "[pytest]\nkvmock_backends = mine lru"})
 
 
+@takes_long
 def test_and_under_xdist(nested):
     nested(IN_USE, "-n", "2", plugins=["xdist"], files={"conftest.py": REGISTERS}).assert_outcomes(
         passed=len(BUILT_IN) + 1

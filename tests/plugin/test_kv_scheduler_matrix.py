@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from depth import takes_long
 
 from pytest_kvmock.fleet.scheduler_cases import SCHEDULER_CASES
 
@@ -439,6 +440,7 @@ def run_users(nested, fault, *args, **options):
     return nested(USERS.replace("FAULT", fault), "--kv-reduce=off", *args, **options)
 
 
+@takes_long
 def test_a_sound_router_passes(nested):
     run_users(nested, "", "-k", "lineage or (shared and cached and chunked)").assert_outcomes(passed=10, deselected=14)
 
@@ -452,6 +454,7 @@ def test_a_router_with_a_fault_fails_where_something_is_published(nested):
     result.stdout.fnmatch_lines(["*KV event error*: index_drift*"])
 
 
+@takes_long
 def test_it_runs_the_same_under_xdist(nested):
     result = run_users(nested, "", "-k", "lru and not multi_lru and whole", "-n", "2", plugins=["xdist"])
 

@@ -7,6 +7,7 @@ import re
 import sys
 
 import pytest
+from depth import takes_long
 
 from pytest_kvmock.backends import BACKENDS
 
@@ -382,6 +383,7 @@ def test_a_test_left_without_backend_is_deselected_and_counted(nested):
     assert ["lru"] == ran(result)
 
 
+@takes_long
 def test_the_rest_runs_the_same_under_xdist(nested):
     result = nested(
         "@pytest.mark.kv_backends('lineage')\ndef test_gone(kv_harness): pass\ndef test_stays(kv_harness): pass",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from depth import takes_long
 
 INI = "[pytest]\nkvmock_scenarios = *.kv.yaml\n"
 PASSES = "steps: [{use: [1], expect: {allocated: 1}}]\n"
@@ -113,6 +114,7 @@ def test_policy_of_ini_and_command_line_holds(nested):
     result.stdout.fnmatch_lines(["*1 KV event warning: duplicate_store*"])
 
 
+@takes_long
 def test_ids_and_outcomes_are_the_same_under_xdist(nested):
     files = {"pytest.ini": INI, "a.kv.yaml": FAILS}
     plain = nested("", "-v", files=files)

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from depth import examples
+from depth import DEEP, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -612,7 +612,7 @@ def test_wherever_the_search_ends_its_test_fails_for_the_rule(failure_of):
             kv.worker(0).serve(kv.prompt(3 + n % 2 * 2))  # every other one does not fit
     kv.judge()
     complete = []
-    for work in range(20, 1500, 20):
+    for work in range(20, 1500, 20 if DEEP else 200):
         with suppress(NotReduced):
             found = reproduce(kv, work=work)
             complete.append(found.complete)

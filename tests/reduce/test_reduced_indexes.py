@@ -6,6 +6,7 @@ import re
 import threading
 
 import pytest
+from depth import takes_long
 from faulty_worlds import (
     AsyncForgets,
     ByTokens,
@@ -210,6 +211,7 @@ def test_what_a_long_test_does_not_flush_each_time_is_shown_at_the_end(failure_o
     assert "index_drift" in failure_of(found, Overflows(8)).splitlines()[0]
 
 
+@takes_long
 def test_what_only_a_short_replay_flushes_each_time_is_not_shown_as_a_long_one(failure_of):
     """Fifty-one events would break the rule as they are replayed, and not in a test."""
 
@@ -241,6 +243,7 @@ def test_what_only_a_short_replay_flushes_each_time_is_not_shown_as_a_long_one(f
     assert "index_drift" in failure_of(found, ForgetsFresh())
 
 
+@takes_long
 def test_an_index_that_loses_what_it_was_given_long_ago_is_cut_as_far_as_it_can_be(failure_of):
     """What is longer than a short replay is compared as its test does before it is shown."""
 

@@ -2,6 +2,7 @@
 
 import pytest
 from contract_runs import failure_of
+from depth import few
 from mutants_indexes import INDEXES
 from mutants_managers import MANAGERS
 from mutants_policies import POLICIES
@@ -10,7 +11,7 @@ from mutants_workers import WORKERS
 ALL = [POLICIES, MANAGERS, WORKERS, INDEXES]
 
 
-@pytest.mark.parametrize(("mutant", "names", "ends_in"), [case for mutants in ALL for case in mutants.each()])
+@pytest.mark.parametrize(("mutant", "names", "ends_in"), few((case for mutants in ALL for case in mutants.each()), 40))
 def test_a_mutant_fails_the_tests_that_are_about_its_fault(mutant, names, ends_in):
     assert [] == [name for name in names if failure_of(mutant, name, *ends_in) is None]
 

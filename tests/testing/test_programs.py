@@ -6,7 +6,7 @@ from collections import deque
 from random import Random
 
 import pytest
-from depth import examples
+from depth import examples, takes_long
 from hypothesis import Phase, find, given, seed, settings
 from mutants_indexes import IgnoresRemoved, Queued
 
@@ -127,6 +127,7 @@ def test_every_kind_of_step_is_drawn(kind):
     assert find(traffic(), lambda program: any(isinstance(step, kind) for step in program), settings=quick)
 
 
+@takes_long
 def test_traffic_shrinks_to_the_shortest_program():
     found = find(
         traffic(workers=2),
@@ -328,6 +329,7 @@ def test_traffic_finds_a_queue_that_overflows(seed_of_hypothesis):
     assert first_find("lineage", lambda: Queued(deque(maxlen=64)), seed_of_hypothesis, 100) is not None
 
 
+@takes_long
 def test_a_burst_that_shows_a_fault_shrinks_to_few_steps():
     def overflows(program):
         try:

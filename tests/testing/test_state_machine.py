@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from depth import examples
+from depth import examples, few
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from mutants_indexes import IgnoresRemoved
@@ -78,7 +78,7 @@ BUGS = [
 STEP = r"(?:request_\d+ = )?state\.(prefill|decode|finish|preempt|resume|clear)\((?:\w+=[\w\[\], ]+)*\)"
 
 
-@pytest.mark.parametrize(("machine", "needed"), BUGS)
+@pytest.mark.parametrize(("machine", "needed"), few(BUGS))
 def test_a_seeded_bug_is_found_and_printed_as_the_few_steps_that_show_it(machine, needed):
     with pytest.raises(Exception) as raised:  # whatever a broken engine comes to
         run_state_machine_as_test(machine, settings=QUICK)

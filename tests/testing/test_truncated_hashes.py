@@ -2,6 +2,7 @@
 
 import pytest
 from contract_runs import failure_of, names_of_tests
+from depth import examples, few
 from hypothesis import Phase, given, seed, settings
 from truncating_indexes import KEPT, HashIndex, TokenIndex
 
@@ -70,7 +71,7 @@ def test_the_contract_finds_an_index_that_keeps_a_part_of_a_hash(kind, of, kept)
     assert f"p and q are blocks whose {of} hashes agree {TRUNCATIONS[kept].words}\n" in str(failure)
 
 
-@each_kind
+@pytest.mark.parametrize("kind", few(KINDS))
 def test_nothing_else_of_the_contract_finds_it(kind):
     contract = contract_of(lambda: kind("low63", "local"))
     others = [
@@ -113,14 +114,14 @@ def is_found(make, seed_of_hypothesis, backend="lineage", most=100):
     return False
 
 
-@each_truncation
+@pytest.mark.parametrize("kept", few(KEPT, 2))
 @of_which
 @each_kind
 def test_traffic_finds_an_index_that_keeps_a_part_of_a_hash(kind, of, kept):
     assert is_found(lambda: kind(kept, of), 1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, 2))
 @each_kind
 def test_an_index_that_keeps_all_of_a_hash_passes_in_traffic_over_every_backend(kind, backend):
     counts = backend_spec(backend).traits.copies
@@ -130,14 +131,14 @@ def test_an_index_that_keeps_all_of_a_hash_passes_in_traffic_over_every_backend(
 @each_truncation
 @of_which
 @each_kind
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, 2))
 def test_one_step_is_enough_over_every_backend(backend, kind, of, kept):
     with pytest.raises(KvEventsError), RouterHarness(SIZES.replace(workers=1), backend, kind(kept, of)) as kv:
         play(kv, Program(ServeNear(kept)))
 
 
 def test_prompts_with_hashes_that_agree_may_be_left_out():
-    @settings(max_examples=100, database=None)
+    @settings(max_examples=examples(100), database=None)
     @given(traffic(near_hashes=False))
     def run(program):
         assert not any(isinstance(step, ServeNear) for step in program)

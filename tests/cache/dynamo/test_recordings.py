@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 from cache_helpers import Player, new_manager, publish_rows, state_of
-from depth import whole_trace
+from depth import few, whole_trace
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.events import Stored
@@ -147,7 +147,7 @@ def play_trace(run, requests):
     return sink, blocks_asked, refused
 
 
-@pytest.mark.parametrize("number", RUNS)
+@pytest.mark.parametrize("number", few(RUNS, 6))
 def test_the_first_thousand_requests_of_a_trace_hit_as_many_blocks_as_recorded(recording, hashed_trace, number):
     run = recording("logical_mooncake.json")["runs"][number]
     sink, blocks_asked, _ = play_trace(run, hashed_trace(run["trace"], 1_000))
