@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tiers import PlainTiers
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, SlotsLost, Tiers, WouldWait
-from pytest_kvmock.engine import RequestError
+from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, Tiers
+from pytest_kvmock.engine import RequestError, SlotsLost, WouldWait
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.traces import read_mooncake, synthetic_trace
 

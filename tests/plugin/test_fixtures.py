@@ -164,7 +164,8 @@ def test_what_a_cleared_empties_and_bursts_are_said_by_the_marker(nested):
 
 
 READS_TRAITS = """
-    from pytest_kvmock import BACKENDS, Traits
+    from pytest_kvmock import BACKENDS
+    from pytest_kvmock.engine import Traits
 
     @pytest.fixture
     def kv_index(kv_traits):

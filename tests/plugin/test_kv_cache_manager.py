@@ -4,7 +4,8 @@
 def test_it_has_the_sizes_of_the_tests_profile(nested):
     result = nested(
         """
-        from pytest_kvmock import PagedCacheManager, PagedRequest
+        from pytest_kvmock import PagedCacheManager
+        from pytest_kvmock.cache import PagedRequest
 
         def test_default(kv_cache_manager, kv_profile):
             assert isinstance(kv_cache_manager, PagedCacheManager)
@@ -35,7 +36,7 @@ def test_it_has_the_sizes_of_the_tests_profile(nested):
 def test_it_is_new_for_each_test_and_what_is_not_freed_is_no_failure(nested):
     result = nested(
         """
-        from pytest_kvmock import PagedRequest
+        from pytest_kvmock.cache import PagedRequest
 
         @pytest.mark.parametrize("n", [1, 2])
         def test(kv_cache_manager, n):

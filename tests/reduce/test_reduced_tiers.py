@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness, Tiers, WouldWait, backends
+from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness, Tiers, backends
 from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.engine import WouldWait
 from pytest_kvmock.events import Removed, StorageTier, Stored
 from pytest_kvmock.programs.operations import Finish, Prefill, Tick
 from pytest_kvmock.reduce import reproduce
