@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness.faults import Faults as Faults
     from pytest_kvmock.harness.recovery import Recovery as Recovery
     from pytest_kvmock.hygiene.log import EventLog as EventLog
-    from pytest_kvmock.hygiene.problem import KvEventsError as KvEventsError
+    from pytest_kvmock.hygiene.problem import EventRulesBroken as EventRulesBroken
     from pytest_kvmock.hygiene.problem import Problem as Problem
     from pytest_kvmock.plugin.options import KvEventWarning as KvEventWarning
     from pytest_kvmock.reduce import Reproduction as Reproduction
@@ -67,7 +67,7 @@ _HOME = {
     "KvCacheEvent": "events",
     "KvEventError": "router.index",
     "KvEventWarning": "plugin.options",
-    "KvEventsError": "hygiene.problem",
+    "EventRulesBroken": "hygiene.problem",
     "KvManager": "cache.manager",
     "KvPublisher": "wire.zmq",
     "KvSink": "harness",

@@ -5,12 +5,11 @@ One subject: the interface of a harness. Each method delegates to the part that 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.checks import unknown_text
@@ -28,8 +27,7 @@ from pytest_kvmock.harness.verdict import Verdict, Verdicts
 from pytest_kvmock.harness.workers import WorkerKey, Workers
 from pytest_kvmock.hygiene.entries import BatchesLost, Journal
 from pytest_kvmock.hygiene.log import EventLog
-from pytest_kvmock.hygiene.log_entry import STATUSES
-from pytest_kvmock.hygiene.problem import KvEventsError, Problem
+from pytest_kvmock.hygiene.problem import EventRulesBroken, Problem
 from pytest_kvmock.hygiene.report import failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.hygiene.stream import Stream
@@ -78,7 +76,7 @@ class RouterHarness:
         TypeError: an index that lacks a method, or an argument of the wrong kind.
 
     Attributes:
-        events: every event that arrived, with its verdict.
+        events: every event that arrived, with its verdict, and how many of each kind there were (`events.counts`).
         profile: the profile in force.
         publisher: from worker to router: ids, sinks, the lock.
         recording: the events and operations, for a replay.
@@ -460,68 +458,57 @@ class RouterHarness:
 
     # ---------------------------------------------------------------------------------------------- lookups
 
-    def overlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap:
+    @overload
+    def overlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap: ...
+
+    @overload
+    def overlap(self, prompt: Prompt | TokenIds, tier: None) -> dict[StorageTier, Overlap]: ...
+
+    def overlap(
+        self, prompt: Prompt | TokenIds, tier: StorageTier | str | None = StorageTier.DEVICE
+    ) -> Overlap | dict[StorageTier, Overlap]:
         """How many leading blocks of a prompt each worker holds, by the index; workers without any are absent.
 
         Args:
             prompt: the prompt.
-            tier: which tier. Of one below the device, the blocks by which it extends what the faster tiers have.
+            tier: which tier. Of one below the device, the blocks by which it extends what the faster tiers have. None:
+                the answers of all tiers, by tier; those of which no worker has any are absent.
 
         Raises:
             TypeError: the index is async: `await kv_harness.aoverlap(prompt)`.
             ValueError: an unknown tier; the index takes tokens, and the prompt has none; or it has no `find_tiered`.
         """
         __tracebackhide__ = True
-        return self._lookups.run("overlap", self._lookups.overlap(prompt, tier))
+        if tier is None:
+            return self._lookups.run("overlap", self._lookups.by_tier(prompt))
+        return self._lookups.run("overlap", self._lookups.of_tier(prompt, tier))
 
-    async def aoverlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap:
+    @overload
+    async def aoverlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap: ...
+
+    @overload
+    async def aoverlap(self, prompt: Prompt | TokenIds, tier: None) -> dict[StorageTier, Overlap]: ...
+
+    async def aoverlap(
+        self, prompt: Prompt | TokenIds, tier: StorageTier | str | None = StorageTier.DEVICE
+    ) -> Overlap | dict[StorageTier, Overlap]:
         """As `overlap`, for an async index, as far as it was flushed."""
         __tracebackhide__ = True
-        return await self._lookups.arun("aoverlap", self._lookups.overlap(prompt, tier))
-
-    def overlap_by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
-        """The `overlap` of each tier; tiers of which no worker has any are absent. Raises as `overlap` does."""
-        __tracebackhide__ = True
-        return self._lookups.run("overlap_by_tier", self._lookups.overlap_by_tier(prompt))
-
-    async def aoverlap_by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
-        """As `overlap_by_tier`, for an async index, as far as it was flushed."""
-        __tracebackhide__ = True
-        return await self._lookups.arun("aoverlap_by_tier", self._lookups.overlap_by_tier(prompt))
+        if tier is None:
+            return await self._lookups.arun("aoverlap", self._lookups.by_tier(prompt))
+        return await self._lookups.arun("aoverlap", self._lookups.of_tier(prompt, tier))
 
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
 
-    # ----------------------------------------------------------------------------------------------- counts
-
-    def ok_count(self, kind: str) -> int:
-        """How many events of a kind ("stored", "removed", "cleared") were valid."""
-        return self.status_count(kind, "ok")
-
-    def status_count(self, kind: str, status: str) -> int:
-        """How many events of a kind had a status: "ok", or one of the errors that an index counts.
-
-        Raises:
-            ValueError: an unknown kind or status.
-        """
-        return self.events.status_count(kind, status)
-
-    def invalid_counts(self) -> dict[tuple[str, str], int]:
-        """The six counters of upstream's harness: (kind, error) for Stored and Removed."""
-        return {
-            (kind, status): self.status_count(kind, status) for kind in ("stored", "removed") for status in STATUSES
-        }
-
-    def warning_counts(self) -> dict[str, int]:
-        """How often each warning came, consequences of another fault counted."""
-        return dict(Counter(problem.rule for problem in self.events.problems if not problem.is_error))
+    # ----------------------------------------------------------------------------------------------- checks
 
     def assert_no_event_errors(self) -> None:
         """Flush, and raise if there was any error that the test did not expect.
 
         Raises:
-            KvEventsError: with the report.
+            EventRulesBroken: with the report.
         """
         __tracebackhide__ = True
         self.events.check()
@@ -530,19 +517,19 @@ class RouterHarness:
         """Flush, and raise if there was any warning.
 
         Raises:
-            KvEventsError: with the report.
+            EventRulesBroken: with the report.
         """
         __tracebackhide__ = True
         self.flush()
         warnings = self.events.unexcused(self.events.warnings)
         if warnings:
-            raise KvEventsError(problems_text(warnings))
+            raise EventRulesBroken(problems_text(warnings))
 
     def assert_in_sync(self) -> None:
         """Flush, and raise if stream and engines, or index and reference, differ now, for whatever reason.
 
         Raises:
-            KvEventsError: with the report.
+            EventRulesBroken: with the report.
             TypeError: the index is async: `await kv_harness.aassert_in_sync()`.
         """
         __tracebackhide__ = True
@@ -561,7 +548,7 @@ class RouterHarness:
         self.flush()
         found += self._engines.differences(self._workers.by_key.values())
         if found:
-            raise KvEventsError(problems_text(found))
+            raise EventRulesBroken(problems_text(found))
 
     # ---------------------------------------------------------------------------------------------- judging
 
@@ -597,4 +584,4 @@ class RouterHarness:
         verdict = self.judge()
         errors = [problem for problem in verdict.errors if problem.rule not in self._allow]
         if kind is None and (errors or verdict.unmet):
-            raise KvEventsError(failure_text(errors, verdict.unmet, harness=True))
+            raise EventRulesBroken(failure_text(errors, verdict.unmet, harness=True))

@@ -323,7 +323,7 @@ def _case_or_fail(request: pytest.FixtureRequest, case: SchedulerCase | None) ->
 
 
 @pytest.fixture
-def kv_cache_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> PagedCacheManager:
+def kv_paged_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> PagedCacheManager:
     """A `PagedCacheManager`, inference_lab's, with the blocks of the test's profile, one byte a token; it has no events."""
     from pytest_kvmock.cache.paged import PagedCacheManager
     from pytest_kvmock.plugin.case import effective_profile

@@ -97,7 +97,7 @@ def play(harness: RouterHarness, program: Iterable[Step]) -> None:
         program: the steps; a `Program`, or any other series of them.
 
     Raises:
-        KvEventsError: an error that was not expected, with a note that names the step after which it showed.
+        EventRulesBroken: an error that was not expected, with a note that names the step after which it showed.
         TypeError: something in the program is no step.
     """
     __tracebackhide__ = True

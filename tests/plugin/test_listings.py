@@ -13,7 +13,7 @@ FIXTURES = [
     "kv_backend",
     "kv_base_profile",
     "kv_block_manager",
-    "kv_cache_manager",
+    "kv_paged_manager",
     "kv_dialect",
     "kv_engine",
     "kv_events",

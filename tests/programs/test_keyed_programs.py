@@ -5,8 +5,8 @@ import pytest
 from pytest_kvmock import (
     BACKENDS,
     EngineProfile,
+    EventRulesBroken,
     KvCacheEvent,
-    KvEventsError,
     Prompt,
     RadixIndex,
     RouterEvent,
@@ -147,7 +147,7 @@ class IgnoresAdapters(RadixIndex):
 def failure_of(found, index):
     module = {}
     exec(compile(found.as_test(), "pasted", "exec"), module)
-    with pytest.raises(KvEventsError) as raised:
+    with pytest.raises(EventRulesBroken) as raised:
         module["test_reproduction"](index)
     return str(raised.value)
 

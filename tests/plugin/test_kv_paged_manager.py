@@ -1,4 +1,4 @@
-"""The fixture `kv_cache_manager`: sized by the test's profile, new for each test, and outside the matrix."""
+"""The fixture `kv_paged_manager`: sized by the test's profile, new for each test, and outside the matrix."""
 
 
 def test_it_has_the_sizes_of_the_tests_profile(nested):
@@ -7,24 +7,24 @@ def test_it_has_the_sizes_of_the_tests_profile(nested):
         from pytest_kvmock import PagedCacheManager
         from pytest_kvmock.cache import PagedRequest
 
-        def test_default(kv_cache_manager, kv_profile):
-            assert isinstance(kv_cache_manager, PagedCacheManager)
-            sizes = kv_cache_manager.total_blocks, kv_cache_manager.block_size
+        def test_default(kv_paged_manager, kv_profile):
+            assert isinstance(kv_paged_manager, PagedCacheManager)
+            sizes = kv_paged_manager.total_blocks, kv_paged_manager.block_size
             assert sizes == (kv_profile.num_blocks, kv_profile.block_size) == (256, 16)
-            assert kv_cache_manager.enable_prefix_caching
+            assert kv_paged_manager.enable_prefix_caching
 
         @pytest.mark.kvmock(num_blocks=3, block_size=4, prefix_caching=False)
-        def test_marked(kv_cache_manager):
-            assert not kv_cache_manager.enable_prefix_caching
+        def test_marked(kv_paged_manager):
+            assert not kv_paged_manager.enable_prefix_caching
             request = PagedRequest("req-1", 0, 0.0, 13, 50)
-            assert kv_cache_manager.allocate_blocks(request, 13) is None
-            assert kv_cache_manager.allocate_blocks(request, 12) == [2, 1, 0]
+            assert kv_paged_manager.allocate_blocks(request, 13) is None
+            assert kv_paged_manager.allocate_blocks(request, 12) == [2, 1, 0]
 
         class TestOverridden:
             @pytest.fixture
             def kv_base_profile(self, kv_base_profile): return kv_base_profile.replace(num_blocks=7)
 
-            def test(self, kv_cache_manager): assert kv_cache_manager.total_blocks == 7
+            def test(self, kv_paged_manager): assert kv_paged_manager.total_blocks == 7
         """,
         "-o",
         "kvmock_block_size=16",
@@ -39,9 +39,9 @@ def test_it_is_new_for_each_test_and_what_is_not_freed_is_no_failure(nested):
         from pytest_kvmock.cache import PagedRequest
 
         @pytest.mark.parametrize("n", [1, 2])
-        def test(kv_cache_manager, n):
-            assert kv_cache_manager.num_free_blocks == 256
-            kv_cache_manager.allocate_blocks(PagedRequest("req-1", 0, 0.0, 32, 50), 32)
+        def test(kv_paged_manager, n):
+            assert kv_paged_manager.num_free_blocks == 256
+            kv_paged_manager.allocate_blocks(PagedRequest("req-1", 0, 0.0, 32, 50), 32)
         """
     )
 
@@ -49,10 +49,10 @@ def test_it_is_new_for_each_test_and_what_is_not_freed_is_no_failure(nested):
 
 
 def test_it_does_not_bring_in_the_matrix_nor_a_harness(ids, nested):
-    assert ["test"] == ids("def test(kv_cache_manager): pass")
+    assert ["test"] == ids("def test(kv_paged_manager): pass")
 
-    source = "def test(kv_cache_manager, request): print('has', [n for n in request.fixturenames if 'kv' in n])"
-    nested(source, "-s").stdout.fnmatch_lines(["*has [[]'kv_cache_manager', 'kv_base_profile']*"])
+    source = "def test(kv_paged_manager, request): print('has', [n for n in request.fixturenames if 'kv' in n])"
+    nested(source, "-s").stdout.fnmatch_lines(["*has [[]'kv_paged_manager', 'kv_base_profile']*"])
 
 
 def test_a_marker_that_is_wrong_is_an_error(nested):
@@ -65,7 +65,7 @@ def test_a_marker_that_is_wrong_is_an_error(nested):
             def test(self): pass
 
             @pytest.fixture(autouse=True)
-            def take(self, kv_cache_manager): pass
+            def take(self, kv_paged_manager): pass
         """
     )
 
