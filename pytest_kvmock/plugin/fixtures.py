@@ -267,7 +267,7 @@ def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvMana
     harness = _kvmock_case.with_backend(kv_backend)
 
     def make(backend: str | None = None) -> KvManager:
-        return harness.next_worker(backend).manager
+        return harness.worker(None, backend=backend).manager
 
     return make
 
@@ -292,7 +292,7 @@ def make_kv_engine(
     harness = _kvmock_case.with_backend(kv_backend)
 
     def make(**engine: Any) -> MockEngine:
-        return harness.next_engine(**engine)
+        return harness.engine(None, **engine)
 
     return make
 

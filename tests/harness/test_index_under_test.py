@@ -127,7 +127,7 @@ ONLY_HASHES = (
 def test_a_prompt_without_tokens_is_refused_for_an_index_of_tokens_before_anything_is_published(make_kv, backend):
     kv = make_kv(backend, index=ByTokens())
     prompt = TraceRequest(0.0, 10, 1, (7, 8, 9)).prompt(4)
-    engine, worker = kv.engine(0), kv.next_worker()
+    engine, worker = kv.engine(0), kv.worker(None)
     begun = kv.events.total  # sglang publishes a Cleared as it begins
     for serve in (worker.serve, worker.prefill, lambda prompt: engine.submit(prompt, 1)):
         with pytest.raises(ValueError) as refused:

@@ -501,7 +501,7 @@ def play(kv, steps):
         else:
             continue
         worker_id = sinks[sink].worker_id
-        sinks[sink](KvCacheEvent(kv.next_id(worker_id, rank), data, rank))
+        sinks[sink](KvCacheEvent(kv.by_hand.next_id(worker_id, rank), data, rank))
 
 
 @pytest.mark.parametrize("index", [Keeps, DropsWhatIsBelow, RadixIndex])

@@ -58,7 +58,7 @@ def test_a_worker_is_made_when_it_is_asked_for(make_kv, kv):
     assert kv.worker(7) is kv.worker(7)
     assert [0, 7] == list(kv.workers)
     assert kv.worker(7, dp_rank=2) is kv.workers[7, 2]
-    assert 1 == kv.next_worker().worker_id
+    assert 1 == kv.worker(None).worker_id
     assert [] == list(make_kv(workers=0).workers)
 
 

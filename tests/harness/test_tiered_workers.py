@@ -59,7 +59,7 @@ def test_host_memory_that_is_too_full_is_reported():
 def test_what_the_host_does_not_hold_is_drift():
     kv = harness()
     kv.worker(0).serve(A)
-    kv.apply(by_hand(1, tier=HOST, event_id=kv.next_id(0, 0)))
+    kv.apply(by_hand(1, tier=HOST, event_id=kv.by_hand.next_id(0, 0)))
     (problem,) = kv.judge().errors
     assert ("engine_drift", HOST) == (problem.rule, problem.storage_tier)
     assert problem.observed.startswith("the engine does not hold block 1 in host_pinned; ")
@@ -128,7 +128,7 @@ def test_no_other_removed_without_a_stored_is_excused():
     kv = harness(host=1, num_blocks=2)
     worker, _ = sent_twice(kv)
     (block,) = worker.manager.resident(HOST)
-    event = KvCacheEvent(kv.next_id(0, 0), Removed((block ^ 1,)))
+    event = KvCacheEvent(kv.by_hand.next_id(0, 0), Removed((block ^ 1,)))
     kv.apply(RouterEvent(0, event, HOST))
     assert ["block_not_found"] == [problem.rule for problem in kv.judge().errors]
 

@@ -391,7 +391,7 @@ def test_a_sink_does_not_stand_for_another_worker(make_kv, worker_id, message):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         kv.make_sink(worker_id=worker_id)
     assert "\n" not in str(raised.value)
-    assert {7, FIRST} == kv.sink_ids
+    assert {7, FIRST} == kv.recording.sinks
 
 
 def test_a_worker_that_the_router_has_removed_comes_back_as_another_sink(kv):
@@ -473,7 +473,7 @@ def test_the_next_worker_passes_over_nothing_but_ids_that_are_taken(make_kv):
     kv = make_kv("lru", workers=2)
     kv.make_sink()
     kv.worker(2**64 - 1)
-    assert 2 == kv.next_worker().worker_id
+    assert 2 == kv.worker(None).worker_id
 
 
 def test_a_failure_of_such_a_worker_beside_a_sink_is_reproduced(make_kv):
