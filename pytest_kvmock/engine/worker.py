@@ -84,7 +84,7 @@ class OpenRequest(Protocol):
 class Engine(Protocol):
     """What a worker needs of an engine that uses it."""
 
-    def restarted(self) -> None:
+    def worker_restarted(self) -> None:
         """Begin anew: the worker restarted, and has another driver."""
 
 
@@ -468,7 +468,7 @@ class KvWorker:
         self._recorder.drop()
         self._driver = self._start()
         if self._engine is not None:
-            self._engine.restarted()
+            self._engine.worker_restarted()
 
     # ---------------------------------------------------------------------------------------- for an engine
 

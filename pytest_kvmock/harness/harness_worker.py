@@ -96,7 +96,7 @@ class HarnessWorker(KvWorker):
     def restart(self, *, announced: bool = False) -> None:
         """As `KvWorker.restart`; an announced one removes the worker from ledger and indexes first. Its `KvPublisher` restarts, too."""
         self._recording.operate(Restart, self.worker_id, self.dp_rank, announced)
-        self._publisher.restarted((self.worker_id, self.dp_rank), announced=announced)
+        self._publisher.worker_restarted((self.worker_id, self.dp_rank), announced=announced)
         super().restart(announced=announced)
 
 

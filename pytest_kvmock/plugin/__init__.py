@@ -1,7 +1,6 @@
 """The pytest plugin: this module is its entry point, and re-exports what pytest looks for."""
 
 from pytest_kvmock.plugin.fixtures import (
-    _former_name,
     _kvmock_block_managers,
     _kvmock_case,
     _kvmock_dialects,
@@ -53,7 +52,6 @@ from pytest_kvmock.plugin.options import KvEventWarning
 
 __all__ = [
     "KvEventWarning",
-    "_former_name",
     "_kvmock_block_managers",
     "_kvmock_case",
     "_kvmock_dialects",

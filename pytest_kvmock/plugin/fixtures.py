@@ -455,17 +455,6 @@ FIXTURES: Final = tuple(name for name in globals() if name.startswith(FIXTURE_PR
 
 # ---------------------------------------------------------------------------------------------------- to misspell
 
-FORMER_NAME: Final = "kv_router"
-"""The name that `kv_harness` had; a later version gives it to the router under test."""
-
-FORMER_NAME_TEXT: Final = "the fixture kv_router is kv_harness now: rename it"
-
-
-@pytest.fixture(name=FORMER_NAME)
-def _former_name() -> None:
-    """Renamed: ask for `kv_harness`."""
-    pytest.fail(FORMER_NAME_TEXT, pytrace=False)
-
 
 class _Explainer:
     """A plugin that answers a misspelt fixture with the nearest ones; pytest's own error stays, and the nearest names follow it."""

@@ -136,7 +136,7 @@ def test_fixtures_are_listed_with_a_first_paragraph(nested):
     result = nested("", "--fixtures")
 
     shown = [line.split()[0] for line in result.outlines if line.startswith(("kv_", "make_kv", "_kv"))]
-    assert sorted([*FIXTURES, "kv_router"]) == sorted(shown)  # the last is a former name, which fails
+    assert sorted(FIXTURES) == sorted(shown)
     result.stdout.no_fnmatch_line("*no docstring*kv*")
     result.stdout.fnmatch_lines(["kv_backend [[]session scope[]] -- *", "    Name of the eviction backend*"])
     scoped = [line for line in result.outlines if line.startswith(("kv_", "make_kv")) and "scope]" in line]
