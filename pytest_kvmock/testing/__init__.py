@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.testing.index import IndexContract as IndexContract
     from pytest_kvmock.testing.machine import KvStateMachine as KvStateMachine
     from pytest_kvmock.testing.manager import ManagerContract as ManagerContract
+    from pytest_kvmock.testing.shrinking import ShrinkingStopped as ShrinkingStopped
     from pytest_kvmock.testing.strategies import traffic as traffic
     from pytest_kvmock.testing.worker import WorkerContract as WorkerContract
 
@@ -54,6 +55,7 @@ _HOME = {
     "Serve": "programs.operations",
     "ServeNear": "programs.operations",
     "Tick": "programs.operations",
+    "ShrinkingStopped": "testing.shrinking",
     "play": "testing.drafts",
     "traffic": "testing.strategies",
     "WorkerContract": "testing.worker",

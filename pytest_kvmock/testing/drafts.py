@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, Literal, TypeAlias
 
+from pytest_kvmock.checks import check_integer
 from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.events import StreamKey
@@ -34,6 +35,7 @@ from pytest_kvmock.programs.operations import (
     Submit,
     Tick,
 )
+from pytest_kvmock.testing.shrinking import MOST_EVENTS, SHRINKING
 
 _FITTING: Final = {
     Decode: ("running",),
@@ -87,7 +89,7 @@ class Player(Interpreter):
         return None
 
 
-def play(harness: RouterHarness, program: Iterable[Step]) -> None:
+def play(harness: RouterHarness, program: Iterable[Step], *, most_shrink_events: int | None = MOST_EVENTS) -> None:
     """Play a program on the workers of a harness, and check the events after each step.
 
     What does not fit is no failure (see `Player`).
@@ -95,20 +97,28 @@ def play(harness: RouterHarness, program: Iterable[Step]) -> None:
     Args:
         harness: whose workers serve.
         program: the steps; a `Program`, or any other series of them.
+        most_shrink_events: how many events Hypothesis may play to shrink a failure; None: as many as it wants, which are
+            minutes where an index is slow.
 
     Raises:
         EventRulesBroken: an error that was not expected, with a note that names the step after which it showed.
         TypeError: something in the program is no step.
+        ValueError: `most_shrink_events` is below 1.
+        ShrinkingStopped: the program fails, and shrinking it took more events than it may.
     """
     __tracebackhide__ = True
-    player = Player(harness)
+    if most_shrink_events is not None:
+        check_integer("play: most_shrink_events", most_shrink_events, 1)
+    player, before = Player(harness), harness.events.total
     for number, step in enumerate(program):
         try:
             player.do(step)
             harness.events.check()
         except Exception as error:
             error.add_note(f"at step {number} of the program: {step!r}")
+            SHRINKING.played(program, harness.events.total - before, error, most_shrink_events)
             raise
+    SHRINKING.played(program, harness.events.total - before, None, most_shrink_events)
 
 
 # ---------------------------------------------------------------------------------------------------- any traffic

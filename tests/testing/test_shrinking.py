@@ -1,0 +1,79 @@
+"""Shrinking a failure of `play` ends, and says so."""
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from pytest_kvmock import EngineProfile, RadixIndex, Removed, RouterHarness, testing
+from pytest_kvmock.hygiene.problem import KvEventsError
+from pytest_kvmock.testing import Prefill, Program, Serve, ShrinkingStopped, play, traffic
+
+
+class KeepsLongRemovals(RadixIndex):
+    def apply(self, event):
+        if not (isinstance(event.data, Removed) and len(event.data.block_hashes) > 1):
+            super().apply(event)
+
+
+def failing_harness():
+    return RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=2), index=KeepsLongRemovals())
+
+
+def in_any_traffic(phases=tuple(Phase), **bound):
+    @settings(database=None, derandomize=True, deadline=None, max_examples=100, phases=phases)
+    @given(traffic(workers=2))
+    def test(program):
+        play(failing_harness(), program, **bound)
+
+    test()
+
+
+def test_beyond_its_bound_shrinking_stops_with_the_smallest_program_that_failed():
+    with pytest.raises(ShrinkingStopped) as stopped:
+        in_any_traffic(most_shrink_events=300)
+    counted, program, failure = str(stopped.value).partition("Program(\n")
+    assert counted.startswith("shrinking stopped after ")
+    assert "events (play: most_shrink_events=300); the smallest program that failed has " in counted
+    assert isinstance(stopped.value.__cause__, KvEventsError)
+    assert str(stopped.value.__cause__) in failure
+    steps = eval(
+        program + failure.partition("\n)\n")[0] + "\n)", {name: getattr(testing, name) for name in testing.__all__}
+    )
+    with pytest.raises(KvEventsError):
+        play(failing_harness(), steps)
+
+
+def test_an_ordinary_failure_is_shrunk_to_the_end():
+    with pytest.raises(KvEventsError) as failed:
+        in_any_traffic()
+    assert not [note for note in failed.value.__notes__ if "shrinking stopped" in note]
+
+
+def test_the_first_failure_counts():
+    with pytest.raises(ShrinkingStopped):
+        in_any_traffic((Phase.generate,), most_shrink_events=1)
+
+
+def test_without_a_bound_nothing_is_counted():
+    with pytest.raises(KvEventsError):
+        in_any_traffic((Phase.generate,), most_shrink_events=None)
+
+
+def test_outside_hypothesis_every_failure_is_the_failure_itself():
+    program = Program(*(Serve((n, n + 1, n + 2)) for n in range(8)))
+    for _ in range(3):
+        with pytest.raises(KvEventsError):
+            play(failing_harness(), program, most_shrink_events=1)
+
+
+def test_programs_that_pass_are_not_bounded():
+    @settings(database=None, derandomize=True, deadline=None, max_examples=30)
+    @given(traffic())
+    def test(program):
+        play(RouterHarness(EngineProfile(block_size=4, num_blocks=8)), program, most_shrink_events=1)
+
+    test()
+
+
+def test_a_bound_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"^play: most_shrink_events must be an integer of at least 1, got 0$"):
+        play(failing_harness(), Program(Prefill("r0")), most_shrink_events=0)
