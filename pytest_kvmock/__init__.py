@@ -2,8 +2,8 @@
 
 The names that most tests need are here; they are loaded when they are first used (PEP 562), so that a test suite that has
 the plugin installed and does not use it pays for none of them. The others are in their modules: `moves`, `sinks`, `tokens`,
-`plh`, `traces`, `profiles`, `engine`, `fleet`, `cache`, `block_manager`, `recovery`, `wire`, `reduce`, `scenarios`
-and `testing`.
+`plh`, `traces`, `profiles`, `engine`, `fleet`, `cache`, `block_manager`, `router`, `recovery`, `wire`, `reduce`,
+`scenarios` and `testing`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec as BackendSpec
     from pytest_kvmock.backends import EngineProfile as EngineProfile
     from pytest_kvmock.backends import create_manager as create_manager
-    from pytest_kvmock.block_manager import Fabric as Fabric
-    from pytest_kvmock.block_manager import KvBlockManager as KvBlockManager
     from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy as EvictionPolicy
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.paged import PagedCacheManager as PagedCacheManager
-    from pytest_kvmock.cache.paged import PagedRequest as PagedRequest
     from pytest_kvmock.engine.args import MockEngineArgs as MockEngineArgs
-    from pytest_kvmock.engine.driver import SlotsLost as SlotsLost
-    from pytest_kvmock.engine.driver import Traits as Traits
-    from pytest_kvmock.engine.driver import WouldWait as WouldWait
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
     from pytest_kvmock.events import Cleared as Cleared
@@ -39,31 +33,23 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleet.engine_state import EngineStalled as EngineStalled
     from pytest_kvmock.fleet.mock_engine import MockEngine as MockEngine
     from pytest_kvmock.fleet.replay import replay as replay
-    from pytest_kvmock.fleet.scheduler_cases import SchedulerCase as SchedulerCase
-    from pytest_kvmock.fleet.scheduler_cases import SchedulerRequest as SchedulerRequest
     from pytest_kvmock.harness import KvSink as KvSink
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness.faults import Faults as Faults
     from pytest_kvmock.harness.recovery import Recovery as Recovery
     from pytest_kvmock.hygiene.log import EventLog as EventLog
-    from pytest_kvmock.hygiene.problem import KvEventsError as KvEventsError
+    from pytest_kvmock.hygiene.problem import EventRulesBroken as EventRulesBroken
     from pytest_kvmock.hygiene.problem import Problem as Problem
     from pytest_kvmock.plugin.options import KvEventWarning as KvEventWarning
     from pytest_kvmock.reduce import Reproduction as Reproduction
     from pytest_kvmock.reduce import reproduce as reproduce
-    from pytest_kvmock.router.index import BlockNotFound as BlockNotFound
-    from pytest_kvmock.router.index import InvalidBlockSequence as InvalidBlockSequence
     from pytest_kvmock.router.index import KvEventError as KvEventError
-    from pytest_kvmock.router.index import OverlapScores as OverlapScores
-    from pytest_kvmock.router.index import ParentBlockNotFound as ParentBlockNotFound
     from pytest_kvmock.router.index import RadixIndex as RadixIndex
     from pytest_kvmock.sinks import CapturingSink as CapturingSink
     from pytest_kvmock.tiers.config import Tiers as Tiers
     from pytest_kvmock.tokens import Prompt as Prompt
     from pytest_kvmock.tokens import block_hashes as block_hashes
     from pytest_kvmock.tokens import sequence_hashes as sequence_hashes
-    from pytest_kvmock.traces import TraceRequest as TraceRequest
-    from pytest_kvmock.wire.batcher import KvWire as KvWire
     from pytest_kvmock.wire.zmq import KvPublisher as KvPublisher
     from pytest_kvmock.wire.zmq import KvSubscriber as KvSubscriber
 
@@ -71,34 +57,26 @@ if TYPE_CHECKING:
 _HOME = {
     "BACKENDS": "backends",
     "BackendSpec": "backends",
-    "BlockNotFound": "router.index",
     "CapturingSink": "sinks",
     "Cleared": "events",
     "EngineProfile": "backends",
     "EngineStalled": "fleet.engine_state",
     "EventLog": "hygiene.log",
     "EvictionPolicy": "cache.dynamo.eviction.policy",
-    "Fabric": "block_manager",
     "Faults": "harness.faults",
-    "InvalidBlockSequence": "router.index",
-    "KvBlockManager": "block_manager",
     "KvCacheEvent": "events",
     "KvEventError": "router.index",
     "KvEventWarning": "plugin.options",
-    "KvEventsError": "hygiene.problem",
+    "EventRulesBroken": "hygiene.problem",
     "KvManager": "cache.manager",
     "KvPublisher": "wire.zmq",
     "KvSink": "harness",
     "KvSubscriber": "wire.zmq",
-    "KvWire": "wire.batcher",
     "KvWorker": "engine.worker",
     "MockEngine": "fleet.mock_engine",
     "MockEngineArgs": "engine.args",
     "OutOfBlocks": "engine.worker",
-    "OverlapScores": "router.index",
     "PagedCacheManager": "cache.paged",
-    "PagedRequest": "cache.paged",
-    "ParentBlockNotFound": "router.index",
     "Problem": "hygiene.problem",
     "Prompt": "tokens",
     "RadixIndex": "router.index",
@@ -107,15 +85,9 @@ _HOME = {
     "Reproduction": "reduce",
     "RouterEvent": "events",
     "RouterHarness": "harness",
-    "SchedulerCase": "fleet.scheduler_cases",
-    "SchedulerRequest": "fleet.scheduler_cases",
-    "SlotsLost": "engine.driver",
     "StorageTier": "events",
     "Stored": "events",
     "Tiers": "tiers.config",
-    "TraceRequest": "traces",
-    "Traits": "engine.driver",
-    "WouldWait": "engine.driver",
     "block_hashes": "tokens",
     "create_manager": "backends",
     "replay": "fleet.replay",

@@ -113,7 +113,12 @@ def test_a_spec_does_wherever_a_name_does():
     with RouterHarness(backend=MINE) as kv_harness:
         prompt = kv_harness.prompt()
         kv_harness.worker(0).serve(prompt)
-        assert "mine" == kv_harness.backend == kv_harness.worker(0).backend == kv_harness.next_worker(MINE).backend
+        assert (
+            "mine"
+            == kv_harness.backend
+            == kv_harness.worker(0).backend
+            == kv_harness.worker(None, backend=MINE).backend
+        )
         assert {0: 4} == kv_harness.overlap(prompt)
         with pytest.raises(ValueError, match="the harness has backend 'mine' already; it cannot become 'lru'"):
             kv_harness.use_backend("lru")

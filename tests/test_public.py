@@ -12,6 +12,9 @@ import pytest
 import pytest_kvmock
 from pytest_kvmock.plugin import fixtures
 
+SUBJECTS = ["block_manager", "cache", "engine", "fleet", "recovery", "router", "scenarios", "traces", "wire"]
+"""The modules of names that the root does not have."""
+
 
 @pytest.mark.parametrize("name", sorted(set(pytest_kvmock.__all__) - {"__version__"}))
 def test_a_public_name_is_there_and_says_what_it_is(name):
@@ -58,18 +61,47 @@ def test_type_checkers_see_the_names_of_the_table():
     )
 
 
+def test_the_root_has_few_enough_names_to_be_learned():
+    """What a test without a special subject needs; the others have the module of their subject."""
+    assert 38 == len(pytest_kvmock._HOME)
+
+
+def test_a_harness_has_few_enough_methods_to_be_learned():
+    assert 35 >= len([name for name in dir(pytest_kvmock.RouterHarness) if not name.startswith("_")])
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("block_manager", "Fabric KvBlockManager"),
+        ("cache", "PagedRequest"),
+        ("engine", "SlotsLost Traits WouldWait"),
+        ("fleet", "SchedulerCase SchedulerRequest"),
+        ("router", "BlockNotFound InvalidBlockSequence OverlapScores ParentBlockNotFound"),
+        ("traces", "TraceRequest"),
+        ("wire", "KvWire"),
+    ],
+)
+def test_the_names_of_one_subject_are_in_its_module(module, names):
+    home = importlib.import_module(f"pytest_kvmock.{module}")
+    assert {*names.split()} <= {*home.__all__}
+    assert not {*names.split()} & {*pytest_kvmock.__all__}
+
+
 def test_what_public_fixtures_give_has_a_public_name():
-    """Of one that makes things, what it makes."""
+    """Of one that makes things, what it makes; the name is at the root, or in the module of its subject."""
     functions = ast.parse(inspect.getsource(fixtures)).body
     given = {
         each.name: ast.unparse(each.returns) for each in functions if getattr(each, "name", "") in fixtures.FIXTURES
     }
     assert set(fixtures.FIXTURES) == set(given)
     names = {name for annotation in given.values() for name in re.findall(r"\w+", annotation)}
-    assert names - {"Any", "Callable", "Iterator", "Sequence", "str"} <= set(pytest_kvmock.__all__)
+    modules = [importlib.import_module(f"pytest_kvmock.{name}") for name in SUBJECTS]
+    public = {*pytest_kvmock.__all__}.union(*(module.__all__ for module in modules))
+    assert set() == names - {"Any", "Callable", "Iterator", "Sequence", "str"} - public
 
 
-@pytest.mark.parametrize("name", ["cache", "engine", "recovery", "scenarios", "traces", "wire"])
+@pytest.mark.parametrize("name", SUBJECTS)
 def test_a_module_of_public_names_has_what_it_lists(name):
     module = importlib.import_module(f"pytest_kvmock.{name}")
     values = [getattr(module, name) for name in module.__all__]

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from pytest_kvmock import KvCacheEvent, KvEventsError, Removed, RouterHarness, Stored, block_hashes, sequence_hashes
+from pytest_kvmock import EventRulesBroken, KvCacheEvent, Removed, RouterHarness, Stored, block_hashes, sequence_hashes
 
 
 class MyEngine:
@@ -113,5 +113,5 @@ def test_a_bug_is_the_first_that_is_reported(kind, rule, seed):
     sink = kv.make_sink(chained=True, num_blocks=8)
     engine = kind(sink, num_blocks=8)
     sink.compare(lambda: engine.cached)
-    with pytest.raises(KvEventsError, match=rf"^\d+ KV event \w+: {rule} "):
+    with pytest.raises(EventRulesBroken, match=rf"^\d+ KV event \w+: {rule} "):
         exercise(engine, kv.events, seed)

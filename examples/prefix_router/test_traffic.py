@@ -111,10 +111,10 @@ def test_a_trace_is_served_by_four_workers(router, kv_harness, kv_events, kv_tra
     warnings = {worker: len(log.warnings) for worker, log in logs.items()}
     with capsys.disabled():
         print("\n" + fleet.table(f"{len(kv_trace)} requests over 4 workers, {kv_backend}", evicted, warnings))
-        for rule, count in kv_harness.warning_counts().items():
+        for rule, count in kv_harness.events.counts.warnings.items():
             print(f"{rule}: {count}")
     assert len(kv_trace) == sum(fleet.requests.values())
-    if "evicted_and_restored" not in kv_harness.warning_counts():  # else the engines hold more than they said
+    if "evicted_and_restored" not in kv_harness.events.counts.warnings:  # else the engines hold more than they said
         kv_harness.assert_in_sync()
         for worker, engine in kv_harness.workers.items():
             assert len(engine.manager.resident()) == router.index.size(worker)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from pytest_kvmock import KvEventError, OverlapScores, RadixIndex, RouterEvent
+from pytest_kvmock import KvEventError, RadixIndex, RouterEvent
 from pytest_kvmock.recovery import Events, RecoveryStep, RouterCursor, TreeDump
+from pytest_kvmock.router import OverlapScores
 from pytest_kvmock.router.recovery import Answer
 
 Ask = Callable[..., Answer]

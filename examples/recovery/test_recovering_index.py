@@ -7,7 +7,7 @@ is right, as ever, and whatever it made wrong of the answer fails the test.
 import pytest
 from recovering_index import Dynamo7072, KeepsWhatItHad, RecoveringIndex
 
-from pytest_kvmock import KvEventsError
+from pytest_kvmock import EventRulesBroken
 from pytest_kvmock.recovery import Events, TreeDump, WorkerQuery
 
 
@@ -130,6 +130,6 @@ def test_a_dump_that_is_added_to_what_was_there_shows_as_drift(evict_in_silence,
     old = evict_in_silence()
 
     assert {0: 2} == kv_harness.overlap(old)  # it was dropped
-    with pytest.raises(KvEventsError, match="index_drift") as drift:
+    with pytest.raises(EventRulesBroken, match="index_drift") as drift:
         kv_harness.assert_in_sync()
     print(drift.value)

@@ -38,7 +38,7 @@ def test_the_device_is_preferred_to_the_host_and_the_host_to_nothing(router, kv_
     push_to_host(host, prompt, other=kv_prompt(blocks=4))
     asked = prompt.block_hashes(kv_profile.block_size)
 
-    assert {"device": {0: 4}, "host_pinned": {1: 4}} == kv_harness.overlap_by_tier(prompt)
+    assert {"device": {0: 4}, "host_pinned": {1: 4}} == kv_harness.overlap(prompt, tier=None)
     assert {device.worker_id: 0.0, host.worker_id: 1.0, nothing.worker_id: 4.0} == router.cost(asked)
     assert device.worker_id == router.route(asked)
     assert host.worker_id == router.route(asked)  # the first is busy with 4 blocks
@@ -54,7 +54,7 @@ def test_a_prefix_in_two_tiers_is_credited_in_both(router, kv_harness, kv_worker
     with kv_worker.prefill(start) as request:  # brings the first half back
         assert 2 * kv_profile.block_size == request.onboarded_tokens == request.cached_tokens
 
-    assert {"device": {0: 2}, "host_pinned": {0: 2}} == kv_harness.overlap_by_tier(whole)
+    assert {"device": {0: 2}, "host_pinned": {0: 2}} == kv_harness.overlap(whole, tier=None)
     expected = 4 - 2 * CREDIT[StorageTier.DEVICE] - 2 * CREDIT[HOST]
     assert expected == router.cost(whole.block_hashes(kv_profile.block_size))[0]
 
@@ -66,6 +66,6 @@ def test_what_is_on_its_way_to_the_host_is_in_no_tier_yet(kv_harness, kv_worker,
     with pytest.raises(Exception, match="on their way to the host"):
         kv_worker.prefill(kv_prompt(blocks=4), wait=False)
 
-    assert {} == kv_harness.overlap_by_tier(prompt)
+    assert {} == kv_harness.overlap(prompt, tier=None)
     kv_worker.tick(1000.0)
-    assert {"host_pinned": {0: 4}} == kv_harness.overlap_by_tier(prompt)
+    assert {"host_pinned": {0: 4}} == kv_harness.overlap(prompt, tier=None)

@@ -106,7 +106,7 @@ def test_a_trace_is_served_by_two_workers_with_a_host(router, kv_harness, kv_tra
     with capsys.disabled():
         print("\n" + fleet.table(f"{len(kv_trace)} requests over 2 workers, {kv_backend}"))
     assert 0 < fleet.onboarded.total() <= fleet.cached.total() <= fleet.asked.total()
-    if "evicted_and_restored" not in kv_harness.warning_counts():  # else the engines hold more than they said
+    if "evicted_and_restored" not in kv_harness.events.counts.warnings:  # else the engines hold more than they said
         kv_harness.assert_in_sync()
         for number, worker in kv_harness.workers.items():
             for tier in (StorageTier.DEVICE, StorageTier.HOST_PINNED):

@@ -3,10 +3,13 @@
 from pytest_kvmock.cache.base import RequestLevel
 from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 from pytest_kvmock.cache.manager import KvManager, PrefillCost
+from pytest_kvmock.cache.paged import PagedCacheManager, PagedRequest
 
 __all__ = [
     "EvictionPolicy",
     "KvManager",
+    "PagedCacheManager",
+    "PagedRequest",
     "PrefillCost",
     "RequestLevel",
     "Slot",

@@ -97,7 +97,7 @@ class OpenRequest(Protocol):
 class Engine(Protocol):
     """What a worker needs of an engine that uses it."""
 
-    def restarted(self) -> None:
+    def worker_restarted(self) -> None:
         """Begin anew: the worker restarted, and has another driver."""
 
 
@@ -498,7 +498,7 @@ class KvWorker:
         self._recorder.drop()
         self._driver = self._start()
         if self._engine is not None:
-            self._engine.restarted()
+            self._engine.worker_restarted()
 
     def _announce_restart(self, announced: bool) -> None:
         """Have who receives its events begin anew; a worker alone has nobody."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 from pytest_kvmock.events import kind_of
-from pytest_kvmock.hygiene.problem import KvEventsError
+from pytest_kvmock.hygiene.problem import EventRulesBroken
 
 if TYPE_CHECKING:
     from random import Random
@@ -85,7 +85,7 @@ class Fault:
         self.stop()
         unmet = self.unmet()
         if unmet is not None and kind is None:
-            raise KvEventsError(unmet)
+            raise EventRulesBroken(unmet)
 
 
 class RandomFault:

@@ -100,7 +100,7 @@ class MockEngine:
             self.worker.detach()
             raise
 
-    def restarted(self) -> None:
+    def worker_restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives. Time, requests, passes and preemptions stay."""
         self._arriving.clear()
         self._under_way = None

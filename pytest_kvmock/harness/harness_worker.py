@@ -81,7 +81,7 @@ class HarnessWorker(KvWorker):
 
     def _announce_restart(self, announced: bool) -> None:
         """An announced restart removes the worker from ledger and indexes first. Its `KvPublisher` restarts, too."""
-        self._publisher.restarted((self.worker_id, self.dp_rank), announced=announced)
+        self._publisher.worker_restarted((self.worker_id, self.dp_rank), announced=announced)
 
 
 def options_of(profile: EngineProfile) -> dict[str, Any]:

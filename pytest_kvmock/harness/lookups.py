@@ -38,15 +38,15 @@ class Lookups:
         self._block_size = block_size
         self._lock = lock
 
-    def overlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str) -> Calls[Overlap]:
-        """See `RouterHarness.overlap`."""
+    def of_tier(self, prompt: Prompt | TokenIds, tier: StorageTier | str) -> Calls[Overlap]:
+        """The overlap of one tier; see `RouterHarness.overlap`."""
         __tracebackhide__ = True
         tier = StorageTier.of(tier)
         tiers = yield from self._look_up(prompt, by_tier=tier is not StorageTier.DEVICE)
         return tiers.get(tier, {})
 
-    def overlap_by_tier(self, prompt: Prompt | TokenIds) -> Calls[dict[StorageTier, Overlap]]:
-        """See `RouterHarness.overlap_by_tier`."""
+    def by_tier(self, prompt: Prompt | TokenIds) -> Calls[dict[StorageTier, Overlap]]:
+        """That of each tier."""
         return self._look_up(prompt, by_tier=True)
 
     def _look_up(self, prompt: Prompt | TokenIds, *, by_tier: bool) -> Calls[dict[StorageTier, Overlap]]:

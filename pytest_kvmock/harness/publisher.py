@@ -197,9 +197,9 @@ class Publisher:
     def begun(self, key: StreamKey) -> None:
         """Begin with a worker and rank: it has published nothing."""
         if self._recovery is not None:
-            self._recovery.restarted(key)
+            self._recovery.worker_restarted(key)
 
-    def restarted(self, key: StreamKey, *, announced: bool) -> None:
+    def worker_restarted(self, key: StreamKey, *, announced: bool) -> None:
         """Restart a worker and rank, which begins anew with event id 0; each sink of that worker alone is notified.
 
         Raises:

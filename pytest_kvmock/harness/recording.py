@@ -7,7 +7,7 @@ pays for a tuple an operation, and for nothing else.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.hygiene import entries
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.events import StreamKey
+    from pytest_kvmock.harness.index_comparison import Sync
     from pytest_kvmock.hygiene.log import EventLog
 
 MOST: Final = 200_000
@@ -43,6 +44,8 @@ class Recording:
     Args:
         log: counts the events.
         journal: has them.
+        sync: when the index under test is compared; see `RouterHarness`.
+        index_semantics: what a Cleared empties; likewise.
 
     Attributes:
         operations: the operations on the workers: the class of each, its fields, and `Recorded.at`. The value is made
@@ -50,15 +53,34 @@ class Recording:
         requests: how many requests there were.
         bursts: whether the test gave an index events in bursts (`RouterHarness.burst`).
         engines: of each worker and rank that had an engine, its arguments and the worker's backend.
+        backends: the backends of the workers, by name.
+        sinks: the worker ids of the sinks.
     """
 
-    __slots__ = ("_journal", "_log", "bursts", "engines", "operations", "requests")
+    __slots__ = (
+        "_journal",
+        "_log",
+        "backends",
+        "bursts",
+        "engines",
+        "index_semantics",
+        "operations",
+        "requests",
+        "sinks",
+        "sync",
+    )
 
-    def __init__(self, log: EventLog, journal: entries.Journal) -> None:
+    def __init__(
+        self, log: EventLog, journal: entries.Journal, sync: Sync = "auto", index_semantics: Literal["e1"] | None = None
+    ) -> None:
         self.operations: list[tuple[type[Operation], tuple[Any, ...], int]] = []
         self.requests = 0
         self.bursts = False
         self.engines: dict[StreamKey, tuple[MockEngineArgs, BackendSpec]] = {}
+        self.backends: dict[str, BackendSpec] = {}
+        self.sinks: set[int] = set()
+        self.sync = sync
+        self.index_semantics = index_semantics
         self._log = log
         self._journal = journal
 

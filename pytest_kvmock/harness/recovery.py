@@ -158,7 +158,7 @@ class Recovery:
     def _is_plain(published: Stream) -> bool:
         return published.spec.prefix_closed and published.spec.residency == "unique"
 
-    def restarted(self, key: StreamKey) -> None:
+    def worker_restarted(self, key: StreamKey) -> None:
         """Begin anew with a worker and rank: what it published before is dropped."""
         with self._lock:
             self._begin(key)

@@ -5,12 +5,11 @@ One subject: the interface of a harness. Each method delegates to the part that 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.checks import unknown_text
@@ -28,8 +27,7 @@ from pytest_kvmock.harness.verdict import Verdict, Verdicts
 from pytest_kvmock.harness.workers import WorkerKey, Workers
 from pytest_kvmock.hygiene.entries import BatchesLost, Journal
 from pytest_kvmock.hygiene.log import EventLog
-from pytest_kvmock.hygiene.log_entry import STATUSES
-from pytest_kvmock.hygiene.problem import KvEventsError, Problem
+from pytest_kvmock.hygiene.problem import EventRulesBroken, Problem
 from pytest_kvmock.hygiene.report import failure_text, problems_text
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.hygiene.stream import Stream
@@ -78,11 +76,11 @@ class RouterHarness:
         TypeError: an index that lacks a method, or an argument of the wrong kind.
 
     Attributes:
-        events: every event that arrived, with its verdict.
+        events: every event that arrived, with its verdict, and how many of each kind there were (`events.counts`).
         profile: the profile in force.
         publisher: from worker to router: ids, sinks, the lock.
-        recording: the events and operations, for a replay.
-        sync: as above, and so is `index_semantics`.
+        recording: the events and operations, and how the harness was made, for a replay.
+        by_hand: what `apply` publishes by; it has the next id of an event made by hand.
     """
 
     def __init__(
@@ -115,7 +113,6 @@ class RouterHarness:
             from pytest_kvmock.harness.engines import engine_profile  # for those who use it
 
             self.profile = engine_profile(self.profile, engine)
-        self.sync = sync
         self._allow = frozenset(map(check_rule, allow))
         self.events = EventLog(self.flush, allow=self._allow)
         self._seed = f"{self.profile.seed}:{name}"
@@ -123,8 +120,7 @@ class RouterHarness:
         # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
         comparing = Random(self._rng.getrandbits(64))  # noqa: S311 - as above
         journal = Journal() if journal is None else journal
-        self.recording = Recording(self.events, journal)
-        self.index_semantics = index_semantics
+        self.recording = Recording(self.events, journal, sync, index_semantics)
         self._judge = Judge(self.events, index, sync, comparing, semantics=index_semantics, journal=journal)
         self.publisher = Publisher(self._judge)
         self._engines, self._verdicts = EngineComparison(self._judge), Verdicts(self.events)
@@ -138,7 +134,7 @@ class RouterHarness:
             engine=engine or {},
             judge_unpublished=judge_unpublished,
         )
-        self._by_hand = ByHand(self.publisher, self._workers)
+        self.by_hand = ByHand(self.publisher, self._workers)
         self._lookups = Lookups(self._judge, self._workers, self.profile.block_size, self.publisher.lock)
         self._begun: frozenset[OpenRequest] = frozenset()
         if recovery is not None:
@@ -168,12 +164,6 @@ class RouterHarness:
         return None if self._workers.spec is None else self._workers.spec.name
 
     @property
-    def backends(self) -> dict[str, BackendSpec]:
-        """The backends of its workers, by name."""
-        specs = [self._workers.spec, *(worker.spec for worker in self._workers.by_key.values())]
-        return {spec.name: spec for spec in specs if spec is not None}
-
-    @property
     def reference(self) -> RadixIndex:
         """The reference index."""
         return self._judge.reference
@@ -198,11 +188,6 @@ class RouterHarness:
         """The streams of events, by (worker_id, dp_rank)."""
         return MappingProxyType(self._judge.ledger.streams)
 
-    @property
-    def sink_ids(self) -> frozenset[int]:
-        """The worker ids of its sinks."""
-        return frozenset(self._workers.sink_ids)
-
     def use_backend(self, backend: str | BackendSpec) -> None:
         """Set the backend of the workers, once, and make those that exist from the start.
 
@@ -211,11 +196,16 @@ class RouterHarness:
         """
         self._workers.use_backend(backend)
 
-    def worker(self, id: int, dp_rank: int = 0, backend: BackendSpec | str | None = None) -> KvWorker:  # noqa: A002 - upstream's word
+    def worker(
+        self,
+        id: int | None,  # noqa: A002 - upstream's word
+        dp_rank: int = 0,
+        backend: BackendSpec | str | None = None,
+    ) -> KvWorker:
         """The worker of this id and rank; made now if there is none.
 
         Args:
-            id: its id, from 0 to 2**64 - 1.
+            id: its id, from 0 to 2**64 - 1; None: one more worker, with the lowest id that is free.
             dp_rank: its data-parallel rank.
             backend: a backend of its own; the harness's if None.
 
@@ -223,15 +213,11 @@ class RouterHarness:
             ValueError: an id out of range or of a sink, an unknown backend, another backend than the worker has, or
                 none at all.
         """
-        return self._workers.worker(id, dp_rank, backend)
-
-    def next_worker(self, backend: BackendSpec | str | None = None) -> KvWorker:
-        """Make one more worker, with the lowest id that is free."""
-        return self._workers.next_worker(backend)
+        return self._workers.next_worker(backend) if id is None else self._workers.worker(id, dp_rank, backend)
 
     def engine(
         self,
-        id: int = 0,  # noqa: A002 - upstream's word
+        id: int | None = 0,  # noqa: A002 - upstream's word
         dp_rank: int = 0,
         args: MockEngineArgs | None = None,
         **engine: Any,
@@ -239,7 +225,7 @@ class RouterHarness:
         """The engine in virtual time of a worker; made now if it has none.
 
         Args:
-            id: the worker's id.
+            id: the worker's id; None: one more worker, with the lowest id that is free, and its engine.
             dp_rank: its data-parallel rank.
             args: what it is; by default the harness's profile and `engine` fields.
             **engine: fields of `MockEngineArgs`, laid over those of the harness.
@@ -248,10 +234,6 @@ class RouterHarness:
             ValueError: a field out of range, sizes that are not the worker's, or other arguments than it has.
         """
         return self._workers.engine(id, dp_rank, args, engine)
-
-    def next_engine(self, args: MockEngineArgs | None = None, **engine: Any) -> MockEngine:
-        """Make one more worker, with the lowest id that is free, and its engine; see `engine`."""
-        return self._workers.engine(None, 0, args, engine)
 
     def make_sink(
         self,
@@ -338,7 +320,7 @@ class RouterHarness:
             TypeError: something else. The events before it were published.
             ValueError: events of a sink, which publishes them itself. Likewise.
         """
-        self._by_hand.publish(events, worker_id, dp_rank)
+        self.by_hand.publish(events, worker_id, dp_rank)
 
     def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:
         """Record batches of a wire that did not arrive, as a `KvSubscriber` does; see `entries.BatchesLost`."""
@@ -347,15 +329,6 @@ class RouterHarness:
     def losses_at(self, endpoints: Sequence[str]) -> LostBatches:
         """Return `lost_batches` of one who subscribes at these endpoints, one a rank: a capture says who published there."""
         return self.publisher.losses_at(endpoints)
-
-    def next_id(self, worker_id: int, dp_rank: int) -> int:
-        """Take the id for an event made by hand that has none; it is not used again."""
-        return self._by_hand.next_id(worker_id, dp_rank)
-
-    @property
-    def by_hand(self) -> set[StreamKey]:
-        """The workers and ranks of events made by hand."""
-        return self._by_hand.keys
 
     @contextmanager
     def burst(self) -> Iterator[None]:
@@ -403,11 +376,6 @@ class RouterHarness:
             self._engines.remove(keys)
             self._workers.remove(keys)
 
-    @property
-    def asks_recovery(self) -> bool:
-        """Whether a router may ask its workers for what it missed."""
-        return self.publisher.recovery is not None
-
     def use_recovery(self, recovery: Recovery) -> None:
         """Keep what workers publish, so that a router can ask them for what it missed.
 
@@ -452,76 +420,59 @@ class RouterHarness:
         await self._judge.acompare()
         self.flush()
 
-    def compare_with(
-        self, worker_id: int, dp_rank: int, storage_tier: StorageTier | str, resident: Callable[[], Iterable[int]]
-    ) -> None:
-        """Compare the stream of a worker, at each flush and at the end, with the resident blocks that a callable returns."""
-        self._engines.compare_with(worker_id, dp_rank, storage_tier, resident)
-
     # ---------------------------------------------------------------------------------------------- lookups
 
-    def overlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap:
+    @overload
+    def overlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap: ...
+
+    @overload
+    def overlap(self, prompt: Prompt | TokenIds, tier: None) -> dict[StorageTier, Overlap]: ...
+
+    def overlap(
+        self, prompt: Prompt | TokenIds, tier: StorageTier | str | None = StorageTier.DEVICE
+    ) -> Overlap | dict[StorageTier, Overlap]:
         """How many leading blocks of a prompt each worker holds, by the index; workers without any are absent.
 
         Args:
             prompt: the prompt.
-            tier: which tier. Of one below the device, the blocks by which it extends what the faster tiers have.
+            tier: which tier. Of one below the device, the blocks by which it extends what the faster tiers have. None:
+                the answers of all tiers, by tier; those of which no worker has any are absent.
 
         Raises:
             TypeError: the index is async: `await kv_harness.aoverlap(prompt)`.
             ValueError: an unknown tier; the index takes tokens, and the prompt has none; or it has no `find_tiered`.
         """
         __tracebackhide__ = True
-        return self._lookups.run("overlap", self._lookups.overlap(prompt, tier))
+        if tier is None:
+            return self._lookups.run("overlap", self._lookups.by_tier(prompt))
+        return self._lookups.run("overlap", self._lookups.of_tier(prompt, tier))
 
-    async def aoverlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap:
+    @overload
+    async def aoverlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap: ...
+
+    @overload
+    async def aoverlap(self, prompt: Prompt | TokenIds, tier: None) -> dict[StorageTier, Overlap]: ...
+
+    async def aoverlap(
+        self, prompt: Prompt | TokenIds, tier: StorageTier | str | None = StorageTier.DEVICE
+    ) -> Overlap | dict[StorageTier, Overlap]:
         """As `overlap`, for an async index, as far as it was flushed."""
         __tracebackhide__ = True
-        return await self._lookups.arun("aoverlap", self._lookups.overlap(prompt, tier))
-
-    def overlap_by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
-        """The `overlap` of each tier; tiers of which no worker has any are absent. Raises as `overlap` does."""
-        __tracebackhide__ = True
-        return self._lookups.run("overlap_by_tier", self._lookups.overlap_by_tier(prompt))
-
-    async def aoverlap_by_tier(self, prompt: Prompt | TokenIds) -> dict[StorageTier, Overlap]:
-        """As `overlap_by_tier`, for an async index, as far as it was flushed."""
-        __tracebackhide__ = True
-        return await self._lookups.arun("aoverlap_by_tier", self._lookups.overlap_by_tier(prompt))
+        if tier is None:
+            return await self._lookups.arun("aoverlap", self._lookups.by_tier(prompt))
+        return await self._lookups.arun("aoverlap", self._lookups.of_tier(prompt, tier))
 
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
 
-    # ----------------------------------------------------------------------------------------------- counts
-
-    def ok_count(self, kind: str) -> int:
-        """How many events of a kind ("stored", "removed", "cleared") were valid."""
-        return self.status_count(kind, "ok")
-
-    def status_count(self, kind: str, status: str) -> int:
-        """How many events of a kind had a status: "ok", or one of the errors that an index counts.
-
-        Raises:
-            ValueError: an unknown kind or status.
-        """
-        return self.events.status_count(kind, status)
-
-    def invalid_counts(self) -> dict[tuple[str, str], int]:
-        """The six counters of upstream's harness: (kind, error) for Stored and Removed."""
-        return {
-            (kind, status): self.status_count(kind, status) for kind in ("stored", "removed") for status in STATUSES
-        }
-
-    def warning_counts(self) -> dict[str, int]:
-        """How often each warning came, consequences of another fault counted."""
-        return dict(Counter(problem.rule for problem in self.events.problems if not problem.is_error))
+    # ----------------------------------------------------------------------------------------------- checks
 
     def assert_no_event_errors(self) -> None:
         """Flush, and raise if there was any error that the test did not expect.
 
         Raises:
-            KvEventsError: with the report.
+            EventRulesBroken: with the report.
         """
         __tracebackhide__ = True
         self.events.check()
@@ -530,19 +481,19 @@ class RouterHarness:
         """Flush, and raise if there was any warning.
 
         Raises:
-            KvEventsError: with the report.
+            EventRulesBroken: with the report.
         """
         __tracebackhide__ = True
         self.flush()
         warnings = self.events.unexcused(self.events.warnings)
         if warnings:
-            raise KvEventsError(problems_text(warnings))
+            raise EventRulesBroken(problems_text(warnings))
 
     def assert_in_sync(self) -> None:
         """Flush, and raise if stream and engines, or index and reference, differ now, for whatever reason.
 
         Raises:
-            KvEventsError: with the report.
+            EventRulesBroken: with the report.
             TypeError: the index is async: `await kv_harness.aassert_in_sync()`.
         """
         __tracebackhide__ = True
@@ -561,7 +512,7 @@ class RouterHarness:
         self.flush()
         found += self._engines.differences(self._workers.by_key.values())
         if found:
-            raise KvEventsError(problems_text(found))
+            raise EventRulesBroken(problems_text(found))
 
     # ---------------------------------------------------------------------------------------------- judging
 
@@ -585,7 +536,9 @@ class RouterHarness:
     def is_engines_own(self, warning: Problem) -> bool:
         """Whether a warning is one that a faithful mock engine causes by itself, as `multi_lru` and `hash_cache` do."""
         key = (warning.worker_id, warning.dp_rank)
-        return warning.rule in self._workers.own_warnings(key) and key not in self.by_hand and warning.fault is None
+        return (
+            warning.rule in self._workers.own_warnings(key) and key not in self.by_hand.keys and warning.fault is None
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -597,4 +550,4 @@ class RouterHarness:
         verdict = self.judge()
         errors = [problem for problem in verdict.errors if problem.rule not in self._allow]
         if kind is None and (errors or verdict.unmet):
-            raise KvEventsError(failure_text(errors, verdict.unmet, harness=True))
+            raise EventRulesBroken(failure_text(errors, verdict.unmet, harness=True))

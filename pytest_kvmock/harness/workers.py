@@ -116,7 +116,7 @@ class Workers:
                 raise ValueError(f"the harness has backend {self.spec.name!r} already; it cannot become {spec.name!r}")
             return
         spec.check_options(options_of(self._profile))
-        self.spec = spec
+        self.spec = self._recording.backends[spec.name] = spec
         for worker_id in range(self._profile.workers):
             for dp_rank in range(self._profile.dp_size):
                 self.worker(worker_id, dp_rank)
@@ -237,6 +237,7 @@ class Workers:
             takes_tokens=under_test is not None and under_test.takes_tokens,
         )
         self._workers[self.key(worker_id, dp_rank)] = worker
+        self._recording.backends[spec.name] = spec
         tiers = self._profile.tiers
         if not spec.prefix_closed:
             self._not_prefix_closed.add((worker_id, dp_rank))
@@ -279,6 +280,7 @@ class Workers:
         self._judge.open(Opened((worker_id, 0), None, about))
         sink = KvSink(worker_id, self._publisher, self._judge.judge_hashes, self._engines.compare_with, chained=chained)
         self._sinks[worker_id] = sink
+        self._recording.sinks.add(worker_id)
         self._publisher.user_sinks.append(sink)
         return sink
 

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Self
 
-from pytest_kvmock.checks import check_integer, unknown_text
-from pytest_kvmock.events import KINDS, Cleared, KvCacheEvent, Removed, Stored, kind_of
-from pytest_kvmock.hygiene.log_entry import STATUSES, LogEntry, WorkerNote
-from pytest_kvmock.hygiene.problem import KvEventsError, Problem
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
+from pytest_kvmock.hygiene.counts import EventCounts
+from pytest_kvmock.hygiene.log_entry import LogEntry, WorkerNote
+from pytest_kvmock.hygiene.problem import EventRulesBroken, Problem
 from pytest_kvmock.hygiene.report import expectation_text, problems_text
 from pytest_kvmock.hygiene.rules import RULES, check_rule
 from pytest_kvmock.hygiene.text import worker_text
@@ -52,7 +53,7 @@ class Expectation:
         self._log.within.remove(self)
         seen = self.mark()
         if seen != self.times and kind is None:
-            raise KvEventsError(expectation_text(self.rule, self.times, seen, self._log.total))
+            raise EventRulesBroken(expectation_text(self.rule, self.times, seen, self._log.total))
 
     def mark(self) -> int:
         """Mark the problems that the `with` block expects; return how many came, those beyond its number too."""
@@ -243,24 +244,10 @@ class EventLog:
         """Warnings that stand by themselves."""
         return [p for p in self.problems if not p.is_error and p.cause is None]
 
-    def status_count(self, kind: str, status: str) -> int:
-        """How many events of a kind had a status (see `LogEntry.status`), those that were cleared too.
-
-        Raises:
-            ValueError: an unknown kind or status.
-        """
-        if kind not in KINDS:
-            raise ValueError(unknown_text("kind", kind, KINDS))
-        if status not in ("ok", *STATUSES):
-            raise ValueError(unknown_text("status", status, ("ok", *STATUSES)))
-        wrong: dict[int, str] = {}
-        for problem in self.problems:
-            if problem.rule in STATUSES and problem.event is not None and kind_of(problem.event) == kind:
-                wrong.setdefault(problem.position, problem.rule)
-        if status == "ok":
-            counts = self._counts.items()
-            return sum(count for (*_, counted), count in counts if counted.__name__.lower() == kind) - len(wrong)
-        return sum(rule == status for rule in wrong.values())
+    @property
+    def counts(self) -> EventCounts:
+        """How many events of each kind were valid, or not, and how many warnings came."""
+        return EventCounts(self._counts, self.problems)
 
     def for_worker(self, worker_id: int, dp_rank: int | None = None) -> EventLog:
         """The part of the log that is about one worker, or about one rank of it."""
@@ -299,7 +286,7 @@ class EventLog:
             at_least: how many events must have arrived by now.
 
         Raises:
-            KvEventsError: an error that is not expected, or a warning where `event_warnings="fail"`, in the order in
+            EventRulesBroken: an error that is not expected, or a warning where `event_warnings="fail"`, in the order in
                 which they came; or fewer events.
         """
         __tracebackhide__ = True
@@ -307,9 +294,9 @@ class EventLog:
         counted = [p for p in self.problems if p.cause is None and (p.is_error or self.warnings_fail)]
         wrong = self.unexcused(counted)
         if wrong:
-            raise KvEventsError(problems_text(wrong))
+            raise EventRulesBroken(problems_text(wrong))
         if self.total < at_least:
-            raise KvEventsError(f"expected at least {at_least} KV events by now, {self.total} arrived")
+            raise EventRulesBroken(f"expected at least {at_least} KV events by now, {self.total} arrived")
 
     def mark(self, rule: str, times: int, since: int, who: Expectation) -> int:
         """Mark the first `times` breaches of a rule as expected; return how many came that nothing else expects."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.events import RouterEvent
 
 
-class KvEventsError(AssertionError):
+class EventRulesBroken(AssertionError):  # noqa: N818 - says what happened, as an assertion does
     """Raised when events were wrong, or an error that a test expected did not come. The message is the report."""
 
 

@@ -1,7 +1,6 @@
 """The pytest plugin: this module is its entry point, and re-exports what pytest looks for."""
 
 from pytest_kvmock.plugin.fixtures import (
-    _former_name,
     _kvmock_block_managers,
     _kvmock_case,
     _kvmock_dialects,
@@ -11,7 +10,6 @@ from pytest_kvmock.plugin.fixtures import (
     kv_backend,
     kv_base_profile,
     kv_block_manager,
-    kv_cache_manager,
     kv_dialect,
     kv_engine,
     kv_events,
@@ -19,6 +17,7 @@ from pytest_kvmock.plugin.fixtures import (
     kv_harness,
     kv_index,
     kv_manager,
+    kv_paged_manager,
     kv_profile,
     kv_prompt,
     kv_publisher,
@@ -53,7 +52,6 @@ from pytest_kvmock.plugin.options import KvEventWarning
 
 __all__ = [
     "KvEventWarning",
-    "_former_name",
     "_kvmock_block_managers",
     "_kvmock_case",
     "_kvmock_dialects",
@@ -63,7 +61,6 @@ __all__ = [
     "kv_backend",
     "kv_base_profile",
     "kv_block_manager",
-    "kv_cache_manager",
     "kv_dialect",
     "kv_engine",
     "kv_events",
@@ -71,6 +68,7 @@ __all__ = [
     "kv_harness",
     "kv_index",
     "kv_manager",
+    "kv_paged_manager",
     "kv_profile",
     "kv_prompt",
     "kv_publisher",

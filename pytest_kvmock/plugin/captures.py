@@ -69,7 +69,7 @@ class TestCapture:
         backend = None if harness is None else harness.backend
         engine = None
         if harness is not None and backend is not None:
-            engine = {"backend": backend, "models": harness.backends[backend].models}
+            engine = {"backend": backend, "models": harness.recording.backends[backend].models}
         profile = self._profile if harness is None else harness.profile
         return header(engine, profile.seed, profile=asdict(profile), test=self._item.nodeid)
 

@@ -267,7 +267,7 @@ def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvMana
     harness = _kvmock_case.with_backend(kv_backend)
 
     def make(backend: str | None = None) -> KvManager:
-        return harness.next_worker(backend).manager
+        return harness.worker(None, backend=backend).manager
 
     return make
 
@@ -292,7 +292,7 @@ def make_kv_engine(
     harness = _kvmock_case.with_backend(kv_backend)
 
     def make(**engine: Any) -> MockEngine:
-        return harness.next_engine(**engine)
+        return harness.engine(None, **engine)
 
     return make
 
@@ -323,7 +323,7 @@ def _case_or_fail(request: pytest.FixtureRequest, case: SchedulerCase | None) ->
 
 
 @pytest.fixture
-def kv_cache_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> PagedCacheManager:
+def kv_paged_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> PagedCacheManager:
     """A `PagedCacheManager`, inference_lab's, with the blocks of the test's profile, one byte a token; it has no events."""
     from pytest_kvmock.cache.paged import PagedCacheManager
     from pytest_kvmock.plugin.case import effective_profile
@@ -454,17 +454,6 @@ FIXTURES: Final = tuple(name for name in globals() if name.startswith(FIXTURE_PR
 
 
 # ---------------------------------------------------------------------------------------------------- to misspell
-
-FORMER_NAME: Final = "kv_router"
-"""The name that `kv_harness` had; a later version gives it to the router under test."""
-
-FORMER_NAME_TEXT: Final = "the fixture kv_router is kv_harness now: rename it"
-
-
-@pytest.fixture(name=FORMER_NAME)
-def _former_name() -> None:
-    """Renamed: ask for `kv_harness`."""
-    pytest.fail(FORMER_NAME_TEXT, pytrace=False)
 
 
 class _Explainer:

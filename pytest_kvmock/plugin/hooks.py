@@ -15,8 +15,6 @@ from pytest_kvmock.plugin.fixtures import (
     CASE,
     FIXTURE_PREFIXES,
     FIXTURES,
-    FORMER_NAME,
-    FORMER_NAME_TEXT,
     expect_lookup_errors,
 )
 from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, CASE_OF_MATRIX, DIALECT_AXIS, deselect, generate
@@ -132,8 +130,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Run tests over the matrix, after every other parametrisation."""
     yield
     names, keywords = metafunc.fixturenames, metafunc.definition.keywords
-    if FORMER_NAME in names:  # a test asks for it, or something that it asks for is an override of it
-        raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {FORMER_NAME_TEXT}")
     if (
         AXIS in names
         or DIALECT_AXIS in names

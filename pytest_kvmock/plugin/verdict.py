@@ -73,7 +73,7 @@ def judge_body(case: Case) -> None:
 
 def judge_failed_body(case: Case, failure: BaseException) -> None:
     """Add notes and the log to a test whose body failed by itself: its failure stays the only one."""
-    from pytest_kvmock.hygiene.problem import KvEventsError
+    from pytest_kvmock.hygiene.problem import EventRulesBroken
 
     if _keeps_its_outcome(failure):
         return
@@ -82,7 +82,7 @@ def judge_failed_body(case: Case, failure: BaseException) -> None:
         add_log(case, "call", _first(found))
     if found is None:
         return
-    if isinstance(failure, KvEventsError):  # of kv_events.check(), say: it is about any of them
+    if isinstance(failure, EventRulesBroken):  # of kv_events.check(), say: it is about any of them
         problem = _first(found)
     else:
         problem = next((problem for problem in found.fatal if problem.rule not in _OF_THE_END), None)

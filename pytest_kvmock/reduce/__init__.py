@@ -98,7 +98,7 @@ def reproduce(
 
     def search(is_over: Callable[[], bool] | None) -> Reproduction:
         def replayer() -> Replayer:
-            return Replayer(remade, ignored, Budget(work, is_over), kv.backends)
+            return Replayer(remade, ignored, Budget(work, is_over), kv.recording.backends)
 
         if remade is not None:
             remade.probe(replayer().budget)
@@ -159,7 +159,7 @@ def _whole(
         raise NotReduced(f"{problem.rule} is not about the events of a stream")
     make_index = None
     if problem.rule in _OF_AN_INDEX:
-        if kv.asks_recovery:
+        if kv.publisher.recovery is not None:
             raise NotReduced("the router asks workers for what it missed, which is not replayed")
         if problem.fault is not None and problem.fault.survived:
             raise NotReduced("the router must survive faults, which are not replayed")
@@ -179,8 +179,8 @@ def _whole(
             kv.profile,
             workers=tuple(made),
             with_index=make_index is not None,
-            sync="auto" if make_index is None or kv.sync == "every" else kv.sync,
-            index_semantics=None if make_index is None else kv.index_semantics,
+            sync="auto" if make_index is None or kv.recording.sync == "every" else kv.recording.sync,
+            index_semantics=None if make_index is None else kv.recording.index_semantics,
             aflush="end" if make_index is not None and kv.is_async else None,
         ),
         make_index,
@@ -248,8 +248,8 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     if with_capacity:  # what is held is too much: what was removed does not matter, nor in how many events it came
         with suppress(NotReduced):
             held = _held(arrivals, whole.breach.worker, tier)
-            return EventCutter(whole, held, replayer, kinds, sinks=kv.sink_ids).cut()
-    return EventCutter(whole, arrivals, replayer, kinds, sinks=kv.sink_ids, later=later).cut()
+            return EventCutter(whole, held, replayer, kinds, sinks=kv.recording.sinks).cut()
+    return EventCutter(whole, arrivals, replayer, kinds, sinks=kv.recording.sinks, later=later).cut()
 
 
 def _sink_kind(spec: StreamSpec, tier: StorageTier | None, *, chained: bool) -> SinkKind:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -37,9 +37,9 @@ _PUBLIC: Final = (
     "RouterHarness",
     "StorageTier",
     "Stored",
-    "WouldWait",
 )
-"""What a test imports of what it names."""
+_PUBLIC_ENGINE: Final = ("WouldWait",)
+"""What a test imports of what it names: from the root, and from `engine`."""
 
 
 class NotReduced(Exception):  # noqa: N818 - its message is a reason, no error
@@ -175,11 +175,18 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None) -> str:
     kind = "def" if program.aflush is None or runs_itself else "async def"
     lines = [*marks, f"{kind} {name}({index}):", *(f"    {line}".rstrip() for line in with_harness)]
     text = "\n".join(lines)
-    names = [public for public in _PUBLIC if any(f"{public}{after}" in text for after in "(.)")]
+    ours = [f"from pytest_kvmock import {', '.join(_named(_PUBLIC, text))}"]
+    if of_engine := _named(_PUBLIC_ENGINE, text):
+        ours.append(f"from pytest_kvmock.engine import {', '.join(of_engine)}")
     standard = ["import asyncio"] * runs_itself + ["from contextlib import suppress"] * ("suppress(" in text)
     groups = ["\n".join(standard), "import pytest" * bool(marks)]
     imports = [f"{group}\n\n" for group in groups if group]
-    return f"{''.join(imports)}from pytest_kvmock import {', '.join(names)}\n\n\n{text}\n"
+    return "".join(imports) + "\n".join(ours) + f"\n\n\n{text}\n"
+
+
+def _named(public: Sequence[str], text: str) -> list[str]:
+    """Those of these names that a text uses."""
+    return [name for name in public if any(f"{name}{after}" in text for after in "(.)")]
 
 
 def _harness(program: Reproduction) -> str:

@@ -358,10 +358,10 @@ class _Player:
         elif "removed" in given:
             data = Removed(tuple(given["removed"]))
         self._make_sinks(worker, given)
-        event_id = given["id"] if "id" in given else self._harness.next_id(*worker)
+        event_id = given["id"] if "id" in given else self._harness.by_hand.next_id(*worker)
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]
         event = KvCacheEvent(event_id, data, worker[1])
-        self._harness.by_hand.add(worker)
+        self._harness.by_hand.keys.add(worker)
         self._harness.publisher.publish(
             RouterEvent(worker[0], event, tier, tokens, extra, chained=given.get("chained", False))
         )

@@ -101,7 +101,7 @@ def play(harness: RouterHarness, program: Iterable[Step], *, most_shrink_events:
             wants, which are minutes where an index is slow.
 
     Raises:
-        KvEventsError: an error that was not expected, with a note that names the step after which it showed.
+        EventRulesBroken: an error that was not expected, with a note that names the step after which it showed.
         TypeError: something in the program is no step.
         ValueError: `most_shrink_events` is below 1.
         ShrinkingStopped: the program fails, and shrinking it took more events, or seconds, than it may.

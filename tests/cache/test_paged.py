@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import PagedCacheManager, PagedRequest, Prompt
+from pytest_kvmock import PagedCacheManager, Prompt
+from pytest_kvmock.cache import PagedRequest
 
 
 def request_of(num_prompt_tokens, request_id="req-1"):

@@ -6,7 +6,8 @@ from random import Random
 import pytest
 from captured import Captured
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, SlotsLost
+from pytest_kvmock import EngineProfile, OutOfBlocks
+from pytest_kvmock.engine import SlotsLost
 
 BACKENDS = ["lineage", "lru", "multi_lru"]
 LATE = 45

@@ -36,8 +36,8 @@ from pytest_kvmock import (  # noqa: E402 - as above
     BACKENDS,
     Cleared,
     EngineProfile,
+    EventRulesBroken,
     KvEventError,
-    KvEventsError,
     Recovery,
     Removed,
     RouterHarness,
@@ -373,7 +373,7 @@ class World:
         self.texts += [f"entry {entry!r}" for entry in events]
         try:
             events.check()
-        except KvEventsError as error:
+        except EventRulesBroken as error:
             self.texts += str(error).splitlines()
         self.texts = [without_lines_of_code(text) for text in self.texts]
 

@@ -3,7 +3,7 @@
 import pytest
 from fault_worlds import PROFILE
 
-from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
 from pytest_kvmock.faults.changes import salted
 from pytest_kvmock.faults.kinds import FAULTS
@@ -409,7 +409,7 @@ def test_an_unused_fault_is_reported_once(kv):
 def test_a_with_block_says_so_when_it_is_left(kv):
     with (
         pytest.raises(
-            KvEventsError, match=r"^kv_harness\.faults\.lose\(2, kind='stored', worker=0\): unused, no event "
+            EventRulesBroken, match=r"^kv_harness\.faults\.lose\(2, kind='stored', worker=0\): unused, no event "
         ),
         kv.faults.lose(2, kind="stored", worker=0),
     ):
@@ -433,7 +433,7 @@ def test_a_fault_that_is_stopped_need_not_be_used(kv):
 
 
 def test_a_harness_by_itself_fails_for_it():
-    with pytest.raises(KvEventsError, match="unused, no event matched"), RouterHarness(PROFILE) as kv:
+    with pytest.raises(EventRulesBroken, match="unused, no event matched"), RouterHarness(PROFILE) as kv:
         kv.faults.double()
 
 

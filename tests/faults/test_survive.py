@@ -18,7 +18,7 @@ from surviving_indexes import (
     WaitsForLateEvents,
 )
 
-from pytest_kvmock import KvEventsError, RadixIndex, Recovery, RouterHarness
+from pytest_kvmock import EventRulesBroken, RadixIndex, Recovery, RouterHarness
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.events import KvCacheEvent, Removed, Stored
 from pytest_kvmock.router.index import KvEventError
@@ -302,7 +302,7 @@ def test_in_sync_means_that_the_index_has_recovered():
     kv.worker(0).serve(kv.prompt(1))
     kv.assert_in_sync()
     index.tree.remove_worker(0)
-    with pytest.raises(KvEventsError, match="index_drift"):
+    with pytest.raises(EventRulesBroken, match="index_drift"):
         kv.assert_in_sync()
 
 

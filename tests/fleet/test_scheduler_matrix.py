@@ -80,8 +80,8 @@ def test_requests_complete_and_are_stored(kv_engine, kv_harness, kv_events):
     kv_engine.run()
 
     assert [20] * 5 == [request.generated_tokens for request in kv_engine.requests]
-    assert kv_harness.ok_count("stored") > 0
-    assert {} == kv_harness.warning_counts()
+    assert kv_harness.events.counts.ok("stored") > 0
+    assert {} == kv_harness.events.counts.warnings
     assert [] == kv_events.removed
 
 
@@ -94,8 +94,8 @@ def test_a_request_is_preempted_and_computed_again(kv_engine, kv_harness):
     assert [16] * 3 == [request.generated_tokens for request in kv_engine.requests]
     assert kv_engine.metrics.preemptions > 0
     assert sum(request.preemptions for request in kv_engine.requests) == kv_engine.metrics.preemptions
-    assert kv_harness.ok_count("removed") > 0
-    assert kv_harness.warning_counts().keys() <= {*ENGINES_OWN}
+    assert kv_harness.events.counts.ok("removed") > 0
+    assert kv_harness.events.counts.warnings.keys() <= {*ENGINES_OWN}
     assert 0 == kv_engine.metrics.active_blocks
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_kvmock import KvEventsError
+from pytest_kvmock import EventRulesBroken
 from pytest_kvmock.events import Removed, RouterEvent, Stored
 
 
@@ -33,7 +33,7 @@ def test_a_lost_last_event_is_seen_by_the_flush_when_the_block_is_left(kv):
 def test_an_error_that_came_before_the_block_does_not_count(kv):
     kv.apply(Removed((7,)))
     with (
-        pytest.raises(KvEventsError, match="expected 1 block_not_found, saw none in 2 KV events"),
+        pytest.raises(EventRulesBroken, match="expected 1 block_not_found, saw none in 2 KV events"),
         kv.events.expect_error("block_not_found"),
     ):
         kv.apply(one_block(1))
@@ -41,7 +41,7 @@ def test_an_error_that_came_before_the_block_does_not_count(kv):
 
 def test_more_than_expected_is_a_failure_and_the_rest_stand(kv, rules_of):
     with (
-        pytest.raises(KvEventsError, match="expected 1 block_not_found, saw 2 in 2 KV events"),
+        pytest.raises(EventRulesBroken, match="expected 1 block_not_found, saw 2 in 2 KV events"),
         kv.events.expect_error("block_not_found"),
     ):
         kv.apply([Removed((7,)), Removed((8,))])

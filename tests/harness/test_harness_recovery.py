@@ -9,7 +9,7 @@ from faulty_indexes import Sound
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, Recovery, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, Recovery, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.router.index import KvEventError
 from pytest_kvmock.router.recovery import Events, RouterCursor, TooNew, TreeDump, WorkerQuery
@@ -717,5 +717,5 @@ def test_a_harness_that_is_left_says_what_an_index_made_wrong_of_an_answer():
             store(kv, 3)
             recovery(0, 1)
 
-    with pytest.raises(KvEventsError, match="1 KV event error: index_drift"):
+    with pytest.raises(EventRulesBroken, match="1 KV event error: index_drift"):
         run()

@@ -20,9 +20,9 @@ def two_ranks(index=None, semantics=None, **options):
 
 def test_a_cleared_empties_its_rank_or_with_e1_all_ranks_of_the_worker():
     kv = two_ranks()
-    assert (None, {(0, 1): 2, 1: 2}) == (kv.index_semantics, kv.overlap_for_hashes([1, 2]))
+    assert (None, {(0, 1): 2, 1: 2}) == (kv.recording.index_semantics, kv.overlap_for_hashes([1, 2]))
     kv = two_ranks(semantics="e1")
-    assert ("e1", {1: 2}) == (kv.index_semantics, kv.overlap_for_hashes([1, 2]))
+    assert ("e1", {1: 2}) == (kv.recording.index_semantics, kv.overlap_for_hashes([1, 2]))
 
 
 @pytest.mark.parametrize("survive", [(), ["lose"]], ids=["plain", "surviving"])

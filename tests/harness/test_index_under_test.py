@@ -22,7 +22,7 @@ from faulty_indexes import (
     WithZeros,
 )
 
-from pytest_kvmock import KvEventsError, Prompt, RadixIndex, RouterHarness
+from pytest_kvmock import EventRulesBroken, Prompt, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
 from pytest_kvmock.fleet import replay
 from pytest_kvmock.router.index import OverlapScores
@@ -127,7 +127,7 @@ ONLY_HASHES = (
 def test_a_prompt_without_tokens_is_refused_for_an_index_of_tokens_before_anything_is_published(make_kv, backend):
     kv = make_kv(backend, index=ByTokens())
     prompt = TraceRequest(0.0, 10, 1, (7, 8, 9)).prompt(4)
-    engine, worker = kv.engine(0), kv.next_worker()
+    engine, worker = kv.engine(0), kv.worker(None)
     begun = kv.events.total  # sglang publishes a Cleared as it begins
     for serve in (worker.serve, worker.prefill, lambda prompt: engine.submit(prompt, 1)):
         with pytest.raises(ValueError) as refused:
@@ -484,7 +484,7 @@ def test_index_and_reference_out_of_sync_are_asserted_each_time(make_kv):
     kv.assert_in_sync()
     kv.apply(Removed((2,)))
     for _ in range(2):
-        with pytest.raises(KvEventsError, match="index_drift"):
+        with pytest.raises(EventRulesBroken, match="index_drift"):
             kv.assert_in_sync()
     assert 1 == len(kv.events.errors)
     kv.apply(Stored(1, (2,), (2,)))
@@ -513,7 +513,7 @@ def test_what_is_found_at_the_end_stands_after_the_last_event(make_kv):
     kv = make_kv(index=ForgetsOneRemoved(), sync="end")
     chain(kv, 1, 2)
     kv.apply(Removed((2,)))
-    with pytest.raises(KvEventsError, match="worker 0, compared after entry 1 of the log"):
+    with pytest.raises(EventRulesBroken, match="worker 0, compared after entry 1 of the log"):
         kv.assert_in_sync()
     (problem,) = kv.judge().errors
     assert (None, 1) == (problem.event, problem.position)
@@ -659,7 +659,7 @@ def test_an_async_index_out_of_sync_is_asserted_each_time(make_kv):
         await kv.aassert_in_sync()
         kv.apply(Removed((2,)))
         for _ in range(2):
-            with pytest.raises(KvEventsError, match="index_drift"):
+            with pytest.raises(EventRulesBroken, match="index_drift"):
                 await kv.aassert_in_sync()
 
     kv = make_kv(index=Forgetful())

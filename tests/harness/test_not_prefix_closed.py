@@ -7,7 +7,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_kvmock import EngineProfile, KvEventsError, OutOfBlocks, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, OutOfBlocks, RadixIndex, RouterHarness
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.tokens import sequence_hashes
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
@@ -64,7 +64,9 @@ def test_any_answer_between_the_reference_and_what_is_held_is_right(make_kv, sto
     for index.blocks in range(least, 4):
         kv.assert_in_sync()
     for index.blocks in (least - 1, 4):
-        with pytest.raises(KvEventsError, match=f"{least} to 3 blocks: between what the reference index returned and"):
+        with pytest.raises(
+            EventRulesBroken, match=f"{least} to 3 blocks: between what the reference index returned and"
+        ):
             kv.assert_in_sync()
 
 
@@ -204,7 +206,7 @@ def test_the_smallest_use_that_evicts_a_block_and_stores_it_again(make_kv):
     worker.serve(c)
     worker.serve(c)
     with worker.prefill(d):
-        assert {} == kv.warning_counts()
+        assert {} == kv.events.counts.warnings
         worker.serve(a_b)
         kv.flush()
     stored, removed = kv.events.stored[-1].data, kv.events.removed[-1].data
@@ -234,7 +236,7 @@ def test_a_use_that_evicts_blocks_and_stores_them_again_is_found_in_a_trace(trac
     stored, removed = (entry for entry in list(kv.events)[-2:])
     taken = {problem.blocks[0] for problem in removed.problems}
 
-    assert {"wrong_hash": 12, "evicted_and_restored": 24} == kv.warning_counts()
+    assert {"wrong_hash": 12, "evicted_and_restored": 24} == kv.events.counts.warnings
     assert 24 == len(taken)
     assert taken <= set(stored.event.event.data.block_hashes) & set(removed.event.event.data.block_hashes)
     assert taken <= set(worker.manager.resident())
@@ -253,5 +255,5 @@ def test_what_is_held_behind_a_hole_is_no_part_of_the_leading_run(make_kv):
     index.blocks = 1
     kv.assert_in_sync()
     index.blocks = 2  # as many as are held
-    with pytest.raises(KvEventsError, match="index_drift"):
+    with pytest.raises(EventRulesBroken, match="index_drift"):
         kv.assert_in_sync()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import KvEventsError, RadixIndex, Recovery, RouterHarness
+from pytest_kvmock import EventRulesBroken, RadixIndex, Recovery, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
 from pytest_kvmock.tokens import sequence_hashes
 
@@ -136,7 +136,7 @@ def test_what_is_right_goes_from_the_references_answer_to_what_is_held(by_rank):
     for blocks in (0, 3):
         index.answers[1, 2] = {key: blocks}
         with pytest.raises(
-            KvEventsError,
+            EventRulesBroken,
             match="1 to 2 blocks: between what the reference index returned and what is held according to the events",
         ):
             kv.assert_in_sync()
@@ -284,7 +284,7 @@ def test_each_rank_and_each_worker_has_orphans_of_its_own():
     right = {(sink.worker_id, 1): 1, (sink.worker_id, 0): 2, (other.worker_id, 0): 2}
     for key in [(sink.worker_id, 0), (other.worker_id, 0)]:
         index.answers[1, 2] = right | {key: 1}
-        with pytest.raises(KvEventsError, match="2 blocks, as the reference index returned"):
+        with pytest.raises(EventRulesBroken, match="2 blocks, as the reference index returned"):
             kv.assert_in_sync()
     index.answers[1, 2] = right | {(sink.worker_id, 1): 2}
     kv.assert_in_sync()
@@ -501,7 +501,7 @@ def play(kv, steps):
         else:
             continue
         worker_id = sinks[sink].worker_id
-        sinks[sink](KvCacheEvent(kv.next_id(worker_id, rank), data, rank))
+        sinks[sink](KvCacheEvent(kv.by_hand.next_id(worker_id, rank), data, rank))
 
 
 @pytest.mark.parametrize("index", [Keeps, DropsWhatIsBelow, RadixIndex])

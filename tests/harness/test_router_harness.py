@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_kvmock import BACKENDS, EngineProfile, KvEventsError, Prompt, RouterHarness
+from pytest_kvmock import BACKENDS, EngineProfile, EventRulesBroken, Prompt, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
@@ -58,7 +58,7 @@ def test_a_worker_is_made_when_it_is_asked_for(make_kv, kv):
     assert kv.worker(7) is kv.worker(7)
     assert [0, 7] == list(kv.workers)
     assert kv.worker(7, dp_rank=2) is kv.workers[7, 2]
-    assert 1 == kv.next_worker().worker_id
+    assert 1 == kv.worker(None).worker_id
     assert [] == list(make_kv(workers=0).workers)
 
 
@@ -98,10 +98,13 @@ def test_a_harness_without_a_backend_has_no_worker_until_it_gets_one(make_kv):
             r"unknown kind 'store'; did you mean 'stored'\? known: stored, removed, cleared",
         ),
         (
-            lambda kv: kv.ok_count("store"),
+            lambda kv: kv.events.counts.ok("store"),
             r"unknown kind 'store'; did you mean 'stored'\? known: stored, removed, cleared",
         ),
-        (lambda kv: kv.status_count("stored", "bad"), "unknown status 'bad'; known: ok, parent_block_not_found"),
+        (
+            lambda kv: kv.events.counts.status("stored", "bad"),
+            "unknown status 'bad'; known: ok, parent_block_not_found",
+        ),
         (lambda kv: RouterHarness(backend="nope"), "unknown backend 'nope'"),
         (
             lambda kv: RouterHarness(sync="never"),
@@ -492,7 +495,7 @@ def test_counters_count_a_stream_made_by_hand(make_kv):
         ],
         worker_id=1,
     )
-    assert (3, 1, 1) == tuple(map(kv.ok_count, ("stored", "removed", "cleared")))
+    assert (3, 1, 1) == tuple(map(kv.events.counts.ok, ("stored", "removed", "cleared")))
     expected = {
         ("stored", "parent_block_not_found"): 1,
         ("stored", "block_not_found"): 0,
@@ -501,9 +504,10 @@ def test_counters_count_a_stream_made_by_hand(make_kv):
         ("removed", "block_not_found"): 2,
         ("removed", "invalid_block"): 0,
     }
-    assert expected == kv.invalid_counts()
-    assert {pair: kv.status_count(*pair) for pair in expected} == expected
-    assert {"duplicate_store": 1, "orphaned_child": 1} == kv.warning_counts()  # block 2 outlives its parent
+    assert expected == kv.events.counts.invalid
+    assert {pair: kv.events.counts.status(*pair) for pair in expected} == expected
+    assert {"duplicate_store": 1, "orphaned_child": 1} == kv.events.counts.warnings  # block 2 outlives its parent
+    assert "<EventCounts ok: 3 stored, 1 removed, 1 cleared; invalid: 4; warnings: 2>" == repr(kv.events.counts)
 
 
 def test_counters_count_what_follows_from_another_fault_too(kv):
@@ -511,17 +515,21 @@ def test_counters_count_what_follows_from_another_fault_too(kv):
     kv.apply([one_block(1), Stored(1, (2,), (2,)), Removed((1,))])
     assert 1 == len(kv.judge().errors)
     assert (1, 0) == (
-        kv.status_count("stored", "parent_block_not_found"),
-        kv.status_count("removed", "block_not_found"),
+        kv.events.counts.status("stored", "parent_block_not_found"),
+        kv.events.counts.status("removed", "block_not_found"),
     )
 
 
 def test_counters_outlive_the_log(kv):
     kv.apply([one_block(1), Removed((9,))])
     kv.events.clear()
-    assert (1, 0, 1) == (kv.ok_count("stored"), kv.ok_count("removed"), kv.status_count("removed", "block_not_found"))
+    assert (1, 0, 1) == (
+        kv.events.counts.ok("stored"),
+        kv.events.counts.ok("removed"),
+        kv.events.counts.status("removed", "block_not_found"),
+    )
     part = kv.events.for_worker(0)
-    assert (1, 0) == (part.status_count("stored", "ok"), part.status_count("removed", "ok"))
+    assert (1, 0) == (part.counts.status("stored", "ok"), part.counts.status("removed", "ok"))
 
 
 # --------------------------------------------------------------------------------------------------------- threads
@@ -586,7 +594,7 @@ def test_errors_are_asserted_and_expected_ones_are_not(kv):
         kv.apply(Removed((7,)))
     kv.assert_no_event_errors()
     kv.apply(Removed((8,)))
-    with pytest.raises(KvEventsError, match=r"1 KV event error: block_not_found \(worker 0, event 1\)"):
+    with pytest.raises(EventRulesBroken, match=r"1 KV event error: block_not_found \(worker 0, event 1\)"):
         kv.assert_no_event_errors()
 
 
@@ -595,7 +603,7 @@ def test_an_error_expected_for_the_whole_test_is_no_error_before_its_end(kv):
     kv.apply(Removed((7,)))
     kv.assert_no_event_errors()
     kv.apply(Removed((8,)))
-    with pytest.raises(KvEventsError, match=r"1 KV event error: block_not_found \(worker 0, event 1\)"):
+    with pytest.raises(EventRulesBroken, match=r"1 KV event error: block_not_found \(worker 0, event 1\)"):
         kv.assert_no_event_errors()
     assert ["expected 1 block_not_found, saw 2 in 2 KV events"] == kv.judge().unmet
 
@@ -605,21 +613,21 @@ def test_an_allowed_error_is_no_error_before_the_end_either(make_kv):
     kv.apply(Removed((7,)))
     kv.assert_no_event_errors()
     kv.apply(Stored(3, (4,), (4,)))
-    with pytest.raises(KvEventsError, match="1 KV event error: parent_block_not_found"):
+    with pytest.raises(EventRulesBroken, match="1 KV event error: parent_block_not_found"):
         kv.assert_no_event_errors()
 
 
 def test_errors_known_at_the_flush_are_asserted(kv):
     kv.drop_next()
     kv.worker(0).serve(range(4))
-    with pytest.raises(KvEventsError, match="event_id_gap"):
+    with pytest.raises(EventRulesBroken, match="event_id_gap"):
         kv.assert_no_event_errors()
 
 
 def test_warnings_are_asserted_apart(kv):
     kv.apply([one_block(1), one_block(1)])
     kv.assert_no_event_errors()
-    with pytest.raises(KvEventsError, match=r"1 KV event warning: duplicate_store \(worker 0, event 1\)"):
+    with pytest.raises(EventRulesBroken, match=r"1 KV event warning: duplicate_store \(worker 0, event 1\)"):
         kv.assert_no_event_warnings()
 
 
@@ -628,7 +636,7 @@ def test_stream_and_engine_out_of_sync_are_asserted_each_time(kv):
     kv.drop_next()
     kv.worker(0).serve(asked)
     for _ in range(2):
-        with pytest.raises(KvEventsError, match="engine_drift"):
+        with pytest.raises(EventRulesBroken, match="engine_drift"):
             kv.assert_in_sync()
     kv.worker(0).clear()
     kv.assert_in_sync()
@@ -702,7 +710,7 @@ def test_without_prefix_caching_nothing_is_published_or_compared(make_kv):
 
 
 def test_a_harness_judges_when_it_is_left(make_kv):
-    with pytest.raises(KvEventsError, match="1 KV event error: block_not_found"), make_kv() as kv:
+    with pytest.raises(EventRulesBroken, match="1 KV event error: block_not_found"), make_kv() as kv:
         kv.apply(Removed((7,)))
 
 
@@ -731,14 +739,14 @@ def test_allowed_rules_and_what_follows_from_them_are_no_failure(make_kv):
 
 
 def test_an_unmet_expectation_is_a_failure(make_kv):
-    with pytest.raises(KvEventsError, match="expected 1 engine_drift, saw none"), make_kv() as kv:
+    with pytest.raises(EventRulesBroken, match="expected 1 engine_drift, saw none"), make_kv() as kv:
         kv.events.expect_error("engine_drift")
 
 
 def test_warnings_are_no_failure(make_kv):
     with make_kv() as kv:
         kv.apply([one_block(1), one_block(1)])
-    assert {"duplicate_store": 1} == kv.warning_counts()
+    assert {"duplicate_store": 1} == kv.events.counts.warnings
 
 
 def test_a_sequence_hash_is_judged_for_what_workers_publish_for_requests_only(kv, rules_of):

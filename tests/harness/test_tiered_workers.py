@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tiers import PlainTiers
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, SlotsLost, Tiers, WouldWait
-from pytest_kvmock.engine import RequestError
+from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, Tiers
+from pytest_kvmock.engine import RequestError, SlotsLost, WouldWait
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.traces import read_mooncake, synthetic_trace
 
@@ -41,7 +41,7 @@ def test_a_worker_offloads_and_the_router_sees_both_tiers():
         worker.serve(A)
         worker.serve(B)
         assert 4.0 == worker.now
-        assert {DEVICE: {0: 2}, HOST: {0: 4}} == kv.overlap_by_tier(A)
+        assert {DEVICE: {0: 2}, HOST: {0: 4}} == kv.overlap(A, tier=None)
         with worker.prefill(A) as request:
             assert (24, 16) == (request.cached_tokens, request.onboarded_tokens)
         kv.assert_in_sync()
@@ -59,7 +59,7 @@ def test_host_memory_that_is_too_full_is_reported():
 def test_what_the_host_does_not_hold_is_drift():
     kv = harness()
     kv.worker(0).serve(A)
-    kv.apply(by_hand(1, tier=HOST, event_id=kv.next_id(0, 0)))
+    kv.apply(by_hand(1, tier=HOST, event_id=kv.by_hand.next_id(0, 0)))
     (problem,) = kv.judge().errors
     assert ("engine_drift", HOST) == (problem.rule, problem.storage_tier)
     assert problem.observed.startswith("the engine does not hold block 1 in host_pinned; ")
@@ -128,7 +128,7 @@ def test_no_other_removed_without_a_stored_is_excused():
     kv = harness(host=1, num_blocks=2)
     worker, _ = sent_twice(kv)
     (block,) = worker.manager.resident(HOST)
-    event = KvCacheEvent(kv.next_id(0, 0), Removed((block ^ 1,)))
+    event = KvCacheEvent(kv.by_hand.next_id(0, 0), Removed((block ^ 1,)))
     kv.apply(RouterEvent(0, event, HOST))
     assert ["block_not_found"] == [problem.rule for problem in kv.judge().errors]
 
@@ -167,7 +167,7 @@ def test_transfers_under_way_are_cancelled_and_the_host_is_emptied(end, index):
     end(kv, worker)
     manager = worker.manager
     assert (None, 0, []) == (manager.offload_deadline(), manager.num_outside, list(manager.resident(HOST)))
-    assert ({}, {}) == (kv.overlap_by_tier(A), kv.overlap_by_tier(B))
+    assert ({}, {}) == (kv.overlap(A, tier=None), kv.overlap(B, tier=None))
     assert [0, 0] == [len(kv.streams[0, 0].held(tier)) for tier in (DEVICE, HOST)]
     total = kv.events.total
     worker.tick(worker.now + 1000)
@@ -227,7 +227,7 @@ def test_each_rank_has_a_host_of_its_own():
     for rank in (0, 1):
         kv.worker(0, rank).serve(A)
     kv.worker(0, 1).serve(B)
-    assert {(0, 1): 4} == kv.overlap_by_tier(A)[HOST]
+    assert {(0, 1): 4} == kv.overlap(A, tier=None)[HOST]
     kv.assert_in_sync()
 
 
@@ -246,7 +246,7 @@ def test_without_prefix_caching_nothing_is_published_in_any_tier():
         for prompt in (A, B, A):
             served = kv.worker(0).serve(prompt)
             assert 0 == served.cached_tokens
-        assert (0, {}) == (kv.events.total, kv.overlap_by_tier(A))
+        assert (0, {}) == (kv.events.total, kv.overlap(A, tier=None))
         assert 0 == kv.worker(0).cached_tokens(A, tier="host")
         assert kv.worker(0).manager.resident(HOST)  # what is evicted travels all the same
         assert kv.worker(0).now > 0
@@ -262,7 +262,7 @@ def test_further_tiers_are_fed_by_a_sink_and_by_hand(tier):
         sink(Stored(None, (1, 2), (11, 12)), tier)
         held.update((1, 2))
         kv.apply(by_hand(21, 22, tier=tier, worker_id=7, event_id=0))
-        assert {tier: {sink.worker_id: 2}} == kv.overlap_by_tier(Prompt(hashes=[11, 12]))
+        assert {tier: {sink.worker_id: 2}} == kv.overlap(Prompt(hashes=[11, 12]), tier=None)
         assert {7: 2} == kv.overlap(Prompt(hashes=[21, 22]), tier)
         sink(Removed((2,)), tier)
         held.discard(2)

@@ -89,8 +89,8 @@ def test_the_overlap_of_a_tier_is_what_it_adds_to_the_faster_ones(index):
         == kv.overlap(PROMPT, "host_pinned")
     )
     assert ({worker: 1}, {}) == (kv.overlap(PROMPT, tier="disk"), kv.overlap(PROMPT, tier=EXTERNAL))
-    assert {DEVICE: {worker: 2}, HOST: {worker: 2}, DISK: {worker: 1}} == kv.overlap_by_tier(PROMPT)
-    assert {} == kv.overlap_by_tier(Prompt(hashes=[9]))
+    assert {DEVICE: {worker: 2}, HOST: {worker: 2}, DISK: {worker: 1}} == kv.overlap(PROMPT, tier=None)
+    assert {} == kv.overlap(Prompt(hashes=[9]), tier=None)
     assert [] == kv.judge().errors
 
 
@@ -100,7 +100,7 @@ def test_ranks_are_named_as_in_overlap():
         [(chain(1, 2), 0, DEVICE), (chain(1, 2), 1, DEVICE), (chain(3), 1, HOST)]
     ):
         sink(RouterEvent(sink.worker_id, KvCacheEvent(event_id // 2, data, rank), tier))
-    by_tier = kv.overlap_by_tier(PROMPT)
+    by_tier = kv.overlap(PROMPT, tier=None)
     assert (kv.overlap(PROMPT), list(kv.overlap(PROMPT))[1:]) == (by_tier[DEVICE], list(by_tier[HOST]))
 
 
@@ -171,7 +171,7 @@ def test_an_index_without_tiers_is_asked_for_the_device_alone():
     kv, sink = harness(DeviceOnly())
     play(sink, *OFFLOADED)
     assert {sink.worker_id: 2} == kv.overlap(PROMPT)
-    for call in (lambda: kv.overlap(PROMPT, tier="host"), lambda: kv.overlap_by_tier(PROMPT)):
+    for call in (lambda: kv.overlap(PROMPT, tier="host"), lambda: kv.overlap(PROMPT, tier=None)):
         with pytest.raises(
             ValueError, match=r"index under test \(DeviceOnly\) does not tell tiers apart: it has no find_tiered"
         ):
@@ -185,13 +185,13 @@ def test_an_async_index_is_awaited():
 
     async def look():
         await kv.aflush()
-        return await kv.aoverlap(PROMPT), await kv.aoverlap(PROMPT, tier="host"), await kv.aoverlap_by_tier(PROMPT)
+        return await kv.aoverlap(PROMPT), await kv.aoverlap(PROMPT, tier="host"), await kv.aoverlap(PROMPT, tier=None)
 
     worker = sink.worker_id
     by_tier = {DEVICE: {worker: 2}, HOST: {worker: 2}, DISK: {worker: 1}}
     assert ({worker: 2}, {worker: 2}, by_tier) == asyncio.run(look())
-    with pytest.raises(TypeError, match=r"use `await kv_harness.aoverlap_by_tier\(...\)`"):
-        kv.overlap_by_tier(PROMPT)
+    with pytest.raises(TypeError, match=r"use `await kv_harness.aoverlap\(...\)`"):
+        kv.overlap(PROMPT, tier=None)
     with pytest.raises(TypeError, match=r"use `await kv_harness.aoverlap\(...\)`"):
         kv.overlap(PROMPT, tier="host")
     assert [] == kv.judge().errors
@@ -394,7 +394,7 @@ def test_an_answer_that_cannot_be_read_is_an_index_failure(answer, observed):
     kv, sink = harness(Odd())
     play(sink, chain(1))
     with pytest.raises(ValueError, match=observed):
-        kv.overlap_by_tier(PROMPT)
+        kv.overlap(PROMPT, tier=None)
     assert {"index_failure"} == {problem.rule for problem in kv.judge().errors}
 
 
@@ -404,7 +404,7 @@ def test_an_answer_with_tiers_by_name_and_zeros_is_read():
     play(sink, chain(1), (chain(2), HOST))
     worker = sink.worker_id
     index.answers[1, 2, 3] = {"device": {worker: 1, 7: 0}, "host_pinned": {worker: 1}, "disk": {}, "external": {7: 0}}
-    assert {DEVICE: {worker: 1}, HOST: {worker: 1}} == kv.overlap_by_tier(Prompt(hashes=[1, 2, 3]))
+    assert {DEVICE: {worker: 1}, HOST: {worker: 1}} == kv.overlap(Prompt(hashes=[1, 2, 3]), tier=None)
 
 
 def test_below_a_device_that_may_differ_any_extension_is_right():

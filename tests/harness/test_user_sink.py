@@ -10,7 +10,7 @@ from pytest_kvmock import (
     BACKENDS,
     CapturingSink,
     EngineProfile,
-    KvEventsError,
+    EventRulesBroken,
     OutOfBlocks,
     RadixIndex,
     RouterHarness,
@@ -86,7 +86,7 @@ def test_tier_and_token_ids_travel_beside_an_event(kv, sink):
     sink.publish(one_block(1), token_ids=[(5, 6, 7, 8)])
     assert [StorageTier.DISK, StorageTier.DEVICE] == [entry.storage_tier for entry in kv.events]
     assert [[(1, 2, 3, 4)], [(5, 6, 7, 8)]] == [entry.token_ids for entry in kv.events]
-    assert {} == kv.warning_counts()  # another tier, so no duplicate
+    assert {} == kv.events.counts.warnings  # another tier, so no duplicate
 
 
 def test_a_manager_publishes_to_it(kv, sink):
@@ -136,7 +136,7 @@ def test_a_missing_removed_is_drift(kv, sink):
     sink(one_block(2))
     kv.assert_in_sync()
     resident.discard(1)
-    with pytest.raises(KvEventsError, match="engine_drift"):
+    with pytest.raises(EventRulesBroken, match="engine_drift"):
         kv.assert_in_sync()
     (problem,) = kv.judge().errors
     assert ("engine_drift", FIRST, (1,)) == (problem.rule, problem.worker_id, problem.blocks)
@@ -252,10 +252,10 @@ def test_copies_are_counted_where_that_is_given(kv):
     sink(KvCacheEvent(0, one_block(1), 3))
     sink(KvCacheEvent(1, one_block(1), 3))  # another rank is like the first
     kv.assert_in_sync()
-    assert {} == kv.warning_counts()
+    assert {} == kv.events.counts.warnings
     resident.pop()
     with pytest.raises(
-        KvEventsError,
+        EventRulesBroken,
         match="the engine holds fewer copies of block 1; block 1 was stored by event 1 and never removed; 2 copies are held",
     ):
         kv.assert_in_sync()
@@ -391,7 +391,7 @@ def test_a_sink_does_not_stand_for_another_worker(make_kv, worker_id, message):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         kv.make_sink(worker_id=worker_id)
     assert "\n" not in str(raised.value)
-    assert {7, FIRST} == kv.sink_ids
+    assert {7, FIRST} == kv.recording.sinks
 
 
 def test_a_worker_that_the_router_has_removed_comes_back_as_another_sink(kv):
@@ -404,7 +404,7 @@ def test_a_worker_that_the_router_has_removed_comes_back_as_another_sink(kv):
     with pytest.raises(ValueError, match="worker 7 is a sink of this test already"):
         kv.make_sink(worker_id=7)
     kv.assert_no_event_errors()
-    assert {} == kv.warning_counts()
+    assert {} == kv.events.counts.warnings
 
 
 def test_a_sink_that_goes_on_after_its_removal_keeps_its_id(kv, sink):
@@ -473,7 +473,7 @@ def test_the_next_worker_passes_over_nothing_but_ids_that_are_taken(make_kv):
     kv = make_kv("lru", workers=2)
     kv.make_sink()
     kv.worker(2**64 - 1)
-    assert 2 == kv.next_worker().worker_id
+    assert 2 == kv.worker(None).worker_id
 
 
 def test_a_failure_of_such_a_worker_beside_a_sink_is_reproduced(make_kv):
@@ -490,7 +490,7 @@ def test_a_failure_of_such_a_worker_beside_a_sink_is_reproduced(make_kv):
     assert (1, "block_not_found") == (found.size, found.rule)
     namespace = {}
     exec(found.as_test(), namespace)
-    with pytest.raises(KvEventsError, match=r"^1 KV event error: block_not_found"):
+    with pytest.raises(EventRulesBroken, match=r"^1 KV event error: block_not_found"):
         namespace["test_reproduction"]()
     assert not kv.workers.keys() & {sink.worker_id}
 
@@ -507,7 +507,7 @@ def test_a_failure_of_such_a_worker_is_reproduced(make_kv, worker_id):
 
     namespace = {}
     exec(found.as_test(), namespace)
-    with pytest.raises(KvEventsError, match=r"^1 KV event error: block_not_found"):
+    with pytest.raises(EventRulesBroken, match=r"^1 KV event error: block_not_found"):
         namespace["test_reproduction"]()
 
 

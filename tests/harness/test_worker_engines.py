@@ -80,7 +80,7 @@ def test_a_worker_is_not_cleared_while_requests_of_its_engine_are_open(driven):
     waiting.abort()
     arriving = engine.submit(range(4), 1, 1_000.0)
     assert not worker.clear()
-    assert 0 == kv.ok_count("cleared")
+    assert 0 == kv.events.counts.ok("cleared")
     engine.run()
     assert "finished" == arriving.status
     assert worker.clear()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_kvmock import KvEventsError, RouterHarness
+from pytest_kvmock import EventRulesBroken, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
 from pytest_kvmock.hygiene.log_text import log_text
 from pytest_kvmock.hygiene.report import MOST_PROBLEMS, failure_text, problems_text
@@ -35,7 +35,7 @@ def test_an_entry_says_what_is_wrong_with_its_event(kv):
 def test_a_worker_has_a_part_of_the_log_with_counts_of_its_own(kv):
     part = kv.events.for_worker(3)
     assert (4, 2) == (len(part), len(part.errors))
-    assert (1, 1) == (part.status_count("stored", "ok"), part.status_count("removed", "block_not_found"))
+    assert (1, 1) == (part.counts.status("stored", "ok"), part.counts.status("removed", "block_not_found"))
     assert [] == kv.events.for_worker(4).errors
     assert 0 == len(kv.events.for_worker(3, dp_rank=1))
 
@@ -43,16 +43,16 @@ def test_a_worker_has_a_part_of_the_log_with_counts_of_its_own(kv):
 def test_what_is_taken_is_gone_from_the_log_and_its_problems_stay(kv):
     assert 5 == len(kv.events.take())
     assert (0, 2, 5) == (len(kv.events), len(kv.events.errors), kv.events.total)
-    assert 2 == kv.events.status_count("stored", "ok")
+    assert 2 == kv.events.counts.status("stored", "ok")
 
 
 def test_check_raises_with_the_report_and_for_too_few_events():
     kv = RouterHarness(backend=None)
     kv.events.check()
-    with pytest.raises(KvEventsError, match="expected at least 1 KV events by now, 0 arrived"):
+    with pytest.raises(EventRulesBroken, match="expected at least 1 KV events by now, 0 arrived"):
         kv.events.check(at_least=1)
     kv.apply([Removed((9,))])
-    with pytest.raises(KvEventsError, match=r"1 KV event error: block_not_found \(worker 0, event 0\)"):
+    with pytest.raises(EventRulesBroken, match=r"1 KV event error: block_not_found \(worker 0, event 0\)"):
         kv.events.check()
 
 
@@ -103,7 +103,7 @@ def test_an_expectation_that_is_not_met_says_what_was_seen(times, come, saw):
     kv = RouterHarness(backend=None)
     expectation = kv.events.expect_error("block_not_found", times=times)
     with (
-        pytest.raises(KvEventsError, match=f"expected {times} block_not_found, saw {saw} in {come} KV event"),
+        pytest.raises(EventRulesBroken, match=f"expected {times} block_not_found, saw {saw} in {come} KV event"),
         expectation,
     ):
         kv.apply([Removed((block,)) for block in range(come)])
@@ -177,7 +177,7 @@ def test_a_comparison_says_after_which_entry_it_was():
     sink = kv.make_sink()
     sink.compare(list)
     sink(Stored(None, (1,), (1,)))
-    with pytest.raises(KvEventsError, match="worker 65536, compared after entry 0 of the log"):
+    with pytest.raises(EventRulesBroken, match="worker 65536, compared after entry 0 of the log"):
         kv.assert_in_sync()
 
 

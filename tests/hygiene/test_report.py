@@ -8,9 +8,9 @@ import pytest
 from pytest_kvmock import (
     Cleared,
     EngineProfile,
+    EventRulesBroken,
     KvCacheEvent,
     KvEventError,
-    KvEventsError,
     RadixIndex,
     Removed,
     RouterEvent,
@@ -311,7 +311,7 @@ def test_assert_in_sync_names_the_drift_that_is_oldest():
     second(Stored(None, (1,), (1,)))
     first(Stored(None, (2,), (2,)))
 
-    with pytest.raises(KvEventsError) as error:
+    with pytest.raises(EventRulesBroken) as error:
         kv.assert_in_sync()
     assert "2 KV event errors: engine_drift (worker 65537), and 1 more" == str(error.value).partition("\n")[0]
 

@@ -241,7 +241,7 @@ def test_the_judged_worker_is_the_manager_s(nested):
         for worker_id in (1, 5):
             with pytest.raises(ValueError, match=f"worker {worker_id} is an engine of this test; take another worker_id"):
                 make_kv_block_manager(worker_id=worker_id)
-        assert ([], set()) == (kv_fabric.workers, kv_harness.sink_ids)
+        assert ([], set()) == (kv_fabric.workers, kv_harness.recording.sinks)
     """,
         "--kv-backend=lru",
     ).assert_outcomes(passed=3)

@@ -164,7 +164,14 @@ def test_the_hooks_are_those_of_the_code():
 
 def test_every_fixture_is_listed():
     public = [name for name in plugin.__all__ if re.match(r"(make_)?kv_", name)]
-    assert sorted(public) == sorted(first_cells(REFERENCE["fixtures.md"].text.partition("\n## ")[0]))
+    pages = [page.text for name, page in REFERENCE.items() if name.startswith("fixtures")]
+    assert sorted(public) == sorted(name for text in pages for name in first_cells(text.partition("\n## ")[0]))
+
+
+def test_the_page_of_fixtures_begins_with_those_of_day_one():
+    first = REFERENCE["fixtures.md"].text.partition("```")[0]
+    assert ["kv_worker", "kv_prompt", "kv_harness", "kv_events", "kv_index"] == first_cells(first)
+    assert set(first_cells(first)) <= set(re.findall(r"kv_\w+", PAGES["README.md"].text))
 
 
 def test_every_key_of_the_marker_is_listed_with_its_default():

@@ -13,7 +13,7 @@ FIXTURES = [
     "kv_backend",
     "kv_base_profile",
     "kv_block_manager",
-    "kv_cache_manager",
+    "kv_paged_manager",
     "kv_dialect",
     "kv_engine",
     "kv_events",
@@ -136,7 +136,7 @@ def test_fixtures_are_listed_with_a_first_paragraph(nested):
     result = nested("", "--fixtures")
 
     shown = [line.split()[0] for line in result.outlines if line.startswith(("kv_", "make_kv", "_kv"))]
-    assert sorted([*FIXTURES, "kv_router"]) == sorted(shown)  # the last is a former name, which fails
+    assert sorted(FIXTURES) == sorted(shown)
     result.stdout.no_fnmatch_line("*no docstring*kv*")
     result.stdout.fnmatch_lines(["kv_backend [[]session scope[]] -- *", "    Name of the eviction backend*"])
     scoped = [line for line in result.outlines if line.startswith(("kv_", "make_kv")) and "scope]" in line]

@@ -754,12 +754,12 @@ def test_a_test_does_not_see_the_errors_of_the_one_before(nested):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("kv_harness.events.check(at_least=1)", "*KvEventsError: expected at least 1 KV events by now, 0 arrived"),
+        ("kv_harness.events.check(at_least=1)", "*EventRulesBroken: expected at least 1 KV events by now, 0 arrived"),
         (
             "\n with kv_harness.events.expect_error('block_not_found'): pass",
-            "*KvEventsError: expected 1 block_not_found*",
+            "*EventRulesBroken: expected 1 block_not_found*",
         ),
-        ("kv_harness.apply(BAD); kv_harness.assert_no_event_errors()", "*KvEventsError: 1 KV event error*"),
+        ("kv_harness.apply(BAD); kv_harness.assert_no_event_errors()", "*EventRulesBroken: 1 KV event error*"),
     ],
 )
 def test_a_failure_inside_a_call_of_ours_shows_the_test_and_not_our_frames(nested, call, message):

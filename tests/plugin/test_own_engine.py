@@ -48,7 +48,7 @@ def first_rules(nested, source, old, new):
     files = {f"test_{seed}.py": broken.replace("Random(0)", f"Random({seed})") for seed in SEEDS}
     result = nested("", "--kv-reduce=off", "--tb=line", files=files)
     result.assert_outcomes(failed=len(SEEDS))
-    return set(re.findall(r"KvEventsError: \d+ KV event \w+: (\w+) ", result.stdout.str()))
+    return set(re.findall(r"EventRulesBroken: \d+ KV event \w+: (\w+) ", result.stdout.str()))
 
 
 @pytest.mark.parametrize("bug", [*BUGS, *ONLY_WHERE_IT_IS_SAID])

@@ -23,7 +23,7 @@ def test_a_marker_gives_workers_a_host(nested):
                 kv_worker.serve(first)
                 kv_worker.serve(second)
                 kv_worker.tick(50)
-                assert {"device": {0: 2}, "host_pinned": {0: 4}} == kv_harness.overlap_by_tier(first)
+                assert {"device": {0: 2}, "host_pinned": {0: 4}} == kv_harness.overlap(first, tier=None)
                 assert 16 == kv_worker.cached_tokens(first, tier="host_pinned")
                 with kv_worker.prefill(first) as request:
                     assert (24, 16) == (request.cached_tokens, request.onboarded_tokens)

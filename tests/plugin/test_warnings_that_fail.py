@@ -32,7 +32,7 @@ def test_check_raises_for_a_warning_where_warnings_fail(nested, marker, outcome)
     assert (outcome == "passed") == ("checked" in result.outlines)
     if outcome == "failed":
         message = "1 KV event warning: duplicate_store (worker 65536, event 1)"
-        assert f"pytest_kvmock.hygiene.problem.KvEventsError: {message}" == headline(result)
+        assert f"pytest_kvmock.hygiene.problem.EventRulesBroken: {message}" == headline(result)
 
 
 def test_check_lets_pass_what_a_hook_waives(nested):
@@ -63,5 +63,5 @@ def test_check_lists_what_came_first_first(nested):
     result = nested(TWO.format(marker=FAIL).replace("kv_sink)", "kv_sink, kv_events)") + "    kv_events.check()\n")
     result.assert_outcomes(failed=1)
     message = "2 KV event problems: duplicate_store (worker 65536, event 1), and 1 more"
-    assert f"pytest_kvmock.hygiene.problem.KvEventsError: {message}" == headline(result)
+    assert f"pytest_kvmock.hygiene.problem.EventRulesBroken: {message}" == headline(result)
     assert "kvmock: also" not in result.stdout.str()

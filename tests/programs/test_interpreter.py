@@ -2,7 +2,8 @@
 
 import pytest
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, RouterHarness, WouldWait
+from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, RouterHarness
+from pytest_kvmock.engine import WouldWait
 from pytest_kvmock.engine.worker import RequestError
 from pytest_kvmock.harness.recording import Recorded
 from pytest_kvmock.programs.interpreter import Interpreter

@@ -5,8 +5,8 @@ import pytest
 from pytest_kvmock import (
     BACKENDS,
     EngineProfile,
+    EventRulesBroken,
     KvCacheEvent,
-    KvEventsError,
     Prompt,
     RadixIndex,
     RouterEvent,
@@ -147,7 +147,7 @@ class IgnoresAdapters(RadixIndex):
 def failure_of(found, index):
     module = {}
     exec(compile(found.as_test(), "pasted", "exec"), module)
-    with pytest.raises(KvEventsError) as raised:
+    with pytest.raises(EventRulesBroken) as raised:
         module["test_reproduction"](index)
     return str(raised.value)
 
@@ -190,7 +190,7 @@ def test_a_wrong_hash_is_reproduced_with_what_the_hash_is_made_of():
     sink = kv.make_sink(chained=True)
     for local, name in ((right, "a"), (wrong, "a")):
         data = Stored(None, tuple(sequence_hashes(local)), tuple(local))
-        event = KvCacheEvent(kv.next_id(sink.worker_id, 0), data)
+        event = KvCacheEvent(kv.by_hand.next_id(sink.worker_id, 0), data)
         sink(RouterEvent(0, event, token_ids=[range(4), range(4, 8)], extra={"lora_name": name}))
     kv.judge()
     assert "wrong_hash" in [problem.rule for problem in kv.events.problems]

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 from faulty_worlds import FAULTY
 
-from pytest_kvmock import EngineProfile, KvEventsError, RouterHarness, backends
+from pytest_kvmock import EngineProfile, EventRulesBroken, RouterHarness, backends
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def failure_of():
         exec(compile(reproduction.as_test(), "pasted", "exec"), module)
         asked = signature(module["test_reproduction"]).parameters
         fixtures = {"kv_index": index, "kv_backend": reproduction.backend}
-        with pytest.raises(KvEventsError) as raised:
+        with pytest.raises(EventRulesBroken) as raised:
             module["test_reproduction"](**{name: fixtures[name] for name in asked})
         return str(raised.value)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pytest_kvmock import (
     Cleared,
     EngineProfile,
+    EventRulesBroken,
     KvCacheEvent,
-    KvEventsError,
     OutOfBlocks,
     Removed,
     RouterEvent,
@@ -229,7 +229,7 @@ def test_a_reproduction_does_not_find_out_that_its_hashes_are_a_chain(failure_of
     assert "kv.make_sink(chained=False)" in text
     module = {}
     exec(text, module)
-    with pytest.raises(KvEventsError, match=r"^1 KV event error: block_not_found "):
+    with pytest.raises(EventRulesBroken, match=r"^1 KV event error: block_not_found "):
         module["test_reproduction"]()
 
 

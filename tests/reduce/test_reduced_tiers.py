@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness, Tiers, WouldWait, backends
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness, Tiers, backends
 from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.engine import WouldWait
 from pytest_kvmock.events import Removed, StorageTier, Stored
 from pytest_kvmock.programs.operations import Finish, Prefill, Tick
 from pytest_kvmock.reduce import reproduce
@@ -176,7 +177,7 @@ def plays_again(found, tmp_path):
     path.write_text(scenario_text(found, "x"))
     (scenario,) = load_scenarios(path)
     assert found.profile.tiers == scenario.profile["tiers"]
-    failure = pytest.raises((KvEventsError, AssertionError), match="engine_drift")
+    failure = pytest.raises((EventRulesBroken, AssertionError), match="engine_drift")
     with failure, RouterHarness(found.profile, found.backend) as harness:
         play(harness, scenario)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_kvmock import EngineProfile, KvEventsError, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, RouterHarness
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import Abort, Clear, Prefill, Restart, Run, RunPasses, Submit
 from pytest_kvmock.reduce import Breach, Reproduction, reproduce
@@ -246,6 +246,6 @@ def test_a_saved_reproduction_breaks_the_same_rule(tmp_path, monkeypatch):
     (scenario,) = load_scenarios(path)
     assert {"max_num_seqs": 2} == scenario.engine
     harness = RouterHarness(EngineProfile().replace(**scenario.profile), "lru", allow=scenario.allow)
-    with pytest.raises((AssertionError, KvEventsError)), harness:
+    with pytest.raises((AssertionError, EventRulesBroken)), harness:
         play(harness, scenario)
     assert found.rule in [problem.rule for problem in harness.events.problems]

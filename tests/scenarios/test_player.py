@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, Removed, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, Removed, RouterHarness
 from pytest_kvmock.scenarios import ScenarioFailure, load_scenarios, play
 
 PROFILE = EngineProfile(block_size=4, num_blocks=4, workers=2)
@@ -182,7 +182,7 @@ def test_a_failure_is_reported_once_and_others_are_left_to_the_harness(tmp_path)
         play(harness, scenario)
     harness.assert_no_event_errors()
     harness.apply(Removed((8,)))
-    with pytest.raises(KvEventsError, match="block_not_found"):
+    with pytest.raises(EventRulesBroken, match="block_not_found"):
         harness.assert_no_event_errors()
 
 
@@ -231,7 +231,7 @@ steps:
 
 
 def test_a_fault_that_never_strikes_fails_as_in_any_test(played):
-    with pytest.raises(KvEventsError, match=r"kv_harness\.faults\.lose\(2\): 1 of 2 injected"):
+    with pytest.raises(EventRulesBroken, match=r"kv_harness\.faults\.lose\(2\): 1 of 2 injected"):
         played("""
 steps:
 - fault: {lose: 2}

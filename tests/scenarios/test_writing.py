@@ -10,8 +10,8 @@ from pytest_kvmock import (
     BackendSpec,
     Cleared,
     EngineProfile,
+    EventRulesBroken,
     KvCacheEvent,
-    KvEventsError,
     Prompt,
     RadixIndex,
     Removed,
@@ -234,7 +234,7 @@ def assert_breaks_the_same(found, tmp_path, backend=None, index=None):
     assert "reproduction" == scenario.name
     profile = EngineProfile().replace(**scenario.profile)
     harness = RouterHarness(profile, backend or scenario.backends[0], index, allow=scenario.allow)
-    with pytest.raises((AssertionError, KvEventsError)), harness:
+    with pytest.raises((AssertionError, EventRulesBroken)), harness:
         play(harness, scenario)
     assert found.rule in [problem.rule for problem in harness.events.problems]
     return text

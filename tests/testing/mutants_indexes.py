@@ -7,17 +7,8 @@ from typing import ClassVar
 from contract_runs import Mutants
 from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
 
-from pytest_kvmock import (
-    BACKENDS,
-    BlockNotFound,
-    Cleared,
-    KvEventError,
-    RadixIndex,
-    Removed,
-    RouterEvent,
-    StorageTier,
-    Stored,
-)
+from pytest_kvmock import BACKENDS, Cleared, KvEventError, RadixIndex, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.router import BlockNotFound
 from pytest_kvmock.testing import IndexContract
 
 INDEXES = Mutants(IndexContract)

@@ -3,7 +3,7 @@
 import pytest
 from contract_runs import failure_of, names_of_tests
 
-from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness, testing
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness, testing
 from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
@@ -190,7 +190,7 @@ def test_an_index_that_grows_is_told_by_how_much():
 
 
 def failed_in_live_traffic(contract):
-    with pytest.raises(KvEventsError) as raised:
+    with pytest.raises(EventRulesBroken) as raised:
         contract().test_it_follows_live_traffic()
     return raised.value.__notes__
 
@@ -206,7 +206,7 @@ def test_a_fault_in_live_traffic_is_told_with_its_backend_seed_and_program():
     kv = RouterHarness(
         EngineProfile(block_size=4, num_blocks=8, workers=2, dp_size=2), "vllm", RadixIndex(), sync="every"
     )
-    with pytest.raises(KvEventsError) as raised:
+    with pytest.raises(EventRulesBroken) as raised:
         testing.play(kv, program)
     assert [f"at step {len(program) - 1} of the program: {program.steps[-1]!r}"] == raised.value.__notes__
 

@@ -10,7 +10,7 @@ from depth import examples, takes_long
 from hypothesis import Phase, find, given, seed, settings
 from mutants_indexes import IgnoresRemoved, Queued
 
-from pytest_kvmock import EngineProfile, KvEventsError, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.testing import (
     Burst,
     Clear,
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_passed_over_and_so_is_what_depends_on_it():
 def test_a_failure_names_the_step_after_which_it_showed():
     program = Program(Prefill("a", (0, 1, 2, 0)), Finish("a"), Clear(1), Prefill("b", (1, 1, 1)), Finish("b"))
     kv = RouterHarness(SMALL, "lru", IgnoresRemoved.Subject())
-    with pytest.raises(KvEventsError) as raised:
+    with pytest.raises(EventRulesBroken) as raised:
         play(kv, program)
     assert ["at step 3 of the program: Prefill('b', blocks=(1, 1, 1))"] == raised.value.__notes__
 
@@ -313,7 +313,7 @@ def first_find(backend, index, seed_of_hypothesis, most=50):
 
     try:
         run()
-    except KvEventsError:
+    except EventRulesBroken:
         return len(drawn)
     return None
 
@@ -335,7 +335,7 @@ def test_a_burst_that_shows_a_fault_shrinks_to_few_steps():
         try:
             with RouterHarness(SMALL, "lru", Queued(deque(maxlen=8))) as kv:
                 play(kv, program)
-        except KvEventsError:
+        except EventRulesBroken:
             return True
         return False
 

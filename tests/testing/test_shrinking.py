@@ -6,7 +6,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from pytest_kvmock import EngineProfile, RadixIndex, Removed, RouterHarness, testing
-from pytest_kvmock.hygiene.problem import KvEventsError
+from pytest_kvmock.hygiene.problem import EventRulesBroken
 from pytest_kvmock.testing import Prefill, Program, Serve, ShrinkingStopped, play, traffic
 from pytest_kvmock.testing.shrinking import SHRINKING
 
@@ -36,17 +36,17 @@ def test_beyond_its_bound_shrinking_stops_with_the_smallest_program_that_failed(
     counted, program, failure = str(stopped.value).partition("Program(\n")
     assert counted.startswith("shrinking stopped after ")
     assert "(play: most_shrink_events=300, and at most 20 s); the smallest program that failed has " in counted
-    assert isinstance(stopped.value.__cause__, KvEventsError)
+    assert isinstance(stopped.value.__cause__, EventRulesBroken)
     assert str(stopped.value.__cause__) in failure
     steps = eval(
         program + failure.partition("\n)\n")[0] + "\n)", {name: getattr(testing, name) for name in testing.__all__}
     )
-    with pytest.raises(KvEventsError):
+    with pytest.raises(EventRulesBroken):
         play(failing_harness(), steps)
 
 
 def test_an_ordinary_failure_is_shrunk_to_the_end():
-    with pytest.raises(KvEventsError) as failed:
+    with pytest.raises(EventRulesBroken) as failed:
         in_any_traffic()
     assert not [note for note in failed.value.__notes__ if "shrinking stopped" in note]
 
@@ -64,14 +64,14 @@ def test_the_first_failure_counts():
 
 
 def test_without_a_bound_nothing_is_counted():
-    with pytest.raises(KvEventsError):
+    with pytest.raises(EventRulesBroken):
         in_any_traffic((Phase.generate,), most_shrink_events=None)
 
 
 def test_outside_hypothesis_every_failure_is_the_failure_itself():
     program = Program(*(Serve((n, n + 1, n + 2)) for n in range(8)))
     for _ in range(3):
-        with pytest.raises(KvEventsError):
+        with pytest.raises(EventRulesBroken):
             play(failing_harness(), program, most_shrink_events=1)
 
 

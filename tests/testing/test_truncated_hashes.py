@@ -6,7 +6,7 @@ from depth import examples, few
 from hypothesis import Phase, given, seed, settings
 from truncating_indexes import KEPT, HashIndex, TokenIndex
 
-from pytest_kvmock import BACKENDS, EngineProfile, KvEventsError, RouterHarness
+from pytest_kvmock import BACKENDS, EngineProfile, EventRulesBroken, RouterHarness
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair, truncated
 from pytest_kvmock.testing import IndexContract, Program, ServeNear, play, traffic
@@ -109,7 +109,7 @@ def is_found(make, seed_of_hypothesis, backend="lineage", most=100):
 
     try:
         run()
-    except (KvEventsError, KeyError):
+    except (EventRulesBroken, KeyError):
         return True
     return False
 
@@ -133,7 +133,7 @@ def test_an_index_that_keeps_all_of_a_hash_passes_in_traffic_over_every_backend(
 @each_kind
 @pytest.mark.parametrize("backend", few(BACKENDS, 2))
 def test_one_step_is_enough_over_every_backend(backend, kind, of, kept):
-    with pytest.raises(KvEventsError), RouterHarness(SIZES.replace(workers=1), backend, kind(kept, of)) as kv:
+    with pytest.raises(EventRulesBroken), RouterHarness(SIZES.replace(workers=1), backend, kind(kept, of)) as kv:
         play(kv, Program(ServeNear(kept)))
 
 

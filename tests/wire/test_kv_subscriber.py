@@ -9,7 +9,7 @@ import pytest
 import zmq
 from sockets import BIG, publish_chain, removed, replayed, stored, tasks_wait, tokens_of
 
-from pytest_kvmock import Cleared, EngineProfile, KvCacheEvent, KvEventsError, RouterHarness
+from pytest_kvmock import Cleared, EngineProfile, EventRulesBroken, KvCacheEvent, RouterHarness
 from pytest_kvmock.wire import DIALECTS, kv_subscriber
 from pytest_kvmock.wire.waiting import readable
 from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, KvSubscriber, WireTimeout
@@ -615,7 +615,7 @@ def test_lost_batches_are_a_gap_of_the_ledger(to_sink):
         assert (worker, 0) == (error.worker_id, error.dp_rank)
         # The parent of what came next was in a lost batch: that follows from the gap.
         assert ["parent_block_not_found"] == [problem.rule for problem in error.consequences()]
-        with pytest.raises(KvEventsError, match="batches 4 to 6 did not arrive"):
+        with pytest.raises(EventRulesBroken, match="batches 4 to 6 did not arrive"):
             harness.assert_no_event_errors()
 
 

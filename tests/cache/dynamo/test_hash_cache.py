@@ -428,7 +428,7 @@ def test_shifted_local_hashes_are_wrong_hashes():
     (problem,) = kv.events.warnings
     assert ("wrong_hash", (request.blocks[0],)) == (problem.rule, problem.blocks)
     assert "its 4 tokens have local hash" in problem.expected
-    assert {"wrong_hash": 1} == kv.warning_counts()
+    assert {"wrong_hash": 1} == kv.events.counts.warnings
     request.finish()
     assert [] == kv.judge().errors
     assert {} == kv.overlap(request.prompt)  # the router was told another block's tokens
