@@ -507,7 +507,7 @@ class IndexComparison:
         return first_difference(answer, least, most)
 
     def _question(self, chain: Chain) -> Call:
-        asked = question(list(chain.local), chain.tokens, takes_tokens=self._under_test.takes_tokens)
+        asked = question(list(chain.local), chain.tokens, takes_tokens=self._under_test.takes_tokens, of_events=True)
         return self._under_test.asking(chain.extra), asked
 
     def _failure(
@@ -517,6 +517,8 @@ class IndexComparison:
         event = queued.event if queued else None
         unreadable = isinstance(error, UnreadableAnswer)
         observed = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}{raised_at(error)}"
+        if what == "apply" and event is not None and key in self._ledger.streams:
+            observed += self._under_test.want_of_tokens(event, self._ledger.streams[key].spec.block_size)
         problem = Problem(
             INDEX_FAILURE,
             *key,

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 from pytest_kvmock.checks import has_parameter
-from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.events import RouterEvent, StorageTier, Stored, StreamKey
+from pytest_kvmock.hygiene.content import sparse
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.prompt_keys import names_blocks
 from pytest_kvmock.tokens import Prompt
@@ -87,6 +88,8 @@ def raised_at(error: Exception) -> str:
     code, line = own[-1]
     return f" ({Path(code.co_filename).name}:{line} in {code.co_name})"
 
+
+_WITH_TOKENS: Final = "sink.publish(event, token_ids=[...]), a list of tokens a block"
 
 _BY_TIER: Final = (
     "expected a mapping of tiers to mappings of worker_id or (worker_id, dp_rank) to a number of blocks, "
@@ -242,6 +245,15 @@ class IndexUnderTest:
                 f"{' and '.join(given) or 'multimodal items'}: give it match_tokens(tokens, extra)"
             )
         return self.ask
+
+    def want_of_tokens(self, event: RouterEvent, block_size: int | None) -> str:
+        """What an event lacks for an index that takes tokens, to end a message; "" where it lacks nothing."""
+        data = event.event.data
+        if not self.takes_tokens or not isinstance(data, Stored):
+            return ""
+        if event.token_ids is not None and sparse(event, data, block_size) is None:
+            return ""
+        return f"; the event had no token_ids for each block: {_WITH_TOKENS}"
 
     def _asking_for(self, prompt: Prompt, block_size: int) -> Callable[[Any], Any]:
         __tracebackhide__ = True
@@ -403,8 +415,16 @@ def _score(scores: Scores | WorkerScores, name: Any) -> int:
     return max((count for key, count in blocks.items() if isinstance(key, tuple) and key[0] == name), default=0)
 
 
-def question(hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_tokens: bool) -> Sequence[int]:
+def question(
+    hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_tokens: bool, of_events: bool = False
+) -> Sequence[int]:
     """The argument of a lookup: the local hashes, or the tokens.
+
+    Args:
+        hashes: the local hashes.
+        tokens: the tokens; None where they are not known.
+        takes_tokens: whether the index takes tokens.
+        of_events: the blocks are known by events, and not by a prompt.
 
     Raises:
         ValueError: it takes tokens, and there are none.
@@ -412,6 +432,11 @@ def question(hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_token
     __tracebackhide__ = True
     if not takes_tokens:
         return hashes
+    if tokens is None and of_events:
+        raise ValueError(
+            "the index under test takes tokens (match_tokens), and a Stored of these blocks had no token_ids for each: "
+            f"give them with the event, {_WITH_TOKENS}, or give the index a find_matches(local_hashes)"
+        )
     if tokens is None:
         raise ValueError(
             "the index under test takes tokens (match_tokens), and this prompt has only hashes; give a prompt of tokens "

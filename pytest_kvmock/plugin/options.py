@@ -347,7 +347,8 @@ OPTIONS: Final = (
     Option(
         "capture",
         str,
-        "write the events of each test into this directory, a file a test, to be checked again or elsewhere",
+        "write the events of each test into this directory, a file a test, to be checked again or elsewhere; files of earlier "
+        "runs stay",
         flag="--kv-capture",
         metavar="DIR",
     ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile, known_backends
+from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.events import RouterEvent, Stored
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.content import is_chained
@@ -135,18 +136,26 @@ class Reproduction:
         """Return the same with some fields changed."""
         return dataclasses.replace(self, **fields)
 
-    def as_test(self, name: str = "test_reproduction", *, awaited_by: str | None = None) -> str:
+    def as_test(
+        self,
+        name: str = "test_reproduction",
+        *,
+        awaited_by: str | None = None,
+        made_by: tuple[str, str] | None = None,
+    ) -> str:
         """The text of a Python test that breaks the rule; where an index takes part, it is the fixture `kv_index`.
 
         Args:
             name: the name of the test.
             awaited_by: where an async index takes part, the marker by which a plugin runs async tests ("asyncio",
                 "anyio"), or "" where it needs none; None for a test that runs by itself (`asyncio.run`).
+            made_by: in place of the fixture, the class of a contract and the call of its method that makes the index:
+                ("TestMyIndex", "make_index()").
         """
-        return _test_text(self, name, awaited_by)
+        return _test_text(self, name, awaited_by, made_by)
 
 
-def _test_text(program: Reproduction, name: str, awaited_by: str | None) -> str:
+def _test_text(program: Reproduction, name: str, awaited_by: str | None, made_by: tuple[str, str] | None) -> str:
     """The text of a test that does the same, and fails for the same rule."""
     size = program.profile.block_size
     body = [*_world(program)]
@@ -159,21 +168,34 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None) -> str:
         body.append("await kv.aflush()")
     if not program.breach.is_error:
         body.append(f'assert [] == [p for p in kv.judge().warnings if p.rule == "{program.rule}"]')
-    index = "kv_index" if program.with_index else ""
-    marks = []
-    if program.with_index and _has_copies(program):  # for a kv_index that reads kv_traits
-        marks.append(f'@pytest.mark.parametrize("kv_backend", ["{program.backend}"])')
-        index = "kv_index, kv_backend"
-    if program.with_index and size != EngineProfile().block_size:  # for a kv_index that reads kv_profile
-        marks.append(f"@pytest.mark.kvmock(block_size={size})")
+    index, fixtures = "kv_index", "kv_index" if program.with_index else ""
+    marks, before = [], []
+    of_backend = f'@pytest.mark.parametrize("kv_backend", ["{program.backend}"])'
+    if program.with_index and made_by is not None:
+        contract, call = made_by
+        index, fixtures = f"{contract}().{call}", ""
+        if _traits(program) != Traits():  # for a make_index that reads them
+            marks.append(of_backend)
+            before = [f"contract = {contract}()", "contract.traits = kv_traits"]
+            index, fixtures = f"contract.{call}", "kv_backend, kv_traits"
+    elif program.with_index:
+        if _traits(program).copies:  # for a kv_index that reads kv_traits: it may have to count them
+            marks.append(of_backend)
+            fixtures = "kv_index, kv_backend"
+        if size != EngineProfile().block_size:  # for a kv_index that reads kv_profile
+            marks.append(f"@pytest.mark.kvmock(block_size={size})")
     if program.aflush is not None and awaited_by:
         marks.append(f"@pytest.mark.{awaited_by}")
-    with_harness = [f"with RouterHarness({_harness(program)}) as kv:", *(f"    {line}" for line in body)]
+    with_harness = [
+        *before,
+        f"with RouterHarness({_harness(program, index)}) as kv:",
+        *(f"    {line}" for line in body),
+    ]
     runs_itself = program.aflush is not None and awaited_by is None
     if runs_itself:
         with_harness = ["async def body():", *(f"    {line}" for line in with_harness), "", "asyncio.run(body())"]
     kind = "def" if program.aflush is None or runs_itself else "async def"
-    lines = [*marks, f"{kind} {name}({index}):", *(f"    {line}".rstrip() for line in with_harness)]
+    lines = [*marks, f"{kind} {name}({fixtures}):", *(f"    {line}".rstrip() for line in with_harness)]
     text = "\n".join(lines)
     ours = [f"from pytest_kvmock import {', '.join(_named(_PUBLIC, text))}"]
     if of_engine := _named(_PUBLIC_ENGINE, text):
@@ -189,7 +211,7 @@ def _named(public: Sequence[str], text: str) -> list[str]:
     return [name for name in public if any(f"{name}{after}" in text for after in "(.)")]
 
 
-def _harness(program: Reproduction) -> str:
+def _harness(program: Reproduction, index: str) -> str:
     default = EngineProfile()
     fields = [
         f"{field.name}={literal(plain_field(program.profile, field.name))}"
@@ -203,7 +225,7 @@ def _harness(program: Reproduction) -> str:
     if program.level == "requests" or (judged_otherwise and len(program.sinks) < len(_publishers(program))):
         arguments.append(f'{named}"{program.backend}"')
     if program.with_index:
-        arguments.append("index=kv_index")
+        arguments.append(f"index={index}")
     if program.sync != "auto":
         arguments.append(f"sync={quoted(program.sync)}")
     if program.index_semantics is not None:
@@ -223,10 +245,10 @@ def plain_field(profile: EngineProfile, name: str) -> Any:
     return value.to_dict() if name == "tiers" and value is not None else value
 
 
-def _has_copies(program: Reproduction) -> bool:
-    """Whether the engine publishes every copy of a block, which an index may have to count."""
+def _traits(program: Reproduction) -> Traits:
+    """What is special of the engine; of one that is not registered nothing is known."""
     spec = known_backends().get(program.backend)
-    return spec is not None and spec.traits.copies
+    return Traits() if spec is None else spec.traits
 
 
 def _publishers(program: Reproduction) -> set[int]:

@@ -18,7 +18,7 @@ from pytest_kvmock.testing.distinct_blocks import DistinctBlocks
 from pytest_kvmock.testing.drafts import Player, random_traffic
 from pytest_kvmock.testing.index_driver import IndexDriver, prompt_of
 from pytest_kvmock.testing.index_subject import SURVIVED
-from pytest_kvmock.testing.subject import refuse
+from pytest_kvmock.testing.subject import refuse, takes_argument
 
 _HOST: Final = StorageTier.HOST_PINNED
 _DISK: Final = StorageTier.DISK
@@ -553,4 +553,7 @@ class IndexContract(DistinctBlocks):
             return f"no smaller reproduction: {reason}"
         except Exception as error:  # noqa: BLE001 - of the user's index, replayed; its failure must be reported all the same
             return f"no smaller reproduction: the search ended in {type(error).__name__}: {error}"
-        return f"the smallest reproduction, cut from {found.cut_from:,} {found.level} to {found.size:,}:\n{found.as_test()}"
+        name, size = type(self).__name__, str(self.block_size) if takes_argument(self.make_index) else ""
+        text = found.as_test(made_by=(name, f"make_index({size})"))
+        cut = f"cut from {found.cut_from:,} {found.level} to {found.size:,}"
+        return f"the smallest reproduction, {cut}, to be put below {name}:\n{text}"

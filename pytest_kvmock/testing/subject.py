@@ -74,11 +74,21 @@ def call_with(contract: object, make: Callable[..., T], made_by: str, argument: 
     __tracebackhide__ = True
     if not callable(make):
         refuse(contract, f"{made_by} must be a method, got {make!r:.80}")
-    parameters = _parameters(make)
-    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(needed) > 1:
-        refuse(contract, f"{made_by} takes {len(needed)} arguments; it takes none or one besides self")
+    needed = _needed(make)
+    if needed > 1:
+        refuse(contract, f"{made_by} takes {needed} arguments; it takes none or one besides self")
     return make(argument) if needed else make()
+
+
+def takes_argument(make: Callable[..., Any]) -> bool:
+    """Whether `call_with` calls a `make_...` of a contract with the argument."""
+    return _needed(make) > 0
+
+
+def _needed(make: Callable[..., Any]) -> int:
+    """How many arguments a call needs."""
+    placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.default is each.empty and each.kind in placed for each in _parameters(make))
 
 
 def _parameters(make: Callable[..., Any]) -> list[inspect.Parameter]:

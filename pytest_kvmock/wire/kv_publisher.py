@@ -119,6 +119,7 @@ class KvPublisher(Batcher):
         digests: Mapping[int, StreamDigests] | None = None,
         context: Any = None,
     ) -> None:
+        zmq = self._zmq = load_zmq()  # before msgspec is asked for: the extra of sockets has both
         super().__init__(dialect, ranks=ranks, timestamp=timestamp, digests=digests, widens=True)
         if self.dialect.replay is None:
             raise ValueError(not_spoken_text(self.dialect))
@@ -131,7 +132,6 @@ class KvPublisher(Batcher):
             raise ValueError(f"topic must be text that UTF-8 can write, got {topic!r:.80}")
         if not isinstance(replay, bool | str | None):
             raise TypeError(f"replay must be True, False or an endpoint, got {replay!r:.80}")
-        zmq = self._zmq = load_zmq()
         check_context(context)
         self._more = zmq.SNDMORE
         self.topic = topic

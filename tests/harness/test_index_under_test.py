@@ -112,8 +112,56 @@ def test_an_index_of_tokens_cannot_be_compared_on_events_without_them(make_kv):
     kv = make_kv(index=ByTokens())
     chain(kv, 1, 2)
     (problem,) = kv.judge().errors
+    assert ("index_failure", f"match_tokens raised ValueError: {WITHOUT_TOKENS}") == (problem.rule, problem.observed)
+
+
+WITHOUT_TOKENS = (
+    "the index under test takes tokens (match_tokens), and a Stored of these blocks had no token_ids for each: give "
+    "them with the event, sink.publish(event, token_ids=[...]), a list of tokens a block, or give the index a "
+    "find_matches(local_hashes)"
+)
+
+
+class ReadsTokens(ByTokens):
+    def apply(self, event):
+        if isinstance(event.event.data, Stored):
+            for _, tokens in zip(event.event.data.block_hashes, event.token_ids, strict=True):
+                assert 4 == len(tokens)
+        super().apply(event)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "raised"),
+    [
+        (None, "TypeError: 'NoneType' object is not iterable"),
+        ([[1, 2, 3, 4]], "ValueError: zip() argument 2 is shorter than argument 1"),
+    ],
+    ids=["none", "too few"],
+)
+def test_an_index_of_tokens_that_raises_for_want_of_them_is_told_where_they_come_from(make_kv, token_ids, raised):
+    kv = make_kv(None, index=ReadsTokens())
+    sink = kv.make_sink()
+    sink.publish(Stored(None, (1, 2), (1, 2)), token_ids=token_ids)
+    (error,) = kv.judge().errors
+    problem = next(each for each in (error, *error.consequences()) if each.rule == "index_failure")
+    assert problem.observed.startswith(f"apply raised {raised}")
+    assert problem.observed.endswith(
+        "; the event had no token_ids for each block: sink.publish(event, token_ids=[...]), a list of tokens a block"
+    )
+
+
+@pytest.mark.parametrize("index", [Sound, ByTokens], ids=["by hashes", "by tokens"])
+def test_an_index_that_raises_for_another_reason_is_not_told_of_tokens(make_kv, index):
+    class Raises(index):
+        def apply(self, event):
+            raise OSError("none")
+
+    kv = make_kv(None, index=Raises())
+    tokens = None if index is Sound else [[1, 2, 3, 4]]
+    kv.make_sink().publish(Stored(None, (1,), (1,)), token_ids=tokens)
+    (problem,) = kv.judge().errors
     assert "index_failure" == problem.rule
-    assert "takes tokens (match_tokens), and this prompt has only hashes" in problem.observed
+    assert "token_ids" not in problem.observed
 
 
 ONLY_HASHES = (

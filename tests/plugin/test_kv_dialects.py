@@ -201,6 +201,15 @@ def test_without_msgspec_a_wire_is_refused_at_set_up(nested, monkeypatch):
     assert expected in result.stdout.lines
 
 
+def test_without_extras_a_publisher_names_the_one_that_suffices(nested, monkeypatch):
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    result = nested("@pytest.mark.kv_dialects('vllm-0.33')\ndef test(kv_publisher): pass")
+    result.assert_outcomes(errors=1)
+    expected = "kvmock: kv_publisher: sockets of KV events need pyzmq: pip install '/path/to/pytest-kvmock[zmq]', with the path of your checkout"
+    assert expected in result.stdout.lines
+
+
 def test_a_dialect_of_no_socket_on_the_command_line_is_a_usage_error(nested):
     result = nested("def test(): pass", "--kv-dialect=dynamo-router-event")
     assert "--kv-dialect: dialect 'dynamo-router-event' is not spoken over ZMQ; these are: " in result.stderr.str()

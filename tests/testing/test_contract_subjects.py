@@ -1,9 +1,11 @@
 """A contract that is applied to something that is not what it says fails in one clear line, and by no other error."""
 
+from textwrap import dedent
+
 import pytest
 from contract_runs import failure_of, names_of_tests
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness, testing
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, Removed, RouterHarness, testing
 from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
@@ -218,8 +220,47 @@ def test_a_fault_in_live_traffic_is_told_with_its_smallest_reproduction():
 
     contract = subject(IndexContract, make_index=lambda self: Needs("something"), backends=("vllm",))
     told = failed_in_live_traffic(contract)[1]
-    assert told.startswith("the smallest reproduction, cut from 156 events to 3:\nimport pytest\n")
+    assert told.startswith(
+        "the smallest reproduction, cut from 156 events to 3, to be put below TestMine:\nimport pytest\n"
+    )
     assert "Removed((1,))" in told
+
+
+class IgnoresRemoved(RadixIndex):
+    def apply(self, event):
+        if not isinstance(event.event.data, Removed):
+            super().apply(event)
+
+
+@pytest.mark.parametrize("backend", ["lru", "vllm"])
+@pytest.mark.parametrize(
+    "make_index", [lambda self: IgnoresRemoved(), lambda self, size: IgnoresRemoved()], ids=["plain", "by size"]
+)
+def test_a_reproduction_of_a_contract_fails_below_it_without_a_fixture_of_the_index(pytester, backend, make_index):
+    takes = "self" if make_index.__code__.co_argcount == 1 else "self, block_size"
+    asserts = "        assert 4 == block_size\n" * (takes != "self")
+    asserts += f"        assert {backend == 'vllm'} == self.traits.copies\n"
+    contract = subject(IndexContract, make_index=make_index, backends=(backend,))
+    text = failed_in_live_traffic(contract)[1].partition("\n")[2]
+    module = f"""
+        from pytest_kvmock import RadixIndex, Removed
+        from pytest_kvmock.testing import IndexContract
+
+
+        class IgnoresRemoved(RadixIndex):
+            def apply(self, event):
+                if not isinstance(event.event.data, Removed):
+                    super().apply(event)
+
+
+        class TestMine(IndexContract):
+            def make_index({takes}):
+        """
+    module = dedent(module).rstrip() + f"\n{asserts}        return IgnoresRemoved()\n\n\n"
+    pytester.makepyfile(module + text)
+    result = pytester.runpytest_inprocess("-k", "test_reproduction", "-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1, deselected=len(names_of_tests(contract)))
+    result.stdout.fnmatch_lines(["*index_drift*"])
 
 
 def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
