@@ -10,7 +10,8 @@ one that takes the value of them, `adapted` one that takes the parts.
 
 from __future__ import annotations
 
-from inspect import Parameter, iscoroutinefunction, signature
+from functools import partial
+from inspect import Parameter, isasyncgenfunction, iscoroutinefunction, isgeneratorfunction, signature
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
@@ -76,7 +77,7 @@ def event_sink(given: GivenSink, what: str = "sink") -> EventSink:
         what: what the message calls it.
 
     Raises:
-        TypeError: it is neither; or it takes other arguments, or would have to be awaited.
+        TypeError: it is neither; or it takes other arguments, or would have to be awaited or iterated.
     """
     takes, is_function = _shape_of(given, what)
     if takes == 1 and not is_function:
@@ -102,9 +103,19 @@ def _shape_of(given: GivenSink, what: str) -> tuple[int, bool]:
     is_function = not callable(publish)
     call: Callable[..., object] = given if is_function else publish  # type: ignore[assignment]  # one of them is callable
     name = f"{what} {given!r:.80}" if is_function else f"{what}: {type(given).__name__}.publish"
-    if iscoroutinefunction(call):
-        raise TypeError(f"{name} is a coroutine function, and a manager awaits none; give it a plain function")
+    _check_runs(call, name)
     return _count_arguments(call, name, unknown=1 if is_function else 3), is_function
+
+
+def _check_runs(call: Callable[..., object], name: str) -> None:
+    """Raise a TypeError for what does nothing when it is called: each event would be lost without a word."""
+    while isinstance(call, partial):
+        call = call.func
+    for each in (call, type(call).__call__):  # of an object, its class says what a call does
+        if iscoroutinefunction(each):
+            raise TypeError(f"{name} is a coroutine function, and a manager awaits none; give it a plain function")
+        if isgeneratorfunction(each) or isasyncgenfunction(each):
+            raise TypeError(f"{name} is a generator function, and a manager iterates none; give it a plain function")
 
 
 _SHAPES: Final = "publish(event), publish(event, token_ids) or publish(event, storage_tier, token_ids)"

@@ -1,5 +1,7 @@
 """Who listens to a manager, and in which order."""
 
+from functools import partial
+
 import pytest
 
 from pytest_kvmock import MockEngine, MockEngineArgs, RouterHarness, create_manager
@@ -156,6 +158,29 @@ class Awaited:
         pass
 
 
+class CalledAndAwaited:
+    async def __call__(self, event):
+        pass
+
+    def __repr__(self):
+        return "CalledAndAwaited()"
+
+
+class Iterated:
+    def publish(self, event):
+        yield event
+
+
+class IteratedAndAwaited:
+    async def publish(self, event):
+        yield event
+
+
+class PublishesByAnObject:
+    def __init__(self):
+        self.publish = partial(CalledAndAwaited())
+
+
 CALLED = "a sink is called as publish(event), publish(event, token_ids) or publish(event, storage_tier, token_ids)"
 REFUSED = {
     "an object without publish": (
@@ -173,6 +198,22 @@ REFUSED = {
     "a coroutine": (
         Awaited(),
         "sink: Awaited.publish is a coroutine function, and a manager awaits none; give it a plain function",
+    ),
+    "an object whose call is a coroutine": (
+        CalledAndAwaited(),
+        "sink CalledAndAwaited() is a coroutine function, and a manager awaits none; give it a plain function",
+    ),
+    "a publish that is such an object": (
+        PublishesByAnObject(),
+        "sink: PublishesByAnObject.publish is a coroutine function, and a manager awaits none; give it a plain function",
+    ),
+    "a generator": (
+        Iterated(),
+        "sink: Iterated.publish is a generator function, and a manager iterates none; give it a plain function",
+    ),
+    "an async generator": (
+        IteratedAndAwaited(),
+        "sink: IteratedAndAwaited.publish is a generator function, and a manager iterates none; give it a plain function",
     ),
 }
 

@@ -24,14 +24,18 @@ A line has one key that says what it is, and perhaps others beside it:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from heapq import merge
 from importlib import metadata
+from operator import itemgetter
 from typing import Any, Final
 
 from pytest_kvmock.checks import MOST_U64, check_integer, is_integer
 from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, Stored, StreamKey
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.injection import Injection
+from pytest_kvmock.hygiene.stream import Stream
 
 HEADER: Final = "kvmock_capture"
 VERSION: Final = 1
@@ -164,11 +168,20 @@ def _lost(entry: entries.BatchesLost) -> dict[str, Any]:
 
 def _recovered(entry: entries.Recovered) -> dict[str, Any]:
     published = entry.published
-    parts = (published, *published.groups.values())
-    events = {id(event): event for part in parts for event in part.events}.values()
-    by_id = sorted(events, key=lambda each: each.event_id)
+    merged = merge(*map(_in_order, (published, *published.groups.values())), key=itemgetter(0))
+    events = {id(event): event for _, event in merged}.values()  # a Cleared is one of each group
     ids = {"start": entry.ids.start, "stop": entry.ids.stop}
-    return {**who((published.worker_id, published.dp_rank)), **ids, "events": list(map(bare_line, by_id))}
+    return {**who((published.worker_id, published.dp_rank)), **ids, "events": list(map(bare_line, events))}
+
+
+def _in_order(part: Stream) -> Iterator[tuple[tuple[int, int], RouterEvent]]:
+    """The events of a cache group as they were published, each with its place among those of the others.
+
+    That is how often ids have yet to begin anew, counted from the end as a group may begin late, and the id.
+    """
+    begun = [place for place, _ in part.anew]
+    for place, event in enumerate(part.events):
+        yield (bisect_right(begun, place) - len(begun), event.event_id), event
 
 
 def _injected(injection: Injection) -> dict[str, Any]:

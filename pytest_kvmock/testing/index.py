@@ -5,6 +5,7 @@ One subject, one class: the promises, each a test.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Final
 
 import pytest
@@ -436,6 +437,13 @@ class IndexContract(DistinctBlocks):
                     for letters in ("abc", "abc", "abd", "efgh", "abc"):
                         harness.worker(0).serve(prompt_of(letters, self.block_size))
                         self._check(harness)
+            # What counts each event twice is right again once the Removed came twice as well: here, only some come twice.
+            with self._harness(spec, num_blocks=3) as harness:
+                harness.faults.survive("double")
+                for number, letters in enumerate(("abc", "d", "efg", "abc", "hij")):
+                    with nullcontext() if number % 2 else harness.faults.double(1):
+                        harness.worker(0).serve(prompt_of(letters, self.block_size))
+                    self._check(harness)
 
     def test_an_unannounced_restart_is_noticed(self) -> None:
         """With "restart" in `survives`: what a worker had is gone when its event ids begin anew, as after a crash."""

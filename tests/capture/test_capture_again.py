@@ -515,6 +515,44 @@ def test_a_recovery_is_found_again(tmp_path):
     assert stream == [shown(problem) for problem in check_file(tmp_path / "a.jsonl").log.problems]
 
 
+def test_a_recovery_of_a_stream_whose_ids_went_backwards_is_found_again(tmp_path):
+    recovery = Recovery()
+    with CaptureFile(tmp_path / "a.jsonl", {}) as file:
+        kv = RouterHarness(EngineProfile(4, 24), "lineage", recovery=recovery, journal=CapturingJournal(file))
+        steps = (0, Stored(None, (1, 2), (11, 12))), (1, Removed((2,))), (0, Stored(1, (3,), (13,)))
+        kv.apply([RouterEvent(7, KvCacheEvent(*step)) for step in steps])
+        recovery(7, 0)
+        kv.apply(RouterEvent(7, KvCacheEvent(1, Removed((2,)))))
+        kv.flush()
+
+    problems = kv.events.problems
+    assert "block 2 was removed by event 1 (before ids went backwards)" == problems[-1].observed
+    assert list(map(shown, problems)) == [shown(problem) for problem in check_file(tmp_path / "a.jsonl").log.problems]
+
+
+def test_a_recovery_of_cache_groups_whose_ids_went_backwards_is_found_again(tmp_path):
+    def event(event_id, data, group):
+        return RouterEvent(7, KvCacheEvent(event_id, data), extra={"group_idx": group} if group else None)
+
+    recovery = Recovery()
+    with CaptureFile(tmp_path / "a.jsonl", {}) as file:
+        kv = RouterHarness(EngineProfile(4, 24), "lineage", recovery=recovery, journal=CapturingJournal(file))
+        kv.apply(event(0, Stored(None, (1, 2), (11, 12)), 0))
+        kv.apply(event(1, Stored(None, (1, 2), (11, 12)), 1))
+        kv.apply(event(2, Removed((2,)), 1))
+        kv.apply(event(0, Stored(1, (3,), (13,)), 0))
+        kv.apply(event(1, Stored(1, (3,), (13,)), 2))
+        recovery(7, 0)
+        kv.apply(event(2, Removed((2,)), 1))
+        kv.flush()
+
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    (answer,) = (line["recovered"]["events"] for line in lines if "recovered" in line)
+    assert [0, 1, 2, 0, 1] == [each["event"]["event"]["event_id"] for each in answer]
+    problems = list(map(shown, kv.events.problems))
+    assert problems == [shown(problem) for problem in check_file(tmp_path / "a.jsonl").log.problems]
+
+
 def test_a_backend_of_a_test_is_not_known_to_a_check(captured):
     from pytest_kvmock.backends import BACKENDS as BUILT_IN
 

@@ -260,6 +260,26 @@ class IsNotToldThatAWorkerIsGone(Radix):
             pass
 
 
+@INDEXES.breaks("test_a_removed_worker_has_nothing")
+class WaitsForTheNextIdOfARemovedWorker(IndexContract):
+    def make_index(self):
+        return TakesHigherIds()
+
+
+class TakesHigherIds(Tree):
+    """Drops what has come, by its id."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = {}
+
+    def apply(self, event):
+        key, event_id = (event.worker_id, event.event.dp_rank), event.event.event_id
+        if event_id > self.last.get(key, -1):
+            self.last[key] = event_id
+            super().apply(event)
+
+
 @INDEXES.breaks("test_a_question_changes_nothing")
 class ForgetsWhatItWasAsked(Radix):
     class Subject(Tree):
@@ -516,11 +536,20 @@ class CountsWhatComesTwice(IndexContract):
         return LenientCounts()
 
 
-class LenientCounts(HashIndex):
-    """Counts copies, and raises on nothing."""
+@INDEXES.breaks("test_a_redelivered_event_changes_nothing")
+class CountsWhatComesTwiceWhereCopiesAre(IndexContract):
+    survives = ("double",)
+    backends = ("vllm",)
 
-    def __init__(self):
-        super().__init__(counts=True)
+    def make_index(self):
+        return LenientCounts(self.traits.copies)
+
+
+class LenientCounts(HashIndex):
+    """Raises on nothing."""
+
+    def __init__(self, counts=True):
+        super().__init__(counts=counts)
 
     def apply(self, event):
         with suppress(KeyError):
