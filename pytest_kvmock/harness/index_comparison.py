@@ -519,16 +519,17 @@ class IndexComparison:
         observed = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}{raised_at(error)}"
         if what == "apply" and event is not None and key in self._ledger.streams:
             observed += self._under_test.want_of_tokens(event, self._ledger.streams[key].spec.block_size)
+        blocks = () if event is None else _blocks(event)
+        fault = None if self.survival is None else self.survival.injection_of(key, blocks)
+        expected = "applies every valid event" if fault is None else f"that must survive {fault.kind} does not raise"
         problem = Problem(
             INDEX_FAILURE,
             *key,
             observed,
-            "an index applies every valid event, and answers every query",
+            f"an index {expected}, and answers every query",
             event,
             queued.position if queued else position,
-            fault=None
-            if self.survival is None
-            else self.survival.injection_of(key, () if event is None else _blocks(event)),
+            fault=fault,
         )
         warning = None if queued is None or what != "apply" else self._of_an_orphan(queued)
         self._fold(problem, queued, warning)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from inspect import isawaitable
-from typing import Any, Literal
+from reprlib import Repr
+from typing import Any, Final, Literal
 
 from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
@@ -12,6 +13,9 @@ from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, UnreadableA
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair
 from pytest_kvmock.prompt_keys import EventExtra
 from pytest_kvmock.tokens import Prompt, sequence_hashes
+
+_SHORT: Final = Repr()
+_SHORT.maxstring = 25  # identifiers of multimodal items have 64 digits
 
 
 def prompt_of(letters: str, block_size: int, tail: int = 0, **keys: Any) -> Prompt:
@@ -310,4 +314,4 @@ class IndexDriver:
 
 def _with(keys: Mapping[str, Any] | None) -> str:
     """What a prompt carries, for a message."""
-    return "".join(f" with {name}={value!r:.40}" for name, value in (keys or {}).items())
+    return "".join(f" with {name}={_SHORT.repr(value)}" for name, value in (keys or {}).items())

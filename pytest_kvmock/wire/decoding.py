@@ -315,6 +315,8 @@ class _Decoder:
     def _event(self, fields: EventFields, index: int, rank: int) -> RouterEvent:
         """The event of fields that are what they should be."""
         own, extra = fields.own, fields.extra
+        if isinstance(keys := extra.get("extra_keys"), list):  # msgpack has no tuples, an engine's events do
+            extra["extra_keys"] = [_tuples(each) for each in keys]
         medium = own.get("medium")
         tier = StorageTier.DEVICE if medium is None else self._structs.tiers[medium]
         hashes, parent = tuple(own.get("hashes", ())), own.get("parent")
@@ -349,3 +351,8 @@ class _Decoder:
             return tuple(block_hashes(units, size, **options, eagle=True)), None
         local_hashes, token_ids = BlockCutter(blocks, size)(tuple(tokens))
         return tuple(block_hashes(tokens, size, **options)) if options else local_hashes, token_ids
+
+
+def _tuples(value: Any) -> Any:
+    """A value with tuples for lists, inner ones too."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

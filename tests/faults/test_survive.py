@@ -50,6 +50,36 @@ def test_a_survived_fault_is_no_failure_where_no_index_is_under_test():
     assert ("event_id_gap", True) == (problem.rule, problem.excused)
 
 
+class RaisesWithoutParent(RadixIndex):
+    def apply(self, event):
+        data = event.event.data
+        if isinstance(data, Stored) and data.parent_hash not in (None, *getattr(self, "seen", ())):
+            raise KeyError(data.parent_hash)
+        self.seen = (*getattr(self, "seen", ()), *data.block_hashes)
+        super().apply(event)
+
+
+@pytest.mark.parametrize("survive", [["lose"], []], ids=["survived", "not survived"])
+def test_a_failure_after_a_fault_that_must_be_survived_does_not_call_the_event_valid(survive):
+    kv = RouterHarness(PROFILE, index=RaisesWithoutParent(), survive=survive)
+    prompt = kv.prompt(1)
+    kv.faults.lose()
+    kv.worker(0).serve(prompt)
+    kv.worker(0).serve(kv.prompt(1, after=prompt))
+    problem = next(problem for problem in kv.events.problems if problem.rule == "index_failure")
+    assert (
+        (
+            "your index raised, or returned what cannot be read, after a fault that it must survive",
+            "an index that must survive lose does not raise, and answers every query",
+        )
+        if survive
+        else (
+            "your index raised on a valid event, or returned what cannot be read",
+            "an index applies every valid event, and answers every query",
+        )
+    ) == (problem.broken_when, problem.expected)
+
+
 def test_a_fault_that_need_not_be_survived_fails_beside_one_that_must():
     kv = RouterHarness(PROFILE, survive=["lose"])
     kv.faults.lose()

@@ -9,6 +9,7 @@ from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, Removed, 
 from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
+from pytest_kvmock.tokens import block_hashes
 
 
 def subject(contract, **body):
@@ -368,3 +369,21 @@ APPLIED = [name for name in names_of_tests(OfEveryId) if not name.endswith(("liv
 @pytest.mark.parametrize("name", APPLIED)
 def test_the_events_of_a_contract_have_ids_without_a_gap(name):
     assert None is failure_of(OfEveryId, name)
+
+
+def test_what_a_prompt_carries_is_cut_where_it_reads():
+    class TakesNoKeys:
+        def __init__(self):
+            self.tree = RadixIndex()
+
+        def apply(self, event):
+            self.tree.apply(event)
+
+        def match_tokens(self, tokens, extra=None):
+            return self.tree.find_matches(block_hashes(tokens, 4)).scores
+
+    contract = subject(IndexContract, make_index=lambda self: TakesNoKeys())
+    failure = failure_of(contract, "test_multimodal_items_are_told_apart")
+    item = "[('1c1c1c1c1c...1c1c1c1c1c', 0, 2)]"
+    assert f"looked up abcd with multimodal={item}: expected {{0: 4}}" in failure
+    assert f"worker 0 stored abc with multimodal={item}\n" in failure

@@ -26,7 +26,7 @@ EXTRAS = {
     "group_idx": 2,
     "kv_cache_spec_kind": "mamba",
     "kv_cache_spec_sliding_window": 128,
-    "extra_keys": [["adapter"], [["image", -3], "salt"]],
+    "extra_keys": [("adapter",), (("image", -3), "salt")],
     "lookahead_token_ids": [[1, 2], [3]],
     "locality": "LOCAL",
     "ownership": "tier-1",

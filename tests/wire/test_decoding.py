@@ -362,7 +362,7 @@ def test_what_is_not_ordinary_is_in_extra():
     special = {
         "lora_id": 3,
         "lora_name": "adapter",
-        "extra_keys": [["adapter"], None],
+        "extra_keys": [("adapter",), None],
         "group_idx": 1,
         "session_id": "s",
     }
@@ -496,6 +496,9 @@ def test_what_a_prompt_carries_comes_over_a_wire_that_has_the_field(name, key):
     with RouterHarness() as router:
         decoded = decode(encode(Batch(published), name), name)
         assert ([], published) == (decoded.problems, decoded.events)
+        if key == "multimodal":  # tuples, as in process
+            sent, came = ([(e.extra or {}).get("extra_keys") for e in events] for events in (published, decoded.events))
+            assert sent == came
         router.apply(decoded.events)
         assert 4 == router.overlap(Prompt([*range(64)], **{key: value}))[0]
         assert ({} if one_name else {0: 4}) == router.overlap(Prompt([*range(64)]))
