@@ -191,10 +191,11 @@ class IndexDriver:
         self._apply(worker, rank, Cleared(), "cleared all")
 
     def remove_worker(self, worker: int) -> None:
-        """Remove a worker, where the index has `remove_worker`."""
+        """Remove a worker, where the index has `remove_worker`; one that comes back begins anew, as in a harness."""
         if self.index.remove_worker is not None:
             self._do(self.index.remove_worker, worker)
-            self._applied.append(f"worker {worker} removed")
+            self._ids = {key: next_id for key, next_id in self._ids.items() if key[0] != worker}
+            self._applied.append(f"worker {worker} removed: its event ids begin with 0")
 
     def _apply(
         self,

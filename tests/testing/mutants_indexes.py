@@ -269,6 +269,26 @@ class IsNotToldThatAWorkerIsGone(Radix):
             pass
 
 
+@INDEXES.breaks("test_a_removed_worker_has_nothing")
+class WaitsForTheNextIdOfARemovedWorker(IndexContract):
+    def make_index(self):
+        return TakesHigherIds()
+
+
+class TakesHigherIds(Tree):
+    """Drops what has come, by its id."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = {}
+
+    def apply(self, event):
+        key, event_id = (event.worker_id, event.event.dp_rank), event.event.event_id
+        if event_id > self.last.get(key, -1):
+            self.last[key] = event_id
+            super().apply(event)
+
+
 @INDEXES.breaks("test_a_question_changes_nothing")
 class ForgetsWhatItWasAsked(Radix):
     class Subject(Tree):

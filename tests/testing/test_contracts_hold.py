@@ -157,6 +157,10 @@ class NoticesRepeats(RadixIndex):
         self.last[key] = event_id
         super().apply(event)
 
+    def remove_worker(self, worker_id):
+        super().remove_worker(worker_id)
+        self.last = {key: event_id for key, event_id in self.last.items() if key[0] != worker_id}
+
 
 class TestAnIndexThatNoticesRepeats(IndexContract):
     backends = tuple(BACKENDS)
