@@ -1,8 +1,8 @@
-"""What a router index must tell apart, as tests: hashes that agree in a part, and prompts that differ in what they carry."""
+"""What a router index must tell apart, as tests: hashes and tokens that are nearly the same, and prompts that carry other keys."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import pytest
 
@@ -12,6 +12,24 @@ from pytest_kvmock.testing.index_subject import OverIndex
 
 _IMAGES: Final = ("1c" * 32, "2d" * 32)
 """Identifiers of multimodal items as vLLM's, 64 hexadecimal digits."""
+
+
+_Tokens: TypeAlias = tuple[int, ...]
+
+
+def _near_tokens(block_size: int) -> list[tuple[_Tokens, _Tokens]]:
+    """The tokens of two blocks that differ, and that an index takes for one which keeps too little of them."""
+    tokens = tuple(range(1, block_size + 1))
+    pairs = [(tokens, tokens[::-1])]  # the order
+    if block_size >= 4:
+        pairs += [(tokens, (1, 1, 4, 4, *tokens[4:]))]  # the sum, the first and the last
+        pairs += [((1, 1, 4, 4, *tokens[4:]), (1, 4, 4, 4, *tokens[4:]))]  # the set
+    if block_size >= 2:
+        pairs += [((1, 23, *tokens[2:]), (12, 3, *tokens[2:]))]  # the digits in a row
+    for place in sorted({0, block_size // 2, block_size - 1}):  # the low 16 bits, or all tokens but one
+        high = tokens[place] + 2**16
+        pairs.append((tokens, (*tokens[:place], high, *tokens[place + 1 :])))
+    return [pair for pair in pairs if pair[0] != pair[1]]
 
 
 class DistinctBlocks(OverIndex):
@@ -44,6 +62,18 @@ class DistinctBlocks(OverIndex):
             index.remove("qb", "q")
             index.expect("pa", {0: 2})
             index.expect("qb", {})
+
+    def test_blocks_of_nearly_the_same_tokens_are_told_apart(self) -> None:
+        """Blocks are two that have their tokens in another order, as often, in other digits, or of other high bits."""
+        for first, second in _near_tokens(self.block_size):
+            index = self._start()
+            index.near_tokens(first, second)
+            index.store("pa", 0)
+            index.expect("pa", {0: 2})
+            index.expect("qa", {})
+            index.store("q", 1)
+            index.expect("pa", {0: 2})
+            index.expect("qa", {1: 1})
 
     def test_adapters_are_told_apart(self) -> None:
         """Blocks of the same tokens under two LoRA adapters, or under none, are different blocks."""

@@ -70,6 +70,11 @@ class IndexDriver:
             self._roots = dict(zip("pq", hash_pair(kept), strict=True))
         self._about = f"p and q are blocks whose {what} hashes agree {TRUNCATIONS[kept].words}\n"
 
+    def near_tokens(self, first: tuple[int, ...], second: tuple[int, ...]) -> None:
+        """From here on, p and q are first blocks of these tokens."""
+        self._tokens = {"p": first, "q": second}
+        self._about = f"p is a block of the tokens {_short(first)}, q one of {_short(second)}\n"
+
     def _prompt(self, letters: str, tail: int = 0, keys: Mapping[str, Any] | None = None) -> Prompt:
         """A prompt of these letters, and what it carries."""
         if letters[:1] not in self._hashes:
@@ -310,6 +315,12 @@ class IndexDriver:
         shown = [line if len(line) <= 100 else line[:97] + "..." for line in self._applied[-12:]]
         more = [f"  ... {len(self._applied) - 12} events before"] if len(self._applied) > 12 else []
         return "\n".join([f"{self._about}the index was given, in this order:", *more, *(f"  {line}" for line in shown)])
+
+
+def _short(tokens: tuple[int, ...]) -> str:
+    """Tokens, for a message: the first and the last of many."""
+    ends = tokens if len(tokens) <= 8 else (*tokens[:4], "...", *tokens[-4:])
+    return ", ".join(map(str, ends))
 
 
 def _with(keys: Mapping[str, Any] | None) -> str:

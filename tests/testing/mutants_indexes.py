@@ -501,6 +501,53 @@ class KeepsBlockHashesWithoutTheirSign(IndexContract):
         return TokenIndex("low63", "block", size=block_size)
 
 
+class LossyTokens(IndexContract):
+    """The contract over an index by tokens that keeps of each block what `kept` gives."""
+
+    def make_index(self, block_size):
+        kept = type(self).kept
+
+        class Lossy(TokenIndex):
+            def hashed(self, tokens):
+                return [kept(tokens[end - block_size : end]) for end in range(block_size, len(tokens) + 1, block_size)]
+
+        return Lossy(size=block_size)
+
+
+@INDEXES.breaks("test_blocks_of_nearly_the_same_tokens_are_told_apart")
+class KeepsTheSumOfTheTokens(LossyTokens):
+    kept = sum
+
+
+@INDEXES.breaks("test_blocks_of_nearly_the_same_tokens_are_told_apart")
+class KeepsTheSetOfTheTokens(LossyTokens):
+    kept = frozenset
+
+
+@INDEXES.breaks("test_blocks_of_nearly_the_same_tokens_are_told_apart")
+class KeepsTheTokensSorted(LossyTokens):
+    def kept(tokens):  # noqa: N805 - a function, as the others
+        return tuple(sorted(tokens))
+
+
+@INDEXES.breaks("test_blocks_of_nearly_the_same_tokens_are_told_apart")
+class KeepsTheTokensAsTextWithoutSeparators(LossyTokens):
+    def kept(tokens):  # noqa: N805 - as above
+        return "".join(map(str, tokens))
+
+
+@INDEXES.breaks("test_blocks_of_nearly_the_same_tokens_are_told_apart")
+class KeepsTokensOf16Bits(LossyTokens):
+    def kept(tokens):  # noqa: N805 - as above
+        return tuple(token % 2**16 for token in tokens)
+
+
+@INDEXES.breaks("test_blocks_of_nearly_the_same_tokens_are_told_apart")
+class KeepsAllButTheLastToken(LossyTokens):
+    def kept(tokens):  # noqa: N805 - as above
+        return tuple(tokens[:-1])
+
+
 @INDEXES.breaks("test_adapters_are_told_apart")
 class IgnoresAdapters(IndexContract):
     def make_index(self):

@@ -357,6 +357,10 @@ class WantsEveryId(RadixIndex):
         self.due[key] = event.event.event_id + 1
         super().apply(event)
 
+    def remove_worker(self, worker_id):
+        super().remove_worker(worker_id)
+        self.due = {key: event_id for key, event_id in self.due.items() if key[0] != worker_id}
+
 
 class OfEveryId(IndexContract):
     def make_index(self):
