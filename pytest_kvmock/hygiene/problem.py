@@ -95,7 +95,7 @@ class Problem:
     def broken_when(self) -> str:
         """What broke the rule, in one sentence: its case where the rule has several."""
         rule = RULES[self.rule]
-        if self.rule == "index_failure" and self.fault is not None and self.fault.survived:
+        if self.rule == INDEX_FAILURE and self.fault is not None and self.fault.survived:
             return "your index raised, or returned what cannot be read, after a fault that it must survive"
         return rule.cases.get(self.case, rule.broken_when)
 
