@@ -124,10 +124,14 @@ class Publisher:
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """Have what the sink raises in calls that are part of this one leave it at its end."""
+        """Have what the sink raises in calls that are part of this one leave it at its end, unless it raises by itself."""
         self._depth += 1
         try:
             yield
+        except BaseException:
+            if self._depth == 1:
+                self.failure = None  # it was logged, and is nothing of the next call
+            raise
         finally:
             self._depth -= 1
         self.surface()

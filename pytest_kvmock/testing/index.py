@@ -402,16 +402,20 @@ class IndexContract(DistinctBlocks):
         index.expect("abcd", {1: 2})
 
     def test_a_removed_worker_has_nothing(self) -> None:
-        """`remove_worker`, where the index has it, empties a worker, which may come back."""
+        """`remove_worker`, where the index has it, empties a worker and no other, which may come back."""
         index = self._start()
         if index.index.remove_worker is None:
             pytest.skip(f"{index.index.name} has no remove_worker(worker_id): what it leaves was not checked")
-        index.store("abcd", 0)
-        index.store("abc", 1)
-        index.remove_worker(0)
-        index.expect("abcd", {1: 3})
-        index.store("ab", 0)
-        index.expect("abcd", {0: 2, 1: 3})
+        index.store("abcd", 1)
+        index.store("abc", 2)
+        index.store("ab", 10)
+        index.store("a", 21)
+        others = {2: 3, 10: 2, 21: 1}
+        index.expect("abcd", {1: 4, **others})  # an answer that must not be kept
+        index.remove_worker(1)
+        index.expect("abcd", others)
+        index.store("ab", 1)
+        index.expect("abcd", {1: 2, **others})
 
     # ------------------------------------------------------------------------------------------------ survived
 

@@ -1,11 +1,13 @@
 """What a sink raises leaves the manager's call when that is complete: state, ids and later events are as with any other sink."""
 
+from contextlib import suppress
 from random import Random
 from uuid import UUID
 
 import pytest
 
-from pytest_kvmock import CapturingSink, Prompt, StorageTier, create_manager
+from pytest_kvmock import CapturingSink, Cleared, Prompt, StorageTier, create_manager
+from pytest_kvmock.cache.base import Publisher
 from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
 from pytest_kvmock.cache.offload import BlockDetails, Scheduled
 from pytest_kvmock.moves import Destroy
@@ -188,3 +190,32 @@ def test_a_call_that_is_refused_after_one_whose_sink_raised_raises_its_own_error
         manager.deref(9)
     manager.sink = None
     assert 1 == manager.use([2])
+
+
+def refused_part(publisher):
+    """A call whose sink raises before it raises by itself."""
+    with publisher.one_call():
+        publisher.publish(Cleared())
+        raise ValueError("of the part")
+
+
+def call_of_parts(publisher):
+    """A call that goes on where a part of it is refused."""
+    with publisher.one_call():
+        with suppress(ValueError):
+            refused_part(publisher)
+        publisher.publish(Cleared())
+
+
+def test_a_call_of_several_that_fails_by_itself_leaves_nothing_of_its_sink_to_the_next():
+    publisher = Publisher(Refusing(), 0)
+    with pytest.raises(ValueError, match=r"^of the part$"):
+        refused_part(publisher)
+    assert None is publisher.failure
+
+
+def test_a_part_of_a_call_that_fails_and_is_caught_leaves_what_its_sink_raised_to_the_end():
+    publisher = Publisher(Refusing(), 0)
+    with pytest.raises(OSError, match=r"^event 0$"):
+        call_of_parts(publisher)
+    assert None is publisher.failure

@@ -266,6 +266,43 @@ class WaitsForTheNextIdOfARemovedWorker(IndexContract):
         return TakesHigherIds()
 
 
+@INDEXES.breaks("test_a_removed_worker_has_nothing")
+class RemembersAnswersOverARemoval(IndexContract):
+    def make_index(self):
+        return Remembers()
+
+
+class Remembers(Tree):
+    """Keeps its answers until the next event."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = {}
+
+    def apply(self, event):
+        self.answers.clear()
+        super().apply(event)
+
+    def find_matches(self, local_hashes):
+        asked = tuple(local_hashes)
+        if asked not in self.answers:
+            self.answers[asked] = dict(super().find_matches(local_hashes))
+        return self.answers[asked]
+
+
+@INDEXES.breaks("test_a_removed_worker_has_nothing")
+class RemovesWorkersWhoseNumbersBeginAlike(IndexContract):
+    def make_index(self):
+        return ComparesNumbersAsText()
+
+
+class ComparesNumbersAsText(HashIndex):
+    """Has the workers in a text."""
+
+    def remove_worker(self, worker_id):
+        self.ranks = {key: held for key, held in self.ranks.items() if not str(key[0]).startswith(str(worker_id))}
+
+
 class TakesHigherIds(Tree):
     """Drops what has come, by its id."""
 
