@@ -70,7 +70,8 @@ GivenSink: TypeAlias = "EventSink | Sink | TokenSink | Callable[..., object]"
 def event_sink(given: GivenSink, what: str = "sink") -> EventSink:
     """Return the sink itself if it takes events as values, else an adapter to it.
 
-    The shape is told by the positional parameters of `publish`, now; the method is looked up at each event.
+    The shape is told by the positional parameters of `publish`, now; the method is looked up at each event. One with a default
+    counts after the first by its name alone: `storage_tier`, `tier`, `token_ids`, `extra`.
 
     Args:
         given: an object with a method `publish`, or a function.
@@ -121,6 +122,10 @@ def _check_runs(call: Callable[..., object], name: str) -> None:
 _SHAPES: Final = "publish(event), publish(event, token_ids) or publish(event, storage_tier, token_ids)"
 
 
+_KNOWN: Final = ("event", "storage_tier", "tier", "token_ids", "extra")
+"""By these names, parameters with a default are given what is published."""
+
+
 def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> int:
     """How many positional arguments a sink is called with: 1, 2 or 3; `unknown` for one without a signature."""
     method = call.__func__ if isinstance(call, MethodType) and isinstance(call.__func__, FunctionType) else None
@@ -135,6 +140,8 @@ def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> in
         if each.kind is Parameter.VAR_POSITIONAL:
             names += ["event", "any", "any"]
         elif each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
+            if names and each.default is not Parameter.empty and each.name not in _KNOWN:
+                break  # an option of its own, as `block` of `Queue.put`
             names.append(each.name)
         if names[-1:] == ["extra"]:  # given by its name
             names.pop()

@@ -1,6 +1,7 @@
 """Who listens to a manager, and in which order."""
 
 from functools import partial
+from queue import Queue
 
 import pytest
 
@@ -93,6 +94,16 @@ def test_functions_are_sinks_of_as_many_arguments_as_they_take():
     store_one(events.append)
     store_one(lambda event, *beside: three.append((event, beside[0])))
     assert ([WHOLE], [(NEW, StorageTier.DEVICE)]) == (events, three)
+
+
+def test_a_parameter_with_a_default_is_given_what_it_is_named_for_and_nothing_else():
+    queue, tier, tokens = Queue(1), [], []
+    store_one(queue.put)
+    store_one(lambda event, storage_tier="mine", token_ids=None: tier.append((event, storage_tier, token_ids)))
+    store_one(lambda event, token_ids=None, retries=3: tokens.append((event, token_ids, retries)))
+    assert WHOLE == queue.get_nowait()
+    assert [(NEW, StorageTier.DEVICE, TOKENS)] == [(e, each, [*map(list, of)]) for e, each, of in tier]
+    assert [(NEW, TOKENS, 3)] == [(e, [*map(list, of)], retries) for e, of, retries in tokens]
 
 
 def test_a_sink_of_another_shape_is_given_extra_if_it_takes_that():
