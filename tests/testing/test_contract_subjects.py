@@ -259,7 +259,7 @@ def test_a_reproduction_of_a_contract_fails_below_it_without_a_fixture_of_the_in
         """
     module = dedent(module).rstrip() + f"\n{asserts}        return IgnoresRemoved()\n\n\n"
     pytester.makepyfile(module + text)
-    result = pytester.runpytest_inprocess("-k", "test_reproduction", "-p", "no:cacheprovider")
+    result = pytester.runpytest_inprocess("-k", "test_reproduction", "-p", "no:cacheprovider", "-p", "no:asyncio")
     result.assert_outcomes(failed=1, deselected=len(names_of_tests(contract)))
     result.stdout.fnmatch_lines(["*index_drift*"])
 
