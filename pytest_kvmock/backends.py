@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.driver import MakeDriver, Traits
+    from pytest_kvmock.engine.performance import Semantics
     from pytest_kvmock.engine.schedulers import EngineType
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import GivenSink
@@ -54,6 +55,8 @@ class BackendSpec:
             called with the manager, whose options it may depend on. None for Dynamo's.
         options: further arguments that `make` takes, by keyword; see `variant`.
         scheduler: whose scheduler an engine of it has (`MockEngineArgs.engine_type`).
+        semantics: the release of Dynamo whose scheduler that is, where the engine's arguments name none; None: the
+            scheduler's default.
 
     Raises:
         ValueError: a field is not what it must be.
@@ -69,6 +72,7 @@ class BackendSpec:
     chain: Callable[[Any], Chain] | None = None
     options: tuple[str, ...] = ()
     scheduler: EngineType = "vllm"
+    semantics: Semantics | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name in _RESERVED:
@@ -235,6 +239,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 driver=makers.block_pool_driver,
                 chain=makers.hash_chain,
                 options=("version", "hash_algorithm", "hash_seed", "enable_caching", "lora_paths"),
+                semantics="1.6.1",
             ),
             BackendSpec(
                 "vllm_0_19",
@@ -245,6 +250,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 driver=makers.block_pool_driver,
                 chain=makers.hash_chain,
                 options=("hash_algorithm", "hash_seed", "enable_caching", "lora_paths"),
+                semantics="1.6.1",
             ),
             BackendSpec(
                 "sglang",

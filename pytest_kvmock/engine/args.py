@@ -28,8 +28,8 @@ from pytest_kvmock.engine.performance import (
     Semantics,
     make_performance_model,
 )
-from pytest_kvmock.engine.scheduler import Release
-from pytest_kvmock.engine.schedulers import SCHEDULERS, EngineType, EventsVisible, SchedulerSpec
+from pytest_kvmock.engine.scheduler import EventsVisible, Release
+from pytest_kvmock.engine.schedulers import SCHEDULERS, EngineType, SchedulerSpec
 
 WorkerType: TypeAlias = Literal["aggregated", "prefill", "decode"]
 PreemptionMode: TypeAlias = Literal["lifo", "fifo"]
@@ -58,6 +58,7 @@ _OPTIONAL_INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
     "bootstrap_port": (0, 65535),
     "kv_bytes_per_token": (0, MOST_COUNT),
     "num_g2_blocks": (1, MOST_COUNT),
+    "max_model_len": (1, MOST_COUNT),
     "offload_batch_size": (1, MOST_COUNT),
     "zmq_kv_events_port": (0, 65535),
     "zmq_replay_port": (0, 65535),
@@ -78,8 +79,8 @@ _OURS: Final = ("semantics", "performance_model", "events_visible")
 _JSON_ONLY: Final = ("is_prefill", "is_decode", "has_perf_model")
 """Keys that Dynamo's JSON may have beside the fields: two older forms of `worker_type`, and one without an effect."""
 
-_HOST: Final = ("num_g2_blocks", "offload_batch_size", "bandwidth_g1_to_g2_gbps", "bandwidth_g2_to_g1_gbps")
-"""Arguments of the host tier: Dynamo's dump does not have them, and its JSON may."""
+_UNWRITTEN: Final = ("num_g2_blocks", "max_model_len", "offload_batch_size", "bandwidth_g1_to_g2_gbps", "bandwidth_g2_to_g1_gbps")
+"""What is written where it is set: arguments of the host tier, which Dynamo's dump leaves out, and of later releases."""
 
 BEYOND_HOST: Final = (
     "num_g3_blocks",
@@ -178,12 +179,14 @@ class MockEngineArgs:
             be at most `num_g2_blocks`.
         bandwidth_g1_to_g2_gbps: GB/s to the host, at least 0, which is infinite; None: 14.
         bandwidth_g2_to_g1_gbps: GB/s back to the device; likewise.
-        semantics: "1.2.1" or "1.3.1": the release of Dynamo whose scheduler is followed; None: "1.2.1" for vllm, "1.3.1"
-            for sglang. An addition of ours, no part of the JSON.
+        max_model_len: most tokens of a request, prompt and output together, at least 1; None: unlimited. 1.6.1 only.
+        semantics: "1.2.1", "1.3.1" or "1.6.1": the release of Dynamo whose scheduler is followed; None: that of the
+            engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "1.3.1" for sglang. An addition of ours,
+            no part of the JSON.
         performance_model: a `PerformanceModel`, or a pair of callables or milliseconds as `CallableModel` takes them; None:
             as `planner_profile_data` says. An addition of ours.
-        events_visible: when the events of a pass are published: "pass_start" or "pass_end"; None: at the start for vllm, at
-            the end for sglang. An addition of ours.
+        events_visible: when the events of a pass are published: "pass_start" or "pass_end"; None: at the start for vllm in
+            the semantics of 1.2.1 and 1.3.1, else at the end. An addition of ours.
 
     Inert fields are accepted, checked, and written to JSON; they have no effect on a mock engine without a network.
 
@@ -236,6 +239,7 @@ class MockEngineArgs:
     offload_batch_size: int | None = None
     bandwidth_g1_to_g2_gbps: float | None = None
     bandwidth_g2_to_g1_gbps: float | None = None
+    max_model_len: int | None = None
     semantics: Semantics | None = None
     performance_model: PerformanceModel | tuple[Any, Any] | None = None
     events_visible: EventsVisible | None = None
@@ -319,8 +323,8 @@ class MockEngineArgs:
 
     @property
     def events_visible_at(self) -> EventsVisible:
-        """When the events of a pass are published: `events_visible`, or the default of the engine type."""
-        return self.events_visible or self.scheduler.events_visible
+        """When the events of a pass are published: `events_visible`, or the default of the release."""
+        return self.events_visible or self.release.events_visible
 
     @property
     def budget(self) -> int | None:
@@ -376,6 +380,21 @@ class MockEngineArgs:
         size = float(prompt_tokens * self.kv_bytes_per_token)
         return size / (self.kv_transfer_bandwidth * 1e9) * 1000.0
 
+    def following(self, semantics: Semantics | None) -> MockEngineArgs:
+        """Return the same arguments that follow this release of Dynamo, if they name none and their scheduler can.
+
+        Raises:
+            ValueError: an argument is set that the release which they follow has not.
+        """
+        known = self.semantics is not None or semantics not in self.scheduler.releases
+        args = self if known else self.replace(semantics=semantics)
+        if args.max_model_len is not None and not args.release.limits_length:
+            raise ValueError(
+                f"max_model_len={args.max_model_len}: the scheduler of {args.scheduler_semantics} has no limit of a request's "
+                'length; that of semantics="1.6.1" has'
+            )
+        return args
+
     # -------------------------------------------------------------------------------------------- reading and writing
 
     def replace(self, **changes: Any) -> MockEngineArgs:
@@ -389,7 +408,7 @@ class MockEngineArgs:
     def to_dict(self) -> dict[str, Any]:
         """Dynamo's JSON form, as Python objects: all fields but our additions, and those of the host where they are set."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name in _JSON_FIELDS}
-        for name in _HOST:  # `dump_json` leaves them out
+        for name in _UNWRITTEN:
             if values[name] is None:
                 del values[name]
         for group in ("reasoning", "sglang"):

@@ -54,6 +54,17 @@ class BlockPoolDriver:
         """New blocks, and hits that nobody uses, as vLLM counts them; decode steps give nothing back, so they are counted."""
         return self.manager.missing_blocks(request, upto + len(tokens), self._hits(request))
 
+    def needs_no_output(self, request: PoolRequest) -> None:
+        """Let all of its prompt be cached."""
+        request.computes_last_token = False
+
+    def need_whole(self, request: PoolRequest) -> int:
+        """New blocks of all its tokens; a hit counts as held if anybody holds it, also the one of the last token."""
+        manager, size = self.manager, self.manager.block_size
+        held = sum(map(bool, map(manager.references_to, manager.cached_blocks(request))))
+        most = request.most_hits(size)
+        return -(-len(request) // size) - min(held, most)
+
     def room(self) -> int:
         """Blocks in the queue."""
         return self.manager.num_free_blocks
@@ -81,7 +92,7 @@ class BlockPoolDriver:
         """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
         manager, hits = self.manager, self._hits(request)
         new = upto - request.num_computed_tokens - len(hits) * manager.block_size
-        if new > 0 and manager.allocate_slots(request, new, hits) is None:
+        if (new > 0 or (hits and not new)) and manager.allocate_slots(request, new, hits) is None:
             return request.num_computed_tokens
         return upto
 

@@ -175,6 +175,21 @@ class SchedulerDriver(GeneratingDriver, Protocol):
 
 
 @runtime_checkable
+class PoolSchedulerDriver(SchedulerDriver, Protocol):
+    """Of an engine that allocates a block when the first of its tokens is computed: generating a token needs none."""
+
+    def needs_no_output(self, request: Any) -> None:
+        """Note that a request asks for no output: all of its prompt may be cached, its last token included."""
+
+    def need_whole(self, request: Any) -> int:
+        """Count the blocks that nobody holds and that all tokens of a request without blocks need, as 1.6.1 counts them.
+
+        Each hit that another request holds counts as one block fewer, those behind the last token too, but no more of
+        them than may be taken.
+        """
+
+
+@runtime_checkable
 class ReservingDriver(SchedulerDriver, Protocol):
     """Reserves blocks for prompts that are computed elsewhere: its engine can be the destination of handoffs."""
 

@@ -1,7 +1,7 @@
 """Performance models: how long prefill and decode of one pass take.
 
 A model returns milliseconds as a float, neither rounded nor divided by a speedup: both are done where time is kept.
-Rules and figures are those of Dynamo's mocker 1.2.1, equal to the bit, and of 1.3.1 where `semantics` asks for them.
+Rules and figures are those of Dynamo's mocker 1.2.1, equal to the bit, and of 1.3.1 and later where `semantics` asks for them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Final, Literal, Protocol, SupportsFloat, TypeAlias, Type
 
 from pytest_kvmock.checks import not_allowed_text
 
-Semantics: TypeAlias = Literal["1.2.1", "1.3.1"]
+Semantics: TypeAlias = Literal["1.2.1", "1.3.1", "1.6.1"]
 """The release of Dynamo whose rules are followed."""
 
-SEMANTICS: Final[tuple[Semantics, ...]] = ("1.2.1", "1.3.1")
+SEMANTICS: Final[tuple[Semantics, ...]] = ("1.2.1", "1.3.1", "1.6.1")
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class PerformanceModel(Protocol):
         """Return how long the decode step of a pass takes.
 
         Args:
-            active_kv_tokens: tokens of the blocks in use.
+            active_kv_tokens: tokens of the blocks in use; from 1.6.1 on the lengths of the requests that get one, together.
             total_kv_tokens: tokens of all blocks.
             context_length: mean length of the requests that get a token, in tokens, rounded down.
 
@@ -65,7 +65,8 @@ class PolynomialModel:
     of the KV cache in use, decode takes -25.74 p² + 54.01 p + 5.74 ms, at least 1.
 
     Attributes:
-        semantics: by "1.3.1", prefill of no new token takes 0 ms, by "1.2.1" the constant; and by "1.3.1" p is at most 1.
+        semantics: by "1.2.1", prefill of no new token takes the constant, and p may be above 1; later it takes 0 ms, and p
+            is at most 1.
 
     Raises:
         ValueError: no such semantics.
@@ -107,7 +108,7 @@ class InterpolatedModel:
         decode_context_length: tokens, strictly ascending, at least two.
         decode_itl: how long a decode step takes in ms: a row for each of `decode_active_kv_tokens`, in it one for each
             of `decode_context_length`.
-        semantics: by "1.3.1", prefill of no new token takes 0 ms; by "1.2.1" it is extrapolated, too.
+        semantics: by "1.2.1", the prefill of no new token is extrapolated, too; later it takes 0 ms.
 
     Raises:
         ValueError: lengths that do not fit, an axis that does not ascend, fewer than two points, a number that is not

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.nested_args import SglangArgs
     from pytest_kvmock.engine.performance import PerformanceModel, Semantics
 
+EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
+"""When the events of a pass are published."""
+
 ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "aborted", "lost"]
 
 
@@ -34,6 +37,7 @@ class ScheduledRequest:
         onboarded_tokens: tokens that came back from the host for it, before its first admission.
         admitted_ms: start of the pass that first gave it blocks; None before.
         token_ms: when each generated token came out, in milliseconds.
+        ended_ms: end of the pass that finished or rejected it; None before.
         keeps_blocks: its blocks stay allocated when it finishes, until its engine releases them.
         preemptions: how often it was preempted.
     """
@@ -42,6 +46,7 @@ class ScheduledRequest:
         "admitted_ms",
         "arrival_ms",
         "computed_tokens",
+        "ended_ms",
         "first_reused_tokens",
         "generated_tokens",
         "keeps_blocks",
@@ -72,6 +77,7 @@ class ScheduledRequest:
         self.onboarded_tokens = 0
         self.admitted_ms: float | None = None
         self.token_ms: list[float] = []
+        self.ended_ms: float | None = None
         self.keeps_blocks = False
         self.preemptions = 0
 
@@ -133,6 +139,7 @@ class ForwardPass:
         admitted: the requests that it admitted, those that resume included.
         preempted: the requests that it preempted, in order.
         finished: the requests that finished with it.
+        rejected: the requests that it rejected, as their prompts can never fit.
         active_blocks: blocks in use when its time was calculated.
         running: how many requests run after it.
         waiting: the requests that wait after it, in order; not those that are parked.
@@ -149,6 +156,7 @@ class ForwardPass:
     admitted: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[ScheduledRequest] = field(default_factory=list)
     finished: list[ScheduledRequest] = field(default_factory=list)
+    rejected: list[ScheduledRequest] = field(default_factory=list)
     active_blocks: int = 0
     running: int = 0
     waiting: Sequence[ScheduledRequest] = ()
@@ -157,7 +165,9 @@ class ForwardPass:
     @property
     def did_something(self) -> bool:
         """Whether it took time, or any request is other than before."""
-        return self.end_ms > self.start_ms or bool(self.scheduled or self.generated or self.admitted or self.preempted)
+        return self.end_ms > self.start_ms or bool(
+            self.scheduled or self.generated or self.admitted or self.preempted or self.rejected
+        )
 
     def to_json(self, worker_id: int = 0, dp_rank: int = 0, counter_id: int = 0) -> dict[str, Any]:
         """Return it by the keys of Dynamo's forward pass metrics (`ForwardPassSnapshot`).
@@ -211,11 +221,21 @@ class Release:
         allocates_whole: blocks are allocated all or nothing, and a waiting request never preempts (vllm).
         generates_together: all running requests generate a token in a pass, or none does, and what came with that: a limit
             on how many run, other roundings, and the time of decode charged when nobody is retracted any more (sglang).
-        rejects_prompts: it rejects a prompt that is larger than all its blocks.
+        rejects_prompts: it rejects a prompt that is larger than all its blocks, when its turn comes.
         takes_tiers: it was recorded with tiers below the device.
         reserves_handoffs: a decode engine reserves blocks for a prompt before that is on its way.
         sessions_keep_place: in a closed loop a session counts as open until its last request is done.
         arrivals_between_passes: a closed loop over one engine looks at the clock when a pass has ended, not before.
+        events_visible: when the events of a pass are published, by default.
+        prefill_generates: the first token of a request comes out of its prefill, and takes no time of decode; that is
+            charged for the others, by their lengths instead of the blocks in use (vllm).
+        last_token_free: the last token of a request needs no block, as a block is allocated when the token before it is
+            computed. A driver whose engine does so is asked for (`PoolSchedulerDriver`).
+        counts_all_hits: what an admission reports as cached may be output of a request that was preempted.
+        least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is done.
+        limits_length: there is a longest request, `max_model_len`.
+        instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
+        driver: what its drivers must be, beside what the scheduler asks for; None: no more.
     """
 
     allocates_whole: bool = False
@@ -225,6 +245,14 @@ class Release:
     reserves_handoffs: bool = False
     sessions_keep_place: bool = False
     arrivals_between_passes: bool = False
+    events_visible: EventsVisible = "pass_start"
+    prefill_generates: bool = False
+    last_token_free: bool = False
+    counts_all_hits: bool = False
+    least_output: int = 1
+    limits_length: bool = False
+    instant_passes_first: bool = False
+    driver: type | None = None
 
 
 class SchedulerArgs(Protocol):
@@ -269,6 +297,10 @@ class SchedulerArgs(Protocol):
     @property
     def preemption_mode(self) -> str:
         """Who is preempted: "lifo", the newest, or "fifo", the oldest."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of a request, prompt and output together; None: unlimited."""
 
     @property
     def sglang_options(self) -> SglangArgs:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from pytest_kvmock.engine.driver import RadixSchedulerDriver, SchedulerDriver
+from pytest_kvmock.engine.driver import PoolSchedulerDriver, RadixSchedulerDriver, SchedulerDriver
 from pytest_kvmock.engine.scheduler import Release
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.tier_clock import TierClock
 
 EngineType: TypeAlias = Literal["vllm", "sglang"]
-EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +33,8 @@ class SchedulerSpec:
         make: makes one, from a driver, the arguments of its engine, and the time of the tiers below the device, if any.
         driver: what its drivers must be.
         releases: the releases of Dynamo that it can follow.
-        default_release: the one that it follows where none is named.
+        default_release: the one that it follows where neither arguments nor backend name one.
         default_backend: the backend of an engine that names none.
-        events_visible: when the events of a pass are published, by default.
         default_block_size: tokens a block where none is given.
         budget: the argument that has the most tokens of prompts that one pass computes; a profile's `chunk` sets it.
         budget_is_blocks: whether that must be a multiple of the block size.
@@ -50,7 +48,6 @@ class SchedulerSpec:
     releases: Mapping[Semantics, Release]
     default_release: Semantics
     default_backend: str
-    events_visible: EventsVisible
     default_block_size: int
     budget: str
     budget_is_blocks: bool = False
@@ -87,10 +84,22 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                         sessions_keep_place=True,
                         arrivals_between_passes=True,
                     ),
+                    "1.6.1": Release(
+                        allocates_whole=True,
+                        rejects_prompts=True,
+                        sessions_keep_place=True,
+                        events_visible="pass_end",
+                        prefill_generates=True,
+                        last_token_free=True,
+                        counts_all_hits=True,
+                        least_output=0,
+                        limits_length=True,
+                        instant_passes_first=True,
+                        driver=PoolSchedulerDriver,
+                    ),
                 },
                 default_release="1.2.1",
                 default_backend="lineage",
-                events_visible="pass_start",
                 default_block_size=64,
                 budget="max_num_batched_tokens",
             ),
@@ -99,8 +108,9 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 _sglang,
                 RadixSchedulerDriver,
                 {
-                    "1.2.1": Release(takes_tiers=True),
+                    "1.2.1": Release(takes_tiers=True, events_visible="pass_end"),
                     "1.3.1": Release(
+                        events_visible="pass_end",
                         generates_together=True,
                         reserves_handoffs=True,
                         sessions_keep_place=True,
@@ -109,7 +119,6 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 },
                 default_release="1.3.1",
                 default_backend="mocker_sglang",
-                events_visible="pass_end",
                 default_block_size=1,
                 budget="sglang.chunked_prefill_size",
                 budget_is_blocks=True,

@@ -1,6 +1,6 @@
 """The scheduler of Dynamo's mock of vLLM: running requests first, then the waiting ones, first come, first served.
 
-One subject: what one forward pass computes, in the semantics of 1.2.1 and of 1.3.1.
+One subject: what one forward pass computes, in the semantics of 1.2.1, of 1.3.1 and of 1.6.1.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 # 1.2.1: a manager serves a part of what is asked, so a request may get some of its blocks, also a waiting one, which
 # preempts for the rest. 1.3.1: blocks are allocated all or nothing, and a waiting request never preempts: it is
 # admitted if blocks for all its tokens are there, whatever the budget lets it compute.
+#
+# 1.6.1: over vLLM's pool, where a block is allocated in the pass that computes its first token, so that nobody is
+# preempted while tokens come out. The first token of a request comes out of its prefill; time of decode is charged for
+# the others, by their lengths. What each release does is a flag of `Release`.
 
 _BLOCKED: Final = -1
 _PREEMPTED: Final = -2
@@ -57,7 +61,10 @@ class VllmScheduler(Scheduler):
         super().__init__(driver, args)
         self._tiers = tiers
         self._parking = None if tiers is None else tiers.parking
-        self._whole = driver.admits_whole or args.release.allocates_whole
+        release = self._release = args.release
+        self._whole = driver.admits_whole or release.allocates_whole
+        self._most_tokens = args.max_model_len or math.inf
+        self._aggregated = args.worker_type == "aggregated"
         self._budget = args.max_num_batched_tokens or math.inf
         self._max_running = args.max_num_seqs or math.inf
         self._chunked = args.enable_chunked_prefill
@@ -72,6 +79,12 @@ class VllmScheduler(Scheduler):
     def parked(self) -> Sequence[ScheduledRequest]:
         """The requests that wait for blocks from the host, in the order of their parking."""
         return () if self._parking is None else self._parking.requests
+
+    def submit(self, request: ScheduledRequest) -> None:
+        """Take a request that has arrived."""
+        if not request.max_output_tokens:
+            self._driver.needs_no_output(request.state)  # type: ignore[attr-defined] - the release asks for such a driver
+        super().submit(request)
 
     def abort(self, request: ScheduledRequest) -> None:
         """Forget an open request, and free what it holds; what is on its way for a parked one comes for nothing."""
@@ -141,7 +154,12 @@ class VllmScheduler(Scheduler):
         done, waiting, running, driver = self._pass, self._waiting, self._running, self._driver
         while not done.preempted and waiting and len(running) < self._max_running:
             head = self._next_waiting()
-            if head is None or (self._whole and driver.need(head.state, len(head)) > driver.room()):
+            if head is not None and self._rejects(head):
+                waiting.remove(head)
+                head.status = "rejected"
+                done.rejected.append(head)
+                continue
+            if head is None or (self._whole and self._need_whole(head) > driver.room()):
                 break
             if self._parking is not None and head.status == "waiting":
                 outcome = self._parking.park(head, driver.lookup(head.state), done.start_ms)
@@ -166,6 +184,21 @@ class VllmScheduler(Scheduler):
             return self._waiting[0]
         return next((each for each in self._waiting if each.computed_tokens >= each.prompt_tokens), None)
 
+    def _rejects(self, request: ScheduledRequest) -> bool:
+        """Whether a waiting request is one that this engine can never run."""
+        if request.prompt_tokens >= self._most_tokens:
+            return True
+        if not self._release.rejects_prompts or request.status != "waiting":
+            return False
+        manager = self._driver.manager
+        return -(-request.prompt_tokens // manager.block_size) > manager.max_capacity
+
+    def _need_whole(self, request: ScheduledRequest) -> int:
+        """The blocks that are missing for all tokens of a waiting request."""
+        if self._release.last_token_free and not request.computed_tokens:
+            return self._driver.need_whole(request.state)  # type: ignore[attr-defined, no-any-return] - as above
+        return self._driver.need(request.state, len(request))
+
     def _schedule(self, request: ScheduledRequest) -> int:
         """Compute tokens of a request; how many, or why none."""
         driver, state, left = self._driver, request.state, self._left
@@ -188,7 +221,7 @@ class VllmScheduler(Scheduler):
                 break
             if held:
                 request.computed_tokens = held
-            victim = self._victim()
+            victim = None if waits and self._whole else self._victim()
             if victim is None:
                 break
             self._preempt(victim)
@@ -198,7 +231,9 @@ class VllmScheduler(Scheduler):
         if not used and remaining:
             return _BLOCKED
         if waits:
-            request.admit(self._pass.start_ms, min(cached, request.prompt_tokens))
+            request.admit(
+                self._pass.start_ms, cached if self._release.counts_all_hits else min(cached, request.prompt_tokens)
+            )
         self._used[request] = used
         self._left -= used
         if used:
@@ -261,7 +296,7 @@ class VllmScheduler(Scheduler):
             return 0
         if waiting and len(running) < self._max_running:
             head = waiting[0]
-            if not self._whole or self._driver.need(head.state, len(head)) <= self._driver.room():
+            if not self._whole or self._rejects(head) or self._need_whole(head) <= self._driver.room():
                 return 0
         count = None
         for request in running:
@@ -280,7 +315,10 @@ class VllmScheduler(Scheduler):
         manager, running, model = self._driver.manager, self._running, self._performance
         size = manager.block_size
         active, total = manager.num_active_blocks * size, manager.max_capacity * size
-        mean = sum(map(len, running)) // len(running)
+        length = sum(map(len, running))
+        mean = length // len(running)
+        if self._release.prefill_generates:
+            return self._growing_ends(now_ms, until_ms, range(length, length + count * len(running), len(running)))
         # This one does not look at the mean length, which grows by a token a pass.
         if isinstance(model, PolynomialModel):
             step = rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup)
@@ -290,6 +328,18 @@ class VllmScheduler(Scheduler):
         ends, end = [], now_ms
         while len(ends) < count and end < until_ms:
             end += rounded_ms(model.decode_ms(active, total, mean + len(ends)), self._decode_speedup)
+            ends.append(end)
+        return ends
+
+    def _growing_ends(self, now_ms: float, until_ms: float, lengths: range) -> list[float]:
+        """When passes end that only decode, by the lengths of all their requests together."""
+        manager, speedup, count = self._driver.manager, self._decode_speedup, len(self._running)
+        total, decode_ms = manager.max_capacity * manager.block_size, self._performance.decode_ms
+        ends, end = [], now_ms
+        for length in lengths:
+            if end >= until_ms:
+                break
+            end += rounded_ms(decode_ms(length, total, length // count), speedup)
             ends.append(end)
         return ends
 
@@ -306,10 +356,22 @@ class VllmScheduler(Scheduler):
                 ready.append(request)
                 lengths.append(length)
         done.active_blocks = driver.manager.num_active_blocks
+        if not self._release.least_output:
+            for request in [each for each in running if not each.max_output_tokens]:
+                if request.computed_tokens >= request.prompt_tokens:
+                    self._finish(request)
         if not ready:
             return
+        prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
+        charged = lengths
+        if self._release.prefill_generates and self._aggregated:
+            charged = [
+                length
+                for request, length in zip(ready, lengths, strict=True)
+                if request.generated_tokens or request not in prefilled
+            ]
         # Before anything is generated: a model of a user's own may raise.
-        decode_ms = self._decode_ms(lengths) if self._decodes else 0.0
+        decode_ms = self._decode_ms(charged) if self._decodes and charged else 0.0
         for request in ready:
             if request.status != "running":  # preempted for one before it
                 continue
@@ -325,22 +387,23 @@ class VllmScheduler(Scheduler):
                 done.generated.append(request)
                 done.tokens.append(token)
                 if request.generated_tokens == request.max_output_tokens:
-                    if not request.keeps_blocks:
-                        driver.free(request.state, done=True)
-                    running.remove(request)
-                    request.status = "finished"
-                    done.finished.append(request)
+                    self._finish(request)
         if done.generated:
             done.decode_ms = decode_ms
-        prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
         done.decode_lengths = [
             length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
         ]
 
+    def _finish(self, request: ScheduledRequest) -> None:
+        if not request.keeps_blocks:
+            self._driver.free(request.state, done=True)
+        self._running.remove(request)
+        request.status = "finished"
+        self._pass.finished.append(request)
+
     def _decode_ms(self, lengths: list[int]) -> float:
-        manager = self._driver.manager
+        manager, length = self._driver.manager, sum(lengths)
         size = manager.block_size
-        active, total = self._pass.active_blocks * size, manager.max_capacity * size
-        return rounded_ms(
-            self._performance.decode_ms(active, total, sum(lengths) // len(lengths)), self._decode_speedup
-        )
+        active = length if self._release.prefill_generates else self._pass.active_blocks * size
+        total = manager.max_capacity * size
+        return rounded_ms(self._performance.decode_ms(active, total, length // len(lengths)), self._decode_speedup)

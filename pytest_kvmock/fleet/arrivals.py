@@ -88,7 +88,7 @@ class Arrivals:
     Args:
         turns: all requests, in the order of the trace.
         concurrency: how many are open at once; None: they arrive by their timestamps.
-        speedup: by what times are divided.
+        speedup: by what times are divided, in an open loop.
         sessions_keep_place: whether a session counts as open until its last request is done (1.3.1).
         start_ms: when the first request arrives.
     """
@@ -109,7 +109,8 @@ class Arrivals:
         # session that stands first in the trace comes first.
         self._timed: list[tuple[float, int, Turn]] = []
         self._placeless: list[tuple[float, int, Turn]] = []
-        firsts = link_sessions(turns, speedup)
+        # In a closed loop Dynamo looks at no ratio.
+        firsts = link_sessions(turns, speedup if concurrency is None else 1.0)
         first_ms = min(turn.timestamp_ms for turn in firsts)
         for turn in firsts:
             if concurrency is None:

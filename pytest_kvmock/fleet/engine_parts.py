@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_kvmock.backends import BackendSpec
+from pytest_kvmock.backends import BACKENDS, BackendSpec
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.schedulers import SCHEDULERS
@@ -61,6 +61,13 @@ def make_scheduler(args: MockEngineArgs, driver: Any, tiers: TierClock | None) -
         raise ValueError(
             f"engine_type {spec.name!r} cannot schedule over backend {backend!r}; "
             f"engine_type {' and '.join(able)} {does}"
+        )
+    wanted = args.release.driver
+    if wanted is not None and protocol_mismatch(driver, wanted) is not None:
+        able = [name for name, each in BACKENDS.items() if each.semantics == args.scheduler_semantics]
+        raise ValueError(
+            f"semantics={args.scheduler_semantics!r} of engine_type {spec.name!r} schedules over {' or '.join(able)}; "
+            f"got {driver.manager.backend!r}"
         )
     return spec.make(driver, args, tiers)
 

@@ -37,10 +37,11 @@ class EngineRequest(ScheduledRequest):
 
     Attributes:
         prompt: as above.
+        requested_output_tokens: how many tokens of output it asked for; `max_output_tokens` may be fewer.
         number: its name in its engine's log; 0: it is not recorded.
     """
 
-    __slots__ = ("_owner", "_planned", "_rng", "number", "prompt")
+    __slots__ = ("_owner", "_planned", "_rng", "number", "prompt", "requested_output_tokens")
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class EngineRequest(ScheduledRequest):
         super().__init__(state, prompt_tokens, max_output_tokens, **options)
         self.prompt = prompt
         self.number = 0
+        self.requested_output_tokens = max_output_tokens
         self._owner = owner
         self._rng = rng
         self._planned = planned

@@ -95,25 +95,39 @@ class EngineSize(NamedTuple):
     Attributes:
         block_size: tokens in a block.
         blocks: how many it has.
-        rejects: whether it rejects a prompt that is larger than all of them (1.3.1, vllm).
+        rejects: whether it rejects a prompt that is larger than all of them, when its turn comes.
+        most_tokens: of a request, prompt and output together: a longer prompt is rejected, output ends there; None: any.
+        last_token_free: whether the last token of output needs no block.
     """
 
     block_size: int
     blocks: int
     rejects: bool
+    most_tokens: int | None
+    last_token_free: bool
 
     @classmethod
     def of(cls, args: MockEngineArgs) -> EngineSize:
         """Return the size of an engine with these arguments."""
-        return cls(args.block_size, args.num_gpu_blocks, args.release.rejects_prompts)
+        release = args.release
+        return cls(
+            args.block_size, args.num_gpu_blocks, release.rejects_prompts, args.max_model_len, release.last_token_free
+        )
 
     def rejects_prompt(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens is rejected."""
+        if self.most_tokens is not None and tokens >= self.most_tokens:
+            return True
         return self.rejects and -(-tokens // self.block_size) > self.blocks
 
-    def exceeded_by(self, tokens: int) -> int:
-        """Return how many blocks so many tokens need, where that is more than there are; else 0."""
-        needed = -(-tokens // self.block_size)
+    def output_of(self, prompt: int, output: int) -> int:
+        """Return how many tokens a prompt of so many gets, where it asks for so many."""
+        return output if self.most_tokens is None else max(0, min(output, self.most_tokens - prompt))
+
+    def exceeded_by(self, prompt: int, output: int) -> int:
+        """Return how many blocks a prompt and its output need, where that is more than there are; else 0."""
+        output = self.output_of(prompt, output)
+        needed = -(-(prompt + output - (self.last_token_free and output > 0)) // self.block_size)
         return needed if needed > self.blocks else 0
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from random import Random
 from typing import TYPE_CHECKING, Final, Self, cast
 
-from pytest_kvmock.backends import BackendSpec, backend_spec
+from pytest_kvmock.backends import BACKENDS, BackendSpec, backend_spec
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.driver import ReservingDriver
@@ -48,7 +48,7 @@ class MockEngine:
         ValueError: args and worker differ, the worker has an engine, or its backend has no scheduler of this type.
 
     Attributes:
-        args: as above.
+        args: as above, with the release of Dynamo that it follows as `semantics`.
         worker: its worker: manager, requests, restarts.
         now_ms: its time, in milliseconds from its start.
         requests: all requests that it was given.
@@ -71,12 +71,13 @@ class MockEngine:
             raise ValueError(f"args must be MockEngineArgs, got {args!r:.80}")  # noqa: TRY004 - one error
         if worker is not None and not isinstance(worker, KvWorker):
             raise ValueError(f"worker must be a KvWorker, or None, got {worker!r:.80}")
-        self.args = args
-        self._size = EngineSize.of(args)
         self._rng = Random(seed)  # noqa: S311 - mock data
         spec = backend_spec(backend or args.scheduler.default_backend)
+        known = spec if worker is None else BACKENDS.get(worker.backend, spec)
+        args = self.args = args.following(known.semantics)
         self.worker = worker or make_worker(args, spec, sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
         check_worker(args, self.worker)
+        self._size = EngineSize.of(args)
         self.now_ms = 0.0
         self.requests: list[EngineRequest] = []
         self.passes = 0
@@ -159,7 +160,8 @@ class MockEngine:
 
         Args:
             prompt: tokens, or hashes.
-            max_output_tokens: how many tokens it generates, at least 1.
+            max_output_tokens: how many tokens it generates, at least 1; in the semantics of 1.6.1 over `vllm` also 0. There it
+                generates fewer where it would be longer than `max_model_len`.
             arrival_ms: when it arrives; not before the request before it. None: now, or with the request before it
                 where that arrives later.
             priority: larger is served first, where the engine's policy has priorities.
@@ -171,7 +173,7 @@ class MockEngine:
                 changed.
         """
         prompt = self.worker.accept(prompt)
-        check_integer("max_output_tokens", max_output_tokens, 1, " (tokens)")
+        check_integer("max_output_tokens", max_output_tokens, self.args.release.least_output, " (tokens)")
         arrival = self._check_arrival(arrival_ms)
         self._check_priority(priority)
         self._check_size(prompt, max_output_tokens)
@@ -199,15 +201,15 @@ class MockEngine:
     def dispatch(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float) -> EngineRequest:
         """Give it a request that has arrived: for who drives several engines on one clock, and has its order.
 
-        Returns:
-            The request, which may be rejected; see `expect`.
-
         Raises:
-            OutOfBlocks: prompt and output can never fit.
+            OutOfBlocks: prompt and output can never fit; from 1.3.1 on, a prompt that is too large by itself is rejected by
+                a pass instead (vllm).
         """
-        request = self.expect(prompt, max_output_tokens, arrival_ms)
-        if request.is_open:
-            self.scheduler.submit(request)
+        self.worker.accept(prompt)
+        if not self._size.rejects_prompt(prompt.length(self.args.block_size)):
+            self._check_size(prompt, max_output_tokens)
+        request = self._open(prompt, max_output_tokens, arrival_ms, 0)
+        self.scheduler.submit(request)
         return request
 
     # ---------------------------------------------------------------------------------- handoffs between engines
@@ -281,6 +283,7 @@ class MockEngine:
             arrival_ms=arrival_ms,
             priority=priority,
         )
+        request.max_output_tokens = self._size.output_of(request.prompt_tokens, max_output_tokens)
         self.requests.append(request)
         self.worker.requests.append(request)
         return request
@@ -292,7 +295,7 @@ class MockEngine:
     def _check_size(self, prompt: Prompt, max_output_tokens: int) -> None:
         size = self._size
         asked = prompt.length(size.block_size)
-        needed = size.exceeded_by(asked + max_output_tokens)
+        needed = size.exceeded_by(asked, max_output_tokens)
         if needed:
             raise RequestTooLarge(needed, size.blocks, f"a request of {asked} + {max_output_tokens} tokens", repr(self))
 
@@ -462,8 +465,9 @@ class MockEngine:
         except BaseException:  # of a performance model of a user's own; what was computed by then stays
             worker.release_events()
             raise
-        for request in done.finished:
-            if not request.keeps_blocks:
+        for request in (*done.finished, *done.rejected):
+            request.ended_ms = done.end_ms
+            if not request.keeps_blocks or request.status == "rejected":
                 worker.requests.remove(cast("EngineRequest", request))  # it was given no other
         self._under_way = done
         self._preemptions += len(done.preempted)
@@ -495,7 +499,7 @@ class MockEngine:
 
     def _watch(self, done: ForwardPass) -> None:
         """Raise once so many passes made no progress that none will."""
-        if done.generated or self.is_idle:
+        if done.generated or done.rejected or self.is_idle:
             self._idle_passes = 0
             return
         self._idle_passes += 1

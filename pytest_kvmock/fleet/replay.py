@@ -73,9 +73,9 @@ def replay(
     engines, prefill = engines_of("engines", engines), engines_of("prefill", prefill)
     check_engines(engines, prefill)
     check_settings(concurrency, arrival_speedup, trace_block_size)
-    turns = turns_of(requests, trace_block_size, engines[0].args.block_size)
-    check_sizes(turns, engines, prefill)
     release = engines[0].args.release
+    turns = turns_of(requests, trace_block_size, engines[0].args.block_size, least_output=release.least_output)
+    check_sizes(turns, engines, prefill)
     start_ms = float(max(engine.now_ms for engine in (*prefill, *engines)))
     arrivals = Arrivals(
         turns, concurrency, arrival_speedup, sessions_keep_place=release.sessions_keep_place, start_ms=start_ms
@@ -188,8 +188,12 @@ class _Replay:
             return False
         self._handoffs.pass_ended(engine, done, self._now)
         if engine not in self._prefill:
-            for request in done.finished:
+            for request in (*done.rejected, *done.finished):
                 self._finished(cast("EngineRequest", request))  # engines were given no other
+        else:
+            for request in done.rejected:  # no decode engine will have it
+                self._note(cast("EngineRequest", request), None)
+                self._finished(cast("EngineRequest", request))
         if done.preempted and not done.generated:
             self._cycling.add(engine)
         else:
@@ -204,7 +208,7 @@ class _Replay:
 
     def _go_on(self) -> bool:
         """Start a pass on each engine that can; whether there is more to do at this moment."""
-        if self._handoffs.keeps_blocks:
+        if self._handoffs.keeps_blocks or self._engines[0].args.release.instant_passes_first:
             return self._start_after_instant_passes(self._prefill) | self._start_after_instant_passes(self._engines)
         return self._start_passes(self._prefill) or self._start_passes(self._engines)
 
@@ -257,16 +261,13 @@ class _Replay:
             engine = next(self._next_prefill)
             request = engine.dispatch(turn.prompt, 1, arrival_ms)
             request.keeps_blocks = self._handoffs.keeps_blocks
-            self._blocked.discard(engine)
-            if not request.is_open:
-                self._note(request, None)
         else:
             position = next(self._next_engine)
-            request = self._engines[position].dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
+            engine = self._engines[position]
+            request = engine.dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
             self._note(request, position)
+        self._blocked.discard(engine)
         self._turn_of[request] = turn
-        if not request.is_open:  # rejected
-            self._finished(request)
 
     def _expect(self, handoff: Handoff) -> None:
         """Open the request of a handoff at the next decode engine."""

@@ -77,13 +77,16 @@ def check_settings(concurrency: int | None, arrival_speedup: float, trace_block_
 # -------------------------------------------------------------------------------------------------------- requests
 
 
-def turns_of(requests: Iterable[TraceRequest], trace_block_size: int | None, block_size: int) -> list[Turn]:
+def turns_of(
+    requests: Iterable[TraceRequest], trace_block_size: int | None, block_size: int, *, least_output: int = 1
+) -> list[Turn]:
     """Return the requests of a trace, each with its prompt.
 
     Args:
         requests: the trace.
         trace_block_size: as `replay` takes it.
         block_size: that of the engines.
+        least_output: the fewest tokens of output that a request may ask for.
 
     Raises:
         TypeError: it cannot be iterated, or something in it is no `TraceRequest`.
@@ -96,7 +99,7 @@ def turns_of(requests: Iterable[TraceRequest], trace_block_size: int | None, blo
         if not isinstance(request, TraceRequest):
             raise TypeError(f"{where} must be a TraceRequest, got {request!r:.80}")
         check_integer(f"{where}: input_length", request.input_length, 1, " (tokens)")
-        check_integer(f"{where}: output_length", request.output_length, 1, " (tokens)")
+        check_integer(f"{where}: output_length", request.output_length, least_output, " (tokens)")
         _check_times(where, request, sessions)
         try:
             prompt = _prompt(request, trace_block_size, block_size)
@@ -179,7 +182,7 @@ def _accepts(size: EngineSize, turn: Turn, output: int, position: int, engines: 
     prompt = turn.prompt.length(size.block_size)
     if size.rejects_prompt(prompt):
         return False
-    needed = size.exceeded_by(prompt + output)
+    needed = size.exceeded_by(prompt, output)
     if needed:
         request = f"replay: requests[{position}] of {prompt} tokens and {output} of output"
         raise RequestTooLarge(needed, size.blocks, request, engines)

@@ -53,7 +53,7 @@ def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, 
             is what its worker is made by.
     """
     fields = {"engine_type": spec.scheduler, **fields}
-    return MockEngineArgs.from_profile(profile, explicit=_SIZES, **fields)
+    return MockEngineArgs.from_profile(profile, explicit=_SIZES, **fields).following(spec.semantics)
 
 
 def differences(has: MockEngineArgs, asked: MockEngineArgs) -> str:

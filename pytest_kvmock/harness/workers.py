@@ -156,7 +156,10 @@ class Workers:
         if found is not None and args is None and not fields:
             return found
         spec = self._spec_of(key)
-        wanted = engine_args(self._profile, spec, {**self._engine_fields, **fields}) if args is None else args
+        if args is None:
+            wanted = engine_args(self._profile, spec, {**self._engine_fields, **fields})
+        else:
+            wanted = args.following(spec.semantics)
         if found is not None:
             if found.args != wanted:
                 raise ValueError(

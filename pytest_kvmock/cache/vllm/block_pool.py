@@ -43,11 +43,13 @@ class PoolRequest:
         num_computed_tokens: how many of its tokens have their KV in these blocks.
         num_cached_blocks: how many of these blocks, from the first, are hashed.
         skip_reading_prefix_cache: it computes everything itself, as requests for prompt logprobs do.
+        computes_last_token: its last token is computed whatever is cached, as its output is needed.
     """
 
     __slots__ = (
         "_found",
         "block_ids",
+        "computes_last_token",
         "num_cached_blocks",
         "num_computed_tokens",
         "skip_reading_prefix_cache",
@@ -61,9 +63,14 @@ class PoolRequest:
         self.num_computed_tokens = 0
         self.num_cached_blocks = 0
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        self.computes_last_token = True
 
     def __len__(self) -> int:
         return self.tokens.num_tokens
+
+    def most_hits(self, block_size: int) -> int:
+        """How many blocks of it may be hits: all full ones, or all before the one of its last token."""
+        return (self.tokens.num_tokens - self.computes_last_token) // block_size
 
     @property
     def blocks(self) -> list[Block]:
@@ -245,16 +252,25 @@ class BlockPoolManager(RequestLevel):
         found, num_tokens = request._found, request.tokens.num_tokens  # noqa: SLF001 - one family
         if found is not None and found[0] == self._changes and found[1] == num_tokens:
             return found[2].copy()
+        hits = self.cached_blocks(request, request.most_hits(self.block_size))
+        request._found = self._changes, num_tokens, hits  # noqa: SLF001 - as above
+        return hits.copy()
+
+    def cached_blocks(self, request: PoolRequest, most: int | None = None) -> list[int]:
+        """The cached blocks that a request begins with, at most so many; the last may be that of its last token."""
         hits: list[int] = []
         if self.enable_caching and not request.skip_reading_prefix_cache:
-            names, most = request.tokens.names, (num_tokens - 1) // self.block_size
+            names = request.tokens.names
             append = hits.append
-            for block_id in map(self._cached.get, names if len(names) <= most else names[:most]):
+            for block_id in map(self._cached.get, names if most is None or len(names) <= most else names[:most]):
                 if block_id is None:
                     break
                 append(block_id)
-        request._found = self._changes, num_tokens, hits  # noqa: SLF001 - as above
-        return hits.copy()
+        return hits
+
+    def references_to(self, block_id: int) -> int:
+        """References to one physical block."""
+        return self._refs[block_id]
 
     def missing_blocks(self, request: PoolRequest, num_tokens: int, new_computed_blocks: Sequence[int] = ()) -> int:
         """Count the free blocks that a request needs for its first `num_tokens`. Changes nothing.
@@ -292,7 +308,8 @@ class BlockPoolManager(RequestLevel):
             raise ValueError(f"new_computed_blocks are for a request without blocks; this one has {len(held)}")
         computed = request.num_computed_tokens + len(new_computed_blocks) * size
         upto = computed + num_new_tokens
-        if num_new_tokens < 1 or upto > request.tokens.num_tokens:
+        least = 0 if new_computed_blocks and not request.computes_last_token else 1
+        if num_new_tokens < least or upto > request.tokens.num_tokens:
             raise ValueError(
                 f"num_new_tokens must be at least 1, and at most the {len(request) - computed} tokens of the request "
                 f"that are not computed; got {num_new_tokens!r}"
