@@ -272,6 +272,15 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 options=("semantics",),
                 scheduler="sglang",
             ),
+            BackendSpec(
+                "mocker_sglang_1_6",
+                "dynamo-mocker 1.6.1, its mock of SGLang",
+                makers.mocker_sglang_1_6,
+                in_matrix=False,
+                driver=makers.mocker_sglang_1_6_driver,
+                scheduler="sglang",
+                semantics="1.6.1",
+            ),
         )
     }
 )

@@ -180,6 +180,8 @@ class MockEngineArgs:
         bandwidth_g1_to_g2_gbps: GB/s to the host, at least 0, which is infinite; None: 14.
         bandwidth_g2_to_g1_gbps: GB/s back to the device; likewise.
         max_model_len: most tokens of a request, prompt and output together, at least 1; None: unlimited. 1.6.1 only.
+        prefill_decode_interval: how many passes admit nothing after one that computed a part of a prompt, at least 0.
+            sglang in 1.6.1 only.
         semantics: "1.2.1", "1.3.1" or "1.6.1": the release of Dynamo whose scheduler is followed; None: that of the
             engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "1.3.1" for sglang. An addition of ours,
             no part of the JSON.
@@ -240,6 +242,7 @@ class MockEngineArgs:
     bandwidth_g1_to_g2_gbps: float | None = None
     bandwidth_g2_to_g1_gbps: float | None = None
     max_model_len: int | None = None
+    prefill_decode_interval: int = 0
     semantics: Semantics | None = None
     performance_model: PerformanceModel | tuple[Any, Any] | None = None
     events_visible: EventsVisible | None = None

@@ -11,6 +11,7 @@ from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.engine.performance import Semantics
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ class RadixSchedulerDriver(GeneratingDriver, Protocol):
     has_priorities: bool
     """Whether waiting requests are served by priority."""
 
-    def begin(self, semantics: Literal["1.2.1", "1.3.1"]) -> None:
+    def begin(self, semantics: Semantics) -> None:
         """Follow this release of Dynamo, where the cache is Dynamo's; called by a scheduler before anything else.
 
         Raises:
@@ -249,6 +250,20 @@ class RadixSchedulerDriver(GeneratingDriver, Protocol):
 
     def quiet_passes(self, requests: Sequence[Any]) -> int:
         """Count the passes in which each of these generates a token and neither needs a page, fills one nor evicts."""
+
+
+@runtime_checkable
+class PagedSchedulerDriver(RadixSchedulerDriver, Protocol):
+    """Of a cache whose requests take whole pages, and whose last token is computed whatever is cached (1.6.1)."""
+
+    def needs_no_output(self, request: Any) -> None:
+        """Note that a request asks for no output: all of its prompt may be cached, its last token included."""
+
+    def known(self, request: Any) -> int:
+        """Count the leading tokens of a request that are cached now, its last one included. Changes nothing."""
+
+    def generate_last(self, request: Any, token: int) -> None:
+        """Append a generated token that is not computed, as none follows it."""
 
 
 MakeDriver: TypeAlias = Callable[["KvManager", bool, Random], Driver]

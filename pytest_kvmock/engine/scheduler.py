@@ -144,6 +144,7 @@ class ForwardPass:
         running: how many requests run after it.
         waiting: the requests that wait after it, in order; not those that are parked.
         decode_lengths: the length in tokens of each request that it only decoded, before its token.
+        may_do_more: though it may have done nothing, what the next pass goes by has changed.
     """
 
     start_ms: float
@@ -161,12 +162,18 @@ class ForwardPass:
     running: int = 0
     waiting: Sequence[ScheduledRequest] = ()
     decode_lengths: list[int] = field(default_factory=list)
+    may_do_more: bool = False
 
     @property
     def did_something(self) -> bool:
         """Whether it took time, or any request is other than before."""
         return self.end_ms > self.start_ms or bool(
-            self.scheduled or self.generated or self.admitted or self.preempted or self.rejected
+            self.scheduled
+            or self.generated
+            or self.admitted
+            or self.preempted
+            or self.rejected
+            or self.may_do_more
         )
 
     def to_json(self, worker_id: int = 0, dp_rank: int = 0, counter_id: int = 0) -> dict[str, Any]:
@@ -234,6 +241,7 @@ class Release:
         counts_all_hits: what an admission reports as cached may be output of a request that was preempted.
         least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is done.
         limits_length: there is a longest request, `max_model_len`.
+        prefills_first: a pass computes prompts or generates, never both, and a cached prefix counts for nothing (sglang).
         instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
     """
@@ -251,6 +259,7 @@ class Release:
     counts_all_hits: bool = False
     least_output: int = 1
     limits_length: bool = False
+    prefills_first: bool = False
     instant_passes_first: bool = False
     driver: type | None = None
 
@@ -301,6 +310,10 @@ class SchedulerArgs(Protocol):
     @property
     def max_model_len(self) -> int | None:
         """Most tokens of a request, prompt and output together; None: unlimited."""
+
+    @property
+    def prefill_decode_interval(self) -> int:
+        """How many passes admit nothing after one that computed a part of a prompt."""
 
     @property
     def sglang_options(self) -> SglangArgs:

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from pytest_kvmock.engine.driver import PoolSchedulerDriver, RadixSchedulerDriver, SchedulerDriver
+from pytest_kvmock.engine.driver import (
+    PagedSchedulerDriver,
+    PoolSchedulerDriver,
+    RadixSchedulerDriver,
+    SchedulerDriver,
+)
 from pytest_kvmock.engine.scheduler import Release
 
 if TYPE_CHECKING:
@@ -62,6 +67,10 @@ def _vllm(driver: Any, args: SchedulerArgs, tiers: TierClock | None) -> Schedule
 
 
 def _sglang(driver: Any, args: SchedulerArgs, tiers: TierClock | None) -> Scheduler:  # noqa: ARG001 - it has no tiers
+    if args.release.prefills_first:
+        from pytest_kvmock.engine.prefill_first_scheduler import PrefillFirstScheduler
+
+        return PrefillFirstScheduler(driver, args)
     from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
 
     return SglangScheduler(driver, args)
@@ -115,6 +124,16 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                         reserves_handoffs=True,
                         sessions_keep_place=True,
                         arrivals_between_passes=True,
+                    ),
+                    "1.6.1": Release(
+                        events_visible="pass_end",
+                        generates_together=True,
+                        sessions_keep_place=True,
+                        prefills_first=True,
+                        least_output=0,
+                        limits_length=True,
+                        instant_passes_first=True,
+                        driver=PagedSchedulerDriver,
                     ),
                 },
                 default_release="1.3.1",

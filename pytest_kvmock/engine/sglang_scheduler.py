@@ -125,7 +125,7 @@ class SglangScheduler(Scheduler):
             seen: set[Any] = set()
             keys: dict[ScheduledRequest, tuple[bool, int]] = {}
             for request in waiting:
-                matched = self._driver.lookup(request.state)
+                matched = self._known(request)
                 late = False
                 if matched <= IN_BATCH_TOKENS and len(request) >= first:
                     beginning = _beginning(request.state.tokens, first)
@@ -135,6 +135,10 @@ class SglangScheduler(Scheduler):
             self._waiting = waiting = deque(sorted(waiting, key=keys.__getitem__))
         if self._prioritised and self._driver.has_priorities:
             self._waiting = deque(sorted(waiting, key=lambda request: -request.priority))
+
+    def _known(self, request: ScheduledRequest) -> int:
+        """Tokens of a waiting request that are cached, by which they are put in order."""
+        return self._driver.lookup(request.state)
 
     def _outstanding(self, request: ScheduledRequest) -> int:
         """Tokens that a request may still generate, as far as room is reserved for them."""

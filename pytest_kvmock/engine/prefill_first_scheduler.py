@@ -1,0 +1,221 @@
+"""The scheduler of Dynamo's mock of SGLang since 1.6: a pass computes prompts, or lets everybody generate, never both.
+
+One subject: what one forward pass computes there, over whole pages; see `sglang_scheduler` for what it shares with the
+releases before.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
+from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.driver import PagedSchedulerDriver
+    from pytest_kvmock.engine.scheduler import SchedulerArgs
+
+# Theory of operation
+#
+# A pass that admits anything decodes nobody who ran before; those whose prompt it completes get their first token at its
+# end, out of the prefill. Only what is computed is charged against the budgets: a cached prefix is free. Where pages
+# run short in decode, requests are retracted to the end of the queue, and the share of output for which room is kept
+# follows from how far the others have come.
+#
+# After a pass that computed something new, `prefill_decode_interval` passes admit nothing.
+
+RETRACT_TOKENS = 20
+"""Tokens that each survivor of a retraction is expected to generate before the next one (SGLang: `retract_decode_steps`)."""
+
+
+class PrefillFirstScheduler(SglangScheduler):
+    """Schedules requests as Dynamo's mock of SGLang does in 1.6.1.
+
+    Args:
+        driver: brings its requests to the cache.
+        args: budgets, modes, times and speedups of the engine.
+
+    Raises:
+        ValueError: the cache is of another release.
+    """
+
+    _driver: PagedSchedulerDriver
+
+    def __init__(self, driver: PagedSchedulerDriver, args: SchedulerArgs) -> None:
+        super().__init__(driver, args)
+        self._most_tokens = args.max_model_len or math.inf
+        self._interval = args.prefill_decode_interval
+        self._wait = 0  # passes that admit nothing yet
+
+    def submit(self, request: ScheduledRequest) -> None:
+        """Take a request that has arrived."""
+        if not request.max_output_tokens:
+            self._driver.needs_no_output(request.state)
+        super().submit(request)
+
+    # ---------------------------------------------------------------------------------------------- one pass
+
+    def execute_pass(self, now_ms: float) -> ForwardPass:
+        """Run one forward pass from this moment."""
+        done = ForwardPass(now_ms)
+        before = self._ratio, self._wait
+        self._reject(done)
+        waits = self._wait > 0
+        if waits:
+            self._wait -= 1
+        else:
+            self._order()
+            self._admit(done)
+        done.active_blocks = self._driver.manager.num_active_blocks
+        if done.scheduled:
+            self._charge_prefill(done)
+            self._start(done)
+            if any(each.tokens for each in done.scheduled):
+                self._wait = self._interval
+        else:
+            nobody = waits and not self._running
+            self._retract(done)
+            self._decode(done)
+            if nobody:
+                self._ratio = self._init_ratio
+            elif not done.preempted:
+                self._ratio = max(self._min_ratio, self._ratio - self._decay)
+        self._running = [request for request in self._running if request.status == "running"]
+        self._waiting.extend(done.preempted)
+        if self._wait and not (self._running or self._waiting):
+            self._wait, self._ratio = 0, self._init_ratio
+        done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
+        for request in done.generated:
+            request.token_ms.append(done.end_ms)
+        done.may_do_more = (self._ratio, self._wait) != before
+        done.running = len(self._running)
+        done.waiting = tuple(self._waiting)
+        return done
+
+    def _reject(self, done: ForwardPass) -> None:
+        """Reject the waiting requests whose prompts are too long."""
+        for request in [each for each in self._waiting if each.prompt_tokens >= self._most_tokens]:
+            self._waiting.remove(request)
+            request.status = "rejected"
+            done.rejected.append(request)
+
+    def _known(self, request: ScheduledRequest) -> int:
+        return self._driver.known(request.state)
+
+    def _admit(self, done: ForwardPass) -> None:
+        """Admit waiting requests, in order, while the budgets and the room last."""
+        waiting, running, driver, page = self._waiting, self._running, self._driver, self._page
+        room = driver.unheld() - sum(self._outstanding(request) * self._ratio for request in running)
+        budget, chunk = self._most_prefill, self._chunk
+        seats = math.inf if self._max_running is None else self._max_running - len(running)
+        while waiting and len(done.scheduled) < seats:
+            request = waiting[0]
+            start = request.computed_tokens or driver.lookup(request.state)
+            left = len(request) - start
+            tokens = left if self._pages(left) <= chunk else min(chunk // page * page, left)
+            if left and not tokens:
+                break
+            charge = self._pages(tokens)
+            reserved = self._outstanding(request) if tokens == left else 0
+            if charge + reserved >= room or charge > budget or charge > chunk:
+                break
+            if driver.prefill(request.state, start + tokens) is None:  # no room after all
+                break
+            waiting.popleft()
+            if not request.computed_tokens:
+                done.admitted.append(request)
+                request.admit(done.start_ms, start)
+            request.computed_tokens = start + tokens
+            of_prompt = max(0, min(start + tokens, request.prompt_tokens) - start)
+            done.scheduled.append(Scheduled(request, tokens, of_prompt, start))
+            room -= charge + reserved
+            budget -= charge
+            chunk -= charge
+            if chunk <= 0:
+                break
+
+    def _pages(self, tokens: int) -> int:
+        """So many tokens, in whole pages."""
+        return -(-tokens // self._page) * self._page
+
+    def _start(self, done: ForwardPass) -> None:
+        """Run what is computed whole, with its first token; of what is not, the rest waits as the first."""
+        first: list[ScheduledRequest] = []
+        for each in done.scheduled:
+            request = each.request
+            if request.computed_tokens < len(request):
+                self._driver.checkpoint(request.state)
+                self._waiting.appendleft(request)
+                continue
+            request.status = "running"
+            self._running.append(request)
+            first.append(request)
+        goes_on = [each for each in first if each.max_output_tokens - each.generated_tokens > 1]
+        fits = self._driver.make_room([request.state for request in goes_on])
+        for request in first:
+            left = request.max_output_tokens - request.generated_tokens
+            if left > 1 and fits:
+                self._generate_one(done, request)
+            elif left == 1:
+                token = request.next_token()
+                self._driver.generate_last(request.state, token)
+                self._note_token(done, request, token)
+        for request in first:
+            if request.generated_tokens >= request.max_output_tokens:
+                self._finish(done, request)
+
+    # ------------------------------------------------------------------------------------------------ decode
+
+    def _retract(self, done: ForwardPass) -> None:
+        """Retract running requests until the others can generate, or one is left."""
+        running, driver = self._running, self._driver
+        while len(running) > 1:
+            if driver.unheld() >= driver.step_tokens([request.state for request in running]):
+                break
+            victim = min(running, key=lambda request: request.generated_tokens)
+            running.remove(victim)
+            driver.retract(victim.state)
+            victim.status = "preempted"
+            victim.computed_tokens = 0
+            victim.preemptions += 1
+            done.preempted.append(victim)
+        if done.preempted:
+            generated = sum(request.generated_tokens for request in running)
+            most = sum(request.max_output_tokens for request in running)
+            self._ratio = min(1.0, (generated + RETRACT_TOKENS * len(running)) / (most + 1))
+
+    def _decode(self, done: ForwardPass) -> None:
+        """Let each running request generate a token, or nobody where pages run short."""
+        running, driver = self._running, self._driver
+        done.decode_lengths = [len(request) for request in running]
+        if not running or not driver.make_room([request.state for request in running]):
+            return
+        self._charge_decode(done, done.decode_lengths)
+        for request in running:
+            self._generate_one(done, request)
+        for request in running:
+            if request.generated_tokens == request.max_output_tokens:
+                self._finish(done, request)
+
+    def _generate_one(self, done: ForwardPass, request: ScheduledRequest) -> None:
+        token = request.next_token()
+        self._driver.generate(request.state, token)
+        request.computed_tokens += 1
+        self._note_token(done, request, token)
+        if request.generated_tokens < request.max_output_tokens:
+            self._driver.checkpoint(request.state)
+
+    @staticmethod
+    def _note_token(done: ForwardPass, request: ScheduledRequest, token: int) -> None:
+        request.generated_tokens += 1
+        done.generated.append(request)
+        done.tokens.append(token)
+
+    # ------------------------------------------------------------------------------------------ in one go
+
+    def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
+        """Run passes that only decode, in one go; see `Scheduler.fast_forward`."""
+        end, count = super().fast_forward(now_ms, until_ms)
+        self._wait = max(0, self._wait - count)
+        return end, count
