@@ -38,6 +38,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "engine_type": tuple(SCHEDULERS),
     "worker_type": ("aggregated", "prefill", "decode"),
     "preemption_mode": ("lifo", "fifo"),
+    "kv_transfer_timing_mode": ("full_prompt", "destination_missing"),
 }
 _OPTIONAL_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "router_queue_policy": ("fcfs", "lcfs", "wspt"),
@@ -182,6 +183,8 @@ class MockEngineArgs:
         max_model_len: most tokens of a request, prompt and output together, at least 1; None: unlimited. 1.6.1 only.
         prefill_decode_interval: how many passes admit nothing after one that computed a part of a prompt, at least 0.
             sglang in 1.6.1 only.
+        kv_transfer_timing_mode: what a prefill engine sends: "full_prompt", or "destination_missing", what the decode engine
+            has not cached. 1.6.1 only.
         semantics: "1.2.1", "1.3.1" or "1.6.1": the release of Dynamo whose scheduler is followed; None: that of the
             engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "1.3.1" for sglang. An addition of ours,
             no part of the JSON.
@@ -243,6 +246,7 @@ class MockEngineArgs:
     bandwidth_g2_to_g1_gbps: float | None = None
     max_model_len: int | None = None
     prefill_decode_interval: int = 0
+    kv_transfer_timing_mode: Literal["full_prompt", "destination_missing"] = "full_prompt"
     semantics: Semantics | None = None
     performance_model: PerformanceModel | tuple[Any, Any] | None = None
     events_visible: EventsVisible | None = None
@@ -372,12 +376,19 @@ class MockEngineArgs:
         """Whether the engine publishes events: not without prefix caching, and not as a decode worker."""
         return self.enable_prefix_caching and self.worker_type != "decode"
 
-    def handoff_ms(self, prompt_tokens: int) -> float:
+    def handoff_ms(self, prompt_tokens: int, fresh_tokens: int | None = None) -> float:
         """Return how long the KV cache of a prompt takes from the prefill to the decode engine, in ms, unrounded.
 
         Dynamo does not round it either. No speedup applies. 0 where `kv_bytes_per_token` or `kv_transfer_bandwidth` is not
         set, or 0.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            fresh_tokens: tokens of the blocks that the decode engine has not cached: what is sent where
+                `kv_transfer_timing_mode` is "destination_missing".
         """
+        if self.kv_transfer_timing_mode == "destination_missing" and fresh_tokens is not None:
+            prompt_tokens = fresh_tokens
         if not self.kv_bytes_per_token or not self.kv_transfer_bandwidth:
             return 0.0
         size = float(prompt_tokens * self.kv_bytes_per_token)

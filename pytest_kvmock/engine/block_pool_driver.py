@@ -96,6 +96,17 @@ class BlockPoolDriver:
             return request.num_computed_tokens
         return upto
 
+    def reserve(self, request: PoolRequest, upto: int) -> int | None:
+        """Take what is cached of the first `upto` tokens, and blocks for the rest, which are not cached before they are claimed."""
+        manager, size = self.manager, self.manager.block_size
+        hits = manager.cached_blocks(request, upto // size)
+        taken = manager.allocate_slots(request, upto - len(hits) * size, hits, delay_cache_blocks=True)
+        return None if taken is None else len(taken)
+
+    def claim(self, request: PoolRequest, upto: int) -> None:  # noqa: ARG002 - it was reserved up to there
+        """Cache the reserved blocks that are full."""
+        self.manager.cache_blocks(request)
+
     def generate(self, request: PoolRequest, token: int) -> bool:
         """Append a token; it gets its slot in the pass that computes it, the next one."""
         request.tokens.append(token)

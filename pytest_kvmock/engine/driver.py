@@ -190,21 +190,27 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
         """
 
 
-@runtime_checkable
-class ReservingDriver(SchedulerDriver, Protocol):
+class ReservingDriver(Driver, Protocol):
     """Reserves blocks for prompts that are computed elsewhere: its engine can be the destination of handoffs."""
 
-    def reserve(self, request: Any, upto: int) -> bool:
+    def reserve(self, request: Any, upto: int) -> int | None:
         """Allocate blocks for the first `upto` tokens of a request without blocks.
 
         Those that are cached, and new ones that nobody else can hit before they are claimed.
 
         Returns:
-            Whether there were enough; where not, nothing has changed.
+            How many new ones. None: there were not enough, and nothing has changed.
         """
 
     def claim(self, request: Any, upto: int) -> None:
         """Make the reserved blocks those of the first `upto` tokens, which are computed now."""
+
+
+class MoveReservingDriver(ReservingDriver, Protocol):
+    """One whose manager takes moves."""
+
+    def process(self, move: Any) -> bool:
+        """Hand a move to the manager; whether it was served."""
 
 
 class RadixSchedulerDriver(GeneratingDriver, Protocol):

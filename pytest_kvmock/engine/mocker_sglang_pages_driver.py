@@ -65,6 +65,15 @@ class PagedRadixDriver(MockerRadixDriver):
         """Compute a chunk (`PagedRadixManager.allocate`)."""
         return self.manager.allocate(request, upto, caches=self._prefix_caching)
 
+    def reserve(self, request: PageRequest, upto: int) -> int | None:
+        """Lock what is cached of the first `upto` tokens, and take pages for the rest, which nobody else can hit."""
+        return self.manager.reserve(request, upto, caches=self._prefix_caching)
+
+    def claim(self, request: PageRequest, upto: int) -> None:
+        """Complete the pages that were reserved, and insert them."""
+        self.manager.extend(request, upto)
+        self.checkpoint(request)
+
     def checkpoint(self, request: PageRequest) -> None:
         """Insert pages that are complete into the tree."""
         if self._prefix_caching:

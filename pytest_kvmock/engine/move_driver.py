@@ -190,20 +190,20 @@ class MoveDriver:
         sequence.commit_allocation(upto)
         return upto
 
-    def reserve(self, request: _MoveRequest, upto: int) -> bool:
+    def reserve(self, request: _MoveRequest, upto: int) -> int | None:
         """Take the cached blocks of the first `upto` tokens, and unnamed ones for the rest, which nobody else can hit."""
         sequence, manager = request.sequence, self.manager
         cached = min(manager.prefill_cost(sequence).cached_tokens, upto)
         hits = sequence.unique_blocks[: cached // sequence.block_size]
         new = -(-upto // sequence.block_size) - len(hits)
         if new + sum(not manager.references(block) for block in hits) > self.room():
-            return False
+            return None
         if hits:
             self.allocate(request, cached)
         request.reserved = [UUID(int=self._rng.getrandbits(128), version=4) for _ in range(new)]
         for block in request.reserved:
             self.process(Use([block]))
-        return True
+        return new
 
     def claim(self, request: _MoveRequest, upto: int) -> None:
         """Give the unnamed blocks of a reservation their names."""

@@ -7,12 +7,15 @@ releases before.
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
 from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pytest_kvmock.engine.driver import PagedSchedulerDriver
     from pytest_kvmock.engine.scheduler import SchedulerArgs
 
@@ -46,6 +49,7 @@ class PrefillFirstScheduler(SglangScheduler):
         super().__init__(driver, args)
         self._most_tokens = args.max_model_len or math.inf
         self._interval = args.prefill_decode_interval
+        self._ready: deque[ScheduledRequest] = deque()
         self._wait = 0  # passes that admit nothing yet
 
     def submit(self, request: ScheduledRequest) -> None:
@@ -54,6 +58,22 @@ class PrefillFirstScheduler(SglangScheduler):
             self._driver.needs_no_output(request.state)
         super().submit(request)
 
+    @property
+    def parked(self) -> Sequence[ScheduledRequest]:
+        """The requests whose prompts were computed elsewhere, and that do not run yet."""
+        return self._ready
+
+    def activate(self, request: ScheduledRequest) -> None:
+        """Take a request whose prompt was computed elsewhere, and is held here."""
+        self._ready.append(request)
+
+    def abort(self, request: ScheduledRequest) -> None:
+        """Forget an open request, and free what it holds."""
+        if request in self._ready:
+            self._ready.remove(request)
+            self._waiting.append(request)
+        super().abort(request)
+
     # ---------------------------------------------------------------------------------------------- one pass
 
     def execute_pass(self, now_ms: float) -> ForwardPass:
@@ -61,6 +81,7 @@ class PrefillFirstScheduler(SglangScheduler):
         done = ForwardPass(now_ms)
         before = self._ratio, self._wait
         self._reject(done)
+        self._run_ready(done)
         waits = self._wait > 0
         if waits:
             self._wait -= 1
@@ -83,7 +104,7 @@ class PrefillFirstScheduler(SglangScheduler):
                 self._ratio = max(self._min_ratio, self._ratio - self._decay)
         self._running = [request for request in self._running if request.status == "running"]
         self._waiting.extend(done.preempted)
-        if self._wait and not (self._running or self._waiting):
+        if self._wait and not (self._running or self._waiting or self._ready):
             self._wait, self._ratio = 0, self._init_ratio
         done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
         for request in done.generated:
@@ -100,6 +121,23 @@ class PrefillFirstScheduler(SglangScheduler):
             request.status = "rejected"
             done.rejected.append(request)
 
+    def _run_ready(self, done: ForwardPass) -> None:
+        """Run the requests whose prompts were computed elsewhere, as many as may run."""
+        most = math.inf if self._max_running is None else self._max_running
+        while self._ready and len(self._running) < most:
+            request = self._ready.popleft()
+            request.status = "running"
+            request.admit(done.start_ms, 0)
+            self._running.append(request)
+            done.admitted.append(request)
+
+    def _finish(self, done: ForwardPass, request: ScheduledRequest) -> None:
+        if request.keeps_blocks:
+            request.status = "finished"
+            done.finished.append(request)
+        else:
+            super()._finish(done, request)
+
     def _known(self, request: ScheduledRequest) -> int:
         return self._driver.known(request.state)
 
@@ -109,7 +147,7 @@ class PrefillFirstScheduler(SglangScheduler):
         room = driver.unheld() - sum(self._outstanding(request) * self._ratio for request in running)
         budget, chunk = self._most_prefill, self._chunk
         seats = math.inf if self._max_running is None else self._max_running - len(running)
-        while waiting and len(done.scheduled) < seats:
+        while waiting and len(done.scheduled) < seats and not self.holds_back_prompts:
             request = waiting[0]
             start = request.computed_tokens or driver.lookup(request.state)
             left = len(request) - start
@@ -216,6 +254,8 @@ class PrefillFirstScheduler(SglangScheduler):
 
     def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
         """Run passes that only decode, in one go; see `Scheduler.fast_forward`."""
+        if self._ready:
+            return now_ms, 0
         end, count = super().fast_forward(now_ms, until_ms)
         self._wait = max(0, self._wait - count)
         return end, count

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
 """When the events of a pass are published."""
 
-ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "aborted", "lost"]
+ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "failed", "aborted", "lost"]
 
 
 class ScheduledRequest:
@@ -29,7 +29,7 @@ class ScheduledRequest:
         priority: larger is served first, where the scheduler has priorities.
         arrival_ms: when it arrived.
         status: "waiting" before its first admission, "running", "preempted" (it waits again), "finished", "rejected" (it
-            could never fit), "aborted" or "lost" (its worker restarted).
+            could never fit), "failed" (nor at the engine that it was to be handed over to), "aborted" or "lost" (its worker restarted).
         computed_tokens: its first tokens whose KV is computed, cached ones included; 0 while it waits.
         generated_tokens: how many it has generated.
         reused_tokens: the most tokens of it that one admission found cached (Dynamo: the maximum over admissions).
@@ -40,6 +40,7 @@ class ScheduledRequest:
         ended_ms: end of the pass that finished or rejected it; None before.
         keeps_blocks: its blocks stay allocated when it finishes, until its engine releases them.
         preemptions: how often it was preempted.
+        opened: its place among all requests of its engine, by the order in which they were opened.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class ScheduledRequest:
         "generated_tokens",
         "keeps_blocks",
         "max_output_tokens",
+        "opened",
         "onboarded_tokens",
         "preemptions",
         "priority",
@@ -80,6 +82,7 @@ class ScheduledRequest:
         self.ended_ms: float | None = None
         self.keeps_blocks = False
         self.preemptions = 0
+        self.opened = 0
 
     def __len__(self) -> int:
         return self.prompt_tokens + self.generated_tokens
@@ -230,7 +233,11 @@ class Release:
             on how many run, other roundings, and the time of decode charged when nobody is retracted any more (sglang).
         rejects_prompts: it rejects a prompt that is larger than all its blocks, when its turn comes.
         takes_tiers: it was recorded with tiers below the device.
-        reserves_handoffs: a decode engine reserves blocks for a prompt before that is on its way.
+        destination: what the drivers of decode engines must be, as these reserve blocks for a prompt before that is on its
+            way; None: they do not.
+        destination_first: the blocks are reserved before the prompt is computed, and however many requests run.
+        queues_by_reservation: what is handed over waits in the order in which its blocks were asked for; actions are taken
+            before requests arrive, and a prompt that can never fit ends its session.
         sessions_keep_place: in a closed loop a session counts as open until its last request is done.
         arrivals_between_passes: a closed loop over one engine looks at the clock when a pass has ended, not before.
         events_visible: when the events of a pass are published, by default.
@@ -250,7 +257,9 @@ class Release:
     generates_together: bool = False
     rejects_prompts: bool = False
     takes_tiers: bool = False
-    reserves_handoffs: bool = False
+    destination: type | None = None
+    destination_first: bool = False
+    queues_by_reservation: bool = False
     sessions_keep_place: bool = False
     arrivals_between_passes: bool = False
     events_visible: EventsVisible = "pass_start"
@@ -365,6 +374,10 @@ class Scheduler(ABC):
     def submit(self, request: ScheduledRequest) -> None:
         """Take a request that has arrived."""
         self._waiting.append(request)
+
+    def activate(self, request: ScheduledRequest) -> None:
+        """Take a request whose prompt was computed elsewhere, and is held here."""
+        self.submit(request)
 
     def abort(self, request: ScheduledRequest) -> None:
         """Forget an open request, and free what it holds (one that waits may hold a part); full blocks stay cached."""

@@ -12,9 +12,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.engine.driver import (
+    MoveReservingDriver,
     PagedSchedulerDriver,
     PoolSchedulerDriver,
     RadixSchedulerDriver,
+    ReservingDriver,
     SchedulerDriver,
 )
 from pytest_kvmock.engine.scheduler import Release
@@ -89,7 +91,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                     "1.3.1": Release(
                         allocates_whole=True,
                         rejects_prompts=True,
-                        reserves_handoffs=True,
+                        destination=MoveReservingDriver,
                         sessions_keep_place=True,
                         arrivals_between_passes=True,
                     ),
@@ -105,6 +107,8 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                         limits_length=True,
                         instant_passes_first=True,
                         driver=PoolSchedulerDriver,
+                        destination=ReservingDriver,
+                        queues_by_reservation=True,
                     ),
                 },
                 default_release="1.2.1",
@@ -121,7 +125,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                     "1.3.1": Release(
                         events_visible="pass_end",
                         generates_together=True,
-                        reserves_handoffs=True,
+                        destination=MoveReservingDriver,
                         sessions_keep_place=True,
                         arrivals_between_passes=True,
                     ),
@@ -134,6 +138,9 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                         limits_length=True,
                         instant_passes_first=True,
                         driver=PagedSchedulerDriver,
+                        destination=ReservingDriver,
+                        destination_first=True,
+                        queues_by_reservation=True,
                     ),
                 },
                 default_release="1.3.1",

@@ -86,6 +86,16 @@ class VllmScheduler(Scheduler):
             self._driver.needs_no_output(request.state)  # type: ignore[attr-defined] - the release asks for such a driver
         super().submit(request)
 
+    def activate(self, request: ScheduledRequest) -> None:
+        """Take a request whose prompt was computed elsewhere, and is held here."""
+        super().activate(request)
+        waiting = self._waiting
+        if self._release.queues_by_reservation:
+            at = len(waiting) - 1
+            while at and waiting[at - 1].opened > request.opened:
+                waiting[at - 1], waiting[at] = request, waiting[at - 1]
+                at -= 1
+
     def abort(self, request: ScheduledRequest) -> None:
         """Forget an open request, and free what it holds; what is on its way for a parked one comes for nothing."""
         if self._parking is None or request not in self._parking.requests:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
-    from pytest_kvmock.fleet.arrivals import Arrivals
+    from pytest_kvmock.fleet.arrivals import Arrivals, Turn
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.mock_engine import MockEngine
 
@@ -38,18 +39,26 @@ if TYPE_CHECKING:
 # empty a decode engine admits no preempted request, which would compute its prompt anew, but those that are activated.
 # A prompt that the whole pool of its destination cannot hold fails: its source frees it, and nothing is generated.
 #
+# 1.6.1 is like 1.3.1, but actions are taken before requests arrive, transfers that end together act in the order of
+# arrival, and what is handed over waits in the order in which its blocks were asked for. A pair of SGLang's begins with
+# the destination (`DestinationFirst`): reserve, then the prompt is computed ("prefill"), then transfer, activate, release.
+#
 # A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
 # after all passes that start at that moment.
 
-_ActionKind: TypeAlias = Literal["reserve", "transfer", "activate", "release"]
+_ActionKind: TypeAlias = Literal["reserve", "prefill", "transfer", "activate", "release"]
 
 
 class Handoff:
     """One prompt on its way from a prefill engine to a decode engine.
 
     Attributes:
-        source: the prefill engine.
+        turn: the request of the trace.
+        arrival_ms: when it arrived.
+        source: the prefill engine; None before it has one.
         prefilled: the request there, which generates no token that counts.
+        order: its place among all that were begun.
+        fresh_tokens: tokens of the blocks that were reserved and not cached; None before.
         destination: the decode engine; None before it has one.
         request: the request there, the one that is reported.
         held_ms: when the prompt was computed.
@@ -63,23 +72,31 @@ class Handoff:
 
     __slots__ = (
         "activated_ms",
+        "arrival_ms",
         "decode_admitted_ms",
         "decode_reused_tokens",
         "destination",
+        "fresh_tokens",
         "held_ms",
+        "order",
         "prefilled",
         "released_ms",
         "request",
         "reserved_ms",
         "source",
+        "turn",
     )
 
-    def __init__(self, source: MockEngine, prefilled: EngineRequest, held_ms: float) -> None:
-        self.source = source
-        self.prefilled = prefilled
+    def __init__(self, turn: Turn, arrival_ms: float, order: int) -> None:
+        self.turn = turn
+        self.arrival_ms = arrival_ms
+        self.order = order
+        self.source: MockEngine | None = None
+        self.prefilled: EngineRequest | None = None
         self.destination: MockEngine | None = None
         self.request: EngineRequest | None = None
-        self.held_ms = held_ms
+        self.fresh_tokens: int | None = None
+        self.held_ms: float | None = None
         self.reserved_ms: float | None = None
         self.activated_ms: float | None = None
         self.released_ms: float | None = None
@@ -89,13 +106,16 @@ class Handoff:
     @property
     def transfer_ms(self) -> float:
         """How long its KV takes over the link of its source; 0 where that has none."""
-        return self.source.args.handoff_ms(self.prefilled.prompt_tokens)
+        assert self.source is not None
+        assert self.prefilled is not None
+        return self.source.args.handoff_ms(self.prefilled.prompt_tokens, self.fresh_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Return it by the keys of Dynamo's report of 1.3.1; what did not happen is None."""
+        prefilled = self.prefilled
         return {
-            "reused_input_tokens": self.prefilled.reused_tokens,
-            "prefill_admit_ms": self.prefilled.admitted_ms,
+            "reused_input_tokens": 0 if prefilled is None else prefilled.reused_tokens,
+            "prefill_admit_ms": None if prefilled is None else prefilled.admitted_ms,
             "source_held_ms": self.held_ms,
             "destination_reserved_ms": self.reserved_ms,
             "destination_activated_ms": self.activated_ms,
@@ -108,6 +128,7 @@ class Handoff:
         """Let the request be reported with what its source found."""
         request, prefilled = self.request, self.prefilled
         assert request is not None
+        assert prefilled is not None
         request.admitted_ms = prefilled.admitted_ms
         request.reused_tokens = max(request.reused_tokens, prefilled.reused_tokens)
         request.first_reused_tokens = prefilled.first_reused_tokens
@@ -128,15 +149,19 @@ class Handoffs:
 
     Attributes:
         keeps_blocks: whether a prompt stays allocated at its source when it is computed.
-        made: the handoffs, where they are noted.
+        acts_first: whether actions are taken before requests arrive.
+        made: the handoffs, in the order in which they were begun.
     """
 
     keeps_blocks = False
+    acts_first = False
 
-    def __init__(self, sources: Collection[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals) -> None:
+    def __init__(self, sources: Sequence[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals) -> None:
         self._sources = frozenset(sources)
+        self._next_source = cycle(sources)
         self._expect = expect
         self._arrivals = arrivals
+        self._of: dict[ScheduledRequest, Handoff] = {}  # by the request at the source
         # (when it is through, order, which)
         self._transfers: list[tuple[float, int, Handoff]] = []
         self._sequence = 0
@@ -152,6 +177,31 @@ class Handoffs:
         """The requests that wait for blocks of a decode engine, which has not admitted them."""
         return []
 
+    @property
+    def has_actions(self) -> bool:
+        """Whether actions are to be taken at this moment."""
+        return False
+
+    def begin(self, turn: Turn, arrival_ms: float) -> MockEngine | None:
+        """Begin the handoff of a request that arrives; the engine that was given it, if one was."""
+        handoff = Handoff(turn, arrival_ms, len(self.made))
+        self.made.append(handoff)
+        return self._compute(handoff)
+
+    def _compute(self, handoff: Handoff) -> MockEngine:
+        """Give the prompt to the next prefill engine."""
+        source = handoff.source = next(self._next_source)
+        handoff.prefilled = source.dispatch(handoff.turn.prompt, 1, handoff.arrival_ms)
+        handoff.prefilled.keeps_blocks = self.keeps_blocks
+        self._of[handoff.prefilled] = handoff
+        return source
+
+    def rejected(self, request: EngineRequest) -> Handoff:
+        """Forget the handoff of a request that its source rejected."""
+        handoff = self._of.pop(request)
+        self.made.remove(handoff)
+        return handoff
+
     def waits_for(self, engine: MockEngine) -> bool:  # noqa: ARG002 - nothing waits here
         """Whether something waits for the end of the engine's next pass."""
         return False
@@ -161,7 +211,8 @@ class Handoffs:
         if done is None or engine not in self._sources:
             return
         for request in done.finished:
-            handoff = Handoff(engine, cast("EngineRequest", request), now_ms)
+            handoff = self._of.pop(request)
+            handoff.held_ms = now_ms
             delay = handoff.transfer_ms
             if delay:
                 self._start_transfer(handoff, now_ms + delay)
@@ -170,7 +221,7 @@ class Handoffs:
                 self._arrive(handoff)
 
     def _start_transfer(self, handoff: Handoff, end_ms: float) -> None:
-        heappush(self._transfers, (end_ms, self._sequence, handoff))
+        heappush(self._transfers, (end_ms, handoff.order if self.acts_first else self._sequence, handoff))
         self._sequence += 1
 
     def finish_transfers(self, now_ms: float) -> None:
@@ -224,8 +275,8 @@ class ReservingHandoffs(Handoffs):
 
     def __init__(
         self,
-        sources: Collection[MockEngine],
-        destinations: Collection[MockEngine],
+        sources: Sequence[MockEngine],
+        destinations: Sequence[MockEngine],
         expect: Callable[[Handoff], None],
         arrivals: Arrivals,
         *,
@@ -240,6 +291,8 @@ class ReservingHandoffs(Handoffs):
                     "replay: with prefill in the semantics of 1.3.1, engines must be of type vllm over a backend that takes "
                     f"moves (such as lineage), got {engine!r}"
                 )
+        self._rules = destinations[0].args.release
+        self.acts_first = self._rules.queues_by_reservation
         self._rejected = rejected
         self._busy = busy
         self._blocked = blocked
@@ -259,6 +312,11 @@ class ReservingHandoffs(Handoffs):
         queue = self._queues.get(engine)
         return bool(self._actions) or engine in self._deferred or (queue is not None and bool(queue.handoffs))
 
+    @property
+    def has_actions(self) -> bool:
+        """Whether actions are to be taken at this moment."""
+        return bool(self._actions)
+
     def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go."""
         reserved = None
@@ -271,8 +329,9 @@ class ReservingHandoffs(Handoffs):
         if done is not None:
             for request in done.finished:
                 if queue is None:
-                    self.made.append(Handoff(engine, cast("EngineRequest", request), now_ms))
-                    self._actions.append(_Action("reserve", self.made[-1]))
+                    handoff = self._of.pop(request)
+                    handoff.held_ms = now_ms
+                    self._actions.append(_Action("transfer" if handoff.request else "reserve", handoff))
                 else:
                     self._settle(self._active.pop(request))
         if reserved is not None:
@@ -298,6 +357,8 @@ class ReservingHandoffs(Handoffs):
             handoff = action.handoff
             if action.kind == "reserve":
                 self._enqueue(handoff, now_ms)
+            elif action.kind == "prefill":
+                self._blocked.discard(self._compute(handoff))
             elif action.kind == "transfer":
                 if handoff.transfer_ms:
                     self._start_transfer(handoff, now_ms + handoff.transfer_ms)
@@ -320,8 +381,11 @@ class ReservingHandoffs(Handoffs):
         engine, request = handoff.destination, handoff.request
         assert engine is not None
         assert request is not None
-        if not request.is_open:  # rejected
-            self._actions.append(_Action("release", handoff))
+        if not request.is_open:  # rejected, or failed
+            if handoff.source is None:
+                self._rejected(request)
+            else:
+                self._actions.append(_Action("release", handoff))
             return
         queue = self._queues[engine]
         queue.handoffs.append(handoff)
@@ -338,18 +402,21 @@ class ReservingHandoffs(Handoffs):
         if not queue.handoffs or queue.tried == queue.freed:
             return None
         queue.tried = queue.freed
-        if len(engine.scheduler.running) >= (engine.args.max_num_seqs or math.inf):
+        has_seat = len(engine.scheduler.running) < (engine.args.max_num_seqs or math.inf)
+        if not has_seat and not self._rules.destination_first:
             return None
         handoff = queue.handoffs[0]
         assert handoff.request is not None
-        if not engine.reserve(handoff.request):
+        fresh = engine.reserve(handoff.request)
+        if fresh is None:
             return None
+        handoff.fresh_tokens = fresh * engine.args.block_size
         queue.handoffs.popleft()
         queue.tried = None
         engine.hold_back_prompts(bool(queue.handoffs))
         self._blocked.discard(engine)
         handoff.reserved_ms = now_ms
-        return _Action("transfer", handoff)
+        return _Action("prefill" if handoff.source is None else "transfer", handoff)
 
     def _activate(self, handoff: Handoff, now_ms: float) -> None:
         engine, request = handoff.destination, handoff.request
@@ -368,9 +435,22 @@ class ReservingHandoffs(Handoffs):
             self._actions.append(reserved)
 
     def _release(self, handoff: Handoff, now_ms: float) -> None:
+        assert handoff.source is not None
+        assert handoff.prefilled is not None
         handoff.source.release(handoff.prefilled)
         assert handoff.request is not None
         if handoff.request.status == "rejected":
             self._rejected(handoff.request)
         else:
             handoff.released_ms = now_ms
+
+
+class DestinationFirst(ReservingHandoffs):
+    """Handoffs as pairs of SGLang's engines make them in 1.6.1: blocks are reserved before the prompt is computed."""
+
+    def begin(self, turn: Turn, arrival_ms: float) -> MockEngine | None:
+        """Ask for blocks for the prompt; nobody is given it yet."""
+        handoff = Handoff(turn, arrival_ms, len(self.made))
+        self.made.append(handoff)
+        self._actions.append(_Action("reserve", handoff))
+        return None

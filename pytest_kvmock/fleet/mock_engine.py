@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Self, cast
 from pytest_kvmock.backends import BACKENDS, BackendSpec, backend_spec
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.driver import ReservingDriver
+from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.engine.scheduler import ForwardPass
 from pytest_kvmock.engine.worker import KvWorker, RequestError
 from pytest_kvmock.fleet.engine_parts import check_worker, make_scheduler, make_worker
@@ -26,6 +26,8 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+    from pytest_kvmock.engine.driver import ReservingDriver
 
     from pytest_kvmock.sinks import GivenSink
 
@@ -218,8 +220,7 @@ class MockEngine:
         """Open a request without giving it to the scheduler, as another engine computes its prompt.
 
         Returns:
-            The request; in the semantics of 1.3.1 it is rejected where the prompt alone is larger than all blocks
-            (vllm).
+            The request; from 1.3.1 on it is rejected where the prompt alone is larger than all blocks.
 
         Raises:
             OutOfBlocks: prompt and output can never fit.
@@ -231,26 +232,31 @@ class MockEngine:
             self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival_ms, 0)
         if rejected:
-            request.status = "rejected"
+            request.status = "failed" if self.args.release.queues_by_reservation else "rejected"
             self.worker.requests.remove(request)
         return request
 
     @property
     def can_reserve(self) -> bool:
         """Whether blocks can be reserved for a prompt that another engine computes."""
-        return isinstance(self._driver, ReservingDriver)
+        wanted = self.args.release.destination
+        return wanted is not None and protocol_mismatch(self._driver, wanted) is None
 
-    def reserve(self, request: EngineRequest) -> bool:
-        """Reserve blocks for the whole prompt of a request that was not submitted; False: they are not there."""
-        assert isinstance(self._driver, ReservingDriver)
-        return self._driver.reserve(request.state, request.prompt_tokens)
+    def reserve(self, request: EngineRequest) -> int | None:
+        """Reserve blocks for the whole prompt of a request that was not submitted.
+
+        Returns:
+            How many are not cached. None: there are not enough.
+        """
+        driver: ReservingDriver = self._driver  # type: ignore[assignment] - as can_reserve says
+        return driver.reserve(request.state, request.prompt_tokens)
 
     def activate(self, request: EngineRequest) -> None:
         """Submit a request whose prompt was computed elsewhere, into the blocks that were reserved for it."""
-        assert isinstance(self._driver, ReservingDriver)
-        self._driver.claim(request.state, request.prompt_tokens)
+        driver: ReservingDriver = self._driver  # type: ignore[assignment] - as can_reserve says
+        driver.claim(request.state, request.prompt_tokens)
         request.computed_tokens = request.prompt_tokens
-        self.scheduler.submit(request)
+        self.scheduler.activate(request)
 
     def hold_back_prompts(self, holds: bool) -> None:
         """Admit only requests whose prompt is computed, or all again."""
@@ -284,6 +290,7 @@ class MockEngine:
             priority=priority,
         )
         request.max_output_tokens = self._size.output_of(request.prompt_tokens, max_output_tokens)
+        request.opened = len(self.requests)
         self.requests.append(request)
         self.worker.requests.append(request)
         return request

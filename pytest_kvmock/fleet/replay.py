@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
 from pytest_kvmock.fleet.engine_state import EngineStalled
-from pytest_kvmock.fleet.handoff import Handoff, Handoffs, ReservingHandoffs
+from pytest_kvmock.fleet.handoff import DestinationFirst, Handoff, Handoffs, ReservingHandoffs
 from pytest_kvmock.fleet.replay_checks import check_engines, check_settings, check_sizes, engines_of, turns_of
 from pytest_kvmock.fleet.report import ReplayReport
 
@@ -122,14 +122,14 @@ class _Replay:
         self._turn_of: dict[EngineRequest, Turn] = {}
         self._handoffs = self._make_handoffs()
         self._next_engine = cycle(range(len(engines)))
-        self._next_prefill = cycle(prefill)
         self._order: list[EngineRequest] = []
         self._served_by: list[int | None] = []
 
     def _make_handoffs(self) -> Handoffs:
-        if not self._prefill or not self._engines[0].args.release.reserves_handoffs:
+        release = self._engines[0].args.release
+        if not self._prefill or release.destination is None:
             return Handoffs(self._prefill, self._expect, self._arrivals)
-        return ReservingHandoffs(
+        return (DestinationFirst if release.destination_first else ReservingHandoffs)(
             self._prefill,
             self._engines,
             self._expect,
@@ -144,10 +144,13 @@ class _Replay:
         while True:
             self._end_passes()
             self._handoffs.finish_transfers(self._now)
+            if self._handoffs.acts_first:
+                self._handoffs.act(self._now)
             for turn, arrival_ms in self._arrivals.take(self._now):
                 self._dispatch(turn, arrival_ms)
-            self._handoffs.act(self._now)
-            if self._go_on():
+            if not self._handoffs.acts_first:
+                self._handoffs.act(self._now)
+            if self._go_on() or self._handoffs.has_actions:
                 continue
             moment = self._next_moment()
             if moment == math.inf:
@@ -193,7 +196,7 @@ class _Replay:
         else:
             for request in done.rejected:  # no decode engine will have it
                 self._note(cast("EngineRequest", request), None)
-                self._finished(cast("EngineRequest", request))
+                self._arrivals.done(self._handoffs.rejected(cast("EngineRequest", request)).turn, self._now)
         if done.preempted and not done.generated:
             self._cycling.add(engine)
         else:
@@ -258,23 +261,23 @@ class _Replay:
 
     def _dispatch(self, turn: Turn, arrival_ms: float) -> None:
         if self._prefill:
-            engine = next(self._next_prefill)
-            request = engine.dispatch(turn.prompt, 1, arrival_ms)
-            request.keeps_blocks = self._handoffs.keeps_blocks
-        else:
-            position = next(self._next_engine)
-            engine = self._engines[position]
-            request = engine.dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
-            self._note(request, position)
+            source = self._handoffs.begin(turn, arrival_ms)
+            if source is not None:
+                self._blocked.discard(source)
+            return
+        position = next(self._next_engine)
+        engine = self._engines[position]
+        request = engine.dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
+        self._note(request, position)
         self._blocked.discard(engine)
         self._turn_of[request] = turn
 
     def _expect(self, handoff: Handoff) -> None:
         """Open the request of a handoff at the next decode engine."""
         position = next(self._next_engine)
-        turn, arrival_ms = self._turn_of.pop(handoff.prefilled), handoff.prefilled.arrival_ms
+        turn = handoff.turn
         handoff.destination = self._engines[position]
-        handoff.request = handoff.destination.expect(turn.prompt, turn.trace.output_length, arrival_ms)
+        handoff.request = handoff.destination.expect(turn.prompt, turn.trace.output_length, handoff.arrival_ms)
         self._note(handoff.request, position)
         self._turn_of[handoff.request] = turn
 
@@ -283,4 +286,7 @@ class _Replay:
         self._served_by.append(position)
 
     def _finished(self, request: EngineRequest) -> None:
-        self._arrivals.done(self._turn_of.pop(request), self._now)
+        turn = self._turn_of.pop(request)
+        if request.status == "failed":  # the rest of its session is not sent
+            turn.next = None
+        self._arrivals.done(turn, self._now)

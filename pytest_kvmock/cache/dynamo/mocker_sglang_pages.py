@@ -233,6 +233,27 @@ class PagedRadixManager(MockerRadixManager):
             self._publisher.surface()
         return before
 
+    def reserve(self, request: PageRequest, upto: int, *, caches: bool = True) -> int | None:
+        """Lock what is cached of the first `upto` tokens of a request that has no pages, and take pages for the rest.
+
+        Returns:
+            How many were taken. None: there are too few, and none was.
+        """
+        assert isinstance(request, PagedRequest)
+        request.computes_last_token = False
+        self.match(request, upto // self.block_size if caches else 0)
+        request.computes_last_token = True
+        missing = -(-upto // self.block_size) - request.allocated
+        if missing > self.unused_pages():
+            self._drop(request)
+            return None
+        self._make_room(missing * self.block_size)
+        self.free_tokens -= missing * self.block_size
+        request.allocated += missing
+        if self._publisher.failure is not None:
+            self._publisher.surface()
+        return missing
+
     def extend(self, request: PageRequest, upto: int) -> None:
         """Take free pages for the tokens of a request up to `upto`; they are there, as was checked before."""
         size = self.block_size

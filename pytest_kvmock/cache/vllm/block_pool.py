@@ -288,7 +288,12 @@ class BlockPoolManager(RequestLevel):
         return missing
 
     def allocate_slots(
-        self, request: PoolRequest, num_new_tokens: int, new_computed_blocks: Sequence[int] = ()
+        self,
+        request: PoolRequest,
+        num_new_tokens: int,
+        new_computed_blocks: Sequence[int] = (),
+        *,
+        delay_cache_blocks: bool = False,
     ) -> list[int] | None:
         """Get blocks for tokens that are computed in this step, and cache the blocks that they fill.
 
@@ -296,6 +301,8 @@ class BlockPoolManager(RequestLevel):
             request: whose tokens.
             num_new_tokens: how many, after those that are computed, the hits included.
             new_computed_blocks: what `get_computed_blocks` found just before, for a request without blocks.
+            delay_cache_blocks: the tokens come from elsewhere: what they fill is cached by `cache_blocks`, when they are there.
+                All of a request may be hits then.
 
         Returns:
             The numbers of the new blocks; None where there are too few, then nothing has changed.
@@ -308,7 +315,7 @@ class BlockPoolManager(RequestLevel):
             raise ValueError(f"new_computed_blocks are for a request without blocks; this one has {len(held)}")
         computed = request.num_computed_tokens + len(new_computed_blocks) * size
         upto = computed + num_new_tokens
-        least = 0 if new_computed_blocks and not request.computes_last_token else 1
+        least = 0 if new_computed_blocks and (delay_cache_blocks or not request.computes_last_token) else 1
         if num_new_tokens < least or upto > request.tokens.num_tokens:
             raise ValueError(
                 f"num_new_tokens must be at least 1, and at most the {len(request) - computed} tokens of the request "
@@ -337,7 +344,7 @@ class BlockPoolManager(RequestLevel):
             held += taken
         request.num_computed_tokens = upto
         start, end = request.num_cached_blocks, upto // size
-        stored = end > start and self.enable_caching
+        stored = end > start and self.enable_caching and not delay_cache_blocks
         if stored:
             self._cache_full_blocks(request, start, end)
         if (stored or evicted) and LOG.isEnabledFor(TRACE_LEVEL):
@@ -346,6 +353,14 @@ class BlockPoolManager(RequestLevel):
         if self._publisher.failure is not None:
             self._publisher.surface()
         return taken
+
+    def cache_blocks(self, request: PoolRequest) -> None:
+        """Cache the full blocks of a request that were not cached when they were allocated."""
+        start, end = request.num_cached_blocks, request.num_computed_tokens // self.block_size
+        if end > start and self.enable_caching:
+            self._cache_full_blocks(request, start, end)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
 
     def _evict(self, taken: list[int]) -> list[int]:
         """Drop the hashes of these blocks, and publish one Removed a block, as vLLM does."""
