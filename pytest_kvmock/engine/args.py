@@ -183,6 +183,8 @@ class MockEngineArgs:
         max_model_len: most tokens of a request, prompt and output together, at least 1; None: unlimited. 1.6.1 only.
         prefill_decode_interval: how many passes admit nothing after one that computed a part of a prompt, at least 0.
             sglang in 1.6.1 only.
+        prefill_schedule_interval: with several ranks, of how many passes one computes prompts while others decode, at
+            least 1. vllm in 1.6.1 only.
         kv_transfer_timing_mode: what a prefill engine sends: "full_prompt", or "destination_missing", what the decode engine
             has not cached. 1.6.1 only.
         semantics: "1.2.1", "1.3.1" or "1.6.1": the release of Dynamo whose scheduler is followed; None: that of the
@@ -246,6 +248,7 @@ class MockEngineArgs:
     bandwidth_g2_to_g1_gbps: float | None = None
     max_model_len: int | None = None
     prefill_decode_interval: int = 0
+    prefill_schedule_interval: int = 1
     kv_transfer_timing_mode: Literal["full_prompt", "destination_missing"] = "full_prompt"
     semantics: Semantics | None = None
     performance_model: PerformanceModel | tuple[Any, Any] | None = None

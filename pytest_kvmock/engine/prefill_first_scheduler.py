@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, cast
 
-from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
-from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
+from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
+from pytest_kvmock.engine.sglang_scheduler import DECAY_PASSES, MIN_RATIO, SglangScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 #
 # After a pass that computed something new, `prefill_decode_interval` passes admit nothing.
 
-RETRACT_TOKENS = 20
+RANK_CONSERVATIVENESS: Final = 0.3
+"""By what the conservativeness of each of several ranks is multiplied (SGLang with attention in data parallel)."""
+
+RETRACT_TOKENS: Final = 20
 """Tokens that each survivor of a retraction is expected to generate before the next one (SGLang: `retract_decode_steps`)."""
 
 
@@ -49,6 +52,16 @@ class PrefillFirstScheduler(SglangScheduler):
         super().__init__(driver, args)
         self._most_tokens = args.max_model_len or math.inf
         self._interval = args.prefill_decode_interval
+        if args.dp_size > 1:  # attention in data parallel: SGLang divides both
+            self._chunk //= args.dp_size
+            if not self._chunk:
+                raise ValueError(
+                    f"sglang.chunked_prefill_size must be at least dp_size, {args.dp_size}, as each rank computes its part"
+                )
+            self._init_ratio *= RANK_CONSERVATIVENESS
+            self._min_ratio = MIN_RATIO * self._init_ratio
+            self._decay = (self._init_ratio - self._min_ratio) / DECAY_PASSES
+            self._ratio = self._init_ratio
         self._ready: deque[ScheduledRequest] = deque()
         self._wait = 0  # passes that admit nothing yet
 
@@ -79,40 +92,52 @@ class PrefillFirstScheduler(SglangScheduler):
     def execute_pass(self, now_ms: float) -> ForwardPass:
         """Run one forward pass from this moment."""
         done = ForwardPass(now_ms)
-        before = self._ratio, self._wait
+        ratio = self._ratio
         self._reject(done)
         self._run_ready(done)
         waits = self._wait > 0
-        if waits:
-            self._wait -= 1
-        else:
+        if not waits:
             self._order()
             self._admit(done)
         done.active_blocks = self._driver.manager.num_active_blocks
         if done.scheduled:
             self._charge_prefill(done)
             self._start(done)
-            if any(each.tokens for each in done.scheduled):
-                self._wait = self._interval
         else:
-            nobody = waits and not self._running
             self._retract(done)
             self._decode(done)
-            if nobody:
-                self._ratio = self._init_ratio
-            elif not done.preempted:
+            if not done.preempted:
                 self._ratio = max(self._min_ratio, self._ratio - self._decay)
         self._running = [request for request in self._running if request.status == "running"]
         self._waiting.extend(done.preempted)
-        if self._wait and not (self._running or self._waiting or self._ready):
-            self._wait, self._ratio = 0, self._init_ratio
+        done.may_do_more = self._ratio != ratio
+        if not self.is_rank:
+            self.settle((self,), (done,))
         done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
         for request in done.generated:
             request.token_ms.append(done.end_ms)
-        done.may_do_more = (self._ratio, self._wait) != before
         done.running = len(self._running)
         done.waiting = tuple(self._waiting)
         return done
+
+    def settle(self, ranks: Sequence[Scheduler], passes: Sequence[ForwardPass]) -> None:
+        """Count the passes down in which nobody is admitted; if nobody could run in one of these, the share begins anew."""
+        schedulers = cast("Sequence[PrefillFirstScheduler]", ranks)
+        is_idle = not any(each.running or each.waiting or each.parked for each in schedulers)
+        for each in schedulers:
+            before = each._ratio, each._wait
+            nobody = each._wait > 0 and not any(done.generated or done.decode_lengths for done in passes)
+            if any(part.tokens for done in passes for part in done.scheduled):
+                each._wait = each._interval
+            else:
+                each._wait = max(0, each._wait - 1)
+            if nobody or (is_idle and each._wait):
+                each._ratio = each._init_ratio
+            if is_idle:
+                each._wait = 0
+            if (each._ratio, each._wait) != before:
+                for done in passes:
+                    done.may_do_more = True
 
     def _reject(self, done: ForwardPass) -> None:
         """Reject the waiting requests whose prompts are too long."""

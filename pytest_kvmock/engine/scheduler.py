@@ -249,6 +249,7 @@ class Release:
         least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is done.
         limits_length: there is a longest request, `max_model_len`.
         prefills_first: a pass computes prompts or generates, never both, and a cached prefix counts for nothing (sglang).
+        ranks_in_lock_step: the ranks of a worker start and end their passes together.
         instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
     """
@@ -269,6 +270,7 @@ class Release:
     least_output: int = 1
     limits_length: bool = False
     prefills_first: bool = False
+    ranks_in_lock_step: bool = False
     instant_passes_first: bool = False
     driver: type | None = None
 
@@ -321,6 +323,10 @@ class SchedulerArgs(Protocol):
         """Most tokens of a request, prompt and output together; None: unlimited."""
 
     @property
+    def dp_size(self) -> int:
+        """Ranks of its worker."""
+
+    @property
     def prefill_decode_interval(self) -> int:
         """How many passes admit nothing after one that computed a part of a prompt."""
 
@@ -338,9 +344,13 @@ class Scheduler(ABC):
 
     Attributes:
         holds_back_prompts: it admits only requests whose prompt is computed; for schedulers of decode engines.
+        is_rank: it runs its passes in lock step with other ranks, and who drives these calls `settle`.
+        defers_prefills: its next pass computes prompts only where nobody decodes.
     """
 
     holds_back_prompts: bool = False
+    is_rank: bool = False
+    defers_prefills: bool = False
 
     def __init__(self, driver: Driver, args: SchedulerArgs) -> None:
         self._driver = driver
@@ -384,6 +394,14 @@ class Scheduler(ABC):
         (self._running if request.status == "running" else self._waiting).remove(request)
         self._driver.free(request.state, done=True)
         request.status = "aborted"
+
+    def settle(self, ranks: Sequence[Scheduler], passes: Sequence[ForwardPass]) -> None:
+        """Settle what follows from the passes of all ranks of a worker together.
+
+        Args:
+            ranks: their schedulers, this one included.
+            passes: those that were run.
+        """
 
     @abstractmethod
     def execute_pass(self, now_ms: float) -> ForwardPass:

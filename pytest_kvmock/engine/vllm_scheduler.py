@@ -41,6 +41,11 @@ _BLOCKED: Final = -1
 _PREEMPTED: Final = -2
 
 
+def _decodes(request: ScheduledRequest) -> bool:
+    """Whether the prompt of a running request is computed and held."""
+    return request.computed_tokens >= request.prompt_tokens
+
+
 class VllmScheduler(Scheduler):
     """Schedules requests as Dynamo's mock of vLLM does.
 
@@ -74,6 +79,8 @@ class VllmScheduler(Scheduler):
         self._pass = ForwardPass(0.0)
         self._used: dict[ScheduledRequest, int] = {}
         self._left = self._budget
+        self._defers = False  # it computes no prompts
+        self._left_nobody = False  # the last pass that did, and preempted nobody, left nobody waiting
 
     @property
     def parked(self) -> Sequence[ScheduledRequest]:
@@ -111,6 +118,7 @@ class VllmScheduler(Scheduler):
         done = self._pass = ForwardPass(now_ms)
         self._used = {}
         self._left = self._budget
+        self._defers = self.defers_prefills and self._left_nobody and any(map(_decodes, self._running))
         tiers = self._tiers
         if tiers is not None:
             tiers.tick(max(now_ms, tiers.now))
@@ -127,6 +135,8 @@ class VllmScheduler(Scheduler):
                 done.end_ms = deadline
         for request in done.generated:
             request.token_ms.append(done.end_ms)
+        if not self._defers and not done.preempted:
+            self._left_nobody = not self._waiting
         done.running = len(self._running)
         done.waiting = tuple(self._waiting)
         return done
@@ -134,7 +144,7 @@ class VllmScheduler(Scheduler):
     def _schedule_running(self) -> None:
         running, index = self._running, 0
         while index < len(running) and self._left > 0:
-            if self._schedule_decode(running[index]):
+            if self._schedule_decode(running[index]) or (self._defers and not _decodes(running[index])):
                 index += 1
                 continue
             outcome = self._schedule(running[index])
@@ -220,6 +230,8 @@ class VllmScheduler(Scheduler):
         if of_prompt > left and not self._chunked:
             return _BLOCKED
         desired = min(remaining, left)
+        if self._defers and waits and desired > 1:
+            return _BLOCKED
         if remaining and not desired:
             return _BLOCKED
         target = start + int(desired)

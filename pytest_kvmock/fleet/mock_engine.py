@@ -481,6 +481,16 @@ class MockEngine:
         self.passes += 1
         return done
 
+    def end_pass_at(self, end_ms: float) -> None:
+        """Let the pass that is under way end at this moment, which is not before its own end: as ranks run in lock step."""
+        done = self._under_way
+        assert done is not None
+        done.end_ms = end_ms
+        for request in done.generated:
+            request.token_ms[-1] = end_ms
+        for request in (*done.finished, *done.rejected):
+            request.ended_ms = end_ms
+
     def finish_pass(self, *, blocks_may_come: bool = False) -> ForwardPass:
         """End the pass that is under way: its events are published, its listeners called, and its end is now.
 

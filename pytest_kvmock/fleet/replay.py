@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.handoff import DestinationFirst, Handoff, Handoffs, ReservingHandoffs
+from pytest_kvmock.fleet.ranks import RankedWorker
 from pytest_kvmock.fleet.replay_checks import check_engines, check_settings, check_sizes, engines_of, turns_of
 from pytest_kvmock.fleet.report import ReplayReport
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.traces import TraceRequest
+
+_Driven: TypeAlias = "MockEngine | RankedWorker"
 
 # Theory of operation
 #
@@ -110,18 +113,27 @@ class _Replay:
         self._engines = engines
         self._prefill = prefill
         self._everyone = [*prefill, *engines]
+        # What the clock drives: engines, or the workers whose ranks they are.
+        self._sources: Sequence[_Driven] = prefill
+        self._workers: Sequence[_Driven] = engines
+        size = engines[0].args.dp_size if engines[0].args.release.ranks_in_lock_step else 1
+        if size > 1:
+            self._workers = [RankedWorker(engines[at : at + size]) for at in range(0, len(engines), size)]
+        self._all: Sequence[_Driven] = [*self._sources, *self._workers]
+        self._worker_of = {engine: self._workers[at // size] for at, engine in enumerate(engines)}
+        count = len(self._workers)
+        self._next_engine = cycle(worker * size + rank for rank in range(size) for worker in range(count))
         self._passes_before = sum(engine.passes for engine in self._everyone)
         self._arrivals = arrivals
         self._only_between_passes = only_between_passes
         self._now = start_ms
-        self._busy: dict[MockEngine, float] = {}
+        self._busy: dict[_Driven, float] = {}
         # Engines that could do nothing, and to which nothing has happened since.
-        self._blocked: set[MockEngine] = set()
+        self._blocked: set[_Driven] = set()
         # Engines whose last pass preempted, and generated nothing.
-        self._cycling: set[MockEngine] = set()
+        self._cycling: set[_Driven] = set()
         self._turn_of: dict[EngineRequest, Turn] = {}
         self._handoffs = self._make_handoffs()
-        self._next_engine = cycle(range(len(engines)))
         self._order: list[EngineRequest] = []
         self._served_by: list[int | None] = []
 
@@ -157,6 +169,9 @@ class _Replay:
                 break
             self._now = moment
         self._check_served()
+        for worker in self._workers:
+            if isinstance(worker, RankedWorker):
+                worker.close()
         passes = sum(engine.passes for engine in self._everyone) - self._passes_before
         handoffs: dict[ScheduledRequest, dict[str, Any]] = {
             made.request: made.to_json() for made in self._handoffs.made if made.request is not None
@@ -175,12 +190,12 @@ class _Replay:
     # ------------------------------------------------------------------------------------------------ the clock
 
     def _end_passes(self) -> None:
-        for engine in self._everyone:
+        for engine in self._all:
             if self._busy.get(engine, math.inf) <= self._now:
                 del self._busy[engine]
                 self._end_pass(engine)
 
-    def _end_pass(self, engine: MockEngine) -> bool:
+    def _end_pass(self, engine: _Driven) -> bool:
         """End what an engine was busy with; whether that did anything."""
         if not engine.is_in_pass:  # passes were made in one go
             self._cycling.discard(engine)
@@ -190,7 +205,7 @@ class _Replay:
         if not done.did_something:
             return False
         self._handoffs.pass_ended(engine, done, self._now)
-        if engine not in self._prefill:
+        if engine not in self._sources:
             for request in (*done.rejected, *done.finished):
                 self._finished(cast("EngineRequest", request))  # engines were given no other
         else:
@@ -212,10 +227,10 @@ class _Replay:
     def _go_on(self) -> bool:
         """Start a pass on each engine that can; whether there is more to do at this moment."""
         if self._handoffs.keeps_blocks or self._engines[0].args.release.instant_passes_first:
-            return self._start_after_instant_passes(self._prefill) | self._start_after_instant_passes(self._engines)
-        return self._start_passes(self._prefill) or self._start_passes(self._engines)
+            return self._start_after_instant_passes(self._sources) | self._start_after_instant_passes(self._workers)
+        return self._start_passes(self._sources) or self._start_passes(self._workers)
 
-    def _start_after_instant_passes(self, engines: Sequence[MockEngine]) -> bool:
+    def _start_after_instant_passes(self, engines: Sequence[_Driven]) -> bool:
         """Run the passes of these engines that take no time, then start one that does; whether one took none."""
         did_something = False
         for engine in engines:
@@ -229,7 +244,7 @@ class _Replay:
                     self._blocked.add(engine)
         return did_something
 
-    def _start_passes(self, engines: Sequence[MockEngine]) -> bool:
+    def _start_passes(self, engines: Sequence[_Driven]) -> bool:
         """Start a pass on each engine that can; whether one took no time."""
         at_once = False
         for engine in engines:
@@ -238,7 +253,7 @@ class _Replay:
                 at_once |= end <= self._now
         return at_once
 
-    def _start_pass(self, engine: MockEngine) -> float:
+    def _start_pass(self, engine: _Driven) -> float:
         """Start a pass, or several whose ends nobody waits for; when they end."""
         if not self._handoffs.waits_for(engine):
             end = engine.fast_forward(self._now, self._next_moment(engine))
@@ -246,10 +261,10 @@ class _Replay:
                 return end
         return engine.start_pass(self._now).end_ms
 
-    def _next_moment(self, idle: MockEngine | None = None) -> float:
+    def _next_moment(self, idle: _Driven | None = None) -> float:
         """When something happens next; for an engine that is about to go on, when something else does."""
         if idle is not None and any(
-            each.has_work for each in self._everyone if each is not idle and each not in self._busy
+            each.has_work for each in self._all if each is not idle and each not in self._busy
         ):
             return self._now  # another is about to start a pass
         moments = [self._handoffs.next_moment, *self._busy.values()]
@@ -269,7 +284,7 @@ class _Replay:
         engine = self._engines[position]
         request = engine.dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
         self._note(request, position)
-        self._blocked.discard(engine)
+        self._blocked.discard(self._worker_of[engine])
         self._turn_of[request] = turn
 
     def _expect(self, handoff: Handoff) -> None:
