@@ -13,6 +13,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 from pytest_kvmock.checks import check_number, unknown_text
+from pytest_kvmock.engine.launch_config import INERT, is_launch_config, read_launch_config, write_launch_config
 from pytest_kvmock.engine.nested_args import (
     MOST_COUNT,
     ReasoningConfig,
@@ -80,8 +81,17 @@ _OURS: Final = ("semantics", "performance_model", "events_visible")
 _JSON_ONLY: Final = ("is_prefill", "is_decode", "has_perf_model")
 """Keys that Dynamo's JSON may have beside the fields: two older forms of `worker_type`, and one without an effect."""
 
-_UNWRITTEN: Final = ("num_g2_blocks", "max_model_len", "offload_batch_size", "bandwidth_g1_to_g2_gbps", "bandwidth_g2_to_g1_gbps")
-"""What is written where it is set: arguments of the host tier, which Dynamo's dump leaves out, and of later releases."""
+_HOST: Final = ("num_g2_blocks", "offload_batch_size", "bandwidth_g1_to_g2_gbps", "bandwidth_g2_to_g1_gbps")
+"""Arguments of the host tier: Dynamo's dump does not have them, and its JSON may."""
+
+_SINCE_1_6: Final[Mapping[str, Any]] = {
+    "max_model_len": None,
+    "prefill_decode_interval": 0,
+    "prefill_schedule_interval": 1,
+    "kv_transfer_timing_mode": "full_prompt",
+    "inert": None,
+}
+"""Arguments that no release before 1.6.1 has, with their defaults; the flat form has none of them."""
 
 BEYOND_HOST: Final = (
     "num_g3_blocks",
@@ -187,6 +197,8 @@ class MockEngineArgs:
             least 1. vllm in 1.6.1 only.
         kv_transfer_timing_mode: what a prefill engine sends: "full_prompt", or "destination_missing", what the decode engine
             has not cached. 1.6.1 only.
+        inert: arguments of the nested form that act on no mock engine, by their path (`launch_config.INERT`): accepted, and
+            written to JSON. `tensor_parallel_size` counts in reports.
         semantics: "1.2.1", "1.3.1" or "1.6.1": the release of Dynamo whose scheduler is followed; None: that of the
             engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "1.3.1" for sglang. An addition of ours,
             no part of the JSON.
@@ -250,6 +262,7 @@ class MockEngineArgs:
     prefill_decode_interval: int = 0
     prefill_schedule_interval: int = 1
     kv_transfer_timing_mode: Literal["full_prompt", "destination_missing"] = "full_prompt"
+    inert: Mapping[str, Any] | None = None
     semantics: Semantics | None = None
     performance_model: PerformanceModel | tuple[Any, Any] | None = None
     events_visible: EventsVisible | None = None
@@ -283,6 +296,17 @@ class MockEngineArgs:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
+        if self.prefill_decode_interval and self.engine_type != "sglang":
+            raise ValueError(
+                f"prefill_decode_interval is for engine_type 'sglang', got {self.prefill_decode_interval} with {self.engine_type!r}"
+            )
+        if self.prefill_schedule_interval > 1 and self.engine_type != "vllm":
+            raise ValueError(
+                f"prefill_schedule_interval is for engine_type 'vllm', got {self.prefill_schedule_interval} with "
+                f"{self.engine_type!r}; prefill_decode_interval is for 'sglang'"
+            )
+        if self.inert is not None and not (isinstance(self.inert, Mapping) and self.inert.keys() <= INERT.keys()):
+            raise ValueError(f"inert must be a mapping of {', '.join(INERT)}, or None, got {self.inert!r:.80}")
         for name in _STRINGS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -354,6 +378,12 @@ class MockEngineArgs:
         return (self.sglang or SglangArgs()).filled(self.block_size)
 
     @property
+    def gpus(self) -> int:
+        """How many GPUs a worker of these arguments stands for in reports: a rank has `tensor_parallel_size`."""
+        of_rank: int = (self.inert or {}).get("tensor_parallel_size", 1)
+        return of_rank * self.dp_size
+
+    @property
     def has_host(self) -> bool:
         """Whether there is host memory below the device: `num_g2_blocks` and `kv_bytes_per_token` are set."""
         return self.num_g2_blocks is not None and self.kv_bytes_per_token is not None
@@ -405,11 +435,13 @@ class MockEngineArgs:
         """
         known = self.semantics is not None or semantics not in self.scheduler.releases
         args = self if known else self.replace(semantics=semantics)
-        if args.max_model_len is not None and not args.release.limits_length:
-            raise ValueError(
-                f"max_model_len={args.max_model_len}: the scheduler of {args.scheduler_semantics} has no limit of a request's "
-                'length; that of semantics="1.6.1" has'
-            )
+        if not args.release.limits_length:
+            for name, default in _SINCE_1_6.items():
+                if getattr(args, name) != default:
+                    raise ValueError(
+                        f"{name}={getattr(args, name)!r:.80} is an argument of 1.6.1; this engine follows "
+                        f"{args.scheduler_semantics}"
+                    )
         return args
 
     # -------------------------------------------------------------------------------------------- reading and writing
@@ -423,9 +455,15 @@ class MockEngineArgs:
         return replace_fields(self, **_arguments(changes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Dynamo's JSON form, as Python objects: all fields but our additions, and those of the host where they are set."""
+        """Dynamo's JSON form, as Python objects.
+
+        With `semantics="1.6.1"` that is the nested form, every key with its value. Else it is flat: all fields but our
+        additions and those of 1.6.1, and those of the host where they are set.
+        """
+        if self.semantics == "1.6.1":
+            return write_launch_config(self)
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name in _JSON_FIELDS}
-        for name in _UNWRITTEN:
+        for name in _HOST:  # `dump_json` leaves them out
             if values[name] is None:
                 del values[name]
         for group in ("reasoning", "sglang"):
@@ -434,13 +472,15 @@ class MockEngineArgs:
         return values
 
     def to_json(self) -> str:
-        """Dynamo's JSON form, laid out as by its `dump_json`."""
+        """Dynamo's JSON form (`to_dict`), laid out as by its `dump_json`."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, source: str | bytes | Mapping[str, Any], **additions: Any) -> MockEngineArgs:
         """Read Dynamo's JSON form. What is absent has its default.
 
+        The nested form, which has `engine` or `dynamo`, means `semantics="1.6.1"`; what 1.6.1 refuses is refused there. The
+        flat one is that of the releases before, and follows the backend's where `semantics` names none.
         The older keys `is_prefill` and `is_decode` are read where there is no `worker_type`; `has_perf_model` has no effect.
 
         Args:
@@ -459,6 +499,11 @@ class MockEngineArgs:
         for name in additions:
             if name not in _OURS:
                 raise ValueError(unknown_text("addition", name, _OURS))
+        if is_launch_config(values):
+            nested = read_launch_config(values) | {"semantics": "1.6.1"} | additions
+            if nested["semantics"] != "1.6.1":
+                raise ValueError(f"the nested form is that of semantics='1.6.1', got {nested['semantics']!r:.80}")
+            return cls(**nested)
         return cls(**_arguments(_without_json_only({**values, **additions}), _JSON_ONLY))
 
     @classmethod
@@ -517,7 +562,9 @@ class MockEngineArgs:
 
 
 _JSON_FIELDS: Final = tuple(
-    each.name for each in fields(MockEngineArgs) if each.name not in _OURS and not each.name.startswith("_")
+    each.name
+    for each in fields(MockEngineArgs)
+    if each.name not in (*_OURS, *_SINCE_1_6) and not each.name.startswith("_")
 )
 
 
@@ -553,7 +600,7 @@ def _arguments(values: Mapping[str, Any], more: tuple[str, ...] = ()) -> dict[st
     Raises:
         ValueError: one is unknown, or is not built yet.
     """
-    known = (*_JSON_FIELDS, *_OURS)
+    known = (*_JSON_FIELDS, *_SINCE_1_6, *_OURS)
     arguments = dict(values)
     for name, value in values.items():
         if name in BEYOND_HOST:

@@ -36,6 +36,7 @@ class ScheduledRequest:
         first_reused_tokens: those that its first admission found cached.
         onboarded_tokens: tokens that came back from the host for it, before its first admission.
         admitted_ms: start of the pass that first gave it blocks; None before.
+        admissions: each admission: the start of its pass, and how many tokens it found cached.
         token_ms: when each generated token came out, in milliseconds.
         ended_ms: end of the pass that finished or rejected it; None before.
         keeps_blocks: its blocks stay allocated when it finishes, until its engine releases them.
@@ -44,6 +45,7 @@ class ScheduledRequest:
     """
 
     __slots__ = (
+        "admissions",
         "admitted_ms",
         "arrival_ms",
         "computed_tokens",
@@ -78,6 +80,7 @@ class ScheduledRequest:
         self.first_reused_tokens = 0
         self.onboarded_tokens = 0
         self.admitted_ms: float | None = None
+        self.admissions: list[tuple[float, int]] = []
         self.token_ms: list[float] = []
         self.ended_ms: float | None = None
         self.keeps_blocks = False
@@ -101,6 +104,7 @@ class ScheduledRequest:
             self.admitted_ms = now_ms
             self.first_reused_tokens = reused_tokens
         self.reused_tokens = max(self.reused_tokens, reused_tokens)
+        self.admissions.append((now_ms, reused_tokens))
 
     def next_token(self) -> int:
         """The token that it generates next; subclasses know which."""
@@ -147,6 +151,7 @@ class ForwardPass:
         running: how many requests run after it.
         waiting: the requests that wait after it, in order; not those that are parked.
         decode_lengths: the length in tokens of each request that it only decoded, before its token.
+        prefill_tokens: tokens that it computed of requests of whose prompt it computed a part.
         may_do_more: though it may have done nothing, what the next pass goes by has changed.
     """
 
@@ -165,6 +170,7 @@ class ForwardPass:
     running: int = 0
     waiting: Sequence[ScheduledRequest] = ()
     decode_lengths: list[int] = field(default_factory=list)
+    prefill_tokens: int = 0
     may_do_more: bool = False
 
     @property
@@ -249,6 +255,7 @@ class Release:
         least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is done.
         limits_length: there is a longest request, `max_model_len`.
         prefills_first: a pass computes prompts or generates, never both, and a cached prefix counts for nothing (sglang).
+        sketches_gaps: reports have the percentiles of gaps between tokens by a sketch, and what else came with 1.6.
         ranks_in_lock_step: the ranks of a worker start and end their passes together.
         instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
@@ -270,6 +277,7 @@ class Release:
     least_output: int = 1
     limits_length: bool = False
     prefills_first: bool = False
+    sketches_gaps: bool = False
     ranks_in_lock_step: bool = False
     instant_passes_first: bool = False
     driver: type | None = None

@@ -193,6 +193,7 @@ class SglangScheduler(Scheduler):
 
     def _charge_prefill(self, done: ForwardPass) -> None:
         count = len(done.scheduled)
+        done.prefill_tokens = sum(each.tokens for each in done.scheduled)
         if not count or not self._prefills:
             return
         prefix = sum(each.prefix_tokens for each in done.scheduled)

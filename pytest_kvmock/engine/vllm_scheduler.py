@@ -282,11 +282,10 @@ class VllmScheduler(Scheduler):
         done.preempted.append(victim)
 
     def _prefill_ms(self) -> float:
-        if not self._prefills:
-            return 0.0
         prefills = [each for each in self._pass.scheduled if each.prompt_tokens]
+        self._pass.prefill_tokens = sum(each.tokens for each in prefills)
         count = len(prefills)
-        if not count:
+        if not count or not self._prefills:
             return 0.0
         prefix = sum(each.prefix_tokens for each in prefills)
         isl = prefix + sum(each.prompt_tokens for each in prefills)

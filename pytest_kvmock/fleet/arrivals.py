@@ -29,17 +29,19 @@ class Turn:
         trace: the request as the trace has it.
         prompt: its prompt.
         session: the number of its session, in the order of the trace.
+        index: its place in its session, from 0.
         next: the request of its session that comes after it; None: there is none.
         delay_ms: how long after the one before it is done it arrives.
         keeps_place: whether it takes over the place of the one before it in a closed loop.
     """
 
-    __slots__ = ("delay_ms", "keeps_place", "next", "prompt", "session", "trace")
+    __slots__ = ("delay_ms", "index", "keeps_place", "next", "prompt", "session", "trace")
 
     def __init__(self, trace: TraceRequest, prompt: Prompt) -> None:
         self.trace = trace
         self.prompt = prompt
         self.session = 0
+        self.index = 0
         self.next: Turn | None = None
         self.delay_ms = 0.0
         self.keeps_place = False
@@ -71,6 +73,7 @@ def link_sessions(turns: Iterable[Turn], speedup: float) -> list[Turn]:
         else:
             before, known = last[session]
             turn.session = before.session
+            turn.index = before.index + 1
             before.next = turn
             delay = turn.trace.delay
             if delay is None:
@@ -118,6 +121,11 @@ class Arrivals:
                 heappush(self._timed, (moment, turn.session, turn))
             else:
                 heappush(self._placeless, (start_ms, turn.session, turn))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether requests arrive as others are done, whatever their timestamps."""
+        return self._limit is not None
 
     @property
     def _has_place(self) -> bool:

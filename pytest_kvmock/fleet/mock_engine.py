@@ -54,6 +54,8 @@ class MockEngine:
         worker: its worker: manager, requests, restarts.
         now_ms: its time, in milliseconds from its start.
         requests: all requests that it was given.
+        passes: how many forward passes it ran.
+        prefill_tokens: tokens of prompts that it computed, and with them what it computed again.
         log: records the operations on it; None: nothing does.
     """
 
@@ -87,6 +89,7 @@ class MockEngine:
         self._arriving: deque[EngineRequest] = deque()
         self._last_delivered = 0.0  # the arrival of the last request that has arrived
         self._preemptions = 0
+        self.prefill_tokens = 0
         self._idle_passes = 0
         self._under_way: ForwardPass | None = None
         self._begin()
@@ -478,6 +481,7 @@ class MockEngine:
                 worker.requests.remove(cast("EngineRequest", request))  # it was given no other
         self._under_way = done
         self._preemptions += len(done.preempted)
+        self.prefill_tokens += done.prefill_tokens
         self.passes += 1
         return done
 

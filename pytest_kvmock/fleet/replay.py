@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.handoff import DestinationFirst, Handoff, Handoffs, ReservingHandoffs
+from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives, Workers
 from pytest_kvmock.fleet.ranks import RankedWorker
-from pytest_kvmock.fleet.replay_checks import check_engines, check_settings, check_sizes, engines_of, turns_of
+from pytest_kvmock.fleet.replay_checks import (
+    check_engines,
+    check_objectives,
+    check_settings,
+    check_sizes,
+    engines_of,
+    turns_of,
+)
 from pytest_kvmock.fleet.report import ReplayReport
 
 if TYPE_CHECKING:
@@ -41,6 +49,10 @@ def replay(
     arrival_speedup: float = 1.0,
     *,
     trace_block_size: int | None = None,
+    stop_ms: float | None = None,
+    slo_ttft_ms: float | None = None,
+    slo_itl_ms: float | None = None,
+    slo_e2e_ms: float | None = None,
 ) -> ReplayReport:
     """Replay a trace on engines that share one clock, as Dynamo's offline replay does.
 
@@ -65,6 +77,12 @@ def replay(
         trace_block_size: tokens for each hash id; a prompt has then the tokens of Dynamo's loader, each id repeated
             so often. None: an id is a block of the engines' size, its local hash, or its tokens where the trace was read
             `with_tokens`.
+        stop_ms: how long the clock runs at most, in milliseconds: nothing after that happens, and what is open then is
+            aborted (Dynamo: `max_sim_time_ms`). None: to the end.
+        slo_ttft_ms: in the semantics of 1.6.1, the report counts requests as good whose first token takes no longer, in
+            milliseconds (Dynamo: `sla_ttft_ms`). None: any.
+        slo_itl_ms: likewise, the mean time between tokens.
+        slo_e2e_ms: likewise, the time to the last token; not together with the other two, as in the original.
 
     Raises:
         EngineStalled: an engine can never make progress. Requests stay open then: `MockEngine.close` drops them.
@@ -75,7 +93,8 @@ def replay(
     """
     engines, prefill = engines_of("engines", engines), engines_of("prefill", prefill)
     check_engines(engines, prefill)
-    check_settings(concurrency, arrival_speedup, trace_block_size)
+    check_settings(concurrency, arrival_speedup, trace_block_size, stop_ms)
+    objectives = check_objectives(slo_ttft_ms, slo_itl_ms, slo_e2e_ms)
     release = engines[0].args.release
     turns = turns_of(requests, trace_block_size, engines[0].args.block_size, least_output=release.least_output)
     check_sizes(turns, engines, prefill)
@@ -87,7 +106,15 @@ def replay(
     # 1.2.1 serves an engine of type "sglang" as if there were several.
     only_between_passes = concurrency is not None and len(engines) == 1 and not prefill
     only_between_passes &= release.arrivals_between_passes
-    return _Replay(engines, prefill, arrivals, start_ms, only_between_passes=only_between_passes).run()
+    return _Replay(
+        engines,
+        prefill,
+        arrivals,
+        start_ms,
+        only_between_passes=only_between_passes,
+        stop_ms=math.inf if stop_ms is None else stop_ms,
+        objectives=objectives,
+    ).run()
 
 
 class _Replay:
@@ -99,6 +126,8 @@ class _Replay:
         arrivals: decides when which request arrives.
         start_ms: when the clock starts.
         only_between_passes: whether requests arrive only when no pass is under way.
+        stop_ms: how long the clock runs at most.
+        objectives: what counts as good.
     """
 
     def __init__(
@@ -109,6 +138,8 @@ class _Replay:
         start_ms: float,
         *,
         only_between_passes: bool,
+        stop_ms: float = math.inf,
+        objectives: Objectives,
     ) -> None:
         self._engines = engines
         self._prefill = prefill
@@ -124,6 +155,12 @@ class _Replay:
         count = len(self._workers)
         self._next_engine = cycle(worker * size + rank for rank in range(size) for worker in range(count))
         self._passes_before = sum(engine.passes for engine in self._everyone)
+        self._prefill_tokens_before = sum(engine.prefill_tokens for engine in self._everyone)
+        self._start_ms = start_ms
+        self._stop_ms = start_ms + stop_ms
+        self._objectives = objectives
+        self._turns: list[Turn] = []
+        self._rejected: list[Handoff] = []
         self._arrivals = arrivals
         self._only_between_passes = only_between_passes
         self._now = start_ms
@@ -166,17 +203,50 @@ class _Replay:
                 continue
             moment = self._next_moment()
             if moment == math.inf:
+                self._check_served()
+                break
+            if moment > self._stop_ms:
+                for engine in self._everyone:
+                    engine.close()
                 break
             self._now = moment
-        self._check_served()
         for worker in self._workers:
             if isinstance(worker, RankedWorker):
                 worker.close()
+        return self._report()
+
+    def _report(self) -> ReplayReport:
         passes = sum(engine.passes for engine in self._everyone) - self._passes_before
         handoffs: dict[ScheduledRequest, dict[str, Any]] = {
             made.request: made.to_json() for made in self._handoffs.made if made.request is not None
         }
-        return ReplayReport(tuple(self._order), passes, tuple(self._served_by), handoffs)
+        args = self._engines[0].args
+        order, served_by = tuple(self._order), tuple(self._served_by)
+        if not args.release.sketches_gaps:
+            return ReplayReport(order, passes, served_by, handoffs)
+        place = {engine: position for position, engine in enumerate(self._prefill)}
+        for made in (*self._handoffs.made, *self._rejected):
+            request = made.request or made.prefilled
+            if request is not None and made.source is not None and made.prefilled is not None:
+                of_prefill = {
+                    "prefill_worker_idx": place[made.source],
+                    "prefill_admissions": made.prefilled.admissions,
+                }
+                handoffs[request] = handoffs.get(request, {}) | of_prefill
+        return LaterReplayReport(
+            order,
+            passes,
+            served_by,
+            handoffs,
+            clock_ms=self._now - self._start_ms,
+            prefill=Workers(len(self._prefill), self._prefill[0].args.gpus if self._prefill else 0),
+            decode=Workers(len(self._workers), args.gpus),
+            prefill_tokens=sum(engine.prefill_tokens for engine in self._everyone) - self._prefill_tokens_before,
+            objectives=self._objectives,
+            turns=tuple(self._turns),
+            names_sessions=self._arrivals.is_closed,
+            ranks=len(self._engines) // len(self._workers),
+        )
 
     def _check_served(self) -> None:
         """Raise if requests are left for which nobody will free blocks."""
@@ -210,8 +280,10 @@ class _Replay:
                 self._finished(cast("EngineRequest", request))  # engines were given no other
         else:
             for request in done.rejected:  # no decode engine will have it
-                self._note(cast("EngineRequest", request), None)
-                self._arrivals.done(self._handoffs.rejected(cast("EngineRequest", request)).turn, self._now)
+                handoff = self._handoffs.rejected(cast("EngineRequest", request))
+                self._rejected.append(handoff)
+                self._note(cast("EngineRequest", request), None, handoff.turn)
+                self._arrivals.done(handoff.turn, self._now)
         if done.preempted and not done.generated:
             self._cycling.add(engine)
         else:
@@ -283,7 +355,7 @@ class _Replay:
         position = next(self._next_engine)
         engine = self._engines[position]
         request = engine.dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
-        self._note(request, position)
+        self._note(request, position, turn)
         self._blocked.discard(self._worker_of[engine])
         self._turn_of[request] = turn
 
@@ -293,11 +365,12 @@ class _Replay:
         turn = handoff.turn
         handoff.destination = self._engines[position]
         handoff.request = handoff.destination.expect(turn.prompt, turn.trace.output_length, handoff.arrival_ms)
-        self._note(handoff.request, position)
+        self._note(handoff.request, position, turn)
         self._turn_of[handoff.request] = turn
 
-    def _note(self, request: EngineRequest, position: int | None) -> None:
+    def _note(self, request: EngineRequest, position: int | None, turn: Turn) -> None:
         self._order.append(request)
+        self._turns.append(turn)
         self._served_by.append(position)
 
     def _finished(self, request: EngineRequest) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.fleet.arrivals import Turn
+from pytest_kvmock.fleet.later_report import Objectives
 from pytest_kvmock.fleet.engine_state import EngineSize, RequestTooLarge
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.tokens import Prompt
@@ -55,12 +56,20 @@ def check_engines(engines: Sequence[MockEngine], prefill: Sequence[MockEngine]) 
                 raise ValueError(
                     f"replay: {name} must have worker_type={wanted!r}, got {engine.args.worker_type!r}{because}"
                 )
-    for field in ("block_size", "scheduler_semantics"):
+    size = engines[0].args.dp_size if engines[0].args.release.ranks_in_lock_step else 1
+    if len(engines) % size or (size > 1 and prefill):
+        raise ValueError(
+            f"replay: in the semantics of 1.6.1 engines are the ranks of workers, dp_size={size} each, and take no prefill "
+            f"engines beside them; got {len(engines)} engines and {len(prefill)} of prefill"
+        )
+    for field in ("block_size", "scheduler_semantics", "dp_size"):
         if len(values := {getattr(engine.args, field): None for engine in everyone}) > 1:
             raise ValueError(f"replay: all engines must have one {field}, got {', '.join(map(repr, values))}")
 
 
-def check_settings(concurrency: int | None, arrival_speedup: float, trace_block_size: int | None) -> None:
+def check_settings(
+    concurrency: int | None, arrival_speedup: float, trace_block_size: int | None, stop_ms: float | None
+) -> None:
     """Check the arguments of `replay` that are numbers.
 
     Raises:
@@ -70,8 +79,27 @@ def check_settings(concurrency: int | None, arrival_speedup: float, trace_block_
         check_integer("replay: concurrency", concurrency, 1, ", or None")
     if trace_block_size is not None:
         check_integer("replay: trace_block_size", trace_block_size, 1, " (tokens), or None")
+    if stop_ms is not None and (not _is_finite(stop_ms) or stop_ms < 0):
+        raise ValueError(
+            f"replay: stop_ms must be a finite number of at least 0 (milliseconds), or None, got {stop_ms!r:.80}"
+        )
     if not _is_finite(arrival_speedup) or arrival_speedup <= 0:
         raise ValueError(f"replay: arrival_speedup must be a finite number above 0, got {arrival_speedup!r:.80}")
+
+
+def check_objectives(ttft_ms: float | None, itl_ms: float | None, e2e_ms: float | None) -> Objectives:
+    """Return what counts as good.
+
+    Raises:
+        ValueError: a bound is no finite number above 0, or one end to end is given beside another.
+    """
+    bounds = {"slo_ttft_ms": ttft_ms, "slo_itl_ms": itl_ms, "slo_e2e_ms": e2e_ms}
+    for name, value in bounds.items():
+        if value is not None and (not _is_finite(value) or value <= 0):
+            raise ValueError(f"replay: {name} must be a finite number above 0 (milliseconds), or None, got {value!r:.80}")
+    if e2e_ms is not None and (ttft_ms is not None or itl_ms is not None):
+        raise ValueError("replay: slo_e2e_ms cannot be given together with slo_ttft_ms or slo_itl_ms")
+    return Objectives(ttft_ms, itl_ms, e2e_ms)
 
 
 # -------------------------------------------------------------------------------------------------------- requests

@@ -99,13 +99,13 @@ class EngineReport:
         times = [(request.arrival_ms, request.token_ms) for request in done if request.token_ms]
         later = [tokens for _, tokens in times if len(tokens) > 1]
         gaps = list(chain.from_iterable(map(sub, islice(tokens, 1, None), tokens) for tokens in later))
-        out |= _statistics("ttft_ms", [tokens[0] - arrival for arrival, tokens in times])
-        out |= _statistics("ttst_ms", [tokens[1] - tokens[0] for tokens in later])
-        out |= _statistics("tpot_ms", [(tokens[-1] - tokens[0]) / (len(tokens) - 1) for tokens in later])
-        out |= _statistics("itl_ms", gaps)
-        out |= _statistics("e2e_latency_ms", [tokens[-1] - arrival for arrival, tokens in times])
+        out |= statistics("ttft_ms", [tokens[0] - arrival for arrival, tokens in times])
+        out |= statistics("ttst_ms", [tokens[1] - tokens[0] for tokens in later])
+        out |= statistics("tpot_ms", [(tokens[-1] - tokens[0]) / (len(tokens) - 1) for tokens in later])
+        out |= statistics("itl_ms", gaps)
+        out |= statistics("e2e_latency_ms", [tokens[-1] - arrival for arrival, tokens in times])
         gaps = list(filter(None, gaps))
-        out |= _statistics("output_token_throughput_per_user", list(map(truediv, repeat(1000.0), gaps)))
+        out |= statistics("output_token_throughput_per_user", list(map(truediv, repeat(1000.0), gaps)))
         return out
 
     def per_request(self) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ class ReplayReport(EngineReport):
     handoffs: Mapping[ScheduledRequest, Mapping[str, Any]] = field(default_factory=dict)
 
     def per_request(self) -> list[dict[str, Any]]:
-        """Return a row a request, by the keys of Dynamo's report of 1.3.1, those of its handoff included."""
+        """Return a row a request, by the keys of Dynamo's report of its release, those of its handoff included."""
         rows = EngineReport.per_request(self)
         return [{**row, **self.handoffs.get(request, {})} for request, row in zip(self.requests, rows, strict=True)]
 
@@ -158,7 +158,8 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _statistics(name: str, values: list[float]) -> dict[str, float]:
+def statistics(name: str, values: list[float]) -> dict[str, float]:
+    """Return mean, least, greatest, exact percentiles and deviation of values, by Dynamo's keys; 0 where there are none."""
     ordered = sorted(values)
     count = len(ordered)
     if not count:

@@ -1,0 +1,237 @@
+"""The nested form of an engine's arguments, which Dynamo has since 1.6: read, and written.
+
+One subject: which of its keys is which field of `MockEngineArgs`, and what 1.6.1 refuses (`dynamo-mocker` 1.6.1,
+`_normalize_mocker_config`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from os import PathLike, fspath
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.checks import unknown_text
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.args import MockEngineArgs
+
+_ENGINE: Final = (
+    "num_gpu_blocks",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "prefill_schedule_interval",
+    "prefill_decode_interval",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "speedup_ratio",
+    "decode_speedup_ratio",
+    "worker_type",
+    "preemption_mode",
+    "kv_transfer_bandwidth",
+    "kv_transfer_timing_mode",
+)
+_TOP: Final = ("dp_size", "startup_time")
+_DYNAMO: Final = (
+    "enable_local_indexer",
+    "bootstrap_port",
+    "reasoning",
+    "zmq_kv_events_port",
+    "zmq_replay_port",
+    "router_queue_policy",
+)
+_BYTES: Final = ("kv_transfer_bytes_per_token", "kv_bytes_per_token")  # the second is the older name of the first
+_SGLANG: Final = (
+    "schedule_policy",
+    "max_prefill_tokens",
+    "chunked_prefill_size",
+    "clip_max_new_tokens",
+    "schedule_conservativeness",
+)
+
+INERT: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "tensor_parallel_size": 1,
+        "num_gpu_blocks_is_explicit": False,
+        "gpu_memory_utilization": None,
+        "mem_fraction_static": None,
+        "free_gpu_memory_fraction": None,
+        "cuda_graph_reserved_bytes": None,
+        "engine.aic_nextn_accept_rates": None,
+        "engine.aic_mtp_seed": 42,
+        "engine.emit_kv_events": False,
+        "engine.emit_kv_token_ids": False,
+        "engine.trtllm": {"capacity_scheduler_policy": "guaranteed_no_evict"},
+        "dynamo.handoff_session_timeout_ms": 300_000,
+        "dynamo.response_replay_trace_path": None,
+    }
+)
+"""What acts on no mock engine of this form, by its path, with its default."""
+
+_NOT_MODELLED: Final = (
+    "aic_nextn",
+    "kv_cache_bytes_per_token",
+    "kv_cache_groups",
+    "kv_cache_capacity_bytes",
+    "native_host_offload",
+    "g3_offload",
+    "state_cache",
+    "prefix_match_unit",
+)
+
+_DROPPED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "engine_type": "it is backend now",
+        "page_size": "it is block_size now",
+        "is_prefill": "it is worker_type now",
+        "is_decode": "it is worker_type now",
+        "planner_profile_data": "it is a timing_model of provider dynamo_profile now",
+        "num_g2_blocks": "host memory is native_host_offload now, which is not modelled",
+    }
+)
+"""What the flat form has and 1.6.1 refuses."""
+
+
+def is_launch_config(values: Mapping[str, Any]) -> bool:
+    """Whether arguments have the nested form: they have `engine` or `dynamo`, which no flat ones have."""
+    return "engine" in values or "dynamo" in values
+
+
+def read_launch_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `MockEngineArgs` that nested arguments set.
+
+    Raises:
+        ValueError: a key is unknown, its value is one that 1.6.1 refuses, or it asks for what no mock engine has.
+    """
+    engine = _group(values, "engine", (*_ENGINE, *_BYTES, "backend", "sglang", "timing_model", *_NOT_MODELLED))
+    dynamo = _group(values, "dynamo", _DYNAMO)
+    _check_known("the engine's arguments", values, ("engine", "dynamo", *_TOP, *_inert("")))
+    kind = engine.get("backend", "vllm")
+    if kind not in ("vllm", "sglang"):
+        known = "'trtllm', which is not modelled" if kind == "trtllm" else f"{kind!r:.80}"
+        raise ValueError(f"engine.backend must be 'vllm' or 'sglang', got {known}")
+    for name in _NOT_MODELLED:
+        if engine.get(name) is not None:
+            raise ValueError(f"engine.{name}={engine[name]!r:.80}: it is not modelled; leave it out")
+    fields = {name: engine[name] for name in _ENGINE if name in engine}
+    fields |= {name: values[name] for name in _TOP if name in values}
+    fields |= {name: dynamo[name] for name in _DYNAMO if name in dynamo}
+    fields["engine_type"] = kind
+    given = [name for name in _BYTES if name in engine]
+    if len(given) == 2:
+        raise ValueError(f"engine: {given[0]} and {given[1]} are one argument; set one of them")
+    if given:
+        fields["kv_bytes_per_token"] = engine[given[0]]
+    if "sglang" in engine:
+        sglang = _group(engine, "sglang", _SGLANG, "engine.")
+        if sglang.get("schedule_policy", "fifo") not in ("fifo", "lpm"):
+            raise ValueError(
+                f"engine.sglang.schedule_policy must be 'fifo' or 'lpm' in 1.6.1, got {sglang['schedule_policy']!r:.80}"
+            )
+        fields["sglang"] = sglang
+    fields |= _timing(engine.get("timing_model", {"type": "polynomial"}))
+    inert = {path: _at(values, path) for path in INERT if _has(values, path)}
+    if inert:
+        fields["inert"] = inert
+    _check_values(kind, engine, inert)
+    return fields
+
+
+def _check_values(kind: str, engine: Mapping[str, Any], inert: Mapping[str, Any]) -> None:
+    """Refuse what 1.6.1 refuses and its predecessors take."""
+    if "block_size" in engine and not engine["block_size"]:
+        raise ValueError(f"engine.block_size must be at least 1 in 1.6.1, got {engine['block_size']!r}")
+    if kind == "vllm" and engine.get("block_size") == 1:
+        raise ValueError("engine.block_size must be at least 2 for vllm in 1.6.1, got 1")
+    if kind == "sglang" and engine.get("enable_chunked_prefill") is False:
+        raise ValueError("engine.enable_chunked_prefill must be True for sglang in 1.6.1, got False")
+    for name in _BYTES:
+        if name in engine and engine[name] == 0:
+            raise ValueError(f"engine.{name} must be at least 1, or None, in 1.6.1, got 0")
+    if inert.get("engine.emit_kv_token_ids") and not inert.get("engine.emit_kv_events"):
+        raise ValueError("engine.emit_kv_token_ids is True without engine.emit_kv_events")
+    if inert.get("engine.aic_nextn_accept_rates") is not None:
+        raise ValueError("engine.aic_nextn_accept_rates is set without engine.aic_nextn")
+
+
+def _timing(model: object) -> dict[str, Any]:
+    """Return the fields that a timing model sets."""
+    if isinstance(model, Mapping):
+        if model == {"type": "polynomial"}:
+            return {}
+        if model.get("type") == "fixed" and set(model) == {"type", "prefill_ms", "decode_ms"}:
+            return {"performance_model": (model["prefill_ms"], model["decode_ms"])}
+        config = model.get("config")
+        if model.get("type") == "external" and model.get("provider") == "dynamo_profile":
+            if isinstance(config, Mapping) and set(config) == {"path"}:
+                return {"planner_profile_data": config["path"]}
+    raise ValueError(
+        "engine.timing_model must be {'type': 'polynomial'}, {'type': 'fixed', 'prefill_ms': ..., 'decode_ms': ...}, or "
+        "{'type': 'external', 'provider': 'dynamo_profile', 'config': {'path': ...}}; other providers are not modelled; "
+        f"got {model!r:.120}"
+    )
+
+
+def write_launch_config(args: MockEngineArgs) -> dict[str, Any]:
+    """Return arguments in the nested form, every key with its value, as `_normalize_mocker_config` fills it.
+
+    A performance model of the user's own has no form there: `timing_model` is left out then.
+    """
+    options = asdict(args.sglang_options)
+    engine = {"backend": args.engine_type} | {name: getattr(args, name) for name in _ENGINE}
+    engine |= {_BYTES[0]: args.kv_bytes_per_token, "aic_nextn": None}
+    engine["sglang"] = {name: "fifo" if options[name] == "fcfs" else options[name] for name in _SGLANG}
+    model, path = args.performance_model, args.planner_profile_data
+    if path is not None:
+        engine["timing_model"] = {"type": "external", "provider": "dynamo_profile", "config": {"path": _text(path)}}
+    elif model is None:
+        engine["timing_model"] = {"type": "polynomial"}
+    elif isinstance(model, tuple) and all(isinstance(ms, int | float) for ms in model):
+        engine["timing_model"] = {"type": "fixed", "prefill_ms": model[0], "decode_ms": model[1]}
+    dynamo = {name: getattr(args, name) for name in _DYNAMO}
+    if args.reasoning is not None:
+        dynamo["reasoning"] = asdict(args.reasoning)
+    out: dict[str, Any] = {"engine": engine, **{name: getattr(args, name) for name in _TOP}, "dynamo": dynamo}
+    for key, value in {**INERT, **(args.inert or {})}.items():
+        group, _, name = key.rpartition(".")
+        (out[group] if group else out)[name] = value
+    return out
+
+
+def _text(path: str | PathLike[str]) -> str:
+    return fspath(path)
+
+
+def _inert(group: str) -> list[str]:
+    """The names of what is inert in a group."""
+    parts = [path.rpartition(".") for path in INERT]
+    return [name for of, _, name in parts if of == group]
+
+
+def _group(values: Mapping[str, Any], name: str, known: tuple[str, ...], within: str = "") -> Mapping[str, Any]:
+    group = values.get(name, {})
+    if not isinstance(group, Mapping):
+        raise ValueError(f"{within}{name} must be a mapping, got {group!r:.80}")  # noqa: TRY004 - one error
+    _check_known(f"{within}{name}", group, (*known, *_inert(f"{within}{name}")))
+    return group
+
+
+def _check_known(what: str, values: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in values:
+        if name in _DROPPED:
+            raise ValueError(f"{what}: {name} is no argument of 1.6.1: {_DROPPED[name]}")
+        if name not in known:
+            raise ValueError(unknown_text(f"field of {what}", name, known))
+
+
+def _has(values: Mapping[str, Any], path: str) -> bool:
+    group, _, name = path.rpartition(".")
+    return name in (values.get(group, {}) if group else values)
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    group, _, name = path.rpartition(".")
+    return (values[group] if group else values)[name]

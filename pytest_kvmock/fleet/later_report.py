@@ -1,0 +1,262 @@
+"""The report of a replay in the semantics of 1.6.1: more figures, percentiles of gaps by a sketch, and longer rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import sub
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.fleet.report import ReplayReport, statistics
+from pytest_kvmock.fleet.sketch import sketched
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.scheduler import ScheduledRequest
+    from pytest_kvmock.fleet.arrivals import Turn
+
+_SKETCHED: Final = {"median": 50.0, "p75": 75.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
+_STATUS: Final = {"finished": "completed", "rejected": "rejected", "failed": "failed", "aborted": "canceled"}
+_HANDOFF: Final = (
+    "prefill_admit_ms",
+    "source_held_ms",
+    "destination_reserved_ms",
+    "destination_activated_ms",
+    "decode_admit_ms",
+    "source_released_ms",
+    "decode_reused_input_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What a request must not exceed to count as good; None: any. Each bound is inclusive.
+
+    Attributes:
+        ttft_ms: time to the first token.
+        itl_ms: mean time between its tokens; a request of one token has none.
+        e2e_ms: time to its last token.
+    """
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    e2e_ms: float | None = None
+
+    def __bool__(self) -> bool:
+        return not (self.ttft_ms is None and self.itl_ms is None and self.e2e_ms is None)
+
+    def are_met(self, request: ScheduledRequest) -> bool:
+        """Whether a finished request keeps all of them; one without tokens only one end to end."""
+        tokens = request.token_ms
+        if not tokens:
+            end = request.ended_ms
+            alone = self.ttft_ms is None and self.itl_ms is None
+            return alone and end is not None and self.e2e_ms is not None and end - request.arrival_ms <= self.e2e_ms
+        first, last = tokens[0] - request.arrival_ms, tokens[-1] - request.arrival_ms
+        gap = (last - first) / (len(tokens) - 1) if len(tokens) > 1 else None
+        return (
+            (self.ttft_ms is None or first <= self.ttft_ms)
+            and (self.e2e_ms is None or last <= self.e2e_ms)
+            and (self.itl_ms is None or gap is None or gap <= self.itl_ms)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The workers of one kind.
+
+    Attributes:
+        count: how many.
+        gpus: of each.
+    """
+
+    count: int = 0
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaterReplayReport(ReplayReport):
+    """What several engines served on one clock, as the replay of 1.6.1 reports it.
+
+    Percentiles of times to the first token, the second, per output token and end to end are exact; those of gaps between
+    tokens, and of throughput per user, come from a sketch, to the bit as the original's (`sketch`).
+
+    Attributes:
+        clock_ms: how long the clock ran.
+        prefill: the prefill workers.
+        decode: those that generate.
+        prefill_tokens: tokens of prompts that were computed, and with them what was computed again.
+        objectives: what counts as good.
+        turns: of each request, its place in the trace.
+        names_sessions: whether a request without a session is one by itself, as in a closed loop.
+        ranks: of a decode worker.
+    """
+
+    clock_ms: float = 0.0
+    prefill: Workers = Workers()
+    decode: Workers = Workers()
+    prefill_tokens: int = 0
+    objectives: Objectives = Objectives()
+    turns: Sequence[Turn] = ()
+    names_sessions: bool = False
+    ranks: int = 1
+
+    @property
+    def completed(self) -> list[ScheduledRequest]:
+        """The requests that finished, in the order of their ends."""
+        done = [request for request in self.requests if request.status == "finished"]
+        return sorted(done, key=lambda request: request.ended_ms or 0.0)
+
+    @property
+    def duration_ms(self) -> float:
+        """When the last request that completed ended, from the start of the clock; 0 where none did."""
+        return max((request.ended_ms or 0.0 for request in self.completed), default=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures, by the keys of Dynamo's replay; times in milliseconds."""
+        done = self.completed
+        inputs = sum(request.prompt_tokens for request in done)
+        outputs = sum(request.generated_tokens for request in done)
+        seconds = max(self.duration_ms / 1000, 1e-9)
+        decode_seconds, prefill_seconds = (each.count * self.clock_ms / 1000 for each in (self.decode, self.prefill))
+        times = [(request.arrival_ms, request.token_ms) for request in done if request.token_ms]
+        later = [tokens for _, tokens in times if len(tokens) > 1]
+        out: dict[str, Any] = {
+            "kv_eviction_policy": "lru",
+            "committed_prefill_tokens": self.prefill_tokens,
+            "num_requests": len(self.requests),
+            "completed_requests": len(done),
+            "total_input_tokens": inputs,
+            "total_output_tokens": outputs,
+            "duration_ms": self.duration_ms,
+            "request_throughput_rps": len(done) / seconds,
+            "input_throughput_tok_s": inputs / seconds,
+            "output_throughput_tok_s": outputs / seconds,
+            "total_throughput_tok_s": (inputs + outputs) / seconds,
+            "prefill_worker_seconds": prefill_seconds,
+            "decode_worker_seconds": decode_seconds,
+            "prefill_gpus_per_worker": self.prefill.gpus,
+            "decode_gpus_per_worker": self.decode.gpus,
+            "gpu_hours": (prefill_seconds * self.prefill.gpus + decode_seconds * self.decode.gpus) / 3600,
+        }
+        if self.objectives:
+            good = [request for request in done if self.objectives.are_met(request)]
+            out["goodput_completed_requests"] = len(good)
+            out["goodput_request_throughput_rps"] = len(good) / seconds
+            out["goodput_output_throughput_tok_s"] = sum(request.generated_tokens for request in good) / seconds
+        out |= {
+            "power_w": None,
+            "power_coverage": None,
+            "processed_tokens": inputs + outputs,
+            "prefix_cache_reused_ratio": _share((request.reused_tokens for request in done), inputs),
+            "first_admission_prefix_cache_reused_ratio": _share(
+                (request.first_reused_tokens for request in done), inputs
+            ),
+            "onboarded_input_tokens": self.onboarded_tokens,
+            "num_ttft_samples": len(times),
+            "num_tpot_samples": len(later),
+            "num_e2e_latency_samples": len(times),
+        }
+        out |= statistics("ttft_ms", [tokens[0] - arrival for arrival, tokens in times])
+        out |= statistics("ttst_ms", [tokens[1] - tokens[0] for tokens in later])
+        out |= statistics("tpot_ms", [(tokens[-1] - tokens[0]) / (len(tokens) - 1) for tokens in later])
+        gaps = [max(0.0, gap) for tokens in later for gap in map(sub, islice(tokens, 1, None), tokens)]
+        out |= _by_sketch("itl_ms", gaps)
+        out |= statistics("e2e_latency_ms", [tokens[-1] - arrival for arrival, tokens in times])
+        out |= _by_sketch("output_token_throughput_per_user", [1000.0 / gap for gap in gaps if gap])
+        return out
+
+    def per_request(self) -> list[dict[str, Any]]:
+        """Return a row a request that has an end, by the keys of Dynamo's report of 1.6.1; what did not happen is None.
+
+        `uuid`, which is random there, is left out; `onboarded_input_tokens` is ours.
+        """
+        rows = zip(ReplayReport.per_request(self), self.requests, self.served_by, self.turns, strict=True)
+        return [self._row(*each) for each in rows if each[1].status in _STATUS]
+
+    def _row(
+        self, row: dict[str, Any], request: ScheduledRequest, worker: int | None, turn: Turn
+    ) -> dict[str, Any]:
+        tokens, handoff = request.token_ms, self.handoffs.get(request, {})
+        session, index = turn.trace.session_id, turn.index
+        if session is None:
+            session, index = (f"request_{turn.session + 1}", 0) if self.names_sessions else (None, None)
+        history = _admissions(request, handoff)
+        row.pop("prefill_admissions", None)
+        return row | {
+            "session_id": session,
+            "turn_index": index,
+            "dispatched_at_ms": None,
+            "terminal_time_ms": request.ended_ms,
+            "ttst_ms": tokens[1] - tokens[0] if len(tokens) > 1 else None,
+            "e2e_latency_ms": tokens[-1] - request.arrival_ms if tokens else None,
+            "itl_ms": (tokens[-1] - tokens[0]) / (len(tokens) - 1) if len(tokens) > 1 else None,
+            "requested_output_length": turn.trace.output_length,
+            "output_length": request.generated_tokens,
+            "prefill_worker_idx": handoff.get("prefill_worker_idx"),
+            "decode_worker_idx": worker,
+            **{name: handoff.get(name) for name in _HANDOFF},
+            "prefill_route_overlap_tokens": 0 if handoff else None,
+            "decode_route_overlap_tokens": 0 if handoff and worker is not None else None,
+            "routing_history": self._routes(worker, handoff),
+            "admission_history": history,
+            "admission_count": len(history),
+            "readmission_count": sum(each["is_readmission"] for each in history),
+            "pressure_record_ordinals": [],
+            "terminal_status": _STATUS[request.status],
+        }
+
+    def _routes(self, worker: int | None, handoff: Any) -> list[dict[str, Any]]:
+        places = [("prefill", handoff.get("prefill_worker_idx"), 1), ("decode", worker, self.ranks)]
+        if not handoff:
+            places = [("agg", worker, self.ranks)]
+        return [
+            {
+                "pool": pool,
+                "outcome": "immediate",
+                "queue_entered_at_ms": None,
+                "released_at_ms": None,
+                "queue_wait_ms": 0.0,
+                "logical_worker_id": place // ranks,
+                "scheduler_id": place,
+                "dp_rank": place % ranks,
+                "reported_overlap_tokens": 0,
+                "selected_overlap_blocks": None,
+                "best_available_overlap_blocks": None,
+                "overlap_regret_blocks": None,
+                "placement_replica_id": None,
+            }
+            for pool, place, ranks in places
+            if place is not None
+        ]
+
+
+def _admissions(request: ScheduledRequest, handoff: Any) -> list[dict[str, Any]]:
+    """The admissions of a request, at the prefill engine first."""
+    pools = [("agg", request.admissions)]
+    if handoff:
+        pools = [("prefill", handoff["prefill_admissions"]), ("decode", request.admissions)]
+    entries = [(pool, number, at, reused) for pool, made in pools for number, (at, reused) in enumerate(made)]
+    return [
+        {
+            "admission_ordinal": ordinal,
+            "pool_admission_ordinal": number,
+            "pool": pool,
+            "at_ms": at,
+            "reused_input_tokens": reused,
+            "is_readmission": number > 0,
+        }
+        for ordinal, (pool, number, at, reused) in enumerate(entries)
+    ]
+
+
+def _share(parts: Iterable[int], whole: int) -> float:
+    return sum(parts) / whole if whole else 0.0
+
+
+def _by_sketch(name: str, values: list[float]) -> dict[str, float]:
+    """Statistics whose percentiles are sketched; mean and deviation, least and greatest value are not."""
+    out = statistics(name, values)
+    if values:
+        out |= {f"{key}_{name}": value for key, value in sketched(values, _SKETCHED).items()}
+    return out
