@@ -356,6 +356,11 @@ class MockEngineArgs:
         return self.scheduler.releases[self.scheduler_semantics]
 
     @property
+    def default_backend(self) -> str:
+        """The backend of an engine that names none."""
+        return self.release.backend or self.scheduler.default_backend
+
+    @property
     def events_visible_at(self) -> EventsVisible:
         """When the events of a pass are published: `events_visible`, or the default of the release."""
         return self.events_visible or self.release.events_visible
@@ -504,6 +509,9 @@ class MockEngineArgs:
             if nested["semantics"] != "1.6.1":
                 raise ValueError(f"the nested form is that of semantics='1.6.1', got {nested['semantics']!r:.80}")
             return cls(**nested)
+        for name in values:
+            if name in _SINCE_1_6:
+                raise ValueError(unknown_text("field of the engine's arguments", name, (*_JSON_FIELDS, *_JSON_ONLY)))
         return cls(**_arguments(_without_json_only({**values, **additions}), _JSON_ONLY))
 
     @classmethod

@@ -165,9 +165,9 @@ def _timing(model: object) -> dict[str, Any]:
         if model.get("type") == "fixed" and set(model) == {"type", "prefill_ms", "decode_ms"}:
             return {"performance_model": (model["prefill_ms"], model["decode_ms"])}
         config = model.get("config")
-        if model.get("type") == "external" and model.get("provider") == "dynamo_profile":
-            if isinstance(config, Mapping) and set(config) == {"path"}:
-                return {"planner_profile_data": config["path"]}
+        is_profile = model.get("type") == "external" and model.get("provider") == "dynamo_profile"
+        if is_profile and isinstance(config, Mapping) and set(config) == {"path"}:
+            return {"planner_profile_data": config["path"]}
     raise ValueError(
         "engine.timing_model must be {'type': 'polynomial'}, {'type': 'fixed', 'prefill_ms': ..., 'decode_ms': ...}, or "
         "{'type': 'external', 'provider': 'dynamo_profile', 'config': {'path': ...}}; other providers are not modelled; "

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
+from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
 from pytest_kvmock.engine.sglang_scheduler import DECAY_PASSES, MIN_RATIO, SglangScheduler
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class PrefillFirstScheduler(SglangScheduler):
         self._waiting.extend(done.preempted)
         done.may_do_more = self._ratio != ratio
         if not self.is_rank:
-            self.settle((self,), (done,))
+            self.settle((done,), is_idle=not (self._running or self._waiting or self._ready))
         done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
         for request in done.generated:
             request.token_ms.append(done.end_ms)
@@ -120,24 +120,21 @@ class PrefillFirstScheduler(SglangScheduler):
         done.waiting = tuple(self._waiting)
         return done
 
-    def settle(self, ranks: Sequence[Scheduler], passes: Sequence[ForwardPass]) -> None:
+    def settle(self, passes: Sequence[ForwardPass], *, is_idle: bool) -> None:
         """Count the passes down in which nobody is admitted; if nobody could run in one of these, the share begins anew."""
-        schedulers = cast("Sequence[PrefillFirstScheduler]", ranks)
-        is_idle = not any(each.running or each.waiting or each.parked for each in schedulers)
-        for each in schedulers:
-            before = each._ratio, each._wait
-            nobody = each._wait > 0 and not any(done.generated or done.decode_lengths for done in passes)
-            if any(part.tokens for done in passes for part in done.scheduled):
-                each._wait = each._interval
-            else:
-                each._wait = max(0, each._wait - 1)
-            if nobody or (is_idle and each._wait):
-                each._ratio = each._init_ratio
-            if is_idle:
-                each._wait = 0
-            if (each._ratio, each._wait) != before:
-                for done in passes:
-                    done.may_do_more = True
+        before = self._ratio, self._wait
+        nobody = self._wait > 0 and not any(done.generated or done.decode_lengths for done in passes)
+        if any(part.tokens for done in passes for part in done.scheduled):
+            self._wait = self._interval
+        else:
+            self._wait = max(0, self._wait - 1)
+        if nobody or (is_idle and self._wait):
+            self._ratio = self._init_ratio
+        if is_idle:
+            self._wait = 0
+        if (self._ratio, self._wait) != before:
+            for done in passes:
+                done.may_do_more = True
 
     def _reject(self, done: ForwardPass) -> None:
         """Reject the waiting requests whose prompts are too long."""

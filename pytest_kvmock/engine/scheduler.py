@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
 """When the events of a pass are published."""
 
-ScheduledStatus: TypeAlias = Literal["waiting", "running", "preempted", "finished", "rejected", "failed", "aborted", "lost"]
+ScheduledStatus: TypeAlias = Literal[
+    "waiting", "running", "preempted", "finished", "rejected", "failed", "aborted", "lost"
+]
 
 
 class ScheduledRequest:
@@ -54,8 +56,8 @@ class ScheduledRequest:
         "generated_tokens",
         "keeps_blocks",
         "max_output_tokens",
-        "opened",
         "onboarded_tokens",
+        "opened",
         "preemptions",
         "priority",
         "prompt_tokens",
@@ -177,12 +179,7 @@ class ForwardPass:
     def did_something(self) -> bool:
         """Whether it took time, or any request is other than before."""
         return self.end_ms > self.start_ms or bool(
-            self.scheduled
-            or self.generated
-            or self.admitted
-            or self.preempted
-            or self.rejected
-            or self.may_do_more
+            self.scheduled or self.generated or self.admitted or self.preempted or self.rejected or self.may_do_more
         )
 
     def to_json(self, worker_id: int = 0, dp_rank: int = 0, counter_id: int = 0) -> dict[str, Any]:
@@ -258,6 +255,7 @@ class Release:
         sketches_gaps: reports have the percentiles of gaps between tokens by a sketch, and what else came with 1.6.
         ranks_in_lock_step: the ranks of a worker start and end their passes together.
         instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
+        backend: the backend of an engine that names none; None: the scheduler's.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
     """
 
@@ -280,6 +278,7 @@ class Release:
     sketches_gaps: bool = False
     ranks_in_lock_step: bool = False
     instant_passes_first: bool = False
+    backend: str | None = None
     driver: type | None = None
 
 
@@ -403,12 +402,12 @@ class Scheduler(ABC):
         self._driver.free(request.state, done=True)
         request.status = "aborted"
 
-    def settle(self, ranks: Sequence[Scheduler], passes: Sequence[ForwardPass]) -> None:
-        """Settle what follows from the passes of all ranks of a worker together.
+    def settle(self, passes: Sequence[ForwardPass], *, is_idle: bool) -> None:  # noqa: B027 - most have nothing to settle
+        """Settle what follows from the passes of all ranks of its worker together.
 
         Args:
-            ranks: their schedulers, this one included.
             passes: those that were run.
+            is_idle: whether none of the ranks has a request now.
         """
 
     @abstractmethod

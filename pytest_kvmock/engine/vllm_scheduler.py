@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from pytest_kvmock.engine.performance import PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
@@ -16,7 +16,7 @@ from pytest_kvmock.engine.timing import moments, rounded_ms
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_kvmock.engine.driver import SchedulerDriver
+    from pytest_kvmock.engine.driver import PoolSchedulerDriver, SchedulerDriver
     from pytest_kvmock.engine.scheduler import SchedulerArgs
     from pytest_kvmock.engine.tier_clock import TierClock
 
@@ -90,7 +90,7 @@ class VllmScheduler(Scheduler):
     def submit(self, request: ScheduledRequest) -> None:
         """Take a request that has arrived."""
         if not request.max_output_tokens:
-            self._driver.needs_no_output(request.state)  # type: ignore[attr-defined] - the release asks for such a driver
+            cast("PoolSchedulerDriver", self._driver).needs_no_output(request.state)  # as the release asks for
         super().submit(request)
 
     def activate(self, request: ScheduledRequest) -> None:
@@ -216,7 +216,7 @@ class VllmScheduler(Scheduler):
     def _need_whole(self, request: ScheduledRequest) -> int:
         """The blocks that are missing for all tokens of a waiting request."""
         if self._release.last_token_free and not request.computed_tokens:
-            return self._driver.need_whole(request.state)  # type: ignore[attr-defined, no-any-return] - as above
+            return cast("PoolSchedulerDriver", self._driver).need_whole(request.state)  # as above
         return self._driver.need(request.state, len(request))
 
     def _schedule(self, request: ScheduledRequest) -> int:

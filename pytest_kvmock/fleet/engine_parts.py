@@ -64,7 +64,11 @@ def make_scheduler(args: MockEngineArgs, driver: Any, tiers: TierClock | None) -
         )
     wanted = args.release.driver
     if wanted is not None and protocol_mismatch(driver, wanted) is not None:
-        able = [name for name, each in BACKENDS.items() if each.semantics == args.scheduler_semantics]
+        able = [
+            name
+            for name, each in BACKENDS.items()
+            if each.semantics == args.scheduler_semantics and each.scheduler == spec.name
+        ]
         raise ValueError(
             f"semantics={args.scheduler_semantics!r} of engine_type {spec.name!r} schedules over {' or '.join(able)}; "
             f"got {driver.manager.backend!r}"

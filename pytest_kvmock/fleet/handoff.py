@@ -9,11 +9,14 @@ from heapq import heappop, heappush
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from pytest_kvmock.fleet.ranks import RankedWorker
+
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Arrivals, Turn
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.fleet.ranks import Driven
 
 # Theory of operation
 #
@@ -157,7 +160,7 @@ class Handoffs:
     acts_first = False
 
     def __init__(self, sources: Sequence[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals) -> None:
-        self._sources = frozenset(sources)
+        self._sources: frozenset[Driven] = frozenset(sources)
         self._next_source = cycle(sources)
         self._expect = expect
         self._arrivals = arrivals
@@ -202,11 +205,11 @@ class Handoffs:
         self.made.remove(handoff)
         return handoff
 
-    def waits_for(self, engine: MockEngine) -> bool:  # noqa: ARG002 - nothing waits here
+    def waits_for(self, engine: Driven) -> bool:  # noqa: ARG002 - nothing waits here
         """Whether something waits for the end of the engine's next pass."""
         return False
 
-    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
+    def pass_ended(self, engine: Driven, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go."""
         if done is None or engine not in self._sources:
             return
@@ -281,8 +284,8 @@ class ReservingHandoffs(Handoffs):
         arrivals: Arrivals,
         *,
         rejected: Callable[[EngineRequest], None],
-        busy: Collection[MockEngine],
-        blocked: set[MockEngine],
+        busy: Collection[Driven],
+        blocked: set[Driven],
     ) -> None:
         super().__init__(sources, expect, arrivals)
         for engine in destinations:
@@ -296,9 +299,9 @@ class ReservingHandoffs(Handoffs):
         self._rejected = rejected
         self._busy = busy
         self._blocked = blocked
-        self._queues = {engine: _Queue() for engine in destinations}
+        self._queues: dict[Driven, _Queue] = {engine: _Queue() for engine in destinations}
         self._actions: deque[_Action] = deque()
-        self._deferred: dict[MockEngine, list[_Action]] = {}
+        self._deferred: dict[Driven, list[_Action]] = {}
         self._active: dict[ScheduledRequest, Handoff] = {}
 
     @property
@@ -307,7 +310,7 @@ class ReservingHandoffs(Handoffs):
         handoffs = [handoff for queue in self._queues.values() for handoff in queue.handoffs]
         return [handoff.request for handoff in handoffs if handoff.request is not None]
 
-    def waits_for(self, engine: MockEngine) -> bool:
+    def waits_for(self, engine: Driven) -> bool:
         """Whether something waits for the end of the engine's next pass, or may wait for it when actions are taken."""
         queue = self._queues.get(engine)
         return bool(self._actions) or engine in self._deferred or (queue is not None and bool(queue.handoffs))
@@ -317,7 +320,7 @@ class ReservingHandoffs(Handoffs):
         """Whether actions are to be taken at this moment."""
         return bool(self._actions)
 
-    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
+    def pass_ended(self, engine: Driven, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go."""
         reserved = None
         queue = self._queues.get(engine)
@@ -396,9 +399,10 @@ class ReservingHandoffs(Handoffs):
             if reserved is not None:
                 self._actions.append(reserved)
 
-    def _reserve_first(self, engine: MockEngine, now_ms: float) -> _Action | None:
+    def _reserve_first(self, engine: Driven, now_ms: float) -> _Action | None:
         """Reserve blocks for the first of an engine's queue, if that is due and they are there; what that causes."""
         queue = self._queues[engine]
+        assert not isinstance(engine, RankedWorker)  # it is a destination
         if not queue.handoffs or queue.tried == queue.freed:
             return None
         queue.tried = queue.freed

@@ -174,18 +174,16 @@ class LaterReplayReport(ReplayReport):
         rows = zip(ReplayReport.per_request(self), self.requests, self.served_by, self.turns, strict=True)
         return [self._row(*each) for each in rows if each[1].status in _STATUS]
 
-    def _row(
-        self, row: dict[str, Any], request: ScheduledRequest, worker: int | None, turn: Turn
-    ) -> dict[str, Any]:
+    def _row(self, row: dict[str, Any], request: ScheduledRequest, worker: int | None, turn: Turn) -> dict[str, Any]:
         tokens, handoff = request.token_ms, self.handoffs.get(request, {})
         session, index = turn.trace.session_id, turn.index
-        if session is None:
-            session, index = (f"request_{turn.session + 1}", 0) if self.names_sessions else (None, None)
+        if session is None and self.names_sessions:
+            session = f"request_{turn.session + 1}"
         history = _admissions(request, handoff)
         row.pop("prefill_admissions", None)
         return row | {
             "session_id": session,
-            "turn_index": index,
+            "turn_index": None if session is None else index,
             "dispatched_at_ms": None,
             "terminal_time_ms": request.ended_ms,
             "ttst_ms": tokens[1] - tokens[0] if len(tokens) > 1 else None,

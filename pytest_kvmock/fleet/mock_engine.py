@@ -11,9 +11,9 @@ from random import Random
 from typing import TYPE_CHECKING, Final, Self, cast
 
 from pytest_kvmock.backends import BACKENDS, BackendSpec, backend_spec
+from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.engine.scheduler import ForwardPass
 from pytest_kvmock.engine.worker import KvWorker, RequestError
 from pytest_kvmock.fleet.engine_parts import check_worker, make_scheduler, make_worker
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.engine.driver import ReservingDriver
-
     from pytest_kvmock.sinks import GivenSink
 
 MOST_IDLE_PASSES: Final = 1024
@@ -76,7 +75,7 @@ class MockEngine:
         if worker is not None and not isinstance(worker, KvWorker):
             raise ValueError(f"worker must be a KvWorker, or None, got {worker!r:.80}")
         self._rng = Random(seed)  # noqa: S311 - mock data
-        spec = backend_spec(backend or args.scheduler.default_backend)
+        spec = backend_spec(backend or args.default_backend)
         known = spec if worker is None else BACKENDS.get(worker.backend, spec)
         args = self.args = args.following(known.semantics)
         self.worker = worker or make_worker(args, spec, sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
@@ -251,12 +250,12 @@ class MockEngine:
         Returns:
             How many are not cached. None: there are not enough.
         """
-        driver: ReservingDriver = self._driver  # type: ignore[assignment] - as can_reserve says
+        driver = cast("ReservingDriver", self._driver)  # as can_reserve says
         return driver.reserve(request.state, request.prompt_tokens)
 
     def activate(self, request: EngineRequest) -> None:
         """Submit a request whose prompt was computed elsewhere, into the blocks that were reserved for it."""
-        driver: ReservingDriver = self._driver  # type: ignore[assignment] - as can_reserve says
+        driver = cast("ReservingDriver", self._driver)  # as can_reserve says
         driver.claim(request.state, request.prompt_tokens)
         request.computed_tokens = request.prompt_tokens
         self.scheduler.activate(request)

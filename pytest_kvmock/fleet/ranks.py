@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_kvmock.engine.scheduler import ForwardPass
 
 if TYPE_CHECKING:
     from pytest_kvmock.fleet.mock_engine import MockEngine
+
+
+Driven: TypeAlias = "MockEngine | RankedWorker"
+"""What a clock drives: an engine, or the worker whose ranks several are."""
 
 
 class RankedWorker:
@@ -50,8 +54,9 @@ class RankedWorker:
             engine.scheduler.defers_prefills = defers
         passes = self._under_way = [(each, each.start_pass(now_ms)) for each in self.ranks if each.has_work]
         self._count += 1
-        schedulers = [engine.scheduler for engine in self.ranks]
-        schedulers[0].settle(schedulers, [done for _, done in passes])
+        is_idle = not self.has_work
+        for engine in self.ranks:
+            engine.scheduler.settle([done for _, done in passes], is_idle=is_idle)
         end = max(done.end_ms for _, done in passes)
         for engine, _ in passes:
             engine.end_pass_at(end)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
 from pytest_kvmock.fleet.engine_state import EngineStalled
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.fleet.ranks import Driven
     from pytest_kvmock.traces import TraceRequest
-
-_Driven: TypeAlias = "MockEngine | RankedWorker"
 
 # Theory of operation
 #
@@ -145,12 +144,12 @@ class _Replay:
         self._prefill = prefill
         self._everyone = [*prefill, *engines]
         # What the clock drives: engines, or the workers whose ranks they are.
-        self._sources: Sequence[_Driven] = prefill
-        self._workers: Sequence[_Driven] = engines
+        self._sources: Sequence[Driven] = prefill
+        self._workers: Sequence[Driven] = engines
         size = engines[0].args.dp_size if engines[0].args.release.ranks_in_lock_step else 1
         if size > 1:
             self._workers = [RankedWorker(engines[at : at + size]) for at in range(0, len(engines), size)]
-        self._all: Sequence[_Driven] = [*self._sources, *self._workers]
+        self._all: Sequence[Driven] = [*self._sources, *self._workers]
         self._worker_of = {engine: self._workers[at // size] for at, engine in enumerate(engines)}
         count = len(self._workers)
         self._next_engine = cycle(worker * size + rank for rank in range(size) for worker in range(count))
@@ -164,11 +163,11 @@ class _Replay:
         self._arrivals = arrivals
         self._only_between_passes = only_between_passes
         self._now = start_ms
-        self._busy: dict[_Driven, float] = {}
+        self._busy: dict[Driven, float] = {}
         # Engines that could do nothing, and to which nothing has happened since.
-        self._blocked: set[_Driven] = set()
+        self._blocked: set[Driven] = set()
         # Engines whose last pass preempted, and generated nothing.
-        self._cycling: set[_Driven] = set()
+        self._cycling: set[Driven] = set()
         self._turn_of: dict[EngineRequest, Turn] = {}
         self._handoffs = self._make_handoffs()
         self._order: list[EngineRequest] = []
@@ -265,7 +264,7 @@ class _Replay:
                 del self._busy[engine]
                 self._end_pass(engine)
 
-    def _end_pass(self, engine: _Driven) -> bool:
+    def _end_pass(self, engine: Driven) -> bool:
         """End what an engine was busy with; whether that did anything."""
         if not engine.is_in_pass:  # passes were made in one go
             self._cycling.discard(engine)
@@ -302,7 +301,7 @@ class _Replay:
             return self._start_after_instant_passes(self._sources) | self._start_after_instant_passes(self._workers)
         return self._start_passes(self._sources) or self._start_passes(self._workers)
 
-    def _start_after_instant_passes(self, engines: Sequence[_Driven]) -> bool:
+    def _start_after_instant_passes(self, engines: Sequence[Driven]) -> bool:
         """Run the passes of these engines that take no time, then start one that does; whether one took none."""
         did_something = False
         for engine in engines:
@@ -316,7 +315,7 @@ class _Replay:
                     self._blocked.add(engine)
         return did_something
 
-    def _start_passes(self, engines: Sequence[_Driven]) -> bool:
+    def _start_passes(self, engines: Sequence[Driven]) -> bool:
         """Start a pass on each engine that can; whether one took no time."""
         at_once = False
         for engine in engines:
@@ -325,7 +324,7 @@ class _Replay:
                 at_once |= end <= self._now
         return at_once
 
-    def _start_pass(self, engine: _Driven) -> float:
+    def _start_pass(self, engine: Driven) -> float:
         """Start a pass, or several whose ends nobody waits for; when they end."""
         if not self._handoffs.waits_for(engine):
             end = engine.fast_forward(self._now, self._next_moment(engine))
@@ -333,11 +332,9 @@ class _Replay:
                 return end
         return engine.start_pass(self._now).end_ms
 
-    def _next_moment(self, idle: _Driven | None = None) -> float:
+    def _next_moment(self, idle: Driven | None = None) -> float:
         """When something happens next; for an engine that is about to go on, when something else does."""
-        if idle is not None and any(
-            each.has_work for each in self._all if each is not idle and each not in self._busy
-        ):
+        if idle is not None and any(each.has_work for each in self._all if each is not idle and each not in self._busy):
             return self._now  # another is about to start a pass
         moments = [self._handoffs.next_moment, *self._busy.values()]
         if not (self._only_between_passes and self._busy):

@@ -11,8 +11,8 @@ from typing import Any
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.fleet.arrivals import Turn
-from pytest_kvmock.fleet.later_report import Objectives
 from pytest_kvmock.fleet.engine_state import EngineSize, RequestTooLarge
+from pytest_kvmock.fleet.later_report import Objectives
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest
@@ -96,7 +96,9 @@ def check_objectives(ttft_ms: float | None, itl_ms: float | None, e2e_ms: float 
     bounds = {"slo_ttft_ms": ttft_ms, "slo_itl_ms": itl_ms, "slo_e2e_ms": e2e_ms}
     for name, value in bounds.items():
         if value is not None and (not _is_finite(value) or value <= 0):
-            raise ValueError(f"replay: {name} must be a finite number above 0 (milliseconds), or None, got {value!r:.80}")
+            raise ValueError(
+                f"replay: {name} must be a finite number above 0 (milliseconds), or None, got {value!r:.80}"
+            )
     if e2e_ms is not None and (ttft_ms is not None or itl_ms is not None):
         raise ValueError("replay: slo_e2e_ms cannot be given together with slo_ttft_ms or slo_itl_ms")
     return Objectives(ttft_ms, itl_ms, e2e_ms)

@@ -312,7 +312,7 @@ REFUSED = [
         {"schedule_conservativeness": -0.1},
         f"sglang.schedule_conservativeness must be {NUMBER}, or None, got -0.1",
     ),
-    ("semantics", "e1", "semantics: got 'e1'; allowed: 1.2.1, 1.3.1"),
+    ("semantics", "e1", "semantics: got 'e1'; allowed: 1.2.1, 1.3.1, 1.6.1"),
     ("events_visible", "never", "events_visible: got 'never'; allowed: pass_start, pass_end"),
     (
         "performance_model",
@@ -368,8 +368,8 @@ def test_an_unknown_field_is_refused_with_the_nearest():
         assert message.startswith(
             "unknown field of the engine's arguments 'num_gpu_block'; did you mean 'num_gpu_blocks' or 'num_g2_blocks'? known: engine_type, "
         )
-    message = refusal(MockEngineArgs.from_profile, EngineProfile(), max_model_len=5)
-    assert message.startswith("unknown field of the engine's arguments 'max_model_len'")
+    message = refusal(MockEngineArgs.from_profile, EngineProfile(), max_model_length=5)
+    assert message.startswith("unknown field of the engine's arguments 'max_model_length'")
     message = refusal(MockEngineArgs.from_json, {5: 5})
     assert message.startswith("unknown field of the engine's arguments 5; known: engine_type, ")
 

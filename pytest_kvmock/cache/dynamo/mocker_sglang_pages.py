@@ -130,7 +130,10 @@ class PagedRequest(PageRequest):
 
     __slots__ = ("computes_last_token",)
 
-    slack = 0  # type: ignore[assignment] - a page is taken whole, as RadixRequest has it
+    @property
+    def slack(self) -> int:
+        """None: a page is taken whole."""
+        return 0
 
     def retract(self) -> None:
         """Forget its pages: it begins anew, with the tokens that it has."""
