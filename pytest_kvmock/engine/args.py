@@ -13,7 +13,15 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 from pytest_kvmock.checks import check_number, unknown_text
-from pytest_kvmock.engine.launch_config import INERT, is_launch_config, read_launch_config, write_launch_config
+from pytest_kvmock.engine.json_forms import (
+    INERT,
+    JSON_ONLY,
+    is_launch_config,
+    load_json,
+    read_launch_config,
+    without_json_only,
+    write_launch_config,
+)
 from pytest_kvmock.engine.nested_args import (
     MOST_COUNT,
     ReasoningConfig,
@@ -77,9 +85,6 @@ _STRINGS: Final = ("aic_backend", "aic_system", "aic_backend_version", "aic_mode
 
 _OURS: Final = ("semantics", "performance_model", "events_visible")
 """The fields that are no part of Dynamo's JSON."""
-
-_JSON_ONLY: Final = ("is_prefill", "is_decode", "has_perf_model")
-"""Keys that Dynamo's JSON may have beside the fields: two older forms of `worker_type`, and one without an effect."""
 
 _HOST: Final = ("num_g2_blocks", "offload_batch_size", "bandwidth_g1_to_g2_gbps", "bandwidth_g2_to_g1_gbps")
 """Arguments of the host tier: Dynamo's dump does not have them, and its JSON may."""
@@ -197,7 +202,7 @@ class MockEngineArgs:
             least 1. vllm in 1.6.1 only.
         kv_transfer_timing_mode: what a prefill engine sends: "full_prompt", or "destination_missing", what the decode engine
             has not cached. 1.6.1 only.
-        inert: arguments of the nested form that act on no mock engine, by their path (`launch_config.INERT`): accepted, and
+        inert: arguments of the nested form that act on no mock engine, by their path (`json_forms.INERT`): accepted, and
             written to JSON. `tensor_parallel_size` counts in reports.
         semantics: "1.2.1", "1.3.1" or "1.6.1": the release of Dynamo whose scheduler is followed; None: that of the
             engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "1.3.1" for sglang. An addition of ours,
@@ -296,15 +301,12 @@ class MockEngineArgs:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
-        if self.prefill_decode_interval and self.engine_type != "sglang":
-            raise ValueError(
-                f"prefill_decode_interval is for engine_type 'sglang', got {self.prefill_decode_interval} with {self.engine_type!r}"
-            )
-        if self.prefill_schedule_interval > 1 and self.engine_type != "vllm":
-            raise ValueError(
-                f"prefill_schedule_interval is for engine_type 'vllm', got {self.prefill_schedule_interval} with "
-                f"{self.engine_type!r}; prefill_decode_interval is for 'sglang'"
-            )
+        for spec in SCHEDULERS.values():
+            if spec is not self.scheduler and getattr(self, spec.interval) != _SINCE_1_6[spec.interval]:
+                raise ValueError(
+                    f"{spec.interval} is for engine_type {spec.name!r}, got {getattr(self, spec.interval)} with "
+                    f"{self.engine_type!r}; {self.scheduler.interval} is for that"
+                )
         if self.inert is not None and not (isinstance(self.inert, Mapping) and self.inert.keys() <= INERT.keys()):
             raise ValueError(f"inert must be a mapping of {', '.join(INERT)}, or None, got {self.inert!r:.80}")
         for name in _STRINGS:
@@ -440,7 +442,7 @@ class MockEngineArgs:
         """
         known = self.semantics is not None or semantics not in self.scheduler.releases
         args = self if known else self.replace(semantics=semantics)
-        if not args.release.limits_length:
+        if not args.release.takes_nested_arguments:
             for name, default in _SINCE_1_6.items():
                 if getattr(args, name) != default:
                     raise ValueError(
@@ -465,7 +467,7 @@ class MockEngineArgs:
         With `semantics="1.6.1"` that is the nested form, every key with its value. Else it is flat: all fields but our
         additions and those of 1.6.1, and those of the host where they are set.
         """
-        if self.semantics == "1.6.1":
+        if self.semantics is not None and self.release.takes_nested_arguments:
             return write_launch_config(self)
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name in _JSON_FIELDS}
         for name in _HOST:  # `dump_json` leaves them out
@@ -495,7 +497,7 @@ class MockEngineArgs:
         Raises:
             ValueError: no JSON, an unknown field, or a value out of range.
         """
-        values = _loads(source) if isinstance(source, str | bytes) else source
+        values = load_json(source) if isinstance(source, str | bytes) else source
         if not isinstance(values, Mapping):
             raise ValueError(f"the arguments of an engine must be a JSON object, got {values!r:.80}")  # noqa: TRY004 - one error
         for name in values:
@@ -505,14 +507,14 @@ class MockEngineArgs:
             if name not in _OURS:
                 raise ValueError(unknown_text("addition", name, _OURS))
         if is_launch_config(values):
-            nested = read_launch_config(values) | {"semantics": "1.6.1"} | additions
-            if nested["semantics"] != "1.6.1":
-                raise ValueError(f"the nested form is that of semantics='1.6.1', got {nested['semantics']!r:.80}")
-            return cls(**nested)
+            args = cls(**(read_launch_config(values) | {"semantics": "1.6.1"} | additions))
+            if args.semantics is None or not args.release.takes_nested_arguments:
+                raise ValueError(f"the nested form is that of semantics='1.6.1', got {args.semantics!r}")
+            return args
         for name in values:
             if name in _SINCE_1_6:
-                raise ValueError(unknown_text("field of the engine's arguments", name, (*_JSON_FIELDS, *_JSON_ONLY)))
-        return cls(**_arguments(_without_json_only({**values, **additions}), _JSON_ONLY))
+                raise ValueError(unknown_text("field of the engine's arguments", name, (*_JSON_FIELDS, *JSON_ONLY)))
+        return cls(**_arguments(without_json_only({**values, **additions}), JSON_ONLY))
 
     @classmethod
     def from_profile(
@@ -617,38 +619,3 @@ def _arguments(values: Mapping[str, Any], more: tuple[str, ...] = ()) -> dict[st
         elif name not in known:
             raise ValueError(unknown_text("field of the engine's arguments", name, (*known, *more)))
     return arguments
-
-
-def _without_json_only(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what JSON says without the keys that are no fields; the older ones become `worker_type`.
-
-    Raises:
-        ValueError: one is of a wrong type, or `is_prefill` and `is_decode` are both true.
-    """
-    arguments = dict(values)
-    for name in _JSON_ONLY:
-        if not isinstance(arguments.get(name, False), bool):
-            raise ValueError(f"{name} must be True or False, got {arguments[name]!r:.80}")  # noqa: TRY004 - one error
-    older = [kind for kind in ("prefill", "decode") if arguments.pop(f"is_{kind}", False)]
-    arguments.pop("has_perf_model", None)
-    if older and "worker_type" not in arguments:
-        if len(older) == 2:
-            raise ValueError("is_prefill and is_decode cannot both be true")
-        arguments["worker_type"] = older[0]
-    return arguments
-
-
-def _loads(text: str | bytes) -> object:
-    try:
-        return json.loads(text, object_pairs_hook=_without_repetition)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"the arguments of an engine must be JSON: {error}") from None
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key!r} is there twice")
-        found[key] = value
-    return found

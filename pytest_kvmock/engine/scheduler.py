@@ -250,7 +250,7 @@ class Release:
             computed. A driver whose engine does so is asked for (`PoolSchedulerDriver`).
         counts_all_hits: what an admission reports as cached may be output of a request that was preempted.
         least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is done.
-        limits_length: there is a longest request, `max_model_len`.
+        takes_nested_arguments: its arguments have the nested form, and those that came with it, such as `max_model_len`.
         prefills_first: a pass computes prompts or generates, never both, and a cached prefix counts for nothing (sglang).
         sketches_gaps: reports have the percentiles of gaps between tokens by a sketch, and what else came with 1.6.
         ranks_in_lock_step: the ranks of a worker start and end their passes together.
@@ -273,7 +273,7 @@ class Release:
     last_token_free: bool = False
     counts_all_hits: bool = False
     least_output: int = 1
-    limits_length: bool = False
+    takes_nested_arguments: bool = False
     prefills_first: bool = False
     sketches_gaps: bool = False
     ranks_in_lock_step: bool = False

@@ -45,6 +45,7 @@ class SchedulerSpec:
         default_block_size: tokens a block where none is given.
         budget: the argument that has the most tokens of prompts that one pass computes; a profile's `chunk` sets it.
         budget_is_blocks: whether that must be a multiple of the block size.
+        interval: the argument that has how many passes compute no prompts; of no effect on another scheduler.
         block_size_alias: another name of the argument `block_size`; None: it has none.
         over: what it schedules over, for the error of a backend that it cannot; None: the error names who can.
     """
@@ -57,6 +58,7 @@ class SchedulerSpec:
     default_backend: str
     default_block_size: int
     budget: str
+    interval: str
     budget_is_blocks: bool = False
     block_size_alias: str | None = None
     over: str | None = None
@@ -104,7 +106,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                         last_token_free=True,
                         counts_all_hits=True,
                         least_output=0,
-                        limits_length=True,
+                        takes_nested_arguments=True,
                         instant_passes_first=True,
                         ranks_in_lock_step=True,
                         sketches_gaps=True,
@@ -118,6 +120,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 default_backend="lineage",
                 default_block_size=64,
                 budget="max_num_batched_tokens",
+                interval="prefill_schedule_interval",
             ),
             SchedulerSpec(
                 "sglang",
@@ -138,7 +141,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                         sessions_keep_place=True,
                         prefills_first=True,
                         least_output=0,
-                        limits_length=True,
+                        takes_nested_arguments=True,
                         instant_passes_first=True,
                         ranks_in_lock_step=True,
                         sketches_gaps=True,
@@ -153,6 +156,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 default_backend="mocker_sglang",
                 default_block_size=1,
                 budget="sglang.chunked_prefill_size",
+                interval="prefill_decode_interval",
                 budget_is_blocks=True,
                 block_size_alias="sglang.page_size",
                 over="a radix cache, backend mocker_sglang or sglang",

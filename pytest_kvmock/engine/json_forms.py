@@ -1,21 +1,18 @@
-"""The nested form of an engine's arguments, which Dynamo has since 1.6: read, and written.
+"""The JSON forms of an engine's arguments: flat before Dynamo 1.6, nested since.
 
-One subject: which of its keys is which field of `MockEngineArgs`, and what 1.6.1 refuses (`dynamo-mocker` 1.6.1,
-`_normalize_mocker_config`).
+One subject: which key is which field of `MockEngineArgs`, and what 1.6.1 refuses (`_normalize_mocker_config`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from os import PathLike, fspath
+from os import fspath
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from pytest_kvmock.checks import unknown_text
-
-if TYPE_CHECKING:
-    from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.checks import check_integer, unknown_text
 
 _ENGINE: Final = (
     "num_gpu_blocks",
@@ -44,6 +41,7 @@ _DYNAMO: Final = (
     "router_queue_policy",
 )
 _BYTES: Final = ("kv_transfer_bytes_per_token", "kv_bytes_per_token")  # the second is the older name of the first
+_OPTIONS: Final = "sglang"
 _SGLANG: Final = (
     "schedule_policy",
     "max_prefill_tokens",
@@ -70,6 +68,11 @@ INERT: Final[Mapping[str, Any]] = MappingProxyType(
     }
 )
 """What acts on no mock engine of this form, by its path, with its default."""
+
+_LEAST_BLOCK: Final[Mapping[str, int]] = MappingProxyType({"vllm": 2, "sglang": 1})
+"""The engines that are modelled, and the fewest tokens of a block."""
+
+_ALWAYS_CHUNKS: Final = ("sglang",)
 
 _NOT_MODELLED: Final = (
     "aic_nextn",
@@ -110,9 +113,9 @@ def read_launch_config(values: Mapping[str, Any]) -> dict[str, Any]:
     dynamo = _group(values, "dynamo", _DYNAMO)
     _check_known("the engine's arguments", values, ("engine", "dynamo", *_TOP, *_inert("")))
     kind = engine.get("backend", "vllm")
-    if kind not in ("vllm", "sglang"):
-        known = "'trtllm', which is not modelled" if kind == "trtllm" else f"{kind!r:.80}"
-        raise ValueError(f"engine.backend must be 'vllm' or 'sglang', got {known}")
+    if kind not in _LEAST_BLOCK:
+        why = "; TensorRT-LLM's scheduler is not modelled" if kind == "trtllm" else ""
+        raise ValueError(f"engine.backend must be {' or '.join(map(repr, _LEAST_BLOCK))}, got {kind!r:.80}{why}")
     for name in _NOT_MODELLED:
         if engine.get(name) is not None:
             raise ValueError(f"engine.{name}={engine[name]!r:.80}: it is not modelled; leave it out")
@@ -125,8 +128,8 @@ def read_launch_config(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"engine: {given[0]} and {given[1]} are one argument; set one of them")
     if given:
         fields["kv_bytes_per_token"] = engine[given[0]]
-    if "sglang" in engine:
-        sglang = _group(engine, "sglang", _SGLANG, "engine.")
+    if _OPTIONS in engine:
+        sglang = _group(engine, _OPTIONS, _SGLANG, "engine.")
         if sglang.get("schedule_policy", "fifo") not in ("fifo", "lpm"):
             raise ValueError(
                 f"engine.sglang.schedule_policy must be 'fifo' or 'lpm' in 1.6.1, got {sglang['schedule_policy']!r:.80}"
@@ -142,12 +145,10 @@ def read_launch_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_values(kind: str, engine: Mapping[str, Any], inert: Mapping[str, Any]) -> None:
     """Refuse what 1.6.1 refuses and its predecessors take."""
-    if "block_size" in engine and not engine["block_size"]:
-        raise ValueError(f"engine.block_size must be at least 1 in 1.6.1, got {engine['block_size']!r}")
-    if kind == "vllm" and engine.get("block_size") == 1:
-        raise ValueError("engine.block_size must be at least 2 for vllm in 1.6.1, got 1")
-    if kind == "sglang" and engine.get("enable_chunked_prefill") is False:
-        raise ValueError("engine.enable_chunked_prefill must be True for sglang in 1.6.1, got False")
+    least = _LEAST_BLOCK[kind]
+    check_integer("engine.block_size", engine.get("block_size", least), least, f" (tokens) for {kind} in 1.6.1")
+    if kind in _ALWAYS_CHUNKS and engine.get("enable_chunked_prefill") is False:
+        raise ValueError(f"engine.enable_chunked_prefill must be True for {kind} in 1.6.1, got False")
     for name in _BYTES:
         if name in engine and engine[name] == 0:
             raise ValueError(f"engine.{name} must be at least 1, or None, in 1.6.1, got 0")
@@ -175,8 +176,8 @@ def _timing(model: object) -> dict[str, Any]:
     )
 
 
-def write_launch_config(args: MockEngineArgs) -> dict[str, Any]:
-    """Return arguments in the nested form, every key with its value, as `_normalize_mocker_config` fills it.
+def write_launch_config(args: Any) -> dict[str, Any]:
+    """Return `MockEngineArgs` in the nested form, every key with its value, as `_normalize_mocker_config` fills it.
 
     A performance model of the user's own has no form there: `timing_model` is left out then.
     """
@@ -186,7 +187,7 @@ def write_launch_config(args: MockEngineArgs) -> dict[str, Any]:
     engine["sglang"] = {name: "fifo" if options[name] == "fcfs" else options[name] for name in _SGLANG}
     model, path = args.performance_model, args.planner_profile_data
     if path is not None:
-        engine["timing_model"] = {"type": "external", "provider": "dynamo_profile", "config": {"path": _text(path)}}
+        engine["timing_model"] = {"type": "external", "provider": "dynamo_profile", "config": {"path": fspath(path)}}
     elif model is None:
         engine["timing_model"] = {"type": "polynomial"}
     elif isinstance(model, tuple) and all(isinstance(ms, int | float) for ms in model):
@@ -199,10 +200,6 @@ def write_launch_config(args: MockEngineArgs) -> dict[str, Any]:
         group, _, name = key.rpartition(".")
         (out[group] if group else out)[name] = value
     return out
-
-
-def _text(path: str | PathLike[str]) -> str:
-    return fspath(path)
 
 
 def _inert(group: str) -> list[str]:
@@ -235,3 +232,49 @@ def _has(values: Mapping[str, Any], path: str) -> bool:
 def _at(values: Mapping[str, Any], path: str) -> Any:
     group, _, name = path.rpartition(".")
     return (values[group] if group else values)[name]
+
+
+# ---------------------------------------------------------------------------------------------------------- the flat form
+
+JSON_ONLY: Final = ("is_prefill", "is_decode", "has_perf_model")
+"""Keys that Dynamo's JSON may have beside the fields: two older forms of `worker_type`, and one without an effect."""
+
+
+def without_json_only(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what JSON says without the keys that are no fields; the older ones become `worker_type`.
+
+    Raises:
+        ValueError: one is of a wrong type, or `is_prefill` and `is_decode` are both true.
+    """
+    arguments = dict(values)
+    for name in JSON_ONLY:
+        if not isinstance(arguments.get(name, False), bool):
+            raise ValueError(f"{name} must be True or False, got {arguments[name]!r:.80}")  # noqa: TRY004 - one error
+    older = [kind for kind in ("prefill", "decode") if arguments.pop(f"is_{kind}", False)]
+    arguments.pop("has_perf_model", None)
+    if older and "worker_type" not in arguments:
+        if len(older) == 2:
+            raise ValueError("is_prefill and is_decode cannot both be true")
+        arguments["worker_type"] = older[0]
+    return arguments
+
+
+def load_json(text: str | bytes) -> object:
+    """Read JSON text.
+
+    Raises:
+        ValueError: it is none, or a key is there twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_without_repetition)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"the arguments of an engine must be JSON: {error}") from None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} is there twice")
+        found[key] = value
+    return found
