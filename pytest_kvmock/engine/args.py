@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from dataclasses import replace as replace_fields
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.checks import check_number, unknown_text
 from pytest_kvmock.engine.json_forms import (
@@ -26,6 +26,7 @@ from pytest_kvmock.engine.nested_args import (
     MOST_COUNT,
     ReasoningConfig,
     SglangArgs,
+    SizedProfile,
     check_choice,
     check_integer_range,
     check_optional_integer,
@@ -111,30 +112,6 @@ BEYOND_HOST: Final = (
 
 if TYPE_CHECKING:
     from pytest_kvmock.tiers.offload import HostOffload
-
-
-class SizedProfile(Protocol):
-    """What an engine takes of a profile: the fields of `EngineProfile` of these names."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens a block."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Capacity of one worker (of each rank), in blocks."""
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks of each worker."""
-
-    @property
-    def prefix_caching(self) -> bool:
-        """Whether blocks are reused and published."""
-
-    @property
-    def chunk(self) -> int | None:
-        """Prefill in chunks of this many tokens; None: in one go."""
 
 
 _FROM_PROFILE: Final = {

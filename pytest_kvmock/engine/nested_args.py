@@ -1,4 +1,4 @@
-"""The two groups of arguments within `MockEngineArgs`, and how arguments of either are checked."""
+"""What `MockEngineArgs` is made of: its two groups, what it takes of a profile, and how arguments are checked."""
 
 from __future__ import annotations
 
@@ -166,3 +166,27 @@ class ReasoningConfig:
         if position == 0:
             return self.start_thinking_token_id
         return self.end_thinking_token_id if position == count - 1 else None
+
+
+class SizedProfile(Protocol):
+    """What an engine takes of a profile: the fields of `EngineProfile` of these names."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Capacity of one worker (of each rank), in blocks."""
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks of each worker."""
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether blocks are reused and published."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Prefill in chunks of this many tokens; None: in one go."""
