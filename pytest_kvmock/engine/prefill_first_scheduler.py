@@ -51,6 +51,7 @@ class PrefillFirstScheduler(SglangScheduler):
     def __init__(self, driver: PagedSchedulerDriver, args: SchedulerArgs) -> None:
         super().__init__(driver, args)
         self._most_tokens = args.max_model_len or math.inf
+        self._lpm &= args.enable_prefix_caching
         self._interval = args.prefill_decode_interval
         if args.dp_size > 1:  # attention in data parallel: SGLang divides both
             self._chunk //= args.dp_size
@@ -64,6 +65,7 @@ class PrefillFirstScheduler(SglangScheduler):
             self._ratio = self._init_ratio
         self._ready: deque[ScheduledRequest] = deque()
         self._wait = 0  # passes that admit nothing yet
+        self._idle_since = math.inf
 
     def submit(self, request: ScheduledRequest) -> None:
         """Take a request that has arrived."""
@@ -92,6 +94,8 @@ class PrefillFirstScheduler(SglangScheduler):
     def execute_pass(self, now_ms: float) -> ForwardPass:
         """Run one forward pass from this moment."""
         done = ForwardPass(now_ms)
+        if self._wait and now_ms > self._idle_since:  # while it had no requests, those passes were over at once
+            self._wait, self._ratio = 0, self._init_ratio
         ratio = self._ratio
         self._reject(done)
         self._run_ready(done)
@@ -111,9 +115,9 @@ class PrefillFirstScheduler(SglangScheduler):
         self._running = [request for request in self._running if request.status == "running"]
         self._waiting.extend(done.preempted)
         done.may_do_more = self._ratio != ratio
+        done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
         if not self.is_rank:
             self.settle((done,), is_idle=not (self._running or self._waiting or self._ready))
-        done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
         for request in done.generated:
             request.token_ms.append(done.end_ms)
         done.running = len(self._running)
@@ -128,10 +132,9 @@ class PrefillFirstScheduler(SglangScheduler):
             self._wait = self._interval
         else:
             self._wait = max(0, self._wait - 1)
-        if nobody or (is_idle and self._wait):
+        if nobody:
             self._ratio = self._init_ratio
-        if is_idle:
-            self._wait = 0
+        self._idle_since = max(done.end_ms for done in passes) if is_idle else math.inf
         if (self._ratio, self._wait) != before:
             for done in passes:
                 done.may_do_more = True

@@ -318,6 +318,10 @@ class SchedulerArgs(Protocol):
         """Most tokens that one pass computes; None: unlimited."""
 
     @property
+    def enable_prefix_caching(self) -> bool:
+        """Whether blocks are reused."""
+
+    @property
     def enable_chunked_prefill(self) -> bool:
         """Whether a prompt may be computed in several passes."""
 

@@ -95,7 +95,8 @@ class EngineSize(NamedTuple):
     Attributes:
         block_size: tokens in a block.
         blocks: how many it has.
-        rejects: whether it rejects a prompt that is larger than all of them, when its turn comes.
+        rejects: whether it rejects a prompt that is larger than all of them, when its turn comes, or as it is to be handed
+            over to it.
         most_tokens: of a request, prompt and output together: a longer prompt is rejected, output ends there; None: any.
         last_token_free: whether the last token of output needs no block.
     """
@@ -110,9 +111,8 @@ class EngineSize(NamedTuple):
     def of(cls, args: MockEngineArgs) -> EngineSize:
         """Return the size of an engine with these arguments."""
         release = args.release
-        return cls(
-            args.block_size, args.num_gpu_blocks, release.rejects_prompts, args.max_model_len, release.last_token_free
-        )
+        rejects = release.rejects_prompts or (release.queues_by_reservation and args.worker_type == "decode")
+        return cls(args.block_size, args.num_gpu_blocks, rejects, args.max_model_len, release.last_token_free)
 
     def rejects_prompt(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens is rejected."""

@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.ranks import RankedWorker
 
 if TYPE_CHECKING:
@@ -458,3 +459,17 @@ class DestinationFirst(ReservingHandoffs):
         self.made.append(handoff)
         self._actions.append(_Action("reserve", handoff))
         return None
+
+    def pass_ended(self, engine: Driven, done: ForwardPass | None, now_ms: float) -> None:
+        """Note the end of a pass; None: of passes that were made in one go.
+
+        Raises:
+            EngineStalled: a decode engine runs requests and has no page for any: the original tries that for ever, whatever
+                else could happen.
+        """
+        if done is not None and engine in self._queues and not isinstance(engine, RankedWorker):
+            scheduler = engine.scheduler
+            did = done.generated or done.scheduled or done.admitted or done.preempted
+            if scheduler.running and done.end_ms == done.start_ms and not did:
+                raise EngineStalled(now_ms, tuple(scheduler.running), (*scheduler.waiting, *scheduler.parked), 1)
+        super().pass_ended(engine, done, now_ms)

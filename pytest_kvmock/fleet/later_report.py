@@ -91,6 +91,7 @@ class LaterReplayReport(ReplayReport):
         turns: of each request, its place in the trace.
         names_sessions: whether a request without a session is one by itself, as in a closed loop.
         ranks: of a decode worker.
+        decode_first: whether a request is given to its decode engine before it is to its prefill engine.
     """
 
     clock_ms: float = 0.0
@@ -101,6 +102,7 @@ class LaterReplayReport(ReplayReport):
     turns: Sequence[Turn] = ()
     names_sessions: bool = False
     ranks: int = 1
+    decode_first: bool = False
 
     @property
     def completed(self) -> list[ScheduledRequest]:
@@ -173,18 +175,22 @@ class LaterReplayReport(ReplayReport):
         `uuid`, which is random there, is left out; `onboarded_input_tokens` is ours.
         """
         rows = zip(ReplayReport.per_request(self), self.requests, self.served_by, self.turns, strict=True)
-        return [self._row(*each) for each in rows if each[1].status in _STATUS]
+        # An open loop knows sessions only where one has a second turn.
+        knows_sessions = self.names_sessions or any(turn.next is not None or turn.index for turn in self.turns)
+        return [self._row(*each, knows_sessions=knows_sessions) for each in rows if each[1].status in _STATUS]
 
-    def _row(self, row: dict[str, Any], request: ScheduledRequest, worker: int | None, turn: Turn) -> dict[str, Any]:
+    def _row(
+        self, row: dict[str, Any], request: ScheduledRequest, worker: int | None, turn: Turn, *, knows_sessions: bool
+    ) -> dict[str, Any]:
         tokens, handoff = request.token_ms, self.handoffs.get(request, {})
-        session, index = turn.trace.session_id, turn.index
+        session = turn.trace.session_id if knows_sessions else None
         if session is None and self.names_sessions:
             session = f"request_{turn.session + 1}"
         history = _admissions(request, handoff)
         row.pop("prefill_admissions", None)
         return row | {
             "session_id": session,
-            "turn_index": None if session is None else index,
+            "turn_index": None if session is None else turn.index,
             "dispatched_at_ms": None,
             "terminal_time_ms": request.ended_ms,
             "ttst_ms": tokens[1] - tokens[0] if len(tokens) > 1 else None,
@@ -207,6 +213,8 @@ class LaterReplayReport(ReplayReport):
 
     def _routes(self, worker: int | None, handoff: Any) -> list[dict[str, Any]]:
         places = [("prefill", handoff.get("prefill_worker_idx"), 1), ("decode", worker, self.ranks)]
+        if self.decode_first:
+            places.reverse()
         if not handoff:
             places = [("agg", worker, self.ranks)]
         return [
@@ -234,7 +242,7 @@ def _admissions(request: ScheduledRequest, handoff: Any) -> list[dict[str, Any]]
     """The admissions of a request, at the prefill engine first."""
     pools = [("agg", request.admissions)]
     if handoff:
-        pools = [("prefill", handoff["prefill_admissions"]), ("decode", request.admissions)]
+        pools = [("prefill", handoff.get("prefill_admissions", ())), ("decode", request.admissions)]
     entries = [(pool, number, at, reused) for pool, made in pools for number, (at, reused) in enumerate(made)]
     return [
         {

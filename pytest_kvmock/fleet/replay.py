@@ -245,6 +245,7 @@ class _Replay:
             turns=tuple(self._turns),
             names_sessions=self._arrivals.is_closed,
             ranks=len(self._engines) // len(self._workers),
+            decode_first=args.release.destination_first,
         )
 
     def _check_served(self) -> None:

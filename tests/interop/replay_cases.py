@@ -116,8 +116,13 @@ def _disaggregated(rng):
 
 
 def _sessions(rng):
-    """Return a case of conversations: every turn has the tokens of the one before it, or of none, and more."""
+    """Return a case of conversations."""
     case = _sglang(rng) if rng.random() < 0.3 else _vllm(rng)
+    return case | {"requests": _sessions_of(rng, case["engine"], case["replay"])}
+
+
+def _sessions_of(rng, engine, replay):
+    """Return conversations: every turn has the tokens of the one before it, or of none, and more."""
     rows = []
     fresh = 1
     now = 0
@@ -130,7 +135,7 @@ def _sessions(rng):
             ids = [*ids[: rng.choice((len(ids), len(ids), 1))], *range(fresh, fresh + new)]
             fresh += new
             row = {"timestamp": at, "session_id": f"s{number}"}
-            row |= _lengths(rng, case["engine"], ids, case["replay"]["trace_block_size"])
+            row |= _lengths(rng, engine, ids, replay["trace_block_size"])
             if turn:
                 at += rng.choice((0, 1, 20, 50))
                 message = rng.choice(("delay", "delay", "timestamp", "neither", "both"))
@@ -145,7 +150,7 @@ def _sessions(rng):
         rows.sort(key=lambda row: row[0])  # sessions interleave
     elif order < 0.6:
         rows.sort(key=lambda row: row[1]["session_id"], reverse=True)  # the later ones stand first
-    return case | {"requests": [row for _, row in rows]}
+    return [row for _, row in rows]
 
 
 def _replay(rng, engine, hash_size=None):

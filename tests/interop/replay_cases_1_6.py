@@ -1,0 +1,129 @@
+"""Random replays of 1.6.1: cases as `replay_cases` makes them, with the nested arguments and what is new in that release.
+
+`engine` (or `prefill_engine` and `decode_engine`) is the group of that name; `dp_size` stands beside it.
+"""
+
+from random import Random
+
+from replay_cases import _OUTPUTS, _replay, _requests, _sessions_of, _speeds
+
+KINDS = ("vllm", "sglang", "disaggregated", "ranks")
+
+
+def random_case(kind, seed):
+    """Return the case of one of KINDS and a seed; the same one always."""
+    rng = Random(f"1.6 {kind} {seed}")
+    case = {"kind": kind, "seed": seed}
+    if kind == "disaggregated":
+        return case | _disaggregated(rng)
+    engine = _sglang(rng) if kind == "sglang" or (kind == "ranks" and rng.random() < 0.4) else _vllm(rng)
+    replay = _replay(rng, engine)
+    if kind == "ranks":
+        case["dp_size"] = rng.choice((2, 2, 3))
+        if engine["backend"] == "sglang":
+            engine["prefill_decode_interval"] = rng.choice((0, 1, 2, 5))
+        else:
+            engine["prefill_schedule_interval"] = rng.choice((1, 2, 3, 5))
+    elif engine["backend"] == "sglang" and rng.random() < 0.2:
+        engine["prefill_decode_interval"] = rng.choice((1, 2, 5))
+    return case | {"engine": engine, "replay": replay, "requests": _rows(rng, engine, replay, rng.randint(2, 10))}
+
+
+def random_cases(kind, number, first=0):
+    """Return the cases of `number` seeds from `first` on."""
+    return [random_case(kind, seed) for seed in range(first, first + number)]
+
+
+def _rows(rng, engine, replay, number):
+    """Return requests: alone or in sessions, a few without output, a few that are too large."""
+    replay["trace_block_size"] = max(4, engine["block_size"])  # of fewer, lengths do not fit the hash ids
+    if rng.random() < 0.3:
+        rows = _sessions_of(rng, engine, replay)
+    else:
+        rows = _requests(rng, engine, number, hash_size=replay["trace_block_size"])
+    for row in rows:
+        if rng.random() < 0.04:
+            row["output_length"] = 0
+        elif rng.random() < 0.1:
+            row["output_length"] = rng.choice((*_OUTPUTS, 20, 30))
+    return rows
+
+
+def _vllm(rng):
+    size = rng.choice((4, 4, 4, 8, 8, 16, 2))
+    engine = {"backend": "vllm", "block_size": size, "num_gpu_blocks": rng.choice((5, 6, 8, 10, 13, 13, 20, 40, 100))}
+    if rng.random() < 0.55:
+        engine["max_num_batched_tokens"] = rng.choice((size + 1, 2 * size, 3 * size, 16, 64, rng.randint(2, 100), None))
+    if rng.random() < 0.3:
+        engine["max_num_seqs"] = rng.choice((1, 2, 3, 4, None))
+    if rng.random() < 0.2:
+        engine["enable_prefix_caching"] = False
+    if rng.random() < 0.2:
+        engine["enable_chunked_prefill"] = False
+    if rng.random() < 0.3:
+        engine["preemption_mode"] = "fifo"
+    return engine | _common(rng, engine)
+
+
+def _sglang(rng):
+    page = rng.choice((4, 4, 4, 2, 8, 1))
+    options = {}
+    if rng.random() < 0.45:
+        options["schedule_policy"] = rng.choice(("lpm", "lpm", "fifo"))
+    if rng.random() < 0.4:
+        options["chunked_prefill_size"] = page * rng.choice((2, 3, 4, 6, 8))
+    if rng.random() < 0.2:
+        options["max_prefill_tokens"] = rng.choice((16, 30, 32, 40, 64))
+    if rng.random() < 0.3:
+        options["schedule_conservativeness"] = rng.choice((0.0, 0.2, 0.5, 0.9, 1.0, 1.5, 2.0))
+    if rng.random() < 0.25:
+        options["clip_max_new_tokens"] = rng.choice((1, 2, 4, 6, 100))
+    blocks = max(4, rng.choice((10, 12, 16, 16, 24, 24, 24, 60)) * 4 // page)
+    engine = {"backend": "sglang", "block_size": page, "num_gpu_blocks": blocks, "sglang": options}
+    if rng.random() < 0.35:
+        engine["max_num_seqs"] = rng.randint(1, 3)
+    if rng.random() < 0.12:
+        engine["enable_prefix_caching"] = False
+    return engine | _common(rng, engine)
+
+
+def _common(rng, engine):
+    found = _speeds(rng) if rng.random() < 0.5 else {}
+    if rng.random() < 0.12:
+        found["max_model_len"] = rng.randint(3, engine["num_gpu_blocks"] * engine["block_size"])
+    if rng.random() < 0.12:
+        found["timing_model"] = {
+            "type": "fixed",
+            "prefill_ms": rng.choice((0.0, 2.5, 10.0)),
+            "decode_ms": rng.choice((0.25, 1.0, 3.3)),
+        }
+    return found
+
+
+def _disaggregated(rng):
+    kind = rng.choice(("vllm", "sglang"))
+    make = _vllm if kind == "vllm" else _sglang
+    first = make(rng)
+    engines = {}
+    for worker in ("prefill", "decode"):
+        engine = make(rng) | {"block_size": first["block_size"], "worker_type": worker}
+        engine["num_gpu_blocks"] = max(engine["num_gpu_blocks"], 8)
+        options = engine.get("sglang", {})
+        options.pop("chunked_prefill_size", None)  # of another page size
+        engine.pop("max_model_len", None)
+        if rng.random() < 0.7:
+            engine["kv_transfer_bytes_per_token"] = rng.choice((1_000, 1_000_000))
+            engine["kv_transfer_bandwidth"] = rng.choice((0.0, 0.5, 1.0, 8.0))
+        if rng.random() < 0.3:
+            engine["kv_transfer_timing_mode"] = "destination_missing"
+        engines[f"{worker}_engine"] = engine
+    smallest = min(engines.values(), key=lambda engine: engine["num_gpu_blocks"])
+    replay = _replay(rng, smallest)
+    if replay.pop("num_workers", None) or rng.random() < 0.4:
+        replay["num_prefill_workers"], replay["num_decode_workers"] = rng.choice(((1, 2), (2, 1), (2, 2), (1, 3)))
+    else:
+        replay["num_prefill_workers"] = replay["num_decode_workers"] = 1
+    rows = _rows(rng, smallest, replay, rng.randint(1, 8))
+    for row in rows:
+        row["output_length"] = max(1, row["output_length"])
+    return {**engines, "replay": replay, "requests": rows}
