@@ -153,8 +153,11 @@ class PrefillFirstScheduler(SglangScheduler):
             request = self._ready.popleft()
             request.status = "running"
             request.admit(done.start_ms, 0)
-            self._running.append(request)
             done.admitted.append(request)
+            if request.max_output_tokens:
+                self._running.append(request)
+            else:
+                self._finish(done, request)
 
     def _finish(self, done: ForwardPass, request: ScheduledRequest) -> None:
         if request.keeps_blocks:

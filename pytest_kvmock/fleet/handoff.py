@@ -195,7 +195,9 @@ class Handoffs:
     def _compute(self, handoff: Handoff) -> MockEngine:
         """Give the prompt to the next prefill engine."""
         source = handoff.source = next(self._next_source)
-        handoff.prefilled = source.dispatch(handoff.turn.prompt, 1, handoff.arrival_ms)
+        handoff.prefilled = source.dispatch(
+            handoff.turn.prompt, min(1, handoff.turn.trace.output_length), handoff.arrival_ms
+        )
         handoff.prefilled.keeps_blocks = self.keeps_blocks
         self._of[handoff.prefilled] = handoff
         return source
@@ -205,6 +207,9 @@ class Handoffs:
         handoff = self._of.pop(request)
         self.made.remove(handoff)
         return handoff
+
+    def check_progress(self, engine: Driven, done: ForwardPass) -> None:
+        """Look whether an engine can never go on after a pass, other than by having nothing to do."""
 
     def waits_for(self, engine: Driven) -> bool:  # noqa: ARG002 - nothing waits here
         """Whether something waits for the end of the engine's next pass."""
@@ -386,9 +391,11 @@ class ReservingHandoffs(Handoffs):
         assert engine is not None
         assert request is not None
         if not request.is_open:  # rejected, or failed
+            request.ended_ms = now_ms
             if handoff.source is None:
                 self._rejected(request)
             else:
+                handoff.take_over()
                 self._actions.append(_Action("release", handoff))
             return
         queue = self._queues[engine]
@@ -444,7 +451,7 @@ class ReservingHandoffs(Handoffs):
         assert handoff.prefilled is not None
         handoff.source.release(handoff.prefilled)
         assert handoff.request is not None
-        if handoff.request.status == "rejected":
+        if not handoff.request.is_open and handoff.activated_ms is None:  # rejected, or failed
             self._rejected(handoff.request)
         else:
             handoff.released_ms = now_ms
@@ -460,16 +467,15 @@ class DestinationFirst(ReservingHandoffs):
         self._actions.append(_Action("reserve", handoff))
         return None
 
-    def pass_ended(self, engine: Driven, done: ForwardPass | None, now_ms: float) -> None:
-        """Note the end of a pass; None: of passes that were made in one go.
+    def check_progress(self, engine: Driven, done: ForwardPass) -> None:
+        """Look whether a decode engine runs requests, and has no page for any.
 
         Raises:
-            EngineStalled: a decode engine runs requests and has no page for any: the original tries that for ever, whatever
-                else could happen.
+            EngineStalled: it has none: the original tries that for ever, whatever else could happen.
         """
-        if done is not None and engine in self._queues and not isinstance(engine, RankedWorker):
+        if engine in self._queues and not isinstance(engine, RankedWorker):
             scheduler = engine.scheduler
             did = done.generated or done.scheduled or done.admitted or done.preempted
             if scheduler.running and done.end_ms == done.start_ms and not did:
-                raise EngineStalled(now_ms, tuple(scheduler.running), (*scheduler.waiting, *scheduler.parked), 1)
-        super().pass_ended(engine, done, now_ms)
+                waiting = (*scheduler.waiting, *scheduler.parked)
+                raise EngineStalled(done.end_ms, tuple(scheduler.running), waiting, 1)

@@ -186,7 +186,7 @@ class LaterReplayReport(ReplayReport):
         session = turn.trace.session_id if knows_sessions else None
         if session is None and self.names_sessions:
             session = f"request_{turn.session + 1}"
-        history = _admissions(request, handoff)
+        history, failed = _admissions(request, handoff), request.status == "failed"
         row.pop("prefill_admissions", None)
         return row | {
             "session_id": session,
@@ -199,9 +199,10 @@ class LaterReplayReport(ReplayReport):
             "requested_output_length": turn.trace.output_length,
             "output_length": request.generated_tokens,
             "prefill_worker_idx": handoff.get("prefill_worker_idx"),
-            "decode_worker_idx": worker,
+            "decode_worker_idx": None if failed else worker,
             **{name: handoff.get(name) for name in _HANDOFF},
-            "prefill_route_overlap_tokens": 0 if handoff else None,
+            **({} if request.admissions else {"decode_reused_input_tokens": None}),
+            "prefill_route_overlap_tokens": 0 if "prefill_worker_idx" in handoff else None,
             "decode_route_overlap_tokens": 0 if handoff and worker is not None else None,
             "routing_history": self._routes(worker, handoff),
             "admission_history": history,

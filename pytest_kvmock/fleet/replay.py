@@ -217,7 +217,7 @@ class _Replay:
     def _report(self) -> ReplayReport:
         passes = sum(engine.passes for engine in self._everyone) - self._passes_before
         handoffs: dict[ScheduledRequest, dict[str, Any]] = {
-            made.request: made.to_json() for made in self._handoffs.made if made.request is not None
+            made.request: made.to_json() for made in (*self._handoffs.made, *self._rejected) if made.request is not None
         }
         args = self._engines[0].args
         order, served_by = tuple(self._order), tuple(self._served_by)
@@ -272,6 +272,7 @@ class _Replay:
             self._handoffs.pass_ended(engine, None, self._now)
             return True
         done = engine.finish_pass(blocks_may_come=self._blocks_may_come)
+        self._handoffs.check_progress(engine, done)
         if not done.did_something:
             return False
         self._handoffs.pass_ended(engine, done, self._now)
@@ -282,8 +283,14 @@ class _Replay:
             for request in done.rejected:  # no decode engine will have it
                 handoff = self._handoffs.rejected(cast("EngineRequest", request))
                 self._rejected.append(handoff)
-                self._note(cast("EngineRequest", request), None, handoff.turn)
-                self._arrivals.done(handoff.turn, self._now)
+                if handoff.request is None:
+                    self._note(cast("EngineRequest", request), None, handoff.turn)
+                    self._arrivals.done(handoff.turn, self._now)
+                    continue
+                assert handoff.destination is not None
+                handoff.destination.abort(handoff.request)  # its blocks are reserved already
+                handoff.request.status, handoff.request.ended_ms = "rejected", self._now
+                self._finished(handoff.request)
         if done.preempted and not done.generated:
             self._cycling.add(engine)
         else:

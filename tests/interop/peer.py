@@ -1,9 +1,13 @@
 """The real things: `dynamo._core` of ai-dynamo-runtime (extra `interop`), vLLM and SGLang, where they are installed."""
 
+import json
 import logging
 import os
+import subprocess
+import sys
 import warnings
 from importlib import import_module, metadata
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +51,11 @@ def engine(name, *modules):
 def release():
     """Return the release of ai-dynamo-runtime that is installed: "1.6"."""
     return ".".join(metadata.version("ai-dynamo-runtime").split(".")[:2])
+
+
+def play_in_wheel(cases):
+    """Return the installed release's answer to each case: see `replay_wheel`."""
+    program = Path(__file__).with_name("replay_wheel.py")
+    lines = "".join(f"{json.dumps(case)}\n" for case in cases)
+    done = subprocess.run([sys.executable, program], input=lines, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]

@@ -110,7 +110,8 @@ def _disaggregated(rng):
         engine["num_gpu_blocks"] = max(engine["num_gpu_blocks"], 8)
         options = engine.get("sglang", {})
         options.pop("chunked_prefill_size", None)  # of another page size
-        engine.pop("max_model_len", None)
+        if rng.random() < 0.5:
+            engine.pop("max_model_len", None)
         if rng.random() < 0.7:
             engine["kv_transfer_bytes_per_token"] = rng.choice((1_000, 1_000_000))
             engine["kv_transfer_bandwidth"] = rng.choice((0.0, 0.5, 1.0, 8.0))
@@ -124,6 +125,6 @@ def _disaggregated(rng):
     else:
         replay["num_prefill_workers"] = replay["num_decode_workers"] = 1
     rows = _rows(rng, smallest, replay, rng.randint(1, 8))
-    for row in rows:
+    for row in rows:  # without output, a decode engine's passes are not followed
         row["output_length"] = max(1, row["output_length"])
     return {**engines, "replay": replay, "requests": rows}

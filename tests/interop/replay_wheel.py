@@ -28,17 +28,17 @@ def play(core, case, directory):
     report = Path(directory, "report.jsonl")
     options = dict(case["replay"])
     if "engine" in case:
-        options["extra_engine_args"] = engine_args(core, case["engine"])
+        options["extra_engine_args"] = engine_args(core, case["engine"], case.get("dp_size", 1))
     else:
         options["prefill_engine_args"] = engine_args(core, case["prefill_engine"])
         options["decode_engine_args"] = engine_args(core, case["decode_engine"])
     if reports:
         options["report_jsonl_path"] = str(report)
     try:
-        summary = core.run_mocker_trace_replay([str(trace)] if reports else str(trace), **options)
+        answer = core.run_mocker_trace_replay([str(trace)] if reports else str(trace), **options)
     except BaseException as error:  # noqa: BLE001 - a panic of the release is one
         return {"error": f"{type(error).__name__}: {error}"}
-    answer = {"summary": summary}
+    answer = {"summary": answer if isinstance(answer, dict) else answer.summary}
     if reports:
         rows = [json.loads(line) for line in report.read_text().splitlines()]
         for row in rows:
@@ -49,8 +49,10 @@ def play(core, case, directory):
     return answer
 
 
-def engine_args(core, fields):
-    """Return `MockEngineArgs` of the fields of a case."""
+def engine_args(core, fields, dp_size=1):
+    """Return `MockEngineArgs` of the fields of a case, or from 1.6 on the mapping that has taken its place."""
+    if not hasattr(core, "MockEngineArgs"):
+        return {"engine": fields, "dp_size": dp_size}
     fields = dict(fields)
     if "sglang" in fields:
         fields["sglang"] = core.SglangArgs(**fields["sglang"])

