@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pytest_kvmock.checks import check_integer, unknown_text
+from pytest_kvmock.engine.nested_args import SglangArgs
 
 _ENGINE: Final = (
     "num_gpu_blocks",
@@ -134,11 +135,11 @@ def read_launch_config(values: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"engine.sglang.schedule_policy must be 'fifo' or 'lpm' in 1.6.1, got {sglang['schedule_policy']!r:.80}"
             )
-        fields["sglang"] = sglang
+        defaults = asdict(SglangArgs().filled(1))
+        fields["sglang"] = {name: value for name, value in sglang.items() if value != defaults[name]} or None
     fields |= _timing(engine.get("timing_model", {"type": "polynomial"}))
     inert = {path: _at(values, path) for path in INERT if _has(values, path)}
-    if inert:
-        fields["inert"] = inert
+    fields["inert"] = {path: value for path, value in inert.items() if value != INERT[path]} or None
     _check_values(kind, engine, inert)
     return fields
 

@@ -1,4 +1,7 @@
-"""What schedulers share: their requests, what a forward pass did, their queues, and how an engine drives them."""
+"""What schedulers share: their requests, what a forward pass did, their queues, and how an engine drives them.
+
+One subject: what every scheduler is, before any has its passes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Handoffs: a prefill engine computes a prompt, and a decode engine gets its KV over a link, and generates."""
+"""Handoffs: a prefill engine computes a prompt, and a decode engine gets its KV over a link, and generates.
+
+One subject: what happens to a request between the two engines, by release.
+"""
 
 from __future__ import annotations
 

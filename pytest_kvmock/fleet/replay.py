@@ -216,15 +216,16 @@ class _Replay:
 
     def _report(self) -> ReplayReport:
         passes = sum(engine.passes for engine in self._everyone) - self._passes_before
-        handoffs: dict[ScheduledRequest, dict[str, Any]] = {
-            made.request: made.to_json() for made in (*self._handoffs.made, *self._rejected) if made.request is not None
-        }
         args = self._engines[0].args
+        made_or_rejected = (*self._handoffs.made, *self._rejected) if args.release.destination is not None else ()
+        handoffs: dict[ScheduledRequest, dict[str, Any]] = {
+            made.request: made.to_json() for made in made_or_rejected if made.request is not None
+        }
         order, served_by = tuple(self._order), tuple(self._served_by)
         if not args.release.sketches_gaps:
             return ReplayReport(order, passes, served_by, handoffs)
         place = {engine: position for position, engine in enumerate(self._prefill)}
-        for made in (*self._handoffs.made, *self._rejected):
+        for made in made_or_rejected:
             request = made.request or made.prefilled
             if request is not None and made.source is not None and made.prefilled is not None:
                 of_prefill = {

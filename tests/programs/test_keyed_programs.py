@@ -200,5 +200,15 @@ def test_a_wrong_hash_is_reproduced_with_what_the_hash_is_made_of():
 
 def test_the_matrix_of_all_engines_is_known():
     """A new backend must be looked at: what are its blocks named by?"""
-    known = {"lineage", "lru", "multi_lru", "hash_cache", "vllm", "vllm_0_19", "sglang", "mocker_sglang"}
+    known = {
+        "lineage",
+        "lru",
+        "multi_lru",
+        "hash_cache",
+        "vllm",
+        "vllm_0_19",
+        "sglang",
+        "mocker_sglang",
+        "mocker_sglang_1_6",
+    }
     assert known == set(BACKENDS)

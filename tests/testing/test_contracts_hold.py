@@ -111,6 +111,15 @@ class TestOlderMockerSglangWorkerOfSmallPages(WorkerContract):
     block_size = 2
 
 
+class TestNewerMockerSglangWorker(WorkerContract):
+    backend = "mocker_sglang_1_6"
+
+
+class TestNewerMockerSglangWorkerOfSmallPages(WorkerContract):
+    backend = "mocker_sglang_1_6"
+    block_size = 2
+
+
 class TestLargeBlocks(WorkerContract):
     backend = "lru"
     block_size = 16
