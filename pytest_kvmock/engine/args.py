@@ -58,6 +58,8 @@ _INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
     "num_gpu_blocks": (1, MOST_COUNT),
     "block_size": (0, MOST_COUNT),
     "dp_size": (1, 2**32 - 1),
+    "prefill_decode_interval": (0, MOST_COUNT),
+    "prefill_schedule_interval": (1, MOST_COUNT),
 }
 _OPTIONAL_INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
     "max_num_seqs": (1, MOST_COUNT),

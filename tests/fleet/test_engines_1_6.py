@@ -1,0 +1,247 @@
+"""Worked examples of Dynamo 1.6.1, whose figures are output of the running program, and what is refused there."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_kvmock import EngineStalled, MockEngine, MockEngineArgs, RouterHarness, replay
+from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.engine.worker import OutOfBlocks
+from pytest_kvmock.traces import TraceRequest
+
+
+def args_of(dp_size=1, **engine):
+    return MockEngineArgs.from_json({"engine": {"block_size": 4, **engine}, "dp_size": dp_size})
+
+
+def trace_of(*rows, size=4):
+    """Requests of (timestamp, prompt, output); each prompt has blocks of its own, or begins with a number given behind."""
+    requests = []
+    for number, (at, prompt, output, *first) in enumerate(rows):
+        start = first[0] if first else 1000 * (number + 1)
+        requests.append(TraceRequest(at, prompt, output, tuple(range(start, start + -(-prompt // size)))))
+    return requests
+
+
+def play(rows, *, count=1, dp_size=1, concurrency=None, size=4, options=None, **engine):
+    args = args_of(dp_size, block_size=size, **engine)
+    engines = [MockEngine(args) for _ in range(count * dp_size)]
+    trace = rows if isinstance(rows[0], TraceRequest) else trace_of(*rows, size=size)
+    return replay(trace, engines, (), concurrency, trace_block_size=size, **(options or {}))
+
+
+def rounded(values):
+    return [round(value, 6) for value in values]
+
+
+def times(report):
+    return [rounded(request.token_ms) for request in report.requests]
+
+
+def test_the_first_token_comes_out_of_the_prefill_and_the_others_take_time_by_their_length():
+    report = play([(0, 128, 3)], size=64, num_gpu_blocks=100)
+    assert [rounded([18.451798, 18.451798 + 6.818182, 18.451798 + 6.818182 + 6.826458])] == times(report)
+    assert 6.827783797542894 == report.to_json()["median_itl_ms"]  # of a sketch: above the greatest gap
+
+
+def test_fixed_times():
+    report = play([(0, 8, 3)], timing_model={"type": "fixed", "prefill_ms": 10, "decode_ms": 0.5})
+    assert [[10.0, 10.5, 11.0]] == times(report)
+
+
+def test_the_last_token_of_a_prompt_is_always_computed():
+    report = play([(0, 128, 1, 7), (100, 128, 1, 7), (200, 130, 1, 7)], size=64)
+    assert [0, 64, 128] == [request.reused_tokens for request in report.requests]
+    assert [[117.474885], [216.531789]] == times(report)[1:]
+    alike = play([(0, 8, 1, 7), (0, 8, 1, 7)])
+    assert ([[16.683682]] * 2, [0, 4]) == (times(alike), [request.reused_tokens for request in alike.requests])
+
+
+def test_a_block_is_taken_in_the_pass_that_computes_its_first_token():
+    assert 148.895414 == times(play([(0, 8, 5)], num_gpu_blocks=3))[0][-1]
+    with pytest.raises(OutOfBlocks):
+        play([(0, 8, 6)], num_gpu_blocks=3)
+
+
+def test_a_prompt_that_can_never_fit_is_rejected_in_its_turn():
+    report = play([(0, 8, 3), (1, 16, 3), (1, 4, 3)], num_gpu_blocks=3)
+    assert ["finished", "rejected", "finished"] == [request.status for request in report.requests]
+    assert 81.264997 == round(report.requests[2].admitted_ms, 6)
+    assert "rejected" == report.per_request()[1]["terminal_status"]
+    assert 2 == report.to_json()["completed_requests"]
+
+
+def test_a_request_ends_at_the_longest_length():
+    report = play([(0, 8, 9), (0, 12, 9)], max_model_len=12)
+    assert [(4, "finished"), (0, "rejected")] == [(each.generated_tokens, each.status) for each in report.requests]
+    assert [9, 9] == [row["requested_output_length"] for row in report.per_request()]
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_a_request_without_output_is_done_when_its_prompt_is_computed(backend):
+    report = play([(0, 8, 0)], backend=backend)
+    assert (16.622914, "finished", []) == (
+        round(report.requests[0].ended_ms, 6),
+        report.requests[0].status,
+        report.requests[0].token_ms,
+    )
+
+
+def test_a_preempted_request_keeps_the_names_of_what_it_generated():
+    report = play([(0, 8, 6), (0, 8, 6)], num_gpu_blocks=5)
+    assert [(16.744463, 154.396713), (16.744463, 308.611123)] == [(own[0], own[-1]) for own in times(report)]
+    assert [0, 4] == [request.reused_tokens for request in report.requests]
+    assert 21 == report.to_json()["committed_prefill_tokens"]
+    assert [1, 2] == [row["admission_count"] for row in report.per_request()]
+
+
+def test_a_turn_of_a_closed_loop_arrives_exactly_after_its_delay():
+    requests = [
+        TraceRequest(0, 8, 2, (1, 2), "a"),
+        TraceRequest(None, 12, 2, (3, 4, 5), "a", 50),
+        TraceRequest(0, 8, 30, (6, 7), "b"),
+    ]
+    second = play(requests, concurrency=2, num_gpu_blocks=100, options={"arrival_speedup": 2.0}).requests[2]
+    assert (74.862790, 77.135244) == tuple(rounded((second.arrival_ms, second.admitted_ms)))
+
+
+def test_goodput():
+    rows = [(0, 8, 4, 7), (10, 8, 4, 7), (20, 8, 4, 7)]
+    figures = play(rows, num_gpu_blocks=100, options={"slo_ttft_ms": 17}).to_json()
+    assert (1, 11.075033941933398, 44.30013576773359) == tuple(
+        figures[f"goodput_{name}"]
+        for name in ("completed_requests", "request_throughput_rps", "output_throughput_tok_s")
+    )
+    assert 0 == play(rows, options={"slo_itl_ms": 6}).to_json()["goodput_completed_requests"]
+    assert 3 == play(rows, options={"slo_e2e_ms": 1000}).to_json()["goodput_completed_requests"]
+    assert not any(name.startswith("goodput") for name in play(rows).to_json())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slo_ttft_ms": 0}, "replay: slo_ttft_ms must be a finite number above 0 .milliseconds., or None, got 0"),
+        ({"slo_itl_ms": "1"}, "replay: slo_itl_ms must be a finite number above 0 .milliseconds., or None, got '1'"),
+        (
+            {"slo_e2e_ms": 1, "slo_itl_ms": 1},
+            "replay: slo_e2e_ms cannot be given together with slo_ttft_ms or slo_itl_ms",
+        ),
+        ({"stop_ms": -1}, "replay: stop_ms must be a finite number of at least 0 .milliseconds., or None, got -1"),
+    ],
+)
+def test_bounds_that_are_none_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        play([(0, 8, 4)], options=options)
+
+
+def test_the_clock_stops():
+    rows = [(0, 8, 4), (10, 8, 4), (20, 8, 4)]
+    figures = play(rows, options={"stop_ms": 20}).to_json()
+    assert (3, 0, 0.0, 0.02) == tuple(
+        figures[name] for name in ("num_requests", "completed_requests", "duration_ms", "decode_worker_seconds")
+    )
+    assert 1 == play(rows, options={"stop_ms": 0}).to_json()["num_requests"]
+    engine = MockEngine(args_of())
+    replay(trace_of(*rows), [engine], stop_ms=20, trace_block_size=4)
+    assert engine.is_idle
+
+
+def test_a_pass_of_sglang_computes_prompts_or_generates():
+    report = play([(0, 8, 6), (20, 8, 2)], backend="sglang", num_gpu_blocks=100)
+    first, second = times(report)
+    assert (16.622914, 70.446501) == (first[0], first[-1])
+    assert [40.188022, 48.435421] == second
+
+
+def test_later_chunks_of_sglang_reuse_nothing():
+    sglang = {"chunked_prefill_size": 8}
+    request = play([(0, 20, 1)], backend="sglang", sglang=sglang).requests[0]
+    assert ([49.807988], 0) == (rounded(request.token_ms), request.reused_tokens)
+
+
+def test_ranks_run_in_lock_step():
+    report = play([(0, 8, 4), (10, 8, 4), (20, 8, 4)], dp_size=2, num_gpu_blocks=100)
+    assert (0, 1, 0) == report.served_by
+    second = report.requests[1]
+    assert (16.622914, 33.245828) == tuple(rounded((second.admitted_ms, second.token_ms[0])))
+    assert [0, 1, 0] == [row["routing_history"][0]["dp_rank"] for row in report.per_request()]
+
+
+def test_engines_that_are_no_whole_workers_are_refused():
+    engines = [MockEngine(args_of(2)) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"engines are the ranks of workers, dp_size=2 each"):
+        replay(trace_of((0, 8, 1)), engines, trace_block_size=4)
+
+
+def test_a_chunk_of_less_than_a_token_a_rank_is_refused():
+    args = args_of(3, backend="sglang", block_size=1, sglang={"chunked_prefill_size": 2})
+    with pytest.raises(ValueError, match=r"sglang.chunked_prefill_size must be at least dp_size, 3"):
+        MockEngine(args)
+
+
+def test_events_are_published_when_a_pass_ends():
+    engine = MockEngine(args_of(num_gpu_blocks=20))
+    assert "pass_end" == engine.args.events_visible_at
+    assert ("1.6.1", "vllm") == (engine.args.semantics, engine.worker.backend)
+
+
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "sglang", "mocker_sglang"])
+def test_a_backend_that_1_6_1_has_not_is_refused(backend):
+    kind = "sglang" if "sglang" in backend else "vllm"
+    with pytest.raises(
+        ValueError, match=rf"^semantics='1.6.1' of engine_type '{kind}' schedules over .*; got '{backend}'$"
+    ):
+        MockEngine(MockEngineArgs(engine_type=kind, block_size=4, semantics="1.6.1"), backend=backend)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"max_model_len": 9}, {"prefill_schedule_interval": 2}, {"kv_transfer_timing_mode": "destination_missing"}],
+)
+def test_arguments_of_1_6_1_are_refused_by_engines_that_follow_another_release(field):
+    with pytest.raises(ValueError, match=r"is an argument of 1.6.1; this engine follows 1.2.1$"):
+        MockEngine(MockEngineArgs(block_size=4, **field), backend="lineage")
+    assert MockEngine(MockEngineArgs(block_size=4, **field), backend="vllm")
+
+
+def test_an_engine_that_is_stuck_is_an_error():
+    with pytest.raises(EngineStalled):  # it fits, and is never admitted: its room must be more than it takes
+        play([(0, 8, 4)], backend="sglang", num_gpu_blocks=3)
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    blocks=st.integers(6, 30),
+    size=st.sampled_from((1, 2, 4)),
+    caching=st.booleans(),
+)
+def test_pages_of_the_newer_sglang_are_free_cached_or_held(seed, blocks, size, caching):
+    from random import Random
+
+    rng = Random(seed)
+    profile = EngineProfile(block_size=size, num_blocks=blocks, prefix_caching=caching, seed=seed)
+    with RouterHarness(profile, backend="mocker_sglang_1_6") as kv:
+        worker, prompts, running = kv.worker(0), [], []
+        manager = worker.manager
+        for _ in range(40):
+            if running and rng.random() < 0.5:
+                request = running.pop(rng.randrange(len(running)))
+                if rng.random() < 0.3:
+                    request.preempt()
+                request.finish()
+            else:
+                after = rng.choice(prompts) if prompts and rng.random() < 0.6 else None
+                prompt = kv.prompt(rng.randrange(1, 4), after=after)
+                try:
+                    running.append(worker.prefill(prompt))
+                    running[-1].decode(rng.randrange(2 * size))
+                    prompts.append(prompt)
+                except OutOfBlocks:
+                    pass
+            held = sum(each.allocated - each.protected for each in manager.requests)
+            free = manager.free_tokens // size
+            assert blocks == free + manager.num_inactive_blocks + held + manager._tree.protected
+        for request in running:
+            request.finish()
+        assert 0 == manager.num_active_blocks
