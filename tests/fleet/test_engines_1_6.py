@@ -112,7 +112,7 @@ def test_goodput():
         figures[f"goodput_{name}"]
         for name in ("completed_requests", "request_throughput_rps", "output_throughput_tok_s")
     )
-    assert 0 == play(rows, options={"slo_itl_ms": 6}).to_json()["goodput_completed_requests"]
+    assert 0 == play(rows, num_gpu_blocks=100, options={"slo_itl_ms": 6}).to_json()["goodput_completed_requests"]
     assert 3 == play(rows, options={"slo_e2e_ms": 1000}).to_json()["goodput_completed_requests"]
     assert not any(name.startswith("goodput") for name in play(rows).to_json())
 
