@@ -5,7 +5,8 @@ One subject: a query, from the event that causes it to the problem that its answ
 Where a backend is not prefix-closed the reference itself can be wrong: it loses the children of a block that is removed
 before them, and applies the event of an engine that links a block to its own descendant. There, any answer between that
 of the reference and the leading run of blocks that are held according to the events is right. The same holds for chains
-through a block that an engine has left without its parent (`orphaned_child`); an answer outside of that is listed under
+through a block that an engine has left without its parent (`orphaned_child`), and for those in which two blocks stand for one
+place; an answer outside of that is listed under
 the warning. But where both are the same, an index that returns more has counted what is not held, or is behind a hole: no
 orphan excuses that.
 
@@ -39,7 +40,7 @@ from pytest_kvmock.harness.under_test import (
 )
 from pytest_kvmock.hygiene.folding import fold
 from pytest_kvmock.hygiene.ledger import Ledger
-from pytest_kvmock.hygiene.orphans import stored_as
+from pytest_kvmock.hygiene.orphans import held_under_one_path, stored_as
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.rules import EVENT_ID_GAP, INDEX_DRIFT, INDEX_FAILURE
 from pytest_kvmock.hygiene.story import story_of
@@ -501,6 +502,8 @@ class IndexComparison:
                 run, due = leading_run(stream, chain), expected.get(key, 0)
             elif (found := orphaned_in(stream, chain)) is not None:
                 run, due = found.run, expected.get(key, 0)
+            elif (alike := held_under_one_path(stream, chain.local)) is not None:
+                run, due = alike, expected.get(key, 0)
             else:
                 continue
             least[key], most[key] = min(run, due), max(run, due)

@@ -1,4 +1,4 @@
-"""Chains through a block that is held without its parent: which they are, and how much of them is held.
+"""Chains of which right indexes differ: through a block that is held without its parent, or that two blocks stand for.
 
 From an `orphaned_child` on, until that worker and rank is cleared or begins anew, indexes may differ there: one drops the
 descendants of a removed block, as Dynamo's does, another matches them again when the parent is stored again. Both are
@@ -8,6 +8,7 @@ right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from pytest_kvmock.hygiene.stream import Stream
@@ -49,6 +50,19 @@ def orphaned(stream: Stream, local_hashes: tuple[int, ...], named: Sequence[int]
                 run += 1
         most = max(most, run)
     return Orphaned(tuple(dict.fromkeys(found)), most) if found else None
+
+
+def held_under_one_path(stream: Stream, local_hashes: tuple[int, ...]) -> int | None:
+    """How many leading places of a chain are held, where a place in it was stored as two blocks; None where none was.
+
+    As where an engine names blocks by more than its events say, or links one wrongly. One index then knows one of the two by
+    the local hashes that lead to them, another both.
+    """
+    places = _stored(stream, local_hashes)
+    if all(len(blocks) == 1 for blocks in places):
+        return None
+    held = (any(block in stream.device or block in stream.implied for block in blocks) for blocks in places)
+    return sum(1 for _ in takewhile(bool, held))
 
 
 def stored_as(stream: Stream, local_hashes: tuple[int, ...]) -> set[int]:

@@ -157,14 +157,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # the last lines of the summary
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Generator[None]:
-    """Show the event logs of tests that passed, with --kv-events=all, and a line on what was judged, but with -q."""
+    """Show the event logs of tests that passed, with --kv-events=all, and a line on what was judged.
+
+    With -q that has only what was asked for and not done; with -qq there is none.
+    """
     yield
     settings = config.stash[SETTINGS]
     if settings.get("log") == "all":
         from pytest_kvmock.plugin.report import passed_logs
 
         passed_logs(terminalreporter)
-    if config.get_verbosity() < 0:
+    if config.get_verbosity() < -1:
         return
     judged = [  # only the report of a teardown has all that was found
         report
@@ -175,7 +178,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if judged:
         from pytest_kvmock.plugin.report import summary_line
 
-        line = summary_line(judged, settings)
+        line = summary_line(judged, settings, only_undone=config.get_verbosity() < 0)
         if line is not None:
             terminalreporter.write_line(line)
 

@@ -225,7 +225,7 @@ def _counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {rule}" for rule, count in counts.items())
 
 
-def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> str | None:
+def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, only_undone: bool = False) -> str | None:
     """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None: there were none.
 
     Then what was asked for and not done: faults at random, each with the tests in which it was injected into no event, and
@@ -234,6 +234,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> st
     Args:
         reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.
         settings: of the run.
+        only_undone: leave out what was judged.
     """
     from pytest_kvmock.hygiene.rules import RULES
 
@@ -245,11 +246,8 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> st
     counted = {"kvmock.warnings": warnings, "kvmock.engine_warnings": engine_warnings, "kvmock.unused_faults": unused}
     for report in {each.nodeid: each for each in sorted(reports, key=lambda one: one.start)}.values():
         properties: dict[str, Any] = dict(report.user_properties)
-        if (
-            not properties["kvmock.events"] and "kvmock.warnings" not in properties
-        ):  # a request may be left, and nothing else
-            continue
-        tests += 1
+        # A request may be left, and nothing else.
+        tests += bool(properties["kvmock.events"] or "kvmock.warnings" in properties)
         events += properties["kvmock.events"]
         if "kvmock.backend" in properties:
             backends.add(properties["kvmock.backend"])
@@ -258,8 +256,14 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> st
             for part in properties.get(key, "").split(", ") if key in properties else ():
                 count, _, rule = part.partition(" ")
                 counts[rule] += int(count)
-    if not tests:
-        return None
+    undone: list[str] = []
+    if unused:
+        undone.append(f"{_UNUSED}: {', '.join(f'{kind} ({_tests(unused[kind])})' for kind in sorted(unused))}")
+    if uncompared:
+        engines = "its engine" if uncompared == 1 else "their engines"
+        undone.append(f"{uncompared:,} sink{'s' * (uncompared != 1)} never compared with {engines} (kv_sink.compare)")
+    if only_undone or not tests:
+        return f"kvmock: {'; '.join(undone)}" if undone else None
     order = [*RULES]
     known = known_backends()
     names = sorted(backends, key=lambda name: (known.index(name) if name in known else len(known), name))
@@ -274,9 +278,4 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings) -> st
     if engine_warnings:
         own = _counts_text({rule: engine_warnings[rule] for rule in order if rule in engine_warnings})
         line += f"{'; ' if warnings else ' but '}the engines' own: {own}"
-    if unused:
-        line += f"; {_UNUSED}: {', '.join(f'{kind} ({_tests(unused[kind])})' for kind in sorted(unused))}"
-    if uncompared:
-        engines = "its engine" if uncompared == 1 else "their engines"
-        line += f"; {uncompared:,} sink{'s' * (uncompared != 1)} never compared with {engines} (kv_sink.compare)"
-    return line
+    return "; ".join([line, *undone])

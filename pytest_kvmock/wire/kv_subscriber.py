@@ -326,7 +326,8 @@ class KvSubscriber:
         if is_forgotten and not is_later:
             self.duplicates += 1
             return False
-        observed = f"batch {number} came after batch {due - 1}: numbers went backwards, as after an unannounced restart"
+        how = f"came after batch {due - 1}" if number < due - 1 else "came twice, with other events"
+        observed = f"batch {number} {how}: numbers went backwards, as after an unannounced restart"
         rank.begin_anew()
         rank.anew, rank.due = due, 0
         self._report(dp_rank, range(due, due), observed)

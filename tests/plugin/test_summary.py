@@ -161,10 +161,17 @@ RUNS = {
         """,
         (
             "kvmock: 2 tests on lru; 3 events; no warnings; "
-            "faults at random that were never injected: double (1 test), lose (2 tests)"
+            "faults at random that were never injected: double (2 tests), lose (2 tests)"
         ),
     ),
     "no event": ("def test(kv_sink): pass", None),
+    "faults for which no event came": (
+        """
+        @pytest.mark.kvmock(faults={"double": 1e-9})
+        def test_none(kv_prompt): pass
+        """,
+        "kvmock: faults at random that were never injected: double (1 test)",
+    ),
     "no use of the plugin": ("def test(record_property): record_property('events', 7)", None),
 }
 
@@ -185,9 +192,17 @@ def test_the_line_is_the_same_under_xdist(nested, name):
     assert line == line_of(nested(source, "-n", "2", plugins=["xdist"]))
 
 
-@pytest.mark.parametrize("args", [["-q"], ["-q", "-n", "1"], ["--collect-only"], ["-p", "no:terminal"]])
+@pytest.mark.parametrize("args", [["-qq"], ["--collect-only"], ["-p", "no:terminal"]])
 def test_there_is_no_line(nested, args):
     assert line_of(nested("def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)", *args, plugins=["xdist"])) is None
+
+
+@pytest.mark.parametrize("args", [["-q"], ["-q", "-n", "1"]])
+def test_a_quiet_run_says_what_was_not_done(nested, args):
+    line = line_of(nested("def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)", *args, plugins=["xdist"]))
+    assert "kvmock: 1 sink never compared with its engine (kv_sink.compare)" == line
+    compared = "def test(kv_sink): kv_sink(GOOD); kv_sink.compare(lambda: [1])"
+    assert line_of(nested(compared, *args, plugins=["xdist"])) is None
 
 
 @pytest.mark.parametrize(
