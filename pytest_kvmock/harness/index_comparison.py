@@ -4,11 +4,9 @@ One subject: a query, from the event that causes it to the problem that its answ
 
 Where a backend is not prefix-closed the reference itself can be wrong: it loses the children of a block that is removed
 before them, and applies the event of an engine that links a block to its own descendant. There, any answer between that
-of the reference and the leading run of blocks that are held according to the events is right. The same holds for chains
-through a block that an engine has left without its parent (`orphaned_child`), and for those in which two blocks stand for one
-place; an answer outside of that is listed under
-the warning. But where both are the same, an index that returns more has counted what is not held, or is behind a hole: no
-orphan excuses that.
+of the reference and the leading run of blocks that are held according to the events is right. So it is for chains in
+which two blocks stand for one place, and for those through a block that an engine has left without its parent; an answer
+outside of that is listed under `orphaned_child`, but not one that counts what is not held, or is behind a hole.
 
 An index that has `find_tiered` tells tiers apart. As soon as an event has named a tier below the device, it is asked for
 those too.
