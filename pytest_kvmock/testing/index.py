@@ -245,11 +245,23 @@ class IndexContract(DistinctBlocks):
 
     def test_what_another_tier_removes_stays_on_the_device(self) -> None:
         """A block may be in several tiers; an index answers for the device."""
+        for tier in (StorageTier.HOST_PINNED, StorageTier.DISK, StorageTier.EXTERNAL):
+            index = self._start()
+            index.store("abcd")
+            index.store("abcd", tier=tier)
+            index.remove("abcd", "abc", tier=tier)
+            index.expect("abcd", {0: 4})
+
+    def test_a_chain_may_be_long(self) -> None:
+        """An event stores 1,500 blocks, another goes on from their end, and the whole chain is found."""
         index = self._start()
-        index.store("abcd")
-        index.store("abcd", tier=StorageTier.HOST_PINNED)
-        index.remove("abcd", "abc", tier=StorageTier.HOST_PINNED)
-        index.expect("abcd", {0: 4})
+        letters = "".join(chr(1000 + number) for number in range(1500))
+        index.store(letters)
+        index.expect(letters, {0: 1500})
+        index.store("x", after=letters)
+        index.expect(f"{letters}x", {0: 1501})
+        index.remove(f"{letters}x", letters)
+        index.expect(f"{letters}x", {0: 1499})
 
     def test_what_another_tier_alone_has_is_not_found(self) -> None:
         """A block of another tier does not count: it would have to be loaded first."""
@@ -524,6 +536,22 @@ class IndexContract(DistinctBlocks):
             f"size() is {sizes[4]:,} after {_PAIRS // 2:,} blocks that were stored and removed, and {sizes[-1]:,} after "
             f"{_PAIRS:,}; expected to grow by {most:,} at most"
         )
+
+    def test_it_does_not_grow_with_workers_that_go(self) -> None:
+        """`size()`, where the index has it, stays bounded over workers that are cleared, or removed."""
+        index = self._start()
+        if index.size() is None:
+            pytest.skip(f"{index.index.name} has no size(): what workers leave that go was not checked")
+        for what in ("a Cleared", "remove_worker(0)")[: 1 + (index.index.remove_worker is not None)]:
+            sizes = []
+            for first in range(0, 1000, 200):
+                index.store("".join(chr(1000 + number) for number in range(first, first + 200)))
+                index.clear() if what == "a Cleared" else index.remove_worker(0)
+                sizes.append(index.size() or 0)
+            assert sizes[-1] - sizes[0] <= 200, (
+                f"size() is {sizes[0]:,} after 200 blocks were stored and {what} came, and {sizes[-1]:,} after five times "
+                "that; expected to grow by 200 at most"
+            )
 
     def test_it_follows_live_traffic(self) -> None:
         """The index answers as the reference index does, for two engines of each of `backends` in any traffic."""

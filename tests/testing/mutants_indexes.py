@@ -485,6 +485,76 @@ class RemembersEveryBlock(Radix):
             return len(self.seen)
 
 
+class Sized(Tree):
+    """A sound index that tells how many blocks it knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = set()
+
+    def apply(self, event):
+        self.tree.apply(event)
+        data = event.event.data
+        if isinstance(data, Cleared):
+            self.forget(event.worker_id)
+        elif event.storage_tier is StorageTier.DEVICE:
+            pairs = {(event.worker_id, block) for block in data.block_hashes}
+            self.known = self.known | pairs if isinstance(data, Stored) else self.known - pairs
+
+    def forget(self, worker_id):
+        self.known = {pair for pair in self.known if pair[0] != worker_id}
+
+    def remove_worker(self, worker_id):
+        super().remove_worker(worker_id)
+        self.forget(worker_id)
+
+    def size(self):
+        return len(self.known)
+
+
+@INDEXES.breaks("test_it_does_not_grow_with_workers_that_go")
+class KeepsWhatIsCleared(Radix):
+    class Subject(Sized):
+        def apply(self, event):
+            known = self.known
+            super().apply(event)
+            if isinstance(event.event.data, Cleared):
+                self.known = known
+
+
+@INDEXES.breaks("test_it_does_not_grow_with_workers_that_go")
+class KeepsRemovedWorkers(Radix):
+    class Subject(Sized):
+        def remove_worker(self, worker_id):
+            self.tree.remove_worker(worker_id)
+
+
+@INDEXES.breaks("test_a_chain_may_be_long")
+class StoresAThousandBlocksOfAnEvent(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            data = event.event.data
+            if isinstance(data, Stored):
+                event = with_data(event, Stored(data.parent_hash, data.block_hashes[:1024], data.tokens_hashes[:1024]))
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_chain_may_be_long")
+class LooksAtFiveHundredBlocks(Radix):
+    class Subject(Tree):
+        def find_matches(self, local_hashes):
+            return super().find_matches(local_hashes[:512])
+
+
+@INDEXES.breaks("test_what_another_tier_removes_stays_on_the_device")
+class RemovesOfTheDiskFromTheDevice(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            if isinstance(event.event.data, Removed) and event.storage_tier is not StorageTier.HOST_PINNED:
+                event = RouterEvent(event.worker_id, event.event, StorageTier.DEVICE)
+            super().apply(event)
+
+
 class Queued(Tree):
     """Queues events until it is flushed."""
 
