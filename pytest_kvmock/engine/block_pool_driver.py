@@ -54,6 +54,14 @@ class BlockPoolDriver:
         """New blocks, and hits that nobody uses, as vLLM counts them; decode steps give nothing back, so they are counted."""
         return self.manager.missing_blocks(request, upto + len(tokens), self._hits(request))
 
+    def step_inside(self, request: PoolRequest, upto: int) -> bool:
+        """Count the tokens up to one as computed, if it lies in a block that is held and is not its last."""
+        size = self.manager.block_size
+        if not upto % size or upto > len(request.block_ids) * size:
+            return False
+        request.num_computed_tokens = upto
+        return True
+
     def needs_no_output(self, request: PoolRequest) -> None:
         """Let all of its prompt be cached."""
         request.computes_last_token = False

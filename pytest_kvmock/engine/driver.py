@@ -179,6 +179,9 @@ class SchedulerDriver(GeneratingDriver, Protocol):
 class PoolSchedulerDriver(SchedulerDriver, Protocol):
     """Of an engine that allocates a block when the first of its tokens is computed: generating a token needs none."""
 
+    def step_inside(self, request: Any, upto: int) -> bool:
+        """Count the tokens up to one as computed, if that needs no block and fills none; False: it does."""
+
     def needs_no_output(self, request: Any) -> None:
         """Note that a request asks for no output: all of its prompt may be cached, its last token included."""
 

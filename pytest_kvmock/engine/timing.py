@@ -13,6 +13,7 @@ from itertools import accumulate, repeat
 from typing import Final
 
 _NS: Final = 10**9
+_NEAR_TIE: Final = 1e-3
 
 
 def whole_nanoseconds(seconds: float) -> int:
@@ -23,6 +24,9 @@ def whole_nanoseconds(seconds: float) -> int:
     """
     if not 0 <= seconds < math.inf:
         raise ValueError(f"a duration must be a finite number of seconds of at least 0, got {seconds!r}")
+    near = seconds * _NS
+    if near < 2**40 and abs(near % 1.0 - 0.5) > _NEAR_TIE:  # the product is off by far less
+        return round(near)
     numerator, denominator = seconds.as_integer_ratio()
     whole, rest = divmod(numerator * _NS, denominator)
     if 2 * rest > denominator or (2 * rest == denominator and whole & 1):

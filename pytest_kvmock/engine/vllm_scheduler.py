@@ -69,6 +69,8 @@ class VllmScheduler(Scheduler):
         release = self._release = args.release
         self._whole = driver.admits_whole or release.allocates_whole
         self._most_tokens = args.max_model_len or math.inf
+        # What most requests of most passes need, without the questions whether there is room.
+        self._step_inside = cast("PoolSchedulerDriver", driver).step_inside if release.last_token_free else None
         self._aggregated = args.worker_type == "aggregated"
         self._budget = args.max_num_batched_tokens or math.inf
         self._max_running = args.max_num_seqs or math.inf
@@ -162,7 +164,10 @@ class VllmScheduler(Scheduler):
         if request.computed_tokens != length - 1 or not request.generated_tokens:
             return False
         driver, state = self._driver, request.state
-        if (self._whole and driver.need(state, length) > driver.room()) or driver.allocate(state, length) < length:
+        step_inside = self._step_inside
+        if (step_inside is None or not step_inside(state, length)) and (
+            (self._whole and driver.need(state, length) > driver.room()) or driver.allocate(state, length) < length
+        ):
             return False
         request.computed_tokens = length
         self._used[request] = 1
