@@ -128,6 +128,11 @@ class Arrivals:
         return self._limit is not None
 
     @property
+    def depends_on_ends(self) -> bool:
+        """Whether the end of a request has another one arrive: in a closed loop, and where a session has a second turn."""
+        return self.is_closed or any(turn.next is not None for _, _, turn in self._timed)
+
+    @property
     def _has_place(self) -> bool:
         return self._limit is not None and self._open < self._limit
 

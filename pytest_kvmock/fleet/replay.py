@@ -170,6 +170,8 @@ class _Replay:
         self._cycling: set[Driven] = set()
         self._turn_of: dict[EngineRequest, Turn] = {}
         self._handoffs = self._make_handoffs()
+        # Nothing that happens on an engine changes what arrives at another, so that each goes on to the next arrival.
+        self._is_alone = not prefill and not arrivals.depends_on_ends
         self._order: list[EngineRequest] = []
         self._served_by: list[int | None] = []
 
@@ -343,6 +345,8 @@ class _Replay:
 
     def _next_moment(self, idle: Driven | None = None) -> float:
         """When something happens next; for an engine that is about to go on, when something else does."""
+        if idle is not None and self._is_alone:
+            return self._arrivals.next_ms
         if idle is not None and any(each.has_work for each in self._all if each is not idle and each not in self._busy):
             return self._now  # another is about to start a pass
         moments = [self._handoffs.next_moment, *self._busy.values()]
