@@ -72,7 +72,7 @@ def test_the_header_says_what_is_not_the_default(nested, args, ini, expected):
 
 
 def test_passing_tests_print_nothing(nested):
-    result = nested("def test(kv_sink): kv_sink(GOOD)", "-q")
+    result = nested("def test(kv_sink): kv_sink(GOOD); kv_sink.compare(lambda: GOOD.block_hashes)", "-q")
 
     assert [".", "1 passed"] == [line.split("  ")[0].partition(" in")[0] for line in result.outlines if line]
 
