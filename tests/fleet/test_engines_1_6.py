@@ -219,6 +219,20 @@ def test_ranks_run_in_lock_step():
     assert [0, 1, 0] == [row["routing_history"][0]["dp_rank"] for row in report.per_request()]
 
 
+def test_a_prompt_is_put_off_whatever_part_of_it_the_budget_leaves():
+    """The third prompt could have the one token that decode leaves of the budget, in a pass that defers prefills."""
+    report = play(
+        [(0, 2, 20), (0, 2, 20), (11.5, 6, 2)],
+        dp_size=2,
+        num_gpu_blocks=100,
+        max_num_batched_tokens=2,
+        prefill_schedule_interval=2,
+        timing_model={"type": "fixed", "prefill_ms": 10, "decode_ms": 1},
+    )
+    third = report.requests[2]
+    assert (13.0, [84.0, 85.0]) == (third.admitted_ms, third.token_ms)
+
+
 def test_engines_that_are_no_whole_workers_are_refused():
     engines = [MockEngine(args_of(2)) for _ in range(3)]
     with pytest.raises(ValueError, match=r"engines are the ranks of workers, dp_size=2 each"):

@@ -49,6 +49,8 @@ def _watch(rng, case):
         replay["sla_ttft_ms"] = rng.choice((16.7, 30.0, 100.0))
         if rng.random() < 0.5:
             replay["sla_itl_ms"] = rng.choice((6.82, 7.0, 12.0))
+    if "prefill_schedule_interval" in case.get("engine", ()) and rng.random() < 0.2:
+        case["engine"]["max_num_batched_tokens"] = rng.choice((1, 2, 3))  # fewer than there are requests that decode
     if rng.random() < 0.2:
         row = {"timestamp": 0} | rng.choice(case["requests"])
         alone = {name: value for name, value in row.items() if name not in ("session_id", "delay")}
