@@ -134,7 +134,9 @@ class PrefillFirstScheduler(SglangScheduler):
             self._wait = max(0, self._wait - 1)
         if nobody:
             self._ratio = self._init_ratio
-        self._idle_since = max(done.end_ms for done in passes) if is_idle else math.inf
+        # Where a pass took no time, the next ones that take none come before whoever arrives at that moment.
+        end = max(done.end_ms for done in passes)
+        self._idle_since = math.inf if not is_idle else end if end > passes[0].start_ms else -math.inf
         if (self._ratio, self._wait) != before:
             for done in passes:
                 done.may_do_more = True

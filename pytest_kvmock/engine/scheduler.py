@@ -258,6 +258,7 @@ class Release:
         sketches_gaps: reports have the percentiles of gaps between tokens by a sketch, and what else came with 1.6.
         ranks_in_lock_step: the ranks of a worker start and end their passes together.
         instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
+        stalls_at_once: an aggregated engine with requests that can do nothing is stalled, whatever else may happen yet.
         backend: the backend of an engine that names none; None: the scheduler's.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
     """
@@ -281,6 +282,7 @@ class Release:
     sketches_gaps: bool = False
     ranks_in_lock_step: bool = False
     instant_passes_first: bool = False
+    stalls_at_once: bool = False
     backend: str | None = None
     driver: type | None = None
 

@@ -143,6 +143,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                         least_output=0,
                         takes_nested_arguments=True,
                         instant_passes_first=True,
+                        stalls_at_once=True,
                         ranks_in_lock_step=True,
                         sketches_gaps=True,
                         backend="mocker_sglang_1_6",

@@ -68,6 +68,7 @@ class SglangScheduler(Scheduler):
         driver.begin(args.scheduler_semantics)
         super().__init__(driver, args)
         self._newer = args.release.generates_together
+        self._newest = args.release.prefills_first  # a prefill without new tokens takes no time by any model
         options = args.sglang_options
         self._lpm = options.schedule_policy == "lpm"
         self._most_prefill = _given(options.max_prefill_tokens)
@@ -198,6 +199,8 @@ class SglangScheduler(Scheduler):
             return
         prefix = sum(each.prefix_tokens for each in done.scheduled)
         isl = prefix + sum(each.tokens for each in done.scheduled)
+        if self._newest and isl // count == prefix // count:
+            return
         ms = self._performance.prefill_ms(count, isl // count, prefix // count)
         done.prefill_ms = rounded_ms(ms, self._speedup)
 

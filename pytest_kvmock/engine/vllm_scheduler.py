@@ -235,7 +235,7 @@ class VllmScheduler(Scheduler):
         if of_prompt > left and not self._chunked:
             return _BLOCKED
         desired = min(remaining, left)
-        if self._defers and waits and desired > 1:
+        if self._defers and waits and remaining > 1:
             return _BLOCKED
         if remaining and not desired:
             return _BLOCKED

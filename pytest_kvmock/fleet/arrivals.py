@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 # A request without a session is one by itself.
 #
 # In an open loop the first request of a session arrives at its timestamp. In a closed loop timestamps do not matter:
-# sessions begin in the order of the trace, each when fewer than so many requests are open. What counts there as open differs: in 1.3.1 a session keeps its place until its last request
-# is done; in 1.2.1 others are served meanwhile, and a request on the link between two engines does not count.
+# sessions begin in the order of the trace, each when fewer than so many requests are open. What counts there as open
+# differs: in 1.3.1 a session keeps its place until its last request is done; in 1.2.1 others are served meanwhile, and a
+# request on the link between two engines does not count.
 
 
 class Turn:
@@ -29,18 +30,20 @@ class Turn:
         trace: the request as the trace has it.
         prompt: its prompt.
         session: the number of its session, in the order of the trace.
+        session_name: what the trace calls its session, or else Dynamo's loader: "request_3" for the third row.
         index: its place in its session, from 0.
         next: the request of its session that comes after it; None: there is none.
         delay_ms: how long after the one before it is done it arrives.
         keeps_place: whether it takes over the place of the one before it in a closed loop.
     """
 
-    __slots__ = ("delay_ms", "index", "keeps_place", "next", "prompt", "session", "trace")
+    __slots__ = ("delay_ms", "index", "keeps_place", "next", "prompt", "session", "session_name", "trace")
 
     def __init__(self, trace: TraceRequest, prompt: Prompt) -> None:
         self.trace = trace
         self.prompt = prompt
         self.session = 0
+        self.session_name = ""
         self.index = 0
         self.next: Turn | None = None
         self.delay_ms = 0.0
@@ -64,8 +67,9 @@ def link_sessions(turns: Iterable[Turn], speedup: float) -> list[Turn]:
     """
     firsts: list[Turn] = []
     last: dict[str, tuple[Turn, float]] = {}
-    for turn in turns:
+    for row, turn in enumerate(turns, 1):
         session, timestamp = turn.trace.session_id, turn.trace.timestamp
+        turn.session_name = f"request_{row}" if session is None else session
         if session is None or session not in last:
             turn.session = len(firsts)
             firsts.append(turn)
@@ -94,6 +98,10 @@ class Arrivals:
         speedup: by what times are divided, in an open loop.
         sessions_keep_place: whether a session counts as open until its last request is done (1.3.1).
         start_ms: when the first request arrives.
+
+    Attributes:
+        depends_on_ends: whether the end of a request has another one arrive: in a closed loop, and where a session has a
+            second turn. 1.6.1 names sessions in its report if so.
     """
 
     def __init__(
@@ -114,6 +122,7 @@ class Arrivals:
         self._placeless: list[tuple[float, int, Turn]] = []
         # In a closed loop Dynamo looks at no ratio.
         firsts = link_sessions(turns, speedup if concurrency is None else 1.0)
+        self.depends_on_ends = concurrency is not None or any(turn.next is not None for turn in firsts)
         first_ms = min(turn.timestamp_ms for turn in firsts)
         for turn in firsts:
             if concurrency is None:
@@ -121,16 +130,6 @@ class Arrivals:
                 heappush(self._timed, (moment, turn.session, turn))
             else:
                 heappush(self._placeless, (start_ms, turn.session, turn))
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether requests arrive as others are done, whatever their timestamps."""
-        return self._limit is not None
-
-    @property
-    def depends_on_ends(self) -> bool:
-        """Whether the end of a request has another one arrive: in a closed loop, and where a session has a second turn."""
-        return self.is_closed or any(turn.next is not None for _, _, turn in self._timed)
 
     @property
     def _has_place(self) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleet.arrivals import Turn
 
 _SKETCHED: Final = {"median": 50.0, "p75": 75.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
-_STATUS: Final = {"finished": "completed", "rejected": "rejected", "failed": "failed", "aborted": "canceled"}
+_STATUS: Final = {"finished": "completed", "rejected": "rejected", "failed": "failed"}
 _HANDOFF: Final = (
     "prefill_admit_ms",
     "source_held_ms",
@@ -89,7 +89,7 @@ class LaterReplayReport(ReplayReport):
         prefill_tokens: tokens of prompts that were computed, and with them what was computed again.
         objectives: what counts as good.
         turns: of each request, its place in the trace.
-        names_sessions: whether a request without a session is one by itself, as in a closed loop.
+        names_sessions: whether rows name sessions (`Arrivals.depends_on_ends`).
         ranks: of a decode worker.
         decode_first: whether a request is given to its decode engine before it is to its prefill engine.
     """
@@ -175,22 +175,15 @@ class LaterReplayReport(ReplayReport):
         `uuid`, which is random there, is left out; `onboarded_input_tokens` is ours.
         """
         rows = zip(ReplayReport.per_request(self), self.requests, self.served_by, self.turns, strict=True)
-        # An open loop knows sessions only where one has a second turn.
-        knows_sessions = self.names_sessions or any(turn.next is not None or turn.index for turn in self.turns)
-        return [self._row(*each, knows_sessions=knows_sessions) for each in rows if each[1].status in _STATUS]
+        return [self._row(*each) for each in rows if each[1].status in _STATUS]
 
-    def _row(
-        self, row: dict[str, Any], request: ScheduledRequest, worker: int | None, turn: Turn, *, knows_sessions: bool
-    ) -> dict[str, Any]:
+    def _row(self, row: dict[str, Any], request: ScheduledRequest, worker: int | None, turn: Turn) -> dict[str, Any]:
         tokens, handoff = request.token_ms, self.handoffs.get(request, {})
-        session = turn.trace.session_id if knows_sessions else None
-        if session is None and self.names_sessions:
-            session = f"request_{turn.session + 1}"
         history, failed = _admissions(request, handoff), request.status == "failed"
         row.pop("prefill_admissions", None)
         return row | {
-            "session_id": session,
-            "turn_index": None if session is None else turn.index,
+            "session_id": turn.session_name if self.names_sessions else None,
+            "turn_index": turn.index if self.names_sessions else None,
             "dispatched_at_ms": None,
             "terminal_time_ms": request.ended_ms,
             "ttst_ms": tokens[1] - tokens[0] if len(tokens) > 1 else None,

@@ -357,10 +357,9 @@ class MockEngine:
     def close(self) -> None:
         """Drop the engine: abort each open request; all its blocks are free, and full ones stay cached.
 
-        Events that are held for the end of a pass are published. Its worker stays, and so do time, `requests` and
-        `report`. To leave the engine as a context manager does this.
+        A pass that is under way gives no tokens, and ends no request; events that are held for its end are published. Its
+        worker stays, and so do time, `requests` and `report`. To leave the engine as a context manager does this.
         """
-        self._under_way = None
         self.worker.release_events()
         # Each stands at the end of its queue where it is looked for, or at the beginning: there may be thousands.
         order = (*self._arriving, *self.scheduler.waiting, *reversed(self.scheduler.running))
@@ -369,8 +368,23 @@ class MockEngine:
         for request in requests:
             self._drop(request)
         self.worker.requests[:] = [each for each in self.worker.requests if each not in requests]
+        self._forget_pass()
         self.scheduler.holds_back_prompts = False
         self._idle_passes = 0
+
+    def _forget_pass(self) -> None:
+        """Take back what requests and figures have of the pass that is under way, as its end never comes."""
+        done, self._under_way = self._under_way, None
+        if done is None:
+            return
+        for request in done.generated:
+            request.token_ms.pop()
+            request.generated_tokens -= 1
+        for request in (*done.finished, *done.rejected):
+            request.status, request.ended_ms = "aborted", None
+        self.passes -= 1
+        self.prefill_tokens -= done.prefill_tokens
+        self._preemptions -= len(done.preempted)
 
     def __enter__(self) -> Self:
         return self

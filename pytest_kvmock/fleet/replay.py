@@ -76,8 +76,8 @@ def replay(
         trace_block_size: tokens for each hash id; a prompt has then the tokens of Dynamo's loader, each id repeated
             so often. None: an id is a block of the engines' size, its local hash, or its tokens where the trace was read
             `with_tokens`.
-        stop_ms: how long the clock runs at most, in milliseconds: nothing after that happens, and what is open then is
-            aborted (Dynamo: `max_sim_time_ms`). None: to the end.
+        stop_ms: how long the clock runs at most, in milliseconds: nothing after that happens, a pass under way gives
+            nothing, and what is open is aborted and has no row (Dynamo: `max_sim_time_ms`). None: to the end.
         slo_ttft_ms: in the semantics of 1.6.1, the report counts requests as good whose first token takes no longer, in
             milliseconds (Dynamo: `sla_ttft_ms`). None: any.
         slo_itl_ms: likewise, the mean time between tokens.
@@ -162,6 +162,7 @@ class _Replay:
         self._rejected: list[Handoff] = []
         self._arrivals = arrivals
         self._only_between_passes = only_between_passes
+        self._stalls_at_once = engines[0].args.release.stalls_at_once and not prefill
         self._now = start_ms
         self._busy: dict[Driven, float] = {}
         # Engines that could do nothing, and to which nothing has happened since.
@@ -207,14 +208,23 @@ class _Replay:
                 self._check_served()
                 break
             if moment > self._stop_ms:
-                for engine in self._everyone:
-                    engine.close()
+                self._abort_open()
                 break
             self._now = moment
         for worker in self._workers:
             if isinstance(worker, RankedWorker):
                 worker.close()
         return self._report()
+
+    def _abort_open(self) -> None:
+        """Abort what is open, as the clock stops; what no decode engine was given has arrived all the same."""
+        for engine in self._everyone:
+            engine.close()
+        for handoff in self._handoffs.made:
+            request = handoff.prefilled
+            if request is not None and handoff.request is None:
+                request.status, request.ended_ms = "aborted", None
+                self._note(request, None, handoff.turn)
 
     def _report(self) -> ReplayReport:
         passes = sum(engine.passes for engine in self._everyone) - self._passes_before
@@ -246,7 +256,7 @@ class _Replay:
             prefill_tokens=sum(engine.prefill_tokens for engine in self._everyone) - self._prefill_tokens_before,
             objectives=self._objectives,
             turns=tuple(self._turns),
-            names_sessions=self._arrivals.is_closed,
+            names_sessions=self._arrivals.depends_on_ends,
             ranks=len(self._engines) // len(self._workers),
             decode_first=args.release.destination_first,
         )
@@ -323,6 +333,8 @@ class _Replay:
                 elif self._end_pass(engine):
                     did_something = True
                 else:
+                    if self._stalls_at_once:
+                        self._check_served()
                     self._blocked.add(engine)
         return did_something
 
@@ -337,7 +349,8 @@ class _Replay:
 
     def _start_pass(self, engine: Driven) -> float:
         """Start a pass, or several whose ends nobody waits for; when they end."""
-        if not self._handoffs.waits_for(engine):
+        # Passes that were run in one go cannot be taken back where the clock stops among them.
+        if self._stop_ms == math.inf and not self._handoffs.waits_for(engine):
             end = engine.fast_forward(self._now, self._next_moment(engine))
             if end > self._now:
                 return end

@@ -49,6 +49,12 @@ def test_fixed_times():
     assert [[10.0, 10.5, 11.0]] == times(report)
 
 
+def test_fixed_times_are_not_charged_where_prompts_are_cached():
+    rows = [(0, 8, 1, 7), (100, 8, 0, 7)]
+    report = play(rows, backend="sglang", timing_model={"type": "fixed", "prefill_ms": 10, "decode_ms": 1})
+    assert [10.0, 100.0] == [request.ended_ms for request in report.requests]
+
+
 def test_the_last_token_of_a_prompt_is_always_computed():
     report = play([(0, 128, 1, 7), (100, 128, 1, 7), (200, 130, 1, 7)], size=64)
     assert [0, 64, 128] == [request.reused_tokens for request in report.requests]
@@ -146,6 +152,52 @@ def test_the_clock_stops():
     assert engine.is_idle
 
 
+@pytest.mark.parametrize(
+    ("stop_ms", "completed", "tokens", "prefilled", "clock"),
+    [
+        (0, 0, 0, 0, 0),
+        (30, 0, 0, 8, 30),
+        (60, 0, 0, 16, 40.188022),
+        (80, 1, 4, 24, 74.704297),
+        (300, 2, 8, 24, 291.742738),
+    ],
+)
+def test_what_ends_after_the_clock_stops_did_not_happen(stop_ms, completed, tokens, prefilled, clock):
+    rows = [(0, 8, 4), (10, 8, 4), (30, 8, 30)]
+    report = play(rows, num_gpu_blocks=100, options={"stop_ms": stop_ms})
+    figures = report.to_json()
+    assert (completed, tokens, prefilled, clock) == (
+        figures["completed_requests"],
+        figures["total_output_tokens"],
+        figures["committed_prefill_tokens"],
+        round(figures["decode_worker_seconds"] * 1000, 6),
+    )
+    assert ["completed"] * completed == [row["terminal_status"] for row in report.per_request()]
+    assert all(moment <= stop_ms for request in report.requests for moment in request.token_ms)
+    assert {"aborted"} >= {request.status for request in report.requests if request.ended_ms is None}
+
+
+@pytest.mark.parametrize(("concurrency", "stop_ms"), [(None, None), (2, None), (None, 50)])
+def test_a_request_without_a_session_is_named_by_its_row_where_sessions_are(concurrency, stop_ms):
+    """So it is in an open loop too, if the trace has a session of two turns, whether or not the second one is reached."""
+    rows = [
+        TraceRequest(0, 8, 4, (1, 2), "a"),
+        TraceRequest(100, 8, 4, (3, 4), "a"),
+        TraceRequest(0, 8, 1, (5, 6)),
+    ]
+    report = play(rows, concurrency=concurrency, num_gpu_blocks=100, options={"stop_ms": stop_ms})
+    named = {("a", 0), ("a", 1), ("request_3", 0)} - ({("a", 1)} if stop_ms else set())
+    assert named == {(row["session_id"], row["turn_index"]) for row in report.per_request()}
+
+
+def test_an_engine_of_sglang_that_can_do_nothing_is_stalled_before_the_clock_stops():
+    """Whatever else would happen, as in the original: here is no room for the second prompt with its output."""
+    rows = [(0, 8, 2), (0, 40, 8), (300, 8, 2)]
+    with pytest.raises(EngineStalled) as caught:
+        play(rows, count=2, backend="sglang", size=8, num_gpu_blocks=6, options={"stop_ms": 200})
+    assert caught.value.now_ms < 200
+
+
 def test_a_pass_of_sglang_computes_prompts_or_generates():
     report = play([(0, 8, 6), (20, 8, 2)], backend="sglang", num_gpu_blocks=100)
     first, second = times(report)
@@ -165,6 +217,20 @@ def test_ranks_run_in_lock_step():
     second = report.requests[1]
     assert (16.622914, 33.245828) == tuple(rounded((second.admitted_ms, second.token_ms[0])))
     assert [0, 1, 0] == [row["routing_history"][0]["dp_rank"] for row in report.per_request()]
+
+
+def test_a_prompt_is_put_off_whatever_part_of_it_the_budget_leaves():
+    """The third prompt could have the one token that decode leaves of the budget, in a pass that defers prefills."""
+    report = play(
+        [(0, 2, 20), (0, 2, 20), (11.5, 6, 2)],
+        dp_size=2,
+        num_gpu_blocks=100,
+        max_num_batched_tokens=2,
+        prefill_schedule_interval=2,
+        timing_model={"type": "fixed", "prefill_ms": 10, "decode_ms": 1},
+    )
+    third = report.requests[2]
+    assert (13.0, [84.0, 85.0]) == (third.admitted_ms, third.token_ms)
 
 
 def test_engines_that_are_no_whole_workers_are_refused():

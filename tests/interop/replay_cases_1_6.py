@@ -12,8 +12,12 @@ KINDS = ("vllm", "sglang", "disaggregated", "ranks")
 
 def random_case(kind, seed):
     """Return the case of one of KINDS and a seed; the same one always."""
-    rng = Random(f"1.6 {kind} {seed}")
-    case = {"kind": kind, "seed": seed}
+    case = _case(Random(f"1.6 {kind} {seed}"), kind, {"kind": kind, "seed": seed})
+    _watch(Random(f"1.6 watch {kind} {seed}"), case)
+    return case
+
+
+def _case(rng, kind, case):
     if kind == "disaggregated":
         return case | _disaggregated(rng)
     engine = _sglang(rng) if kind == "sglang" or (kind == "ranks" and rng.random() < 0.4) else _vllm(rng)
@@ -32,6 +36,25 @@ def random_case(kind, seed):
 def random_cases(kind, number, first=0):
     """Return the cases of `number` seeds from `first` on."""
     return [random_case(kind, seed) for seed in range(first, first + number)]
+
+
+def _watch(rng, case):
+    """Have the clock of some cases stop, their report look for goodput, and a row without a session among the others."""
+    replay = case["replay"]
+    if rng.random() < 0.2:
+        replay["max_sim_time_ms"] = rng.choice((0.0, 5.0, 20.0, 61.3, 150.0, 400.0))
+    if rng.random() < 0.1:
+        replay["sla_e2e_ms"] = rng.choice((20.0, 90.0, 300.0))
+    elif rng.random() < 0.2:
+        replay["sla_ttft_ms"] = rng.choice((16.7, 30.0, 100.0))
+        if rng.random() < 0.5:
+            replay["sla_itl_ms"] = rng.choice((6.82, 7.0, 12.0))
+    if "prefill_schedule_interval" in case.get("engine", ()) and rng.random() < 0.2:
+        case["engine"]["max_num_batched_tokens"] = rng.choice((1, 2, 3))  # fewer than there are requests that decode
+    if rng.random() < 0.2:
+        row = {"timestamp": 0} | rng.choice(case["requests"])
+        alone = {name: value for name, value in row.items() if name not in ("session_id", "delay")}
+        case["requests"].insert(rng.randint(0, len(case["requests"])), alone)
 
 
 def _rows(rng, engine, replay, number):

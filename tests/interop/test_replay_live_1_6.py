@@ -21,12 +21,22 @@ RUNS = 300
 NAMED = {"disaggregated": (256,)}
 """Seeds that differ: a request arrives at the very moment at which a prefill pass ends, and is in the next one here only."""
 
+OPTIONS = {
+    "max_sim_time_ms": "stop_ms",
+    "sla_ttft_ms": "slo_ttft_ms",
+    "sla_itl_ms": "slo_itl_ms",
+    "sla_e2e_ms": "slo_e2e_ms",
+}
 OF_THE_HOST = {"processed_tokens_per_s", "processed_output_tokens_per_s", "wall_time_ms"}
 BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6"}
 
 
 def play(case):
-    """Return our report of a case; None where an engine can never make progress, or refuses its arguments."""
+    """Return our report of a case; None where an engine can never make progress, or refuses its arguments or a request.
+
+    Raises:
+        OutOfBlocks: the clock stops, so that the original may not come to a request that can never fit.
+    """
     settings, ranks = case["replay"], case.get("dp_size", 1)
 
     def engines(name, number):
@@ -54,8 +64,13 @@ def play(case):
             settings.get("replay_concurrency"),
             settings.get("arrival_speedup_ratio", 1.0),
             trace_block_size=settings["trace_block_size"],
+            **{ours: settings[theirs] for theirs, ours in OPTIONS.items() if theirs in settings},
         )
-    except (EngineStalled, OutOfBlocks):
+    except EngineStalled:
+        return None
+    except OutOfBlocks:
+        if "max_sim_time_ms" in settings:
+            raise
         return None
     except ValueError as error:
         if "must be at least dp_size" in str(error):
@@ -65,7 +80,10 @@ def play(case):
 
 def differences(case, theirs):
     """Return how our replay of a case differs from the release's: names with its value and ours."""
-    ours = play(case)
+    try:
+        ours = play(case)
+    except OutOfBlocks:
+        return {}
     if ours is None or "error" in theirs:
         same = ours is None and "error" in theirs
         return {} if same else {"end": (theirs.get("error", "ended"), "stalled" if ours is None else "ended")}
