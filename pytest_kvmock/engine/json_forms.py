@@ -120,6 +120,8 @@ def read_launch_config(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in _NOT_MODELLED:
         if engine.get(name) is not None:
             raise ValueError(f"engine.{name}={engine[name]!r:.80}: it is not modelled; leave it out")
+    if engine.get("block_size", 0) is None:  # its default
+        engine = {name: value for name, value in engine.items() if name != "block_size"}
     fields = {name: engine[name] for name in _ENGINE if name in engine}
     fields |= {name: values[name] for name in _TOP if name in values}
     fields |= {name: dynamo[name] for name in _DYNAMO if name in dynamo}
@@ -131,6 +133,9 @@ def read_launch_config(values: Mapping[str, Any]) -> dict[str, Any]:
         fields["kv_bytes_per_token"] = engine[given[0]]
     if _OPTIONS in engine:
         sglang = _group(engine, _OPTIONS, _SGLANG, "engine.")
+        nulls = [name for name, value in sglang.items() if value is None]
+        if nulls:
+            raise ValueError(f"engine.sglang.{nulls[0]} must be set or left out in 1.6.1, got None")
         if sglang.get("schedule_policy", "fifo") not in ("fifo", "lpm"):
             raise ValueError(
                 f"engine.sglang.schedule_policy must be 'fifo' or 'lpm' in 1.6.1, got {sglang['schedule_policy']!r:.80}"
@@ -148,6 +153,15 @@ def _check_values(kind: str, engine: Mapping[str, Any], inert: Mapping[str, Any]
     """Refuse what 1.6.1 refuses and its predecessors take."""
     least = _LEAST_BLOCK[kind]
     check_integer("engine.block_size", engine.get("block_size", least), least, f" (tokens) for {kind} in 1.6.1")
+    size, chunk = engine.get("block_size", least), SglangArgs().filled(1).chunked_prefill_size or 0
+    if (
+        kind in _ALWAYS_CHUNKS
+        and chunk % size
+        and (engine.get(_OPTIONS) or {}).get("chunked_prefill_size", chunk) == chunk
+    ):
+        raise ValueError(
+            f"engine.sglang.chunked_prefill_size must be a multiple of the block size, {size}, got {chunk}, its default"
+        )
     if kind in _ALWAYS_CHUNKS and engine.get("enable_chunked_prefill") is False:
         raise ValueError(f"engine.enable_chunked_prefill must be True for {kind} in 1.6.1, got False")
     for name in _BYTES:

@@ -99,9 +99,8 @@ class PrefillFirstScheduler(SglangScheduler):
         ratio = self._ratio
         self._reject(done)
         self._run_ready(done)
-        waits = self._wait > 0
-        if not waits:
-            self._order()
+        self._order()
+        if not self._wait:
             self._admit(done)
         done.active_blocks = self._driver.manager.num_active_blocks
         if done.scheduled:
@@ -229,7 +228,7 @@ class PrefillFirstScheduler(SglangScheduler):
                 token = request.next_token()
                 self._driver.generate_last(request.state, token)
                 self._note_token(done, request, token)
-        for request in first:
+        for request in sorted(first, key=lambda each: each.max_output_tokens > 0):  # those without output first
             if request.generated_tokens >= request.max_output_tokens:
                 self._finish(done, request)
 

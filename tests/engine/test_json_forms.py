@@ -30,6 +30,14 @@ REFUSED = [
         {"backend": "sglang", "block_size": 4, "sglang": {"chunked_prefill_size": 6}},
         "sglang.chunked_prefill_size must be a multiple",
     ),
+    (
+        {"backend": "sglang", "block_size": 3},
+        "engine.sglang.chunked_prefill_size must be a multiple of the block size, 3, got 8192, its default",
+    ),
+    (
+        {"backend": "sglang", "sglang": {"max_prefill_tokens": None}},
+        "engine.sglang.max_prefill_tokens must be set or left out in 1.6.1, got None",
+    ),
     ({"speedup_ratio": -1}, "speedup_ratio must be"),
     ({"prefill_decode_interval": 1}, "prefill_decode_interval is for engine_type 'sglang', got 1 with 'vllm'"),
     (
@@ -81,6 +89,10 @@ def test_what_stands_beside_the_engine_is_checked_too(given, message):
 def test_the_nested_form_is_that_of_1_6_1():
     with pytest.raises(ValueError, match=r"^the nested form is that of semantics='1.6.1', got '1.3.1'$"):
         MockEngineArgs.from_json({"engine": {}}, semantics="1.3.1")
+
+
+def test_a_block_size_of_null_is_the_default():
+    assert 64 == MockEngineArgs.from_json({"engine": {"block_size": None}}).block_size
 
 
 def test_what_is_read_is_written():

@@ -205,6 +205,23 @@ def test_a_pass_of_sglang_computes_prompts_or_generates():
     assert [40.188022, 48.435421] == second
 
 
+def test_requests_of_sglang_without_output_are_done_before_the_others_of_their_pass():
+    """So their pages are the older ones, and go first: the third request takes one of the second's, none of the first's."""
+    rows = [(0, 8, 1, 10), (0, 8, 0, 20), (100, 12, 1, 30), (200, 12, 1, 10)]
+    last = play(rows, backend="sglang", num_gpu_blocks=6).requests[3]
+    assert (8, [216.56216]) == (last.reused_tokens, rounded(last.token_ms))
+
+
+def test_sglang_puts_its_queue_in_order_in_passes_that_admit_nothing_too():
+    """The last request goes before the one that waits with a chunk, as it did while more of its prompt was cached."""
+    rows = [(0, 8, 0, 2), (0, 8, 8, 1), (0, 2, 3, 1), (0, 5, 0, 3), (73, 8, 2, 2)]
+    requests = [TraceRequest(at, prompt, output, (name,)) for at, prompt, output, name in rows]
+    sglang = {"schedule_policy": "lpm", "chunked_prefill_size": 8}
+    engine = MockEngine(args_of(backend="sglang", num_gpu_blocks=8, prefill_decode_interval=2, sglang=sglang))
+    waited, last = replay(requests, [engine], trace_block_size=16).requests[3:]
+    assert (227.816678, [156.151793, 186.857496]) == (round(waited.ended_ms, 6), rounded(last.token_ms))
+
+
 def test_later_chunks_of_sglang_reuse_nothing():
     sglang = {"chunked_prefill_size": 8}
     request = play([(0, 20, 1)], backend="sglang", sglang=sglang).requests[0]
