@@ -14,6 +14,8 @@ def random_case(kind, seed):
     """Return the case of one of KINDS and a seed; the same one always."""
     case = _case(Random(f"1.6 {kind} {seed}"), kind, {"kind": kind, "seed": seed})
     _watch(Random(f"1.6 watch {kind} {seed}"), case)
+    if case.get("engine", {}).get("backend") == "sglang":
+        _strain(Random(f"1.6 strain {kind} {seed}"), case)
     return case
 
 
@@ -55,6 +57,20 @@ def _watch(rng, case):
         row = {"timestamp": 0} | rng.choice(case["requests"])
         alone = {name: value for name, value in row.items() if name not in ("session_id", "delay")}
         case["requests"].insert(rng.randint(0, len(case["requests"])), alone)
+
+
+def _strain(rng, case):
+    """Have some cases of SGLang's type more requests, many without output, and a queue that is put in order and waits."""
+    engine, replay, rows = case["engine"], case["replay"], case["requests"]
+    if rng.random() < 0.3 and not any("session_id" in row for row in rows):
+        rows += _requests(rng, engine, rng.randint(10, 20), hash_size=replay["trace_block_size"])
+    if rng.random() < 0.4:
+        for row in rows:
+            if rng.random() < 0.3:
+                row["output_length"] = 0
+    if rng.random() < 0.2:
+        engine["sglang"] |= {"schedule_policy": "lpm", "clip_max_new_tokens": rng.choice((1, 2, 3))}
+        engine["prefill_decode_interval"] = rng.choice((1, 2, 3))
 
 
 def _rows(rng, engine, replay, number):

@@ -5,12 +5,14 @@ Run as a program it is the long differential: `python tests/interop/test_replay_
 
 import sys
 from collections import Counter
+from itertools import takewhile
 
 import pytest
 from peer import dynamo_core, play_in_wheel
-from replay_cases_1_6 import KINDS, random_cases
+from replay_cases_1_6 import KINDS, random_case, random_cases
 
 from pytest_kvmock import EngineStalled, MockEngine, MockEngineArgs, OutOfBlocks, replay
+from pytest_kvmock.events import Stored
 from pytest_kvmock.traces import TraceRequest
 
 dynamo_core("1.6")
@@ -31,8 +33,10 @@ OF_THE_HOST = {"processed_tokens_per_s", "processed_output_tokens_per_s", "wall_
 BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6"}
 
 
-def play(case):
+def play(case, make=MockEngine):
     """Return our report of a case; None where an engine can never make progress, or refuses its arguments or a request.
+
+    `make` makes each engine.
 
     Raises:
         OutOfBlocks: the clock stops, so that the original may not come to a request that can never fit.
@@ -41,7 +45,7 @@ def play(case):
 
     def engines(name, number):
         args = MockEngineArgs.from_json({"engine": case[name], "dp_size": ranks})
-        return [MockEngine(args, backend=BACKENDS[args.engine_type]) for _ in range(settings.get(number, 1) * ranks)]
+        return [make(args, backend=BACKENDS[args.engine_type]) for _ in range(settings.get(number, 1) * ranks)]
 
     rows = [
         TraceRequest(
@@ -113,6 +117,57 @@ def test_random_replays_have_the_same_figures_rows_and_ends(kind):
     answers = play_in_wheel(cases)
     different = {case["seed"]: differences(case, theirs) for case, theirs in zip(cases, answers, strict=True)}
     assert {} == {seed: found for seed, found in different.items() if found}
+
+
+def behind_a_router(seed):
+    """Return a case of one worker behind the release's KV router, whose rows tell what that knows of each prompt."""
+    case = random_case("sglang", seed)
+    case["engine"].pop("timing_model", None)  # an arrival at the moment of a pass of no time is before or behind it
+    for name in ("num_workers", "max_sim_time_ms"):
+        case["replay"].pop(name, None)
+    case["replay"]["router_mode"] = "kv_router"
+    return case
+
+
+def cached_tokens(case):
+    """Return of each request its arrival, end and length, and how much of it our events of passes until then say is cached."""
+    new, events = [], []
+
+    def pass_ended(done):
+        events.extend((done.end_ms, event.data) for event in new)
+        new.clear()
+
+    def make(args, backend):
+        engine = MockEngine(args, backend=backend, sink=new.append)
+        engine.on_pass(pass_ended)
+        return engine
+
+    report, size, found = play(case, make), case["engine"]["block_size"], []
+    for request in report.requests if report else ():
+        held = set()
+        for end_ms, data in events:
+            if end_ms > request.arrival_ms:
+                break
+            change = held.update if isinstance(data, Stored) else held.difference_update
+            change(data.block_hashes)
+        known = list(takewhile(held.__contains__, request.prompt.sequence_hashes(size)))
+        found.append((request.arrival_ms, request.ended_ms, request.prompt_tokens, len(known) * size))
+    return sorted(found)
+
+
+def test_events_of_sglangs_type_tell_a_router_what_those_of_the_release_tell_it():
+    cases = [behind_a_router(seed) for seed in range(RUNS)]
+    for case, theirs in zip(cases, play_in_wheel(cases), strict=True):
+        told = [
+            (
+                row["arrival_time_ms"],
+                row["terminal_time_ms"],
+                row["input_length"],
+                row["routing_history"][0]["reported_overlap_tokens"],
+            )
+            for row in theirs.get("per_request", ())
+        ]
+        assert sorted(told) == cached_tokens(case), case["seed"]
 
 
 def main():
