@@ -545,12 +545,12 @@ class KvWorker:
     def watch(self, sink: EventSink) -> None:
         """Give a sink the events that this worker would publish and does not, without prefix caching for instance.
 
-        While no request is open, its manager is made anew.
+        While no request is open, and it has no engine, which has its manager already, its manager is made anew.
         """
         self._watch = EventRecorder(self.worker_id, sink)
         if self.publishes:
             return
-        if self.requests:
+        if self.requests or self._engine is not None:
             self.manager.sink = self._watch
         else:  # a manager may have put something of its own between itself and its sink
             self._driver = self._start()

@@ -545,3 +545,13 @@ def test_a_worker_that_an_engine_could_not_use_is_free_for_another():
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=9, block_size=4), worker=worker)
     engine.submit(tokens(8), 1)
     assert 1 == len(engine.run().completed)
+
+
+def test_a_worker_that_is_watched_keeps_the_driver_of_its_engine():
+    engine = engine_of(num_gpu_blocks=64, worker_type="decode")
+    seen = CapturingSink()
+    engine.worker.watch(seen)
+    engine.submit(tokens(20), 3)
+    engine.run()
+    assert seen.events
+    assert engine.worker.manager.num_inactive_blocks > 0
