@@ -202,7 +202,9 @@ class MockEngine:
             self.log.operate(Submit, request.number, blocks, tail, *of)
         return request
 
-    def dispatch(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float) -> EngineRequest:
+    def dispatch(
+        self, prompt: Prompt, max_output_tokens: int, arrival_ms: float, *, priority: int = 0
+    ) -> EngineRequest:
         """Give it a request that has arrived: for who drives several engines on one clock, and has its order.
 
         Raises:
@@ -212,7 +214,7 @@ class MockEngine:
         self.worker.accept(prompt)
         if not self._size.rejects_prompt(prompt.length(self.args.block_size)):
             self._check_size(prompt, max_output_tokens)
-        request = self._open(prompt, max_output_tokens, arrival_ms, 0)
+        request = self._open(prompt, max_output_tokens, arrival_ms, priority)
         self.scheduler.submit(request)
         return request
 
@@ -451,19 +453,27 @@ class MockEngine:
             check_number("until_ms", until_ms, unit=" (milliseconds)")
 
     def fast_forward(self, now_ms: float, until_ms: float) -> float:
-        """Run passes that only decode in one go, while each starts before a moment; see `Scheduler.fast_forward`.
+        """Run passes that only decode in one go, while each starts before a moment; see `Scheduler.plan`.
 
         Returns:
             The end of the last one, which is the engine's time now; `now_ms` where there was none.
         """
-        if self._listeners:
+        ends = self.plan(now_ms, until_ms)
+        if not ends:
             return now_ms
-        end, passes = self.scheduler.fast_forward(now_ms, until_ms)
-        if passes:
-            self.now_ms = end
-            self.passes += passes
-            self._idle_passes = 0
-        return end
+        self.run_plan(ends)
+        return ends[-1]
+
+    def plan(self, now_ms: float, until_ms: float = math.inf) -> list[float]:
+        """Return when the passes end that can be run in one go, as nobody could tell them apart; nothing is done yet."""
+        return [] if self._listeners else self.scheduler.plan(now_ms, until_ms)
+
+    def run_plan(self, ends: list[float]) -> None:
+        """Run passes that were planned, the first of them or all."""
+        self.scheduler.run_plan(ends)
+        self.now_ms = ends[-1]
+        self.passes += len(ends)
+        self._idle_passes = 0
 
     def start_pass(self, now_ms: float) -> ForwardPass:
         """Run the next pass from this moment, without the end of it: for who drives several engines on one clock.
