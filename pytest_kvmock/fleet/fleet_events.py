@@ -9,10 +9,11 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 
 if TYPE_CHECKING:
-    from pytest_kvmock.events import RouterEvent, StreamKey
+    from pytest_kvmock.events import StreamKey
     from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
@@ -108,7 +109,13 @@ class Tap:
 
     def publish(self, event: RouterEvent) -> None:
         """Pass on an event."""
-        if event.key != self._key:
-            worker_id, dp_rank = self._key
-            event = replace(event, worker_id=worker_id, event=replace(event.event, dp_rank=dp_rank))
-        self._heard.publish(event)
+        worker_id, dp_rank = self._key
+        inner = event.event
+        if inner.dp_rank != dp_rank:
+            inner = replace(inner, dp_rank=dp_rank)
+        elif event.worker_id == worker_id:
+            self._heard.publish(event)
+            return
+        self._heard.publish(
+            RouterEvent(worker_id, inner, event.storage_tier, event.token_ids, event.extra, event.chained)
+        )

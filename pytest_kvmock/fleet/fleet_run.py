@@ -275,12 +275,12 @@ class FleetRun:
         self._numbers += 1
         request.now_ms = self.now_ms
         self._turn_of[request] = turn
-        request.overlaps = self._knowledge.overlaps(request)
+        overlaps = request.overlaps = self._knowledge.overlaps(request)
         if self._waiting:
             self._waiting.append(request)
             if not self._routed:  # nothing runs, so that nothing would have it asked for again
                 yield from self._ask_again()
-        elif not (yield from self._ask(request)):
+        elif not (yield from self._ask(request, overlaps)):
             self._waiting.append(request)
 
     def _signal(self, hook: str, request: RouterRequest) -> Calls:
@@ -306,21 +306,21 @@ class FleetRun:
             if (yield from self._ask(request)):
                 self._waiting.remove(request)
 
-    def _ask(self, request: RouterRequest) -> Calls:
+    def _ask(self, request: RouterRequest, overlaps: Mapping[Worker, int] | None = None) -> Calls:
         """Ask the router for a worker, and dispatch the request to it; whether it has one."""
         request.now_ms = self.now_ms
-        candidates = self._candidates(request)
+        overlaps = self._knowledge.overlaps(request) if overlaps is None else overlaps
+        candidates = self._candidates(request, overlaps)
         self._asked = candidates
         worker = yield from self._calls.pick(request, candidates, self._position, has_ranks=self._has_ranks)
         if worker is None:
             return False
-        overlaps = {each.worker: each.overlap for each in candidates}
         known = request.overlaps or {}
         request.status = "running"
         self._book.dispatched(request, worker, known.get(worker, 0))
-        best = max(overlaps.values())
+        best = max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
         waited = self.now_ms - request.arrival_ms
-        pick = Pick(self.now_ms, request.number, worker, overlaps[worker], best, waited, request.attempt)
+        pick = Pick(self.now_ms, request.number, worker, overlaps.get(worker, 0), best, waited, request.attempt)
         self.picks.append(pick)
         if self._calls.has("dispatched"):
             yield from self._calls.hook("dispatched", self.now_ms, request, worker, request=request)
@@ -359,8 +359,7 @@ class FleetRun:
 
     # ------------------------------------------------------------------------------------------------ candidates
 
-    def _candidates(self, request: RouterRequest) -> tuple[Candidate, ...]:
-        overlaps = self._knowledge.overlaps(request)
+    def _candidates(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> tuple[Candidate, ...]:
         if self._of_engines:
             return tuple(self._candidates_of_engines(request, overlaps))
         chain, held, found = request.sequence_hashes, self._knowledge.held_blocks, []

@@ -1,6 +1,9 @@
 """A fleet behind routers of all kinds: hooks, waiting, what candidates show, and what a router must not do."""
 
 import asyncio
+import math
+from random import Random
+from statistics import pstdev
 
 import pytest
 
@@ -13,6 +16,7 @@ from pytest_kvmock.fleet import (
     RouterError,
     RouterStalled,
 )
+from pytest_kvmock.fleet.report import statistics
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
@@ -352,3 +356,13 @@ def test_the_oldest_rules_send_a_tied_request_to_the_smallest_tree():
     router = DynamoRouter("1.1.1")
     assert router.cost(request, held) == router.cost(request, full) == 8.0
     assert 1 == router.pick(request, [held, full])
+
+
+def test_statistics_of_many_values_are_those_of_their_sorted_list():
+    values = [value * 0.37 for value in Random(3).choices(range(500), k=120_000)]
+    counted = statistics("x", values)
+    ordered = sorted(values)
+    assert (ordered[0], ordered[-1]) == (counted["min_x"], counted["max_x"])
+    for key, share in (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99)):
+        assert ordered[math.floor((len(values) - 1) * share + 0.5)] == counted[f"{key}_x"]
+    assert pstdev(values) == pytest.approx(counted["std_x"], rel=1e-12)
