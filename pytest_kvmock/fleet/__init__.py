@@ -9,6 +9,7 @@ from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.fleet_trace import FleetReport, FleetRequest, Pick
+from pytest_kvmock.fleet.incidents import Moment
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.fleet.replay import replay
 from pytest_kvmock.fleet.report import EngineReport, ReplayReport
@@ -34,6 +35,7 @@ __all__ = [
     "InterpolatedModel",
     "MockEngine",
     "MockEngineArgs",
+    "Moment",
     "PerformanceModel",
     "Pick",
     "PolynomialModel",

@@ -6,15 +6,17 @@ One subject: the interface. `fleet_run` has the clock, `router_calls` what a rou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.checks import check_integer, check_number, unknown_text
 from pytest_kvmock.fleet.arrivals import Arrivals
-from pytest_kvmock.fleet.fleet_events import Heard, Tap
+from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge
 from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource, Seat
 from pytest_kvmock.fleet.fleet_trace import FleetReport
+from pytest_kvmock.fleet.incidents import Incident, Moment
 from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives
 from pytest_kvmock.fleet.later_report import Workers as WorkerCount
 from pytest_kvmock.fleet.mock_engine import MockEngine
@@ -22,11 +24,10 @@ from pytest_kvmock.fleet.ranks import RankedWorker
 from pytest_kvmock.fleet.replay_checks import check_sizes, turns_of
 from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.fleet.router_calls import RouterCalls
-from pytest_kvmock.router.index import RadixIndex
+from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.performance import Semantics
-    from pytest_kvmock.events import RouterEvent
     from pytest_kvmock.fleet.fleet_trace import FleetRequest
     from pytest_kvmock.router.routing import Worker
     from pytest_kvmock.traces import TraceRequest
@@ -46,7 +47,8 @@ class Fleet:
         router: picks: `pick(request, candidates)` returns the worker of one of the candidates, or None, and the request waits. Each only if it
             has it, these are called too: `dispatched(request, worker)` right after the pick; `first_token(request)`, not where
             that is the last token too; `finished(request)`; `apply(event)` for each event; `next_waiting(requests)` returns which
-            of those that wait is asked for next, or None for none now. Async ones are for `arun`.
+            of those that wait is asked for next, or None for none now; `worker_added(worker)`, `worker_removed(worker)`. Async ones are for
+            `arun`. None: a `DynamoRouter` of the engines' release.
         index: answers overlaps: it has `apply(event)` and `find_matches(local_hashes)`. None: a `RadixIndex`.
         semantics: the release whose closed loop is followed; None: that of the engines.
         loads: what candidates show: "router", the load book of Dynamo's router; "engine", what the engines really do.
@@ -59,6 +61,8 @@ class Fleet:
             the event. Events of one rank stay in order. What is late at the end is delivered then.
         pick_timeout_s: how long an async method of the router may take, in seconds of real time.
         plans: run passes that only decode in one go; the results are the same without.
+        seed: of the router that stands in where none is given.
+        knowledge: delivers events and answers overlaps, in place of `index` and `event_delay_ms`: a harness has its own.
 
     Raises:
         TypeError: an argument is not of its type.
@@ -68,7 +72,7 @@ class Fleet:
     def __init__(
         self,
         engines: Iterable[MockEngine] | Mapping[Worker, MockEngine],
-        router: object,
+        router: object = None,
         index: Any = None,
         *,
         semantics: Semantics | None = None,
@@ -79,8 +83,10 @@ class Fleet:
         trace_block_size: int | None = None,
         stop_ms: float | None = None,
         pick_timeout_s: float = 5.0,
-        event_delay_ms: float | Callable[[RouterEvent], float] = 0.0,
+        event_delay_ms: EventDelay = 0.0,
         plans: bool = True,
+        seed: int = 0,
+        knowledge: Knowledge | None = None,
     ) -> None:
         named = _named(engines)
         self.engines = dict(named)
@@ -102,6 +108,8 @@ class Fleet:
             check_number(f"Fleet: {name}", value)
             if not value:
                 raise ValueError(f"Fleet: {name} must be above 0, got {value!r}")
+        if router is None:
+            router = DynamoRouter(args.scheduler_semantics, rng=Random(seed))  # noqa: S311 - mock data
         self._calls = RouterCalls(router, pick_timeout_s)
         self._release = args.release if semantics is None else releases[semantics]
         self._loads: LoadSource = loads
@@ -114,16 +122,65 @@ class Fleet:
         self._ranks = args.dp_size
         if not callable(event_delay_ms):
             check_number("Fleet: event_delay_ms", event_delay_ms, unit=" (milliseconds), or a function of the event")
-        if index is None:
+        if knowledge is None:
             backends = [BACKENDS.get(engine.worker.backend) for _, engine in named]
             # Engines that publish every copy of a block still hold it when one is removed.
-            index = RadixIndex(count_copies=any(each and each.residency == "counted" for each in backends))
-        self._heard = Heard(index, self._calls, event_delay_ms, has_ranks=self._ranks > 1)
-        for worker, engine in named:
-            engine.worker.publish_to(Tap(self._heard, worker))
+            copies = any(each is not None and each.residency == "counted" for each in backends)
+            knowledge = Heard(index, self.engines, event_delay_ms, counts_copies=copies)
+        self._knowledge = knowledge
+        self._incidents: list[Incident] = []
 
     def __repr__(self) -> str:
         return f"<Fleet of {len(self.engines)} engines behind {self._calls.name}>"
+
+    def at(self, ms: float) -> Moment:
+        """Return what may happen at a moment of the next run: `fleet.at(500).crash(1)`; `restart`, `leave`, `join` likewise.
+
+        Args:
+            ms: when, in virtual milliseconds from the start of the run.
+
+        Raises:
+            ValueError: that is no number of at least 0, or workers have ranks.
+        """
+        check_number("Fleet.at: ms", ms, unit=" (milliseconds)")
+        if self._ranks > 1:
+            raise ValueError("Fleet.at: incidents are for workers of one rank, got dp_size above 1")
+        return Moment(ms, self._plan_incident, self._next_worker)
+
+    def _next_worker(self) -> Worker:
+        joined = [each.worker for each in self._incidents if each.kind == "join"]
+        return max(each for each in (*self.engines, *joined) if isinstance(each, int)) + 1
+
+    def _plan_incident(self, incident: Incident) -> None:
+        """Take an incident into the plan, if with it workers are there to whom something happens.
+
+        Raises:
+            TypeError: an engine that joins is none.
+            ValueError: there is no such worker then, or none would be left.
+        """
+        engine = incident.engine
+        if engine is not None:
+            if not isinstance(engine, MockEngine):
+                raise TypeError(f"Fleet.at: join takes a MockEngine, got {engine!r:.80}")
+            _check_together([*self.engines.items(), (incident.worker, engine)])
+        if incident.kind == "join" and engine is None and isinstance(self._knowledge, Heard):
+            raise TypeError("Fleet.at: join(engine) needs a MockEngine, as these are bare engines")
+        planned = sorted([*self._incidents, incident], key=lambda each: each.ms)
+        there = set(self.engines)
+        for each in planned:
+            where = f"Fleet.at({each.ms:g}).{each.kind}({each.worker!r})"
+            if each.kind == "join":
+                there.add(each.worker)
+                continue
+            if each.worker not in there:
+                raise ValueError(
+                    f"{where}: there is no such worker then; there are {', '.join(map(repr, sorted(there)))}"
+                )
+            if each.kind != "restart":
+                there.discard(each.worker)
+            if not there:
+                raise ValueError(f"{where}: no worker would be left")
+        self._incidents = planned
 
     def run(self, trace: Iterable[TraceRequest | FleetRequest]) -> FleetReport:
         """Serve a trace.
@@ -175,7 +232,7 @@ class Fleet:
         run = FleetRun(
             seats,
             self._calls,
-            self._heard,
+            self._knowledge,
             arrivals,
             loads=self._loads,
             loads_every_ms=self._loads_every_ms,
@@ -183,10 +240,14 @@ class Fleet:
             stop_ms=math.inf if self._stop_ms is None else start_ms + self._stop_ms,
             has_ranks=self._ranks > 1,
             plans=self._plans,
+            incidents=self._incidents,
         )
+        self._incidents = []
+        self._knowledge.begin(self._calls)
         self._names_sessions = arrivals.depends_on_ends
 
         def finish() -> None:
+            self._knowledge.end()
             for worker in workers:
                 worker.close()
 
@@ -207,7 +268,8 @@ class Fleet:
         return seats, workers
 
     def _report(self, run: FleetRun) -> FleetReport:
-        engines = list(self.engines.values())
+        engines = [seat.engine for seat in run.seats.values()]
+        self.engines = run.staying
         passes = sum(engine.passes for engine in engines) - self._before[0]
         order, served_by = tuple(run.requests), tuple(run.served_by)
         args = engines[0].args

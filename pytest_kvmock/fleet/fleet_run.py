@@ -5,9 +5,9 @@ One subject: what happens in which order at one moment.
 Theory of operation. The clock jumps from one moment at which something happens to the next. At one moment, in this order, again
 and again until nothing changes:
 
-1. passes end, in the order in which they were started: their events are published, then request by request its end or its first
+1. events that were late are delivered; passes end, in the order in which they were started: their events are published, then request by request its end or its first
    token is signalled. After each signal the requests that wait in the router are asked for again;
-2. requests arrive, one by one: each is picked for and dispatched before the next;
+2. incidents happen; requests arrive, one by one: each is picked for and dispatched before the next;
 3. each engine that has work and runs no pass starts one, in the order of the engines. A pass that takes no time ends at once.
 
 An engine that would only decode plans all its passes up to the next block, and the clock jumps to the last one's end: nobody can
@@ -17,12 +17,13 @@ tell these passes apart. Where a request is dispatched to it before, the plan is
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from pytest_kvmock.fleet.fleet_trace import FleetRequest, Pick
+from pytest_kvmock.fleet.incidents import Incident
 from pytest_kvmock.fleet.router_calls import RouterStalled
 from pytest_kvmock.router.loads import LoadBook
 from pytest_kvmock.router.routing import Candidate, RouterRequest
@@ -31,29 +32,13 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Arrivals, Turn
     from pytest_kvmock.fleet.engine_request import EngineRequest
+    from pytest_kvmock.fleet.fleet_events import Knowledge
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.fleet.ranks import Driven
     from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
     from pytest_kvmock.router.routing import Worker
 
 LoadSource: TypeAlias = Literal["router", "engine"]
-
-
-class Knowledge(Protocol):
-    """What is known of the caches, from the events that were delivered so far."""
-
-    def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
-        """Return how many leading full blocks of a prompt each worker holds; who has none may be absent."""
-
-    def held_blocks(self, worker: Worker) -> int:
-        """Return how many blocks a worker holds."""
-
-    def deliver(self, now_ms: float) -> Calls:
-        """Deliver the events that were published since, and those that were late, as far as they are due by now."""
-
-    @property
-    def next_ms(self) -> float:
-        """When the next event is due that is late; infinite where none is."""
 
 
 class Seat:
@@ -87,6 +72,16 @@ class FleetRun:
         stop_ms: when it stops: from then on no pass starts, and no request arrives.
         has_ranks: whether workers are named by id and rank.
         plans: whether passes that only decode are run in one go.
+        incidents: what happens to workers, by time.
+
+    Attributes:
+        seats: the engines, by worker; those that joined too, and those that are gone.
+        now_ms: the time.
+        requests: what the engines served, by the order in which requests arrived at them first.
+        turns: of each, its place in the trace.
+        served_by: of each, the position of the engine that served it last.
+        picks: the choices of the router.
+        sent_back: how often a request was sent to a worker that was gone, before the router knew.
     """
 
     def __init__(
@@ -102,8 +97,9 @@ class FleetRun:
         stop_ms: float = math.inf,
         has_ranks: bool = False,
         plans: bool = True,
+        incidents: Sequence[Incident] = (),
     ) -> None:
-        self._seats = {seat.worker: seat for seat in seats}
+        self.seats = {seat.worker: seat for seat in seats}
         self._position = {seat.worker: position for position, seat in enumerate(seats)}
         self._calls = calls
         self._knowledge = knowledge
@@ -115,7 +111,7 @@ class FleetRun:
         self._stop_ms = stop_ms
         self._has_ranks = has_ranks
         self._plans = plans
-        self._book = LoadBook(self._seats)
+        self._book = LoadBook(self.seats)
         self.now_ms = start_ms
         self._block_size = seats[0].engine.args.block_size
         self._order: dict[Driven, int] = {}
@@ -129,6 +125,15 @@ class FleetRun:
         self._idle: set[Driven] = set()  # they run no pass, and something happened to them since they could do nothing
         self._waiting: list[RouterRequest] = []
         self._asked: tuple[Candidate, ...] = ()
+        # (when, order, incident) to come; workers that get no further request, and those that are gone.
+        self._incidents = [(start_ms + each.ms, order, each) for order, each in enumerate(incidents)]
+        heapify(self._incidents)
+        self._happened = len(self._incidents)
+        self._leaving: set[Worker] = set()
+        self._gone: set[Worker] = set()
+        self.sent_back = 0
+        self._place: dict[RouterRequest, int] = {}
+        self._first_ms: dict[RouterRequest, float] = {}
         self._turn_of: dict[RouterRequest, Turn] = {}
         self._routed: dict[ScheduledRequest, tuple[RouterRequest, Worker]] = {}
         self._numbers = 0
@@ -151,6 +156,7 @@ class FleetRun:
             yield from self._knowledge.deliver(self.now_ms)
             yield from self._end_passes()
             if self.now_ms < self._stop_ms:
+                yield from self._happen()
                 for turn, arrival_ms in self._arrivals.take(self.now_ms):
                     yield from self._arrive(turn, arrival_ms)
                 if (yield from self._start_passes()):
@@ -163,6 +169,9 @@ class FleetRun:
             self.now_ms = moment
         self._leave_open()
         yield from self._knowledge.deliver(math.inf)
+        for _, _, incident in self._incidents:
+            if incident.kind == "notice":  # of a crash that happened
+                self._knowledge.remove(incident.worker)
 
     def _next_moment(self) -> float:
         ends = self._ends
@@ -171,6 +180,8 @@ class FleetRun:
         moments = [ends[0][0]] if ends else []
         if (arrival := self._arrivals.next_ms) < self._stop_ms:
             moments.append(arrival)
+        if self._incidents and (moments or self._waiting) and self._incidents[0][0] < self._stop_ms:
+            moments.append(self._incidents[0][0])
         # What is late by itself moves nothing, but for the order of what is heard.
         return min(*moments, self._knowledge.next_ms) if moments else math.inf
 
@@ -203,7 +214,7 @@ class FleetRun:
                 self._plan[driven] = plan
                 end = plan[-1]
             else:
-                end = driven.start_pass(self.now_ms).end_ms
+                end = driven.start_pass(self.now_ms, recorded=True).end_ms
                 yield from self._knowledge.deliver(self.now_ms)
             if end <= self.now_ms:
                 at_once |= yield from self._end_pass(driven)
@@ -324,28 +335,59 @@ class FleetRun:
         self.picks.append(pick)
         if self._calls.has("dispatched"):
             yield from self._calls.hook("dispatched", self.now_ms, request, worker, request=request)
+        if worker in self._gone:  # the router does not know yet
+            yield from self._send_back(request)
+            return False
         self._dispatch(request, worker)
         return True
 
+    def _send_back(self, request: RouterRequest) -> Calls:
+        """Send a request back that went to a worker which is gone; it waits."""
+        self.sent_back += 1
+        yield from self._lost(request)
+        request.attempt += 1
+        request.status = "waiting"
+
+    def _lost(self, request: RouterRequest) -> Calls:
+        """Take a request out of the books whose worker is gone, and tell the router."""
+        request.status, request.now_ms = "lost", self.now_ms
+        self._book.finished(request)
+        if self._calls.has("finished"):
+            yield from self._calls.hook("finished", self.now_ms, request, request=request)
+
     def _dispatch(self, request: RouterRequest, worker: Worker) -> None:
-        seat, turn = self._seats[worker], self._turn_of[request]
+        seat, turn = self.seats[worker], self._turn_of[request]
         self._cut_plan(seat.driven)
         served = seat.engine.dispatch(
-            turn.prompt, turn.trace.output_length, request.arrival_ms, priority=request.priority
+            turn.prompt,
+            turn.trace.output_length,
+            request.arrival_ms,
+            priority=request.priority,
+            recorded_ms=self.now_ms,
         )
-        self.requests.append(served)
-        self.turns.append(turn)
-        self.served_by.append(self._position[worker])
+        place = self._place.get(request)
+        if place is None:
+            self._place[request] = len(self.requests)
+            self.requests.append(served)
+            self.turns.append(turn)
+            self.served_by.append(self._position[worker])
+        else:
+            self.requests[place], self.served_by[place] = served, self._position[worker]
         self._routed[served] = request, worker
         self._idle.add(seat.driven)
 
     def _finished(self, served: ScheduledRequest) -> Calls:
         """Signal the end of a request: its place in a closed loop is free first, then those that wait are asked for."""
-        request, _ = self._routed.pop(served)
+        request, worker = self._routed.pop(served)
+        if request in self._first_ms and served.token_ms:  # the first token that it ever had came of an earlier attempt
+            served.token_ms[0] = self._first_ms.pop(request)
+        self._place.pop(request, None)
         request.status = cast("Any", served.status)
         self._book.finished(request)
         self._arrivals.done(self._turn_of.pop(request), self.now_ms)
         yield from self._signal("finished", request)
+        if worker in self._leaving:
+            self._drain(worker)
 
     def _leave_open(self) -> None:
         """Drop what is open as the clock stopped."""
@@ -354,8 +396,101 @@ class FleetRun:
         for request in self._waiting:
             request.status = "unfinished"
         if self._routed:
-            for seat in self._seats.values():
+            for seat in self.seats.values():
                 seat.engine.close()
+
+    # ------------------------------------------------------------------------------------------------- incidents
+
+    def _happen(self) -> Calls:
+        """Let the incidents happen that are due by now."""
+        while self._incidents and self._incidents[0][0] <= self.now_ms:
+            yield from self._do(heappop(self._incidents)[2])
+            yield from self._ask_again()
+
+    def _do(self, incident: Incident) -> Calls:
+        worker = incident.worker
+        match incident.kind:
+            case "join":
+                engine = self._knowledge.join(worker, incident.engine)
+                seat = self.seats[worker] = Seat(worker, engine, engine)
+                self._position[worker], self._order[engine] = len(self._position), len(self._order)
+                self._book.add_worker(worker)
+                yield from self._tell("worker_added", worker)
+                yield from self._knowledge.deliver(self.now_ms)
+                self._idle.add(seat.driven)
+            case "notice":
+                self._book.remove_worker(worker)
+                self._knowledge.remove(worker)
+                yield from self._tell("worker_removed", worker)
+            case "leave":
+                self._leaving.add(worker)
+                self._book.remove_worker(worker)
+                self._drain(worker)
+                yield from self._tell("worker_removed", worker)
+            case "crash":
+                self._gone.add(worker)
+                lost = yield from self._lose_requests(incident, announced=False)
+                if incident.notice_ms:
+                    self._happened += 1
+                    told = Incident(incident.ms + incident.notice_ms, "notice", worker)
+                    heappush(self._incidents, (self.now_ms + incident.notice_ms, self._happened, told))
+                else:
+                    yield from self._do(Incident(incident.ms, "notice", worker))
+                self._waiting += lost
+            case "restart":
+                lost = yield from self._lose_requests(incident, announced=incident.announced)
+                if incident.announced:
+                    yield from self._tell("worker_removed", worker)
+                    yield from self._tell("worker_added", worker)
+                self._waiting += lost
+
+    def _lose_requests(self, incident: Incident, *, announced: bool) -> Calls:
+        """Empty the engine of a worker; return those of its requests that wait for another, in the order of their dispatch."""
+        worker = incident.worker
+        seat = self.seats[worker]
+        plan = self._plan.pop(seat.driven, None)
+        if plan is not None:  # what it generated by now came out
+            del plan[bisect_right(plan, self.now_ms) :]
+            if plan:
+                seat.engine.run_plan(plan)
+        self._busy.pop(seat.driven, None)
+        lost = [(served, request) for served, (request, of) in self._routed.items() if of == worker]
+        for served, request in lost:
+            del self._routed[served]
+            while served.token_ms and served.token_ms[-1] > self.now_ms:  # of the pass that was under way
+                served.token_ms.pop()
+            if served.token_ms:
+                self._first_ms.setdefault(request, served.token_ms[0])
+        self._knowledge.restart(worker, seat.engine, announced=announced)
+        again: list[RouterRequest] = []
+        for served, request in lost:
+            served.status = "lost"  # also one that the pass under way would have ended
+            yield from self._lost(request)
+            if incident.lost == "drop":
+                self._place.pop(request, None)
+                self._arrivals.done(self._turn_of.pop(request), self.now_ms)
+                continue
+            request.attempt += 1
+            request.status = "waiting"
+            again.append(request)
+        return again
+
+    def _drain(self, worker: Worker) -> None:
+        """Forget a worker that leaves, once it has served what it had."""
+        if not any(of == worker for _, of in self._routed.values()):
+            self._leaving.discard(worker)
+            self._gone.add(worker)
+            self._knowledge.remove(worker)
+
+    @property
+    def staying(self) -> dict[Worker, MockEngine]:
+        """The engines of the workers that are there."""
+        away = self._gone | self._leaving
+        return {worker: seat.engine for worker, seat in self.seats.items() if worker not in away}
+
+    def _tell(self, hook: str, worker: Worker) -> Calls:
+        if self._calls.has(hook):
+            yield from self._calls.hook(hook, self.now_ms, worker)
 
     # ------------------------------------------------------------------------------------------------ candidates
 
@@ -364,7 +499,7 @@ class FleetRun:
             return tuple(self._candidates_of_engines(request, overlaps))
         chain, held, found = request.sequence_hashes, self._knowledge.held_blocks, []
         for worker, load in self._book.loads.items():
-            engine = self._seats[worker].engine
+            engine = self.seats[worker].engine
             scheduler, manager = engine.scheduler, engine.worker.manager
             found.append(
                 Candidate(
@@ -386,9 +521,10 @@ class FleetRun:
     def _candidates_of_engines(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> Iterable[Candidate]:
         if not self._read or self.now_ms - self._read_ms >= self._loads_every:
             self._read_ms = self.now_ms
-            self._read = {seat.worker: _engine_load(seat.engine) for seat in self._seats.values()}
+            self._read = {worker: _engine_load(self.seats[worker].engine) for worker in self._book.loads}
         full, held = len(request.sequence_hashes), self._knowledge.held_blocks
-        for worker, seat in self._seats.items():
+        for worker in self._book.loads:
+            seat = self.seats[worker]
             engine, overlap = seat.engine, overlaps.get(worker, 0)
             prefill, blocks, active = self._read.get(worker, (0, 0, 0))
             metrics = engine.metrics

@@ -187,25 +187,43 @@ class MockEngine:
         else:
             self._last_delivered = arrival
             self.scheduler.submit(request)
-        if self.log is not None:
-            request.number = self.log.next_request()
-            blocks, tail, hashed = prompt_fields(prompt, self.worker.manager.block_size)
-            of = (
-                self.worker.worker_id,
-                self.worker.dp_rank,
-                hashed,
-                max_output_tokens,
-                arrival_ms,
-                priority,
-                prompt.keys,
-            )
-            self.log.operate(Submit, request.number, blocks, tail, *of)
+        self._record_submit(request, arrival_ms, priority)
         return request
 
+    def _record_submit(self, request: EngineRequest, arrival_ms: float | None, priority: int | None) -> None:
+        if self.log is None:
+            return
+        prompt = request.prompt
+        request.number = self.log.next_request()
+        blocks, tail, hashed = prompt_fields(prompt, self.worker.manager.block_size)
+        of = (
+            self.worker.worker_id,
+            self.worker.dp_rank,
+            hashed,
+            request.requested_output_tokens,
+            arrival_ms,
+            priority,
+            prompt.keys,
+        )
+        self.log.operate(Submit, request.number, blocks, tail, *of)
+
     def dispatch(
-        self, prompt: Prompt, max_output_tokens: int, arrival_ms: float, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        max_output_tokens: int,
+        arrival_ms: float,
+        *,
+        priority: int = 0,
+        recorded_ms: float | None = None,
     ) -> EngineRequest:
         """Give it a request that has arrived: for who drives several engines on one clock, and has its order.
+
+        Args:
+            prompt: as `submit` takes it.
+            max_output_tokens: likewise.
+            arrival_ms: when it arrived, from which its times count.
+            priority: its priority.
+            recorded_ms: when it is dispatched, for who has its passes recorded (`start_pass`); None: it is not recorded.
 
         Raises:
             OutOfBlocks: prompt and output can never fit; from 1.3.1 on, a prompt that is too large by itself is rejected by
@@ -216,6 +234,8 @@ class MockEngine:
             self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival_ms, priority)
         self.scheduler.submit(request)
+        if recorded_ms is not None:
+            self._record_submit(request, recorded_ms, priority or None)
         return request
 
     # ---------------------------------------------------------------------------------- handoffs between engines
@@ -475,16 +495,22 @@ class MockEngine:
         self.passes += len(ends)
         self._idle_passes = 0
 
-    def start_pass(self, now_ms: float) -> ForwardPass:
+    def start_pass(self, now_ms: float, *, recorded: bool = False) -> ForwardPass:
         """Run the next pass from this moment, without the end of it: for who drives several engines on one clock.
 
         What the pass computes is there at once; events that are visible at its end are held until `finish_pass`.
+
+        Args:
+            now_ms: the moment.
+            recorded: have it recorded, with all passes before it, as `run` until right after this moment.
 
         Raises:
             RequestError: a pass is under way.
         """
         if self._under_way is not None:
             raise RequestError(f"start_pass while a pass of {self!r} is under way; finish_pass ends it")
+        if recorded and self.log is not None:
+            self._record(Run, math.nextafter(now_ms, math.inf), self.worker.worker_id, self.worker.dp_rank)
         self.now_ms = now_ms
         arriving = self._arriving
         while arriving and arriving[0].arrival_ms <= now_ms:
