@@ -76,8 +76,8 @@ class Moment:
 
         Args:
             worker: who.
-            announced: whether router and index are told: `worker_removed`, then `worker_added`. A silent restart is a fault: what
-                follows from it is no failure by itself.
+            announced: whether router and index are told: `worker_removed`, then `worker_added`. A silent restart is an injected
+                fault, to which a harness attributes what follows from it, as to `faults.restart`.
             lost: as in `crash`.
 
         Raises:

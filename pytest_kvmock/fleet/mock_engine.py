@@ -223,7 +223,7 @@ class MockEngine:
             max_output_tokens: likewise.
             arrival_ms: when it arrived, from which its times count.
             priority: its priority.
-            recorded_ms: when it is dispatched, for who has its passes recorded (`start_pass`); None: it is not recorded.
+            recorded_ms: when it is dispatched, for who records its passes too (`record_passes`); None: it is not recorded.
 
         Raises:
             OutOfBlocks: prompt and output can never fit; from 1.3.1 on, a prompt that is too large by itself is rejected by
@@ -495,22 +495,25 @@ class MockEngine:
         self.passes += len(ends)
         self._idle_passes = 0
 
-    def start_pass(self, now_ms: float, *, recorded: bool = False) -> ForwardPass:
+    def record_passes(self, count: int) -> None:
+        """Record so many passes that somebody else drives, before they begin."""
+        self._record(RunPasses, count, self.worker.worker_id, self.worker.dp_rank)
+
+    def retract_pass(self) -> None:
+        """Take back the record of the pass that is under way, if its events are lost with it: as its worker crashes."""
+        if self.log is not None and self._under_way is not None and self.args.events_visible_at == "pass_end":
+            self.log.retract_pass(self.worker.worker_id, self.worker.dp_rank)
+
+    def start_pass(self, now_ms: float) -> ForwardPass:
         """Run the next pass from this moment, without the end of it: for who drives several engines on one clock.
 
         What the pass computes is there at once; events that are visible at its end are held until `finish_pass`.
-
-        Args:
-            now_ms: the moment.
-            recorded: have it recorded, with all passes before it, as `run` until right after this moment.
 
         Raises:
             RequestError: a pass is under way.
         """
         if self._under_way is not None:
             raise RequestError(f"start_pass while a pass of {self!r} is under way; finish_pass ends it")
-        if recorded and self.log is not None:
-            self._record(Run, math.nextafter(now_ms, math.inf), self.worker.worker_id, self.worker.dp_rank)
         self.now_ms = now_ms
         arriving = self._arriving
         while arriving and arriving[0].arrival_ms <= now_ms:

@@ -47,14 +47,18 @@ class RankedWorker:
         """Run no passes: each may end another one's later."""
         return now_ms
 
-    def start_pass(self, now_ms: float, *, recorded: bool = False) -> ForwardPass:
+    def record_passes(self, count: int) -> None:
+        """Record so many passes of each rank that has requests."""
+        for engine in self.ranks:
+            if engine.has_work:
+                engine.record_passes(count)
+
+    def start_pass(self, now_ms: float) -> ForwardPass:
         """Run the next pass of each rank that has requests; the one that ends last."""
         defers = self._count % self._interval != 0
         for engine in self.ranks:
             engine.scheduler.defers_prefills = defers
-        passes = self._under_way = [
-            (each, each.start_pass(now_ms, recorded=recorded)) for each in self.ranks if each.has_work
-        ]
+        passes = self._under_way = [(each, each.start_pass(now_ms)) for each in self.ranks if each.has_work]
         self._count += 1
         is_idle = not self.has_work
         for engine in self.ranks:
