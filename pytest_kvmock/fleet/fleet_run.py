@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.fleet_trace import FleetRequest, Pick
 from pytest_kvmock.fleet.incidents import Incident
 from pytest_kvmock.fleet.router_calls import RouterStalled
@@ -114,6 +115,7 @@ class FleetRun:
         self._book = LoadBook(self.seats)
         self.now_ms = start_ms
         self._block_size = seats[0].engine.args.block_size
+        self._waits_when_blocked = seats[0].engine.args.release.instant_passes_first
         self._order: dict[Driven, int] = {}
         for seat in seats:
             self._order.setdefault(seat.driven, len(self._order))
@@ -166,6 +168,11 @@ class FleetRun:
             if moment == math.inf:
                 if self._waiting and self.now_ms < self._stop_ms:
                     raise RouterStalled(self.now_ms, self._waiting, self._asked)
+                if self._routed and self.now_ms < self._stop_ms:
+                    schedulers = [seat.engine.scheduler for seat in self.seats.values()]
+                    running = tuple(each for scheduler in schedulers for each in scheduler.running)
+                    waiting = tuple(each for scheduler in schedulers for each in scheduler.waiting)
+                    raise EngineStalled(self.now_ms, running, waiting, 0)
                 break
             self.now_ms = moment
         self._leave_open()
@@ -260,7 +267,8 @@ class FleetRun:
         """End the pass of an engine: its events, then a signal for each request; whether it did anything."""
         done = driven.finish_pass()
         yield from self._knowledge.deliver(self.now_ms)
-        if done.did_something or done.end_ms > done.start_ms:
+        # In releases before 1.6.1 one that can do nothing tries again and again, at the same moment, until it counts as stalled.
+        if done.did_something or not self._waits_when_blocked:
             self._idle.add(driven)
         for request in self._ended_first(done):
             yield from self._finished(request)

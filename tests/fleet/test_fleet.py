@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from random import Random
 from statistics import pstdev
 
@@ -9,6 +10,7 @@ import pytest
 
 from pytest_kvmock import OutOfBlocks, Prompt, Stored
 from pytest_kvmock.fleet import (
+    EngineStalled,
     Fleet,
     FleetRequest,
     MockEngine,
@@ -311,6 +313,14 @@ def test_with_and_without_plans_all_is_the_same(backend, concurrency):
         return report.to_json(), report.per_request(), report.picks, report.passes, report.served_by
 
     assert serve(True) == serve(False)
+
+
+@pytest.mark.parametrize(("semantics", "backend"), [("1.2.1", "lineage"), ("1.3.1", "lineage"), ("1.6.1", "vllm")])
+def test_an_engine_that_can_do_nothing_is_stalled(semantics, backend):
+    args = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=False)
+    args = replace(args, semantics=semantics)
+    with pytest.raises(EngineStalled):
+        Fleet(engines(2, args, backend), RoundRobin()).run([request(0, [1, 2, 3]), request(1, [4])])
 
 
 def test_a_fleet_stops():

@@ -3,12 +3,12 @@
 The original draws among equal costs. So a replay of ours follows its recorded choices, and one that is not among the cheapest fails.
 """
 
-import math
 from itertools import permutations
 from random import Random
 
 import pytest
 from depth import few
+from follower import Follower
 from recorded_replays import check_summary, recorded, request_of
 from test_replay_1_6 import BACKENDS as BACKENDS_1_6
 from test_replay_1_6 import check_figures
@@ -28,33 +28,6 @@ OF_WORKERS = {  # our report of 1.3.1 has none of these
     "gpu_hours",
 }
 BACKENDS = {"vllm": "lineage", "sglang": "mocker_sglang"}
-
-
-class Follower(DynamoRouter):
-    """Picks as was recorded, and compares what each candidate costs."""
-
-    def __init__(self, picks, semantics, **options):
-        super().__init__(semantics, **options)
-        self.left = list(picks)
-
-    def _choose(self, request, candidates, costs):
-        number, expected = self.left.pop(0)
-        tracks = self._tracks_prefill
-        found = []
-        for each, cost in zip(candidates, costs, strict=True):
-            overlap, size = self.overlap(request, each), request.block_size
-            uncached = max(0, request.prompt_tokens - overlap * size)
-            raw = (each.prefill_tokens + uncached + overlap * size) / size if tracks else 0.0
-            found.append([overlap, raw, self._decode(request, each), cost])
-        assert all(
-            math.isclose(theirs, ours, abs_tol=tolerance)
-            for row, own in zip(expected, found, strict=True)
-            for theirs, ours, tolerance in zip(row, own, (0.0051, 0.00051, 0.00051, 0.00051), strict=True)
-        ), (request, expected, found)
-        if not self._temperature:
-            cheapest = [each.worker for each in self._cheapest(request, candidates, costs)]
-            assert number in cheapest, (request, costs, number)
-        return candidates[number].worker
 
 
 def engines_of(case, version):
