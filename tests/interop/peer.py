@@ -81,7 +81,7 @@ _FORMULA = re.compile(
     r"Formula for worker_id=(\d+) dp_rank=\d+ with ([\d.]+) effective cached blocks: ([\d.]+) = .* \+ ([\d.]+) "
     r"\(raw_prefill_blocks: ([\d.]+),"
 )
-_SELECTED = re.compile(r"Selected worker: .*worker_id=(\d+) ")
+_SELECTED = re.compile(r"Selected worker.* worker_id=(\d+) ")
 
 
 def _picks(log):
